@@ -1,1 +1,1 @@
-"""What all rooms share: errors, progress, paths, locks, text, random streams."""
+"""Shared by all packages: errors, progress, paths, locks, text, random streams."""

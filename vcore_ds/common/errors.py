@@ -1,32 +1,32 @@
-"""The ways a command ends with one message and no traceback: a user's mistake, a run that failed, a stop request."""
+"""Exceptions that end a command with one message and no traceback: a user's mistake, a failed run, a stop request."""
 
 
 class UserError(Exception):
-    """Something the user gave cannot work: a recipe, a file, a folder, a setting.
+    """A mistake in the user's input: a recipe, a file, a folder, a setting.
 
-    The message says everything (where, what was found, what was expected, what to do), so the command line prints it
-    without a traceback and exits with `EXIT_CODE`.
+    The message is complete (where, what was found, what is expected, what to do), so the command line prints it without
+    a traceback and exits with `EXIT_CODE`.
     """
 
     EXIT_CODE = 2
 
 
 class RunFailed(Exception):
-    """The run cannot continue for a reason that its message explains in full; raised on all ranks alike.
+    """The run cannot continue, for the reason in the message; raised on all ranks alike.
 
-    The command line prints the message alone: where the exception was raised says nothing more. Failures that nobody
-    foresaw are other exceptions and keep their traceback; both exit with 1.
+    The command line prints only the message. Unexpected failures are other exceptions, with a traceback; both exit with
+    1.
     """
 
     EXIT_CODE = 1
 
 
 EXIT_STOPPED = 85
-"""Exit code of a run that has saved and stopped on request; the same command resumes it."""
+"""Exit code of a run that was stopped on request, after saving; the same command resumes it."""
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and did at the end of a step, on all ranks together.
+    """The run stopped on request at the end of a step, on all ranks together.
 
     The message is one line: why, after which step, where it is saved, how to resume.
     """
@@ -35,10 +35,10 @@ class RunStopped(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, or the error's class where it has none, to quote in another message."""
+    """The first line of the error's message, or its class without one, to quote in another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def last_line(error: Exception) -> str:
-    """The last line of the error's message, or its class where it has none: validators name the field there."""
+    """The last line of the error's message, where validators name the field; or its class without one."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()

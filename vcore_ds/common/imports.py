@@ -1,4 +1,4 @@
-"""Imports that take seconds, at the start of a command."""
+"""Faster imports of torch, transformers and DeepSpeed at the start of a command."""
 
 import gc
 import os
@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH = "TORCHDYNAMO_DISABLE"
-"""An environment variable that torch reads whenever it is to compile a function."""
+"""Environment variable that torch reads in `torch.compile`."""
 
 _FROZEN_BEFORE = gc.get_freeze_count()
-"""Objects that Python itself has frozen: none in 3.11, some hundreds in 3.12."""
+"""Objects frozen by Python itself: none in 3.11, some hundreds in 3.12."""
 
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Around the imports of a command's work. What they make lasts as long as the process, so no search for garbage
-    looks at it, now or later.
+    """A context for a command's imports, whose objects live forever and are excluded from garbage collection.
 
-    Those of a run (torch, transformers, peft, DeepSpeed) make half a million objects. To search them takes 1 of 6 s
-    while they are imported, and as long again when DeepSpeed collects garbage as an engine starts. The second time in a
-    process nothing is done.
+    The imports of a run (torch, transformers, peft, DeepSpeed) create half a million objects. Garbage collection of
+    them takes 1 of 6 s during the imports, and as long again when DeepSpeed collects garbage at the start of an engine.
+    Entering it again has no effect.
     """
     if gc.get_freeze_count() > _FROZEN_BEFORE:
         yield
@@ -34,8 +33,8 @@ def lasting_imports() -> Iterator[None]:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """A context in which `torch.compile` returns functions as they are, for modules that compile on import what is not
-    called here: only to wrap a function, torch imports its compiler, a second on every rank."""
+    """A context in which `torch.compile` returns its argument, for modules that compile unused functions on import:
+    wrapping a function already imports torch's compiler, which takes a second on every rank."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "1"
     try:

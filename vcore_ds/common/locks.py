@@ -1,4 +1,4 @@
-"""One process at a time in a folder that is written: that of a run, or an --output."""
+"""Locks on the folders of runs and outputs, and resumable work in `OUTPUT.unfinished`."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from vcore_ds.common.paths import unfinished_path, write_json, writing
 LOCK = ".lock"
 
 WAIT_SECONDS = 300.0
-"""Time for ranks of an earlier attempt, whose launcher is gone, to finish their step and save."""
+"""Time for the ranks of an earlier attempt, whose launcher was killed, to finish their step and save."""
 
 
 class RunLock:
-    """The lock on a run's folder, which rank 0 holds while it lives: the kernel releases it with the process.
+    """The lock on a run's folder, held by rank 0; the kernel releases it when the process ends.
 
-    Without it, a job that follows one whose launcher was killed could begin while the old ranks are still saving.
+    Without it, the next job could start while the ranks of one whose launcher was killed are still saving.
     """
 
     def __init__(self, folder: Path):
@@ -31,10 +31,10 @@ class RunLock:
         self._lock: FileLock | None = None
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Waits for the lock and takes it, making the folder where needed; warns where the file system has no locks.
+        """Make the folder if needed and acquire the lock; warns if the file system has no locks.
 
         Raises:
-            UserError: the folder cannot be made, or another process holds it for longer than `WAIT_SECONDS`.
+            UserError: the folder cannot be made, or another process holds the lock for longer than `WAIT_SECONDS`.
         """
         with writing("run.output_dir", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -51,27 +51,27 @@ class RunLock:
                 "that job (`touch STOP` in the folder), or set run.output_dir"
             ) from None
         except (OSError, NotImplementedError) as error:
-            say(_cannot_be_locked(self.folder, error))
+            say(_describe_missing_lock(self.folder, error))
             return
         self._lock = lock
 
     def release(self) -> None:
-        """Lets another process have it; nothing where it is not held."""
+        """Release the lock, if it is held."""
         if self._lock is not None:
-            self._lock.release()  # the file stays: a waiting process would otherwise lock a file without a name
+            self._lock.release()  # keep the file: a waiting process would lock the deleted one
             self._lock = None
 
 
 @contextmanager
 def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileLock]:
-    """A context in which this process alone writes into an --output, which is made where needed; warns where the file
-    system has no locks. The kernel releases the lock of a process that is killed.
+    """A context with an exclusive lock on an --output folder, which is made if needed; warns if the file system has no
+    locks. The kernel releases the lock when the process ends.
 
     Raises:
-        UserError: another process is in it.
+        UserError: another process holds the lock.
         OSError: the folder cannot be made.
     """
-    lock = _lock(folder, say)
+    lock = _make_and_lock(folder, say)
     try:
         yield lock
     finally:
@@ -79,26 +79,26 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[Fi
 
 
 def remove_locked(folder: Path, lock: FileLock) -> None:
-    """Removes the folder of `lock_folder`, and releases its lock. Nothing else is to be done in the context.
+    """Remove the folder of `lock_folder` and release its lock; the last call in that context.
 
-    The folder loses its name while it is locked: a process that gets the lock afterwards sees that, and makes a new
-    folder (`_lock`). What is in it is removed after that: NFS keeps a file that is open, and with it the folder.
+    The folder is renamed while it is locked, so that the next process with the lock notices, and makes a new folder
+    (`_make_and_lock`). Its contents are removed after the release, because NFS keeps open files and their folder.
     """
     removed = folder.with_name(f"{folder.name}.removed")
-    shutil.rmtree(removed, ignore_errors=True)  # left by a process that was killed here
+    shutil.rmtree(removed, ignore_errors=True)  # from a process that was killed here
     with suppress(OSError):
         folder.rename(removed)
     lock.release()
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _lock(folder: Path, say: Callable[[str], None]) -> FileLock:
-    """Makes a folder where needed and locks it, once more where another process has removed it meanwhile."""
+def _make_and_lock(folder: Path, say: Callable[[str], None]) -> FileLock:
+    """Make a folder if needed and lock it; repeats if another process removes the folder meanwhile."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK)
         try:
-            # Open, its inode cannot be reused: a folder that is removed cannot be mistaken for a new one of its name.
+            # While it is open its inode is not reused, so a new folder of the same name is recognised.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
@@ -115,36 +115,31 @@ def _lock(folder: Path, say: Callable[[str], None]) -> FileLock:
                 "name another folder"
             ) from None
         except (OSError, NotImplementedError) as error:
-            say(_cannot_be_locked(folder, error))
+            say(_describe_missing_lock(folder, error))
             return lock
         finally:
             os.close(descriptor)
 
 
-def _cannot_be_locked(folder: Path, error: Exception) -> str:
+def _describe_missing_lock(folder: Path, error: Exception) -> str:
     return f"warning: {folder} cannot be locked ({error}): make sure that no other job uses it"
 
 
-# `OUTPUT.unfinished`: the parts of a long computation that are done, which the same command continues.
-#
-# The folder names the request that its parts belong to. It is gone when the computation is done, and after a failure
-# before its first part.
-
-
 REQUEST = "request.json"
+"""File in `OUTPUT.unfinished` with the request to which the finished parts belong."""
 MAX_DIFFERENCES = 12
-"""Lines of a message on two requests."""
+"""Maximum lines in a message about two requests."""
 MAX_VALUE_LENGTH = 160
-"""Characters of a value in such a line."""
+"""Maximum characters of a value in such a line."""
 
 
 @contextmanager
 def unfinished_work(output: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Yields `OUTPUT.unfinished`, which this process alone writes into. A block that raises leaves the folder where
-    something was computed; any other block removes it.
+    """A context that yields `OUTPUT.unfinished`, exclusively locked, for the finished parts of a long computation. The
+    folder is removed at the end; if the block raises, it stays if it has any results.
 
     Raises:
-        UserError: another process is in it.
+        UserError: another process holds the lock.
         OSError: the folder cannot be made.
     """
     folder = unfinished_path(output)
@@ -152,23 +147,23 @@ def unfinished_work(output: Path, say: Callable[[str], None]) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            if not _holds_parts(folder):
+            if not _has_results(folder):
                 remove_locked(folder, lock)
             raise
         remove_locked(folder, lock)
 
 
 def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str], None], *, again: bool) -> None:
-    """Keeps the parts in the folder of `unfinished_work` where they belong to the same request; else empties it.
+    """Keep the finished parts in the folder of `unfinished_work` if they belong to the same request; or start empty.
 
     Args:
-        request: everything that the parts depend on, as JSON can hold it.
-        again: begin again, whatever was computed.
+        request: everything on which the parts depend, as JSON values.
+        again: discard finished parts.
 
     Raises:
-        UserError: parts of another request are there, and `again` is false.
+        UserError: there are parts of another request, and `again` is false.
     """
-    if _holds_parts(folder) and not again:
+    if _has_results(folder) and not again:
         differences = describe_differences(read_request(folder), request)
         if not differences:
             say(f"{folder}: resuming where an earlier run ended")
@@ -177,14 +172,14 @@ def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str
             f"--output: {folder}: found unfinished work of another request:\n{differences}\nexpected the same values, "
             "to resume it. Name another --output, or delete the unfinished work with --again"
         )
-    if _holds_parts(folder):
+    if _has_results(folder):
         say(f"{folder}: beginning again")
     discard_parts(folder)
     write_json(folder / REQUEST, request)
 
 
 def discard_parts(folder: Path) -> None:
-    """Empties a folder but for its lock: where work begins again, or can never come to a result."""
+    """Empty a folder except for its lock."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -193,17 +188,17 @@ def discard_parts(folder: Path) -> None:
 
 
 def read_request(folder: Path) -> dict[str, Any]:
-    """The request whose parts are in a folder; empty where the file is missing or damaged."""
+    """The request of the parts in a folder; empty if the file is missing or damaged."""
     try:
-        found = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+        request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return request if isinstance(request, dict) else {}
 
 
-def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """A line for each value in which two requests differ, by its dotted key; empty where they are equal."""
-    left, right = _flatten(there), _flatten(json.loads(json.dumps(here)))
+def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """A line for each dotted key with different values in two requests; empty if they are equal."""
+    left, right = _flatten(old), _flatten(json.loads(json.dumps(new)))
     keys = [key for key in dict.fromkeys([*left, *right]) if left.get(key, _NOTHING) != right.get(key, _NOTHING)]
     lines = [f"  {key}: {_show(left, key)} there, {_show(right, key)} here" for key in islice(keys, MAX_DIFFERENCES)]
     if len(keys) > MAX_DIFFERENCES:
@@ -215,7 +210,7 @@ _NOTHING = object()
 
 
 def _flatten(value: Any, key: str = "") -> dict[str, Any]:
-    """Dotted key -> value, of objects and lists within each other; an empty one is a value."""
+    """Dotted key -> value of nested objects and lists; empty ones are values."""
     children = dict(enumerate(value)) if isinstance(value, list) else value
     if not isinstance(children, Mapping) or (key and not children):
         return {key: value}
@@ -229,6 +224,6 @@ def _show(values: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
 
 
-def _holds_parts(folder: Path) -> bool:
-    """Whether anything was computed: the lock, the request and empty folders are written before that."""
+def _has_results(folder: Path) -> bool:
+    """Whether a folder has more files than the lock and the request."""
     return any(path.is_file() and path.name != LOCK and not path.name.startswith(REQUEST) for path in folder.rglob("*"))

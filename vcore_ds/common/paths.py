@@ -1,4 +1,4 @@
-"""Folders and files that a user names: one message where the system does not let them be read or written."""
+"""Files and folders: atomic writes, one message for every error of the system, and JSON."""
 
 import errno
 import glob
@@ -16,57 +16,51 @@ from pydantic import TypeAdapter, ValidationError
 
 from vcore_ds.common.errors import UserError
 
-# Files and folders written aside: whatever has its own name is whole, and on the disk.
-#
-# `NAME.unfinished` stands beside `NAME` while it is written. At the end all of it is flushed and renamed, so that a
-# kill or a power failure leaves the old `NAME`, or none, or the new one.
-
-
 SUFFIX = ".unfinished"
-"""Ending of everything that is still being written, or that an interruption has left."""
+"""Suffix of files and folders while they are written. At the end they are flushed and renamed, so that a kill or a
+power failure leaves the old file, none, or the new one."""
 
 
 class NoRoom(OSError):
-    """A disk has less room than is about to be written."""
+    """The disk has less free space than needed."""
 
 
 @contextmanager
 def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[Path]:
-    """Yields the name to write a file or a folder under, where nothing is; `path` gets its name when the block ends.
+    """A context that yields a temporary path for a file or folder, and renames it to `path` at its end.
 
-    A block that raises leaves neither name behind. An existing file is replaced; an existing folder with something in
-    it is not (OSError).
+    If the block raises, the temporary file is removed. An existing file is replaced; a folder that is not empty is not
+    (OSError).
 
     Args:
-        several_writers: for a target that several processes may write at the same time, each with the same content:
-            every one has a name of its own. What a killed one leaves stays until its folder goes. Otherwise there is
-            one writer, whose next attempt removes what the last one left.
+        several_writers: whether several processes may write the same content at once; each then has a different
+            temporary path, which stays if the process is killed. A single writer removes it in its next attempt.
     """
     unfinished = unfinished_path(path.with_name(f"{path.name}.{os.getpid()}") if several_writers else path)
     _remove(unfinished)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield unfinished
-        _rename(unfinished, path)
+        _flush_and_rename(unfinished, path)
     except BaseException:
         discard(unfinished)
         raise
 
 
 def unfinished_path(path: Path) -> Path:
-    """Where `path` is written before it has its name."""
+    """The temporary path of `path` while it is written."""
     return path.with_name(path.name + SUFFIX)
 
 
 def begin_folder(folder: Path, num_bytes: int, purpose: str) -> Path:
-    """An empty folder under the unfinished name of `folder`, for what several processes write in steps.
+    """Make an empty folder under the temporary path of `folder`, in which several processes may write.
 
     Args:
-        num_bytes: what is going to be written.
+        num_bytes: bytes that will be written.
         purpose: completes "expected N bytes for", and may say how to need less.
 
     Raises:
-        NoRoom: before anything is written.
+        NoRoom: the disk has less free space; nothing was written.
     """
     unfinished = unfinished_path(folder)
     _remove(unfinished)
@@ -79,24 +73,24 @@ def begin_folder(folder: Path, num_bytes: int, purpose: str) -> Path:
 
 
 def finish_folder(folder: Path) -> None:
-    """Flushes what `begin_folder` has begun, whoever wrote it, and gives it its name."""
-    _rename(unfinished_path(folder), folder)
+    """Flush all files in the folder of `begin_folder`, and rename it to `folder`."""
+    _flush_and_rename(unfinished_path(folder), folder)
 
 
 def discard(unfinished: Path) -> None:
-    """Removes what a failure has left, as far as that is possible: the failure itself is what there is to report."""
+    """Remove a temporary file or folder after a failure; ignores errors, since the failure itself is reported."""
     shutil.rmtree(unfinished, ignore_errors=True)
     with suppress(OSError):
         unfinished.unlink()
 
 
 def flush(path: Path) -> None:
-    """Forces a file, or the names in a folder, which a file's own fsync does not cover, to the disk."""
+    """Flush a file to disk; or the names in a folder, which the fsync of its files does not cover."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no fsync of folders, and need none.
+        # Some network file systems do not support or need fsync of folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -104,7 +98,7 @@ def flush(path: Path) -> None:
 
 
 def free_space(path: Path) -> str:
-    """For messages: the free bytes of the disk that `path` is or would be on."""
+    """The free bytes of the disk of `path`, which may not exist, for messages."""
     try:
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         return f"{shutil.disk_usage(existing).free:,} bytes free there"
@@ -112,7 +106,7 @@ def free_space(path: Path) -> str:
         return f"free space unknown: {error}"
 
 
-def _rename(unfinished: Path, path: Path) -> None:
+def _flush_and_rename(unfinished: Path, path: Path) -> None:
     if unfinished.is_dir():
         for folder, _, names in os.walk(unfinished):
             for name in names:
@@ -132,7 +126,7 @@ def _remove(path: Path) -> None:
 
 
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of a disk, a quota or a file size limit without room."""
+"""Errors of a full disk, an exceeded quota and a file size limit."""
 _REMEDIES = {
     **dict.fromkeys(_DISK_IS_FULL, "make room, or name a place on another disk"),
     errno.EACCES: "change its permissions, or name another one",
@@ -140,61 +134,61 @@ _REMEDIES = {
     errno.EROFS: "name one on a file system that is mounted for writing",
     errno.ENAMETOOLONG: "name a shorter one",
 }
-"""What to do, by error number."""
+"""Remedies by error number."""
 _OTHER_REMEDY = "name another one"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How `safetensors` and `tokenizers` word the system's errors, in exceptions that are no OSError."""
+"""System errors in the messages of `safetensors` and `tokenizers`, whose exceptions are not OSErrors."""
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Files that raw data are read from."""
+"""File formats of raw data."""
 
 
 def can_be_hub_id(source: str) -> bool:
-    """Whether `source`, which is not there as a file or folder, can be a data set on the hub: owner/name."""
+    """Whether `source`, if it is no file or folder, can be the id of a data set on the hub: owner/name."""
     is_local = source.startswith((".", "/", "~")) or Path(source).suffix.lower() in DATA_SUFFIXES
     return source.count("/") == 1 and not is_local
 
 
 def is_readable(source: str) -> bool:
-    """Whether this process can read a file, a folder, or all files of a pattern."""
+    """Whether this process can read a file, a folder, or all files of a glob pattern."""
     path = str(Path(source).expanduser())
-    names = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)  # a path may hold [ itself
+    names = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)  # file names may contain [
     return bool(names) and all(os.access(name, os.R_OK) for name in names)
 
 
 @contextmanager
 def writing(where: str, path: Path, expected: str = "a folder that can be written") -> Iterator[None]:
-    """Around a block that writes to `path`, or looks there before it writes.
+    """A context for code that writes to `path`, or checks it before writing.
 
     Args:
-        where: the recipe's key or the command's option that names the path; empty where messages begin with the path.
+        where: the recipe's key or the command's option that names the path; empty if messages begin with the path.
 
     Raises:
-        UserError: for every OSError of the block.
+        UserError: for every OSError in the block.
     """
-    with _explained(where, path, "written", expected):
+    with _explain_errors(where, path, "written", expected):
         yield
 
 
 @contextmanager
 def reading(where: str, path: Path, expected: str) -> Iterator[None]:
-    """The same around a block that reads from `path`."""
-    with _explained(where, path, "read", expected):
+    """A context for code that reads from `path`; see `writing`."""
+    with _explain_errors(where, path, "read", expected):
         yield
 
 
 def refuse_existing(path: Path, expected: str) -> None:
-    """Raises UserError where `path`, an --output, exists or cannot be looked at; `expected` as for `writing`."""
+    """Raise UserError if `path`, an --output, exists or cannot be accessed; `expected` as in `writing`."""
     with writing("--output", path, expected):
-        is_there = path.exists()
-    if is_there:
+        exists = path.exists()
+    if exists:
         raise UserError(f"--output: {path}: is there already; expected {expected}. Name another one, or remove it")
 
 
 def check_folder(folder: Path) -> None:
-    """Makes the folder with a file in it, and removes what it has made.
+    """Check that a folder can be written, by making it and a file in it, and removing both.
 
-    Nothing less tells: permissions do not know of read-only or special file systems.
+    Permissions do not show read-only or special file systems.
 
     Raises:
         OSError: from the system.
@@ -211,46 +205,46 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _explained(where: str, path: Path, what: str, expected: str) -> Iterator[None]:
+def _explain_errors(where: str, path: Path, what: str, expected: str) -> Iterator[None]:
     try:
         yield
     except NoRoom as error:
-        raise UserError(f"{_place(where, path)}: {error}") from None
+        raise UserError(f"{_prefix(where, path)}: {error}") from None
     except OSError as error:
-        raise UserError(_message(where, path, what, expected, error)) from None
+        raise UserError(_describe_error(where, path, what, expected, error)) from None
     except Exception as error:
-        found = _RUST_ERROR.search(str(error))
-        if isinstance(error, UserError) or found is None:
+        match = _RUST_ERROR.search(str(error))
+        if isinstance(error, UserError) or match is None:
             raise
-        system_error = OSError(int(found[1]), os.strerror(int(found[1])))
-        raise UserError(_message(where, path, what, expected, system_error)) from None
+        system_error = OSError(int(match[1]), os.strerror(int(match[1])))
+        raise UserError(_describe_error(where, path, what, expected, system_error)) from None
 
 
-def _place(where: str, path: Path) -> str:
+def _prefix(where: str, path: Path) -> str:
     return f"{where}: {path}" if where else str(path)
 
 
-def _message(where: str, path: Path, what: str, expected: str, error: OSError) -> str:
-    place = _place(where, path)
+def _describe_error(where: str, path: Path, what: str, expected: str, error: OSError) -> str:
+    prefix = _prefix(where, path)
     other = Path(os.fsdecode(error.filename)) if error.filename is not None else path
     if other != path and path.parent not in other.parents and other not in path.parents:
-        return f"{other}: cannot be used: {error.strerror}; expected to be, while {place} is {what}"
-    # numpy gives no number where it has written fewer bytes than it was to.
+        return f"{other}: cannot be used: {error.strerror}; expected to be, while {prefix} is {what}"
+    # numpy's OSError after a partial write has no errno.
     is_full = error.errno in _DISK_IS_FULL or (error.errno is None and what == "written")
     number = errno.ENOSPC if is_full else error.errno
     remedy = _OTHER_REMEDY if number is None else _REMEDIES.get(number, _OTHER_REMEDY)
-    found = _obstacle(path, error)
-    if found is None:
-        found = error.strerror or str(error)
+    problem = _find_obstacle(path, error)
+    if problem is None:
+        problem = error.strerror or str(error)
         if other != path:
-            found += f" ({other})"
+            problem += f" ({other})"
     if is_full:
-        found += f" ({free_space(path)})"
-    return f"{place}: cannot be {what}: {found}; expected {expected}: {remedy}"
+        problem += f" ({free_space(path)})"
+    return f"{prefix}: cannot be {what}: {problem}; expected {expected}: {remedy}"
 
 
-def _obstacle(path: Path, error: OSError) -> str | None:
-    """What stands where a folder is needed, for the errors whose own words do not say."""
+def _find_obstacle(path: Path, error: OSError) -> str | None:
+    """What is in the place of a folder, for errors whose messages do not say it."""
     if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT, errno.ELOOP):
         return None
     for place in (*reversed(path.parents), path):
@@ -261,25 +255,22 @@ def _obstacle(path: Path, error: OSError) -> str | None:
     return None
 
 
-# JSON that this package writes, read back as the types that were written, with one message where it is not.
-
-
 Contents = TypeVar("Contents")
 
 _MAX_SHOWN = 200
-"""Characters of a problem in a message: it may quote a key of any length."""
+"""Maximum characters of a problem in a message, since it may quote long keys."""
 
 
 def read_json(path: Path, contents: TypeAdapter[Contents], expected: str, remedy: str = "Remove the file") -> Contents:
-    """What a file holds.
+    """Read and validate a JSON file.
 
     Args:
-        contents: what it should hold.
-        expected: the same in words.
-        remedy: what to do with a file that holds something else.
+        contents: type of the contents.
+        expected: the contents in words.
+        remedy: what to do with an invalid file.
 
     Raises:
-        UserError: the file cannot be read, or holds something else: it is cut off, damaged, or of another version.
+        UserError: the file cannot be read or is invalid: truncated, damaged, or of another version.
     """
     with reading("", path, expected):
         text = path.read_bytes()
@@ -287,7 +278,7 @@ def read_json(path: Path, contents: TypeAdapter[Contents], expected: str, remedy
 
 
 def parse_json(text: bytes, contents: TypeAdapter[Contents], where: str, expected: str, remedy: str) -> Contents:
-    """The same of a text that was read already; `where` begins the message."""
+    """Validate a JSON text as in `read_json`; `where` begins the message."""
     try:
         return contents.validate_json(text)
     except ValidationError as error:
@@ -300,7 +291,7 @@ def parse_json(text: bytes, contents: TypeAdapter[Contents], where: str, expecte
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Readable JSON, written aside."""
+    """Write indented JSON atomically."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     with write_atomically(path, several_writers=True) as unfinished:
         unfinished.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How far a piece of work has come that takes a while: a bar on a terminal, a line now and then in a log file."""
+"""Progress of long work: a progress bar on a terminal, occasional lines in a log file."""
 
 import sys
 import time
@@ -8,20 +8,17 @@ from typing import Self, TypeVar
 Item = TypeVar("Item")
 
 BAR_SECONDS = 2.0
-"""Work that is done sooner shows no bar."""
+"""Delay before the bar appears."""
 
 FIRST_LINE_SECONDS = 10.0
-"""Work that is done sooner leaves no line in a log."""
+"""Delay before the first line in a log."""
 
 LINE_SECONDS = 30.0
-"""Least time between two lines; a tenth of the time so far where that is more."""
+"""Least time between two lines; a tenth of the elapsed time if that is more."""
 
 
 class Progress:
-    """Counts what is done of one piece of work, and shows the share of it and the time that is left.
-
-    Nothing here waits for other ranks: each may have one, and the first rank's is shown.
-    """
+    """Progress bar with the share of work done and the remaining time. No collectives; rank 0's is shown."""
 
     def __init__(
         self,
@@ -35,13 +32,13 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        title: what is done, such as `Loading weights`.
-        total: all of it, in any unit.
-        done: the part that was done before.
+        title: the work, such as `Loading weights`.
+        total: total amount, in any unit.
+        done: amount done before.
         unit: name of a unit worth counting, such as `step`: the bar then shows numbers and rate, and stays.
         enabled: False shows nothing.
-        say: takes the lines for a log file.
-        clock: seconds.
+        say: receives the lines for a log file.
+        clock: returns seconds.
         """
         self._title, self._total, self._say, self._clock = title, total, say, clock
         self._enabled, self._done = enabled, done
@@ -64,7 +61,7 @@ class Progress:
             )
 
     def advance(self, amount: float = 1.0) -> None:
-        """More of the work is done."""
+        """Add an amount of finished work."""
         self._done += amount
         if self._bar is not None:
             self._bar.update(amount)
@@ -86,7 +83,7 @@ class Progress:
             self._bar.write(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, each of which counts as one when the next is asked for."""
+        """Iterate over items, each of which counts as 1 once the next is requested."""
         for item in items:
             yield item
             self.advance()
@@ -95,13 +92,13 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Takes the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 def duration(seconds: float) -> str:
-    """Such as `2h05m`, `3m20s` or `12s`."""
+    """Format seconds as `2h05m`, `3m20s` or `12s`."""
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

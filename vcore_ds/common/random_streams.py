@@ -1,7 +1,7 @@
-"""Every random stream of a run by its id, so that no two draw the same numbers from one seed.
+"""Random streams of a run, with separate ids, so that no two draw the same numbers from one seed.
 
-A stream's numbers are a function of the run's seed and of a place (step, epoch, rank, sequence ...): resuming needs no
-generator's state.
+A stream's numbers are a function of the run's seed and of a place (step, epoch, rank, sequence ...), so that resuming
+needs no generator state.
 """
 
 from enum import IntEnum
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """First word of the entropy. Ids are never reused: `[2, s]` and `[2, s, 0]` give the same numbers."""
+    """Ids of the streams, first word of the entropy; never reused. `[2, s]` and `[2, s, 0]` give the same numbers."""
 
     MAIN_ORDER = 0
     """Place: epoch."""
@@ -19,30 +19,30 @@ class Stream(IntEnum):
     RANDOM_MASK = 2
     """Tokens that the method `random` keeps. Place: sequence id."""
     FIDELITY = 3
-    """Sequences that the fidelity command measures."""
+    """Sequences measured by the fidelity command."""
     DROPOUT = 4
-    """Place: the seed of the step; then the token, see `vcore_ds.models.dropout`."""
+    """Place: the step's seed; then the token, see `vcore_ds.models.dropout`."""
     STOCHASTIC_ROUNDING = 5
-    """Place: optimizer step, which gives the seed of the step; then rank on the `shards` axis."""
+    """Place: optimizer step, for the step's seed; then rank on the `shards` axis."""
     TRUSTED = 6
     """Trusted sequences of the main batch. Place: optimizer step."""
     TOKEN_RECORDS = 7
-    """Sequences that the record of a large batch's tokens holds. Place: optimizer step."""
+    """Sequences in the token record of a large batch. Place: optimizer step."""
     FOLLOWED_TRACES = 8
-    """Traces that are measured at every recorded step. Place: 0 for the training data, then the held-out sets."""
+    """Traces measured at every recorded step. Place: 0 for the training data, then the held-out sets."""
     EVALUATION = 9
-    """Answers of an evaluation. Place: checksum of task and problem; then the answer's number."""
+    """Answers of an evaluation. Place: checksum of task and problem; then the answer's index."""
     LOW_RANK_START = 10
-    """Random start of a low-rank direction. Place: the seed of the step; then the width of a matrix."""
+    """Random sketch of a low-rank direction. Place: the step's seed; then the width of a matrix."""
 
 
 def generator(stream: Stream, seed: int, *place: int) -> np.random.Generator:
-    """A generator of its own for each stream and place."""
+    """NumPy generator of a stream and place."""
     return np.random.default_rng(_entropy(stream, seed, *place))
 
 
 def torch_seed(stream: Stream, seed: int, *place: int) -> int:
-    """The same for `torch.Generator.manual_seed`: an integer below 2^63."""
+    """Seed of a stream and place for `torch.Generator.manual_seed`: an integer below 2^63."""
     return int(np.random.SeedSequence(_entropy(stream, seed, *place)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

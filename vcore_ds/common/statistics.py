@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 FEWEST_SEEDS = 3
-"""Fewer values support no interval."""
+"""Least number of values for a confidence interval."""
 
 
 def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean and half-width of its 95% confidence interval; nan for fewer values than `FEWEST_SEEDS`."""
+    """Mean and half-width of its 95% confidence interval; NaN for fewer values than `FEWEST_SEEDS`."""
     table = np.asarray(values, dtype=np.float64)
     if len(table) < FEWEST_SEEDS:
         return float(table.mean()), math.nan
@@ -20,20 +20,20 @@ def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> str:
-    """`mean ± half-width`; a difference has its sign, and is bold where the interval does not contain 0."""
+    """Table cell `mean ± half-width`; a difference has a sign, and is bold if the interval does not contain 0."""
     mean, half = interval(values)
     text = f"{mean:{'+' if difference else ''}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
     return f"**{text}**" if difference and abs(mean) > half else text
 
 
 def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
-    """Differences at the seeds that both have, in the order of the seeds."""
+    """Differences at the common seeds, in order of the seeds."""
     return [values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())]
 
 
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
-    """Spearman's rank correlation, where ties share their mean rank; None for fewer than two values, and where a side
-    is constant or not finite."""
+    """Spearman's rank correlation, with mean ranks for ties; None for fewer than two values, or if a side is constant
+    or not finite."""
     table = np.stack([left, right]).astype(np.float64)
     if table.shape[1] < 2 or not np.isfinite(table).all() or (np.ptp(table, axis=1) == 0).any():
         return None
@@ -47,7 +47,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def student_t_quantile(probability: float, degrees: int) -> float:
-    """Where Student's t distribution reaches the probability, from 0.5 to below 1, by bisection."""
+    """Quantile of Student's t distribution for a probability in [0.5, 1), by bisection."""
     low, high = 0.0, 1.0
     while student_t_probability(high, degrees) < probability:
         high *= 2
@@ -57,7 +57,7 @@ def student_t_quantile(probability: float, degrees: int) -> float:
 
 
 def student_t_probability(t: float, degrees: int) -> float:
-    """The distribution function at t >= 0, for whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Student's t distribution function at t >= 0, for integer degrees (Abramowitz and Stegun, 26.7.3, 26.7.4)."""
     angle = math.atan(t / math.sqrt(degrees))
     is_odd = degrees % 2
     term = math.cos(angle) if is_odd else 1.0

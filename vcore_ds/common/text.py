@@ -1,4 +1,4 @@
-"""What commands print and draw alike: tables as text and in Markdown, and the formats and colours of pictures."""
+"""Output shared by commands: tables as text and in Markdown, formats and colours of pictures, byte sizes."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,41 +11,40 @@ if TYPE_CHECKING:
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's, which stay apart for colour-blind readers."""
+"""The palette of Okabe and Ito, which colour-blind readers can distinguish."""
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> list[str]:
-    """The lines of a table with columns two spaces apart: the first one and those with a heading in `left` begin at the
-    left, all others end at the right.
+    """Format a table: the first column and those with a heading in `left` are left-aligned, the others right-aligned.
 
     Args:
-        rows: cells of the same number of columns, the headings first.
+        rows: rows of cells, the headings first.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_left = [number == 0 or heading in left for number, heading in enumerate(rows[0])]
     return [
         "  ".join(
-            cell.ljust(width) if begins else cell.rjust(width)
-            for cell, width, begins in zip(row, widths, is_left, strict=True)
+            cell.ljust(width) if left_aligned else cell.rjust(width)
+            for cell, width, left_aligned in zip(row, widths, is_left, strict=True)
         ).rstrip()
         for row in rows
     ]
 
 
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the second one, of `---` and `---:`, aligns its columns."""
+    """Format a Markdown table; the second row, of `---` and `---:`, aligns the columns."""
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Raises UserError where the format of the picture that an option names is unknown, or matplotlib is missing."""
+    """Raise UserError if the option's picture has an unknown format, or matplotlib is missing."""
     if path.suffix.lower() not in PICTURE_FORMATS:
         raise UserError(f"{option}: found {path.name}; expected a name that ends in {', '.join(PICTURE_FORMATS)}")
     check_matplotlib(option)
 
 
 def check_matplotlib(option: str) -> None:
-    """Raises UserError where matplotlib, which an option needs, is missing."""
+    """Raise UserError if matplotlib, which the option needs, is missing."""
     try:
         import matplotlib.figure  # noqa: F401  (takes a second, and only pictures need it)
     except ImportError as error:
@@ -53,18 +52,15 @@ def check_matplotlib(option: str) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty picture of so many inches, without pyplot, which keeps pictures and may open windows."""
+    """An empty figure of this size in inches, made without pyplot, which keeps figures and may open windows."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-# Bytes for people.
 
 
 GIB = 2**30
 
 
 def gib(num_bytes: float, digits: int = 2) -> str:
-    """The number of GiB, such as `1,024.50`."""
+    """Format bytes in GiB, such as `1,024.50`."""
     return f"{num_bytes / GIB:,.{digits}f}"
