@@ -15,6 +15,7 @@ from vcore_ds.data.batches import IGNORED_LABEL, Batch
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.utility.fused_forward import TangentsBesideGraph
 
 EPSILONS = (1e-2, 1e-3, 1e-4, 1e-5)
 Parameters = dict[str, Tensor]
@@ -153,3 +154,17 @@ def test_signal_to_noise_of_known_losses_over_all_ranks() -> None:
     # A symmetric change counts as error: (2 * 0.5)^2 / 6 is taken for the rounding's variance.
     signal = 5 * 0.25**2 - 1 / 12
     assert first[CURVED] == pytest.approx((signal / (2 / 6)) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_number_added_to_a_dual_tensor_keeps_its_tangent_and_shares_no_memory_with_it(with_grad: bool) -> None:
+    x, d_x = torch.randn(3, 4, requires_grad=with_grad), torch.randn(3, 4)
+    with torch.set_grad_enabled(with_grad), forward_ad.dual_level(), TangentsBesideGraph():
+        dual = forward_ad.make_dual(x, d_x)
+        sums = {"x + 2": dual + 2, "2 + x": 2 + dual, "x - 2": dual - 2, "2 - x": 2 - dual}
+        for name, total in sums.items():
+            value, tangent = forward_ad.unpack_dual(total)
+            assert torch.equal(value, eval(name, {"x": x})) and value.requires_grad == with_grad
+            assert torch.equal(tangent, -d_x if name == "2 - x" else d_x) and not tangent.requires_grad
+        sums["x + 2"].mul_(3.0)
+        assert torch.equal(forward_ad.unpack_dual(dual).tangent, d_x)
