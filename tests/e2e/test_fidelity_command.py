@@ -90,7 +90,7 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     own = "utility.estimator=finite_difference utility.epsilon=auto utility.rounding=stochastic".split()
     own.append(f"data.probe_path={setup.validation}")
     arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *own, precision="bf16"), "lora=null"]
-    arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--output", str(output)]
+    arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--ranks", "4", "64", "--output", str(output)]
     launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()} --module vcore_ds.commands.cli"
     done = run_command(f"{launcher} fidelity {RECIPE} {' '.join(arguments)}")
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
@@ -105,6 +105,11 @@ def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: 
     assert searched["signal_to_noise"] > short["signal_to_noise"] and searched["spearman"] > 0.5
     assert short["spearman"] is None or abs(short["spearman"]) < 0.5
     assert report["probe_sizes"] == report["stale_directions"] == []
+    low, larger_than_any_matrix = report["low_ranks"]
+    assert low["rank"] == 4 and 0.3 < low["energy"] < 1 and 0.3 < low["spearman"] < 1
+    assert larger_than_any_matrix["energy"] == pytest.approx(1.0, abs=1e-3)
+    assert larger_than_any_matrix["spearman"] == pytest.approx(1.0, abs=1e-6)
+    assert "Low-rank direction" in said
 
     again = fidelity(arguments, tmp_path / "again.log", code=2)
     assert f"--output: {output}: holds a fidelity.json already" in again

@@ -22,6 +22,7 @@ from vcore_ds.commands.fidelity.report import (
     Agreement,
     Estimate,
     FidelityReport,
+    LowRankDirection,
     ProbeSize,
     StaleDirection,
     describe,
@@ -111,6 +112,9 @@ def test_the_verdict() -> None:
     stale = [StaleDirection(steps, spearman, 0.9) for steps, spearman in ((1, 0.99), (2, 0.93), (4, 0.7), (8, 0.91))]
     report = report_of(0.996, probe_sizes=sizes, stale_directions=stale)
     assert list(judge(report))[1:] == ["probe.batch_size: at least 32", "probe.every: at most 2"]
+    ranks = [LowRankDirection(16, 0.8, 0.999, 0.98, 0.97), LowRankDirection(64, 0.9, 0.999, 0.992, 0.99)]
+    assert list(judge(replace(report, low_ranks=ranks)))[1] == "probe.rank: at least 64"
+    assert list(judge(replace(report, low_ranks=ranks[:1])))[1] == "probe.rank: none of those tried"
     report = replace(report, probe_sizes=sizes[:2], stale_directions=stale[2:])
     assert list(judge(report))[1:] == ["probe.batch_size: none of those tried", "probe.every: at most 1"]
 
@@ -129,6 +133,8 @@ def test_the_tables() -> None:
         ["4,", "dft", "loss", "4", "0.500", "0.400", "95.00%"],
     ]
     assert ["2", "0.930", "98.00%"] in rows
+    report = replace(report, low_ranks=[LowRankDirection(16, 0.812, 0.9991, None, 0.97)])
+    assert ["16", "81.2%", "0.9991", "-", "97.00%"] in [line.split() for line in describe(report).splitlines()]
     alone = describe(report_of(0.996))
     assert "Probe size" not in alone and "Stale" not in alone and alone.endswith("jvp: Spearman 0.996")
 

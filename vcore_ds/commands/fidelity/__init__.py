@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="default 1 1e-1 ... 1e-5"
     )
+    parser.add_argument(
+        "--ranks", **numbers, default="16 64 128".split(), help="values of probe.rank, default 16 64 128; not with LoRA"
+    )
     parser.add_argument("--probe-sizes", **numbers, default="1 4 8 32".split(), help="|B'|, default 1 4 8 32")
     parser.add_argument(
         "--large-probe",
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     lists = {
         name: take_numbers(arguments, name, kind)
-        for name, kind in (("epsilons", float), ("probe_sizes", int), ("stale_steps", int))
+        for name, kind in (("epsilons", float), ("ranks", int), ("probe_sizes", int), ("stale_steps", int))
     }
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from vcore_ds.commands.fidelity.choice import FidelityOptions, check_options, prepare_output

@@ -19,6 +19,8 @@ class FidelityOptions:
 
     num_sequences: int = 4
     epsilons: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+    ranks: tuple[int, ...] = (16, 64, 128)
+    """Values of `probe.rank`; not measured with LoRA, whose matrices have low rank already."""
     probe_sizes: tuple[int, ...] = (1, 4, 8, 32)
     large_probe_size: int = 64
     """0: neither probe sizes nor stale directions are measured."""
@@ -50,6 +52,7 @@ class Choice:
 def check_options(options: FidelityOptions) -> None:
     """Raise UserError for numbers out of range."""
     wrong = [f"--epsilons {epsilon:g}" for epsilon in options.epsilons if not 0 < epsilon < math.inf]
+    wrong += [f"--ranks {rank}" for rank in options.ranks if rank < 0]
     wrong += [f"--probe-sizes {size}" for size in options.probe_sizes if size < 0]
     wrong += [f"--stale-steps {steps}" for steps in options.stale_steps if steps < 0]
     single = {"--large-probe": options.large_probe_size, "--after-steps": options.after_steps}

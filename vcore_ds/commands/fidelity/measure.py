@@ -19,6 +19,7 @@ from vcore_ds.commands.fidelity.report import (
     Agreement,
     Estimate,
     FidelityReport,
+    LowRankDirection,
     ProbeLoss,
     ProbeSize,
     StaleDirection,
@@ -141,6 +142,8 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     )
     bench.take_direction(choice.small_probes[: report.probe_batch_size])
     bench.measure_estimators(report, options.epsilons)
+    if recipe.lora is None:
+        report.low_ranks = list(bench.measure_low_ranks(options.ranks))
     if choice.large_probe:
         bench.measure_probe_sizes(report)
         report.stale_directions = list(bench.measure_staleness(training, options.stale_steps))
@@ -195,6 +198,17 @@ class Bench:
             estimate = self.estimate_finite_difference(epsilon, base, reference)
             report.estimators.append(replace(estimate, of_recipe=epsilon == recipe_epsilon))
             self.say(f"finite difference, epsilon {epsilon:g}: Spearman {show(estimate.agreement.spearman)}")
+
+    def measure_low_ranks(self, ranks: Sequence[int]) -> Iterator[LowRankDirection]:
+        """Compare utilities along low-rank approximations of `self.direction` with those along itself."""
+        full = self.jvp() if ranks else None
+        for rank in sorted(ranks):
+            low_rank = self.direction.with_rank(rank)
+            energy, agreement = low_rank.measure_energy(), self.agreement(self.jvp(low_rank), full)
+            self.say(f"direction of rank {rank}: Spearman {show(agreement.spearman)}")
+            yield LowRankDirection(
+                rank, energy, agreement.spearman, agreement.spearman_within_sequences, agreement.weight_overlap
+            )
 
     def measure_probe_sizes(self, report: FidelityReport) -> None:
         """Compare utilities along small probes with those along the large one; for both losses at the recipe's size."""

@@ -19,6 +19,9 @@ from vcore_ds.method.weights import segment_sum
 RELIABLE_SPEARMAN = 0.9
 """The lowest rank correlation with which utilities are good enough to train."""
 
+RELIABLE_RANK = 0.99
+"""The lowest rank correlation within a sequence with which a low-rank direction stands in for the full-rank one."""
+
 ProbeLoss = Literal["uniform", "dft"]
 
 
@@ -76,6 +79,18 @@ class StaleDirection:
     weight_overlap: float | None
 
 
+@dataclass(frozen=True)
+class LowRankDirection:
+    """Agreement of utilities along a low-rank approximation of the direction with those along the direction itself."""
+
+    rank: int
+    energy: float
+    """Share of `|v|^2` that it keeps."""
+    spearman: float | None
+    spearman_within_sequences: float | None
+    weight_overlap: float | None
+
+
 @dataclass
 class FidelityReport:
     """Contents of fidelity.json without the verdict."""
@@ -102,6 +117,7 @@ class FidelityReport:
     """Deviations from the requested measurements, and their reasons."""
     estimators: list[Estimate] = field(default_factory=list)
     """jvp first, then finite differences from the largest epsilon."""
+    low_ranks: list[LowRankDirection] = field(default_factory=list)
     probe_sizes: list[ProbeSize] = field(default_factory=list)
     other_probe_loss: ProbeSize | None = None
     """The recipe's |B'| with the other `probe.loss`."""
@@ -160,9 +176,11 @@ def _replace_nan(value: Any) -> Any:
 
 def describe(report: FidelityReport) -> str:
     """The tables and the verdict."""
-    verdict = [f"Reliable, with a Spearman correlation of at least {RELIABLE_SPEARMAN:g}:"]
+    verdict = [
+        f"Reliable: Spearman of at least {RELIABLE_SPEARMAN:g}, for probe.rank {RELIABLE_RANK:g} within sequences"
+    ]
     verdict += [f"  {line}" for line in judge(report)]
-    parts = [_estimators(report), _probe_sizes(report), _stale_directions(report), verdict]
+    parts = [_estimators(report), _low_ranks(report), _probe_sizes(report), _stale_directions(report), verdict]
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
@@ -188,6 +206,16 @@ def _estimators(report: FidelityReport) -> Iterator[str]:
         rows.append([*cells, show(one.rounding_floor_nats, ".3g")])
     yield from align_columns(rows)
     yield f"* the recipe's. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
+
+
+def _low_ranks(report: FidelityReport) -> Iterator[str]:
+    if report.low_ranks:
+        yield "Low-rank direction: utilities along it against those along the full-rank direction"
+        rows = [["probe.rank", "of |v|^2", "Spearman", "within a sequence", "weight overlap"]]
+        for one in report.low_ranks:
+            correlations = [show(one.spearman, ".4f"), show(one.spearman_within_sequences, ".4f")]
+            rows.append([f" {one.rank}", f"{one.energy:.1%}", *correlations, show(one.weight_overlap, ".2%")])
+        yield from aligned(rows)
 
 
 def _probe_sizes(report: FidelityReport) -> Iterator[str]:
@@ -219,6 +247,9 @@ def judge(report: FidelityReport) -> Iterator[str]:
         best = max(differences, key=lambda one: one.agreement.spearman or 0.0)
         reliable = " ".join(f"{one.epsilon:g}" for one in differences if _is_reliable(one.agreement)) or "none"
         yield f"utility.epsilon: {reliable} of those tried; best {best.epsilon:g}, {show(best.agreement.spearman)}"
+    if report.low_ranks:
+        ranks = [one.rank for one in report.low_ranks if (one.spearman_within_sequences or 0.0) >= RELIABLE_RANK]
+        yield f"probe.rank: {f'at least {min(ranks)}' if ranks else 'none of those tried'}"
     if report.probe_sizes:
         sizes = [one.batch_size for one in report.probe_sizes if _is_reliable(one)]
         yield f"probe.batch_size: {f'at least {min(sizes)}' if sizes else 'none of those tried'}"
