@@ -215,7 +215,7 @@ def _low_ranks(report: FidelityReport) -> Iterator[str]:
         for one in report.low_ranks:
             correlations = [show(one.spearman, ".4f"), show(one.spearman_within_sequences, ".4f")]
             rows.append([f" {one.rank}", f"{one.energy:.1%}", *correlations, show(one.weight_overlap, ".2%")])
-        yield from aligned(rows)
+        yield from align_columns(rows)
 
 
 def _probe_sizes(report: FidelityReport) -> Iterator[str]:
