@@ -141,7 +141,7 @@ def test_the_text_says_which_tokens_gained_and_lost(folder: Path, capsys) -> Non
         assert sum(row.share_of_tokens for row in rows) == pytest.approx(1.0)
     assert tables.relative_weight == pytest.approx(1.0, abs=1e-5)
     _, output, _ = print_report(capsys, folder / "vcore", "--step", 2)
-    assert f"Recorded: {records[1].num_tokens:,} tokens of 2 sequences, of step 2." in output
+    assert f"Recorded: {records[1].num_tokens:,} tokens of 2 sequences, at step 2." in output
     assert "over the run" not in output
 
 
@@ -178,7 +178,7 @@ def test_records_that_the_text_cannot_show(folder: Path, tmp_path: Path, capsys)
     for words, message in (
         (
             [folder / "vcore", "--step", 7],
-            f"--step: found 7; expected a step that {folder / 'vcore'} has a record of: 1, 2",
+            f"--step: found 7; expected a step with recorded tokens in {folder / 'vcore'}: 1, 2",
         ),
         ([copy, "--tokenizer", tmp_path], f"--tokenizer: {tmp_path}: no tokenizer can be loaded from there"),
         (

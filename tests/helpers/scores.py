@@ -69,9 +69,9 @@ def write_scores_of(
     data = ScoredData(
         str(store.folder),
         store.digest,
+        len(store),
         tokenizer["hash"],
         tokenizer["chat_template_hash"],
-        len(store),
         int(numbers.sum()),
         {one["file"]: one["fingerprint"] for one in store.manifest.get("source", []) if "file" in one},
     )

@@ -154,11 +154,11 @@ def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: T
     text = (checkout / f"slurm-{job}.out").read_text()
     assert (cluster.field(job, "ExitCode"), cluster.field(job, "Restarts")) == ("2:0", "0"), text
     assert "Traceback" not in text and not (checkout / "runs" / "slurm" / job / "attempt_0" / "n1.log").exists()
-    problems = text.partition("the nodes are not fit for this run:\n")[2].splitlines()
+    problems = text.partition("the nodes are not ready for this run:\n")[2].splitlines()
     for part in (
         "n1: free disk: found 0.2",
         f"n2: data.train_path: found nothing to read at {own}/train.jsonl.",
-        f"n2: run.output_dir: a file made on n1 in {own} is not there, expected a folder that all nodes share",
+        f"n2: run.output_dir: found no file that n1 made in {own}, expected a folder that all nodes share",
         "n1: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
         "n2: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
     ):

@@ -111,7 +111,7 @@ def test_a_job_array_gives_the_same_table(
     array = re.fullmatch(r"job array (\d+): 2 of 4 runs\. .*", sweep(options)).group(1)
     status = sweep("--status")
     assert "2 done" in status and ("2 queued" in status or "running" in status)
-    assert sweep(options).startswith("nothing to submit: all 4 runs are done, at work or in the queue")
+    assert sweep(options).startswith("nothing to submit: all 4 runs are done, running or queued")
     last, tasks = folder / "runs" / RUNS[-1], [f"{array}_{task}" for task in (1, 3)]
     try:
         wait_until(lambda: num_steps_done(last) >= 5, "step 5 of the last task", 900)

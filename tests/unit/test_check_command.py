@@ -81,8 +81,10 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
         "Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64"
     )
     assert lines[4] == "Longest sequence that fits: 131,072 tokens, on 8 ranks"  # 8 divides 64 ranks and 40 heads
-    assert lines[5].startswith("Assumed: lengths as of reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)")
-    assert lines[6].startswith("Not on this machine, and needed where the recipe runs: data.train_path data/math")
+    assert lines[5].startswith(
+        "Assumed: lengths of typical reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)"
+    )
+    assert lines[6].startswith("Not on this machine, but needed where the recipe runs: data.train_path data/math")
     assert len(lines) == 7
 
     words[1] = "model.path=nobody/has-this"
@@ -101,7 +103,7 @@ def test_groups_that_share_every_layer(capsys: pytest.CaptureFixture[str], tmp_p
     assert lines[0].startswith(
         "Batch: 32 sequences a step on 1 tensor-parallel group of 8 ranks, packed into rows of at most 65,536"
     )
-    assert lines[1].startswith("Tensor parallelism: groups of 8 ranks, which work on the same rows.")
+    assert lines[1].startswith("Tensor parallelism: groups of 8 ranks, which compute on the same packs.")
     assert lines[2].startswith("Balance of the main batch: Ulysses degree 1; slowest group 1.000 x mean")
     assert main([*words, "--ranks", "64", "batch.sequence_parallel=1"]) == 0
     lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()

@@ -248,7 +248,7 @@ def test_models_that_cannot_be_evaluated(base: Path, tmp_path: Path, capsys) -> 
     output = ["--output", str(tmp_path / "out")]
     cases = [
         ([str(tmp_path / "none"), *output], "no such folder, and not a hub id"),
-        ([str(base), "--base", str(base), *output], "is a whole model; expected an adapter"),
+        ([str(base), "--base", str(base), *output], "is a full model; expected an adapter"),
         ([str(base), "--samples", "4", *output], "with greedy decoding, which gives the same answer each time"),
         ([str(base), *output, "--tasks", "amie"], "found 'amie' (did you mean \"aime\"?)"),
     ]

@@ -225,7 +225,7 @@ def test_the_plan_says_the_degree_and_tries_others(capsys: pytest.CaptureFixture
     assert main(["plan", str(LARGE), "--gpus", "64", "--gpu", "H200"]) == 0
     printed = capsys.readouterr().out
     assert "expert parallelism                                     " in printed and "expert-parallel tokens" in printed
-    tried = printed.partition("vcore with other degrees of expert parallelism")[2].split("\n\n")[0]
+    tried = printed.partition("vcore with other expert-parallel sizes")[2].split("\n\n")[0]
     assert [line.split(":")[0].strip() for line in tried.splitlines()[1:]] == [
         f"parallel.expert={n}" for n in (1, 2, 4, 8, 16, 64)
     ]
@@ -234,7 +234,7 @@ def test_the_plan_says_the_degree_and_tries_others(capsys: pytest.CaptureFixture
     sft, vcore = json.loads(capsys.readouterr().out)["columns"]
     assert sft["expert"] == 32 and len(sft["expert_degrees"]) == len(vcore["expert_degrees"]) == 6
     assert main(["plan", str(LARGE), "parallel.expert=1", "--gpus", "64", "--gpu", "H200"]) == 0
-    assert "Every GPU gathers all experts of a layer" in capsys.readouterr().out
+    assert "Every GPU all-gathers all experts of a layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["check", "--ranks", "32"], ["plan", "--gpus", "32"]])

@@ -310,12 +310,12 @@ def test_the_base_model_is_gone_or_another(lora_run, tmp_path, capsys, kind):
     recipe = (lora_run / "recipe.yaml").read_text()
     (lora_run / "recipe.yaml").write_text(recipe.replace("/base\n", "/elsewhere\n"))
     message = refused(capsys, lora_run, *options)
-    assert "/elsewhere: no such folder" in message and "needs the model that the run began with" in message
+    assert "/elsewhere: no such folder" in message and "needs the base model" in message
     other = write_model(tmp_path / "other")
     tiny.qwen3(vocab_size=259, num_hidden_layers=1).save_pretrained(other)
     (lora_run / "recipe.yaml").write_text(recipe.replace(recipe.split("path: ")[1].split("\n")[0], str(other), 1))
     message = refused(capsys, lora_run, *options)
-    assert "has no place for what was trained: base_model.model.model.layers.1" in message
+    assert "does not match the trained parameters: base_model.model.model.layers.1" in message
     assert not (lora_run / "export").exists()
 
 

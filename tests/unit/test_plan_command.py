@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan.calibrate import calibrate
-from vcore_ds.commands.plan.columns import choose_gpu, of_method
+from vcore_ds.commands.plan.columns import change_method, choose_gpu
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
@@ -42,7 +42,7 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
     assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
     smallest = smallest_cluster(plan)
     assert smallest is not None and smallest.fits_with_margin
-    sft = plan_run(derive_plan_settings(of_method(recipe, "sft")), plan.cluster, shape)
+    sft = plan_run(derive_plan_settings(change_method(recipe, "sft")), plan.cluster, shape)
     assert sft.cost.seconds_step < plan.cost.seconds_step
     assert sft.memory.estimate.persistent_bytes < plan.memory.estimate.persistent_bytes
 
@@ -53,7 +53,7 @@ def test_seconds_agree_with_an_earlier_calculation(num_gpus: int, sft: float, di
     cluster = Cluster(GPUS["H100"], num_gpus)
     words = ["utility.estimator=finite_difference", "utility.epsilon=auto", "probe.batch_size=4"]
     recipe = load_recipe(RECIPE, words)
-    for found, expected in ((of_method(recipe, "sft"), sft), (recipe, difference)):
+    for found, expected in ((change_method(recipe, "sft"), sft), (recipe, difference)):
         plan = plan_run(derive_plan_settings(found), cluster, QWEN3_32B, mean_tokens=8000)
         assert plan.cost.seconds_step == pytest.approx(expected, rel=0.15)
 
@@ -66,12 +66,12 @@ def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFi
     rows = {line[:50].strip(): line.split()[-2:] for line in lines}
     assert rows["moments"] == ["7.63", "7.63"]  # 8 bytes of 32.76e9 parameters over 32, in GiB
     assert rows["direction"] == ["-", "1.91"] and rows["verdict"] == ["fits", "fits"]
-    for name in ("for the whole run", "at the peak", "margin", "main batch", "gradients", "of which products", "all"):
+    for name in ("for the whole run", "at the peak", "margin", "main batch", "gradients", "of which products", "total"):
         assert name in rows, name
     text = "\n".join(lines)
-    assert "main, forward with tangents: tangents of the parameters" in text
-    assert "of B200's 2,250 TFLOP/s products reach 40%, fused attention 25%" in text
-    assert "Tensor parallelism within a node would not lower the bytes between nodes" in text
+    assert "main, forward-mode (JVP) pass: tangents of the parameters" in text
+    assert "matrix multiplications reach 40% of B200's 2,250 TFLOP/s, fused attention 25%" in text
+    assert "Tensor parallelism within a node would not reduce the bytes between nodes" in text
     assert main(["plan", str(RECIPE), "--gpus", "8", "--gpu", "B300"]) == 0
     one_node = capsys.readouterr().out
     assert "Tensor parallelism" not in one_node and "from other nodes" not in one_node
@@ -87,9 +87,7 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     )
     rows = {line[:54].strip(): line.split()[-2:] for line in lines}
     assert rows["tensor parallelism"] == ["1", "8"] and rows["main batch"] == ["8", "8"]
-    assert lines[-1].startswith(
-        "With parallel.tensor 8 as many GPUs of a node form a tensor-parallel group. That saves no bytes"
-    )
+    assert lines[-1].startswith("parallel.tensor 8 saves no bytes between nodes")
     assert lines[-1].endswith("not for speed (docs/megatron.md)") and "Tensor parallelism" not in text
     alone, shared = planned(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
     assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8
@@ -132,7 +130,7 @@ def test_json_says_the_same_in_bytes_and_seconds(capsys: pytest.CaptureFixture[s
 def test_what_does_not_fit_has_its_cheapest_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(RECIPE), "--gpus", "8"]) == 0
     text = capsys.readouterr().out
-    assert "vcore does not fit. With the fewest GPU hours it would with\n  16 ranks: " in text
+    assert "vcore does not fit. The changes with the fewest GPU hours that make it fit\n  16 ranks: " in text
     _, vcore = planned(capsys, str(RECIPE), "--gpus", "8")["columns"]
     ways = vcore["ways_to_fit"]
     assert len(ways) == 3

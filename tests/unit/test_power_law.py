@@ -89,7 +89,7 @@ def test_models_are_counted_by_their_names(tmp_path: Path) -> None:
     models = {f"model_{i}": {"tokens": 100 * 2**i, "model": {"path": name}} for i, name in enumerate(names)}
     same_data = {name: sections | {"tokens": 100} for name, sections in models.items()}
     (table,) = scaling_tables(cells(tmp_path / "a", **same_data), "loss", lambda run: 1 + run.recipe.run.seed / 100)
-    assert table.head[:3] == ["law", "n", "E"] and "N the model's parameters: model_0" in table.caption
+    assert table.head[:3] == ["law", "n", "E"] and "N model parameters: model_0" in table.caption
     (table,) = scaling_tables(cells(tmp_path / "b", **models), "loss", lambda run: run.metrics[-1]["loss"])
     assert table.head[:4] == ["law", "n", "d", "E"]
 

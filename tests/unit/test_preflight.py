@@ -13,8 +13,8 @@ from tests.helpers import tiny
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.commands.preflight.inspection import (
-    Needed,
     Node,
+    Requirements,
     describe,
     find_problems,
     find_split_groups,
@@ -38,7 +38,7 @@ GOOD = Node(
     free_output_bytes=900 * 2**30,
     free_temporary_bytes=100 * 2**30,
 )
-NEEDED = Needed(num_gpus=8, output_bytes=800 * 2**30, output_folder=Path("/shared/runs"))
+NEEDED = Requirements(num_gpus=8, output_bytes=800 * 2**30, output_folder=Path("/shared/runs"))
 
 
 def nodes(**bad) -> Sequence[Node]:
@@ -64,7 +64,7 @@ def test_equal_nodes_are_fit() -> None:
         ({"unreadable": {"model.path": "found nothing"}}, "n1: model.path: found nothing"),
         (
             {"sees_output": False},
-            "n1: run.output_dir: a file made on n1 in /shared/runs is not there",
+            "n1: run.output_dir: found no file that n1 made in /shared/runs",
         ),
         ({"cannot_compile": "no gcc or clang"}, "n1: compiling kernels: found no gcc or clang, expected a C compiler"),
         ({"free_output_bytes": 2**30}, "n1: free disk: found 1.0 GiB in /shared/runs, expected 800.0 GiB."),

@@ -86,7 +86,7 @@ def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(
 ) -> None:
     assert main(["export", str(run), "--push", "me/result", "--public"]) == 0
     said = capsys.readouterr().out
-    assert "(public)" in said and "base model's id on the hub is not known" in said
+    assert "(public)" in said and "base model's hub id is unknown" in said
     assert hub.visibility["me/result"] == "public"
     assert json.loads(hub.files["me/result"]["adapter_config.json"])["base_model_name_or_path"] == "base"
 
@@ -97,7 +97,7 @@ def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(
     evaluation = write_answers(tmp_path / "evaluation", {"aime": [[k % 2] for k in range(60)]}, truncated=6)
     words = ["--push", "me/result", "--update", "--evaluation", str(evaluation)]
     assert main(["export", str(run), *words]) == 0
-    assert "only its model card was written anew" in capsys.readouterr().out
+    assert "only its model card was rewritten" in capsys.readouterr().out
     (result,) = ModelCard(hub.files["me/result"]["README.md"].decode()).data.eval_results
     assert result.metric_value == 0.5
 
@@ -108,10 +108,10 @@ def test_a_folder_that_is_no_export_is_not_pushed(
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "letter.txt").write_text("not for the hub")
     words = ["--push", "me/result", "--output", tmp_path / "private"]
-    assert "is no earlier export (adapter)" in refusal(capsys, run, *words)
+    assert "is not an earlier export (adapter)" in refusal(capsys, run, *words)
     assert main(["export", str(run), "--output", str(tmp_path / "adapter")]) == 0
     words = ["--push", "me/result", "--output", tmp_path / "adapter", "--merge"]
-    assert "is no earlier export (merged)" in refusal(capsys, run, *words)
+    assert "is not an earlier export (merged)" in refusal(capsys, run, *words)
     assert hub.files == {}
 
 

@@ -227,7 +227,7 @@ def test_what_does_not_move_has_its_value_instead_of_a_curve(tmp_path: Path) -> 
     def constants(*folders: Path) -> dict[str, str]:
         groups = group_runs(read(*folders))
         labels = [group.label for group in groups]
-        return {chart.key: chart.values(labels) for chart in make_charts(groups) if chart.is_constant()}
+        return {chart.key: chart.format_values(labels) for chart in make_charts(groups) if chart.is_constant()}
 
     lines = [step_line(step, kl=0.05 + 1e-7 * step, peak_memory_bytes=2**30) for step in range(1, 5)]
     first = write_run(tmp_path / "first", TOKENIZER, lines, {})

@@ -100,7 +100,7 @@ def test_evaluation_and_chat_find_its_result(run: Path) -> None:
 
 
 def test_plan_is_not_calibrated_on_steps_of_another_cost(run: Path, key: str) -> None:
-    with pytest.raises(UserError, match=f"found {key}, of an earlier version"):
+    with pytest.raises(UserError, match=f"found {key}, keys of an earlier version"):
         calibrate(str(run))
 
 

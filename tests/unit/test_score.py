@@ -214,7 +214,7 @@ def test_the_same_scoring_may_have_another_method_and_less_memory(run: Path) -> 
 # ---- results -------------------------------------------------------------------------------------------------------
 
 NUM_SEQUENCES = 50
-DESCRIPTION = Scores(ScoredData("p", "d", "t", "c", NUM_SEQUENCES, 1), "m", "d", [], "sgd", "sequence", {}, "1", "now")
+DESCRIPTION = Scores(ScoredData("p", "d", NUM_SEQUENCES, "t", "c", 1), "m", "d", [], "sgd", "sequence", {}, "1", "now")
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: Toke
         found = list(map(ScoredSequence, range(50), np.split(losses, parts), np.split(utilities, parts)))
         for some in (found[30:], found[:30]):  # in two files, in another order
             passes[-1].add(some)
-        assert passes[-1].positions() == set(range(50))
+        assert passes[-1].read_positions() == set(range(50))
     inputs = {"good": SetInputs("good.jsonl", store, list(zip(weights, passes, strict=True)))}
     scores = write_result(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
     assert read_scores(tmp_path / "out") == scores
@@ -285,7 +285,7 @@ def test_tokens_on_the_page_are_as_exact_where_most_belong_to_prompts() -> None:
             "losses": np.ones(400, np.float32),
         }
         columns = {name: np.ones(1) for name in (*utility_columns("good"), "row", "loss")} | {"source": np.array(["a"])}
-        description, blob = encode_traces("good", columns, [row], TokenTexts(tokenizer, [ShownTrace.of(row)]))
+        description, blob = encode_traces("good", columns, [row], TokenTexts(tokenizer, [ShownTrace.from_row(row)]))
         codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), np.uint8)[-2000:-1000]
         decoded = np.array(description["levels"]["utility"])[codes]
         assert not decoded[:600].any() and (decoded[600:] == 0).sum() >= (utilities == 0).sum()
@@ -296,9 +296,9 @@ def test_tokens_on_the_page_are_as_exact_where_most_belong_to_prompts() -> None:
 def test_a_pass_without_its_sets_file_has_nothing(tmp_path: Path) -> None:
     files = PassFiles(tmp_path, 0)
     files.add([ScoredSequence(3, np.ones(2, np.float32), np.ones(2, np.float32))])
-    assert files.positions() == set()
+    assert files.read_positions() == set()
     files.write_set(1.0, 1.0)
-    assert files.positions() == {3}
+    assert files.read_positions() == {3}
 
 
 def test_a_store_knows_the_row_of_each_sequence_in_its_source(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_check_and_plan_count_the_kept_traces(setup: Path, capsys: pytest.Captur
     assert re.search(r"GPU hours of the run", capsys.readouterr().out)
     words[0] = str(recipe_file(setup, keep={"scores": str(setup / "missing"), "top": 0.5}))
     assert main(["check", *words]) == 0
-    assert f"Not on this machine, and needed where the recipe runs: data.keep.scores {setup}" in capsys.readouterr().out
+    assert f"Not on this machine, but needed where the recipe runs: data.keep.scores {setup}" in capsys.readouterr().out
 
 
 # ---- rows for other trainers ---------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_rows_that_are_not_those_that_were_scored(two_files: Path, capsys: pytes
     file.write_text("\n" + file.read_text())
     assert main(words) == 2 and f"{file}: has changed since it was scored" in capsys.readouterr().err
     file.unlink()
-    assert main(words) == 2 and "which is no file here" in capsys.readouterr().err
+    assert main(words) == 2 and "which is not a file here" in capsys.readouterr().err
     assert not (two_files / "kept.jsonl").exists()
     assert main([*words[:2], "--above", "1", "--within", "source", *words[4:]]) == 2
     assert "--within: found source together with --above" in capsys.readouterr().err
@@ -457,7 +457,7 @@ def test_a_value_that_json_does_not_have_is_named(
     scores = scored(tmp_path, setup, [file])
     assert main(["keep", str(scores), "--top", "1", "--output", str(tmp_path / "kept.jsonl")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"vcore-ds: {file}:2: key: found {found}, which JSON does not have; ")
+    assert message.startswith(f"vcore-ds: {file}:2: key: found {found}, which JSON cannot represent; ")
     assert message.count("\n") == 1 and not list(tmp_path.glob("kept*"))
 
 

@@ -17,7 +17,7 @@ from tests.helpers.setups import sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.sweep.folder import ATTEMPT, State, SweepFolder, begin_sweep, check_inputs, read_sweep_folder
-from vcore_ds.commands.sweep.run import _ranges, describe, run_here
+from vcore_ds.commands.sweep.run import _format_ranges, describe, run_here
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.statistics import cell, interval, paired, student_t_quantile
 from vcore_ds.config.problems import RecipeError
@@ -296,11 +296,11 @@ def test_cells_of_one_sweep_read_the_same(inputs: Path, key: str, path: str, fil
     sweep = begin_sweep(load(common=READING))
     check_inputs(sweep)
     assert begin_sweep(load(common=READING)) == sweep == read_sweep_folder(Path("out"))
-    line = f"{key}: {path}: other contents than when the sweep first read it"
+    line = f"{key}: {path}: contents have changed since the sweep first read them"
     before = Path(file).read_bytes() if Path(file).exists() else None
     Path(file).write_bytes((before or b"") + b"\n")
     for again in (lambda: begin_sweep(load(common=READING, seeds=[1, 2, 3])), lambda: run_here(sweep, 1)):
-        with pytest.raises(UserError, match=f"out: holds a sweep with other runs:\n  {line}\nexpected the same ones"):
+        with pytest.raises(UserError, match=f"out: holds a sweep with other runs:\n  {line}\nexpected the same runs"):
             again()
     assert sweep.state(sweep.runs[0]) == State.WAITING and read_sweep_folder(Path("out")) == sweep
     if before is None:
@@ -317,7 +317,7 @@ def test_inputs_that_come_later_are_known_from_then_on(inputs: Path) -> None:
     later = begin_sweep(load(common=READING))
     assert set(later.inputs["data.validation_path"]) == {"held_out", "absent.jsonl"}
     write_conversations(Path("absent.jsonl"), sums(range(4)))
-    with pytest.raises(UserError, match=r"data.validation_path: absent.jsonl: other contents"):
+    with pytest.raises(UserError, match=r"data.validation_path: absent.jsonl: contents have changed"):
         begin_sweep(load(common=READING))
 
 
@@ -348,7 +348,7 @@ def test_what_changes_no_numbers_may_change(folder: Path) -> None:
 def test_another_folder_is_left_alone(folder: Path) -> None:
     Path("out").mkdir()
     Path("out/notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="out: is no folder of a sweep, and not empty"):
+    with pytest.raises(UserError, match="out: is not a sweep's folder, and not empty"):
         begin_sweep(load())
     with pytest.raises(UserError, match="found no sweep.yaml there"):
         read_sweep_folder(Path("out"))
@@ -377,7 +377,7 @@ def test_states_of_runs(folder: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         expected = [State.DONE, State.FAILED, State.FAILED, State.STOPPED, State.RUNNING, State.WAITING]
         assert [sweep.state(run) for run in sweep.runs] == expected
-        with sweep.held(running) as log:
+        with sweep.lock_log(running) as log:
             assert log is None
         lines = describe(sweep).splitlines()
     assert sweep.state(running) == State.FAILED  # its process is gone
@@ -387,7 +387,7 @@ def test_states_of_runs(folder: Path) -> None:
 
 
 def test_tasks_of_an_array_are_written_as_ranges() -> None:
-    assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and _ranges([3]) == "3"
+    assert _format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and _format_ranges([3]) == "3"
 
 
 def test_misuse_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,6 +427,11 @@ def test_the_tables_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str])
     assert main(["report", "out"]) == 0
     text = Path("out/report.md").read_text()
     assert text in capsys.readouterr().out
+    Path("README.md").write_text("the user's")
+    assert main(["report", "out", "--output", "README.html"]) == 0
+    assert text in capsys.readouterr().out
+    assert Path("README.html").read_text() == Path("out/report.html").read_text()
+    assert Path("README.md").read_text() == "the user's"
     assert "5 of 6 runs are done; missing: vcore/seed_3 (waiting)." in text
     rows = [[word.strip() for word in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     assert rows[0][:5] == ["cell", "seeds", "compared with", "held-out loss", "difference"]
@@ -448,4 +453,4 @@ def test_the_tables_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_a_report_of_nothing_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin_sweep(load())
     assert main(["report", "out"]) == 2
-    assert "out: found no run of this sweep that is done" in capsys.readouterr().err
+    assert "out: found no finished run of this sweep" in capsys.readouterr().err

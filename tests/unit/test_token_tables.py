@@ -203,7 +203,7 @@ def kinds(text: str, tokenizer: PreTrainedTokenizerFast = LETTERS) -> list[tuple
     """(token, kind) of a text."""
     one = sequence(text, tokenizer=tokenizer)
     texts = TokenTexts(tokenizer, [one])
-    read = texts.of(one)
+    read = texts.read(one)
     return [(texts.texts[i], KINDS[kind]) for i, kind in zip(one.token_ids.tolist(), read.kinds, strict=True)]
 
 
@@ -220,7 +220,7 @@ def test_the_kinds_of_tokens() -> None:
 def test_what_is_inside_a_box() -> None:
     one = sequence(r"a \boxed{7+{b}} c \boxed{d")
     texts = TokenTexts(LETTERS, [one])
-    inside = [texts.texts[i] for i, ok in zip(one.token_ids.tolist(), texts.of(one).in_answer, strict=True) if ok]
+    inside = [texts.texts[i] for i, ok in zip(one.token_ids.tolist(), texts.read(one).in_answer, strict=True) if ok]
     assert "".join(inside) == "7+{b}"
     row = by_name(tables(record(1, one)).kinds)[r"inside \boxed{}"]
     assert row.count == 5
@@ -229,7 +229,7 @@ def test_what_is_inside_a_box() -> None:
 
 def test_a_word_of_broken_characters_is_whole() -> None:
     one = sequence(" é (à)")
-    read = TokenTexts(LETTERS, [one]).of(one)
+    read = TokenTexts(LETTERS, [one]).read(one)
     assert read.words[0] == "é" and len(read.words) == 2
     assert read.word_of_token.tolist()[:3] == [-1, 0, 0]
 
@@ -245,10 +245,10 @@ def test_a_tokenizer_that_strips_the_first_space() -> None:
     one = SequenceTokens(0, 1.0, 1.0, 1.0, positions=np.arange(3, dtype=np.int32), token_ids=ids, **numbers)
     texts = TokenTexts(tokenizer, [one])
     assert texts.texts == {0: " the", 3: "ory"}
-    assert texts.of(one).words == ["theory", "the"]
+    assert texts.read(one).words == ["theory", "the"]
 
 
 def test_a_tokenizer_without_the_recorded_tokens_is_refused() -> None:
     one = sequence(" a<|im_end|>")
-    with pytest.raises(UserError, match=r"found token \d+ in the records, and a tokenizer of \d+ tokens"):
+    with pytest.raises(UserError, match=r"found token \d+ in the records, and a tokenizer with \d+ tokens"):
         make_tables([record(1, one)], make_tokenizer(special_tokens=["<|im_end|>"], pad=None))

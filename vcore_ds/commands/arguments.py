@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""Arguments and argument types that several commands share."""
 
 import argparse
 import math
@@ -9,37 +9,37 @@ LARGEST_COUNT = 2**31 - 1
 RECIPE_HELP = "YAML file, or the name of a shipped one (`vcore-ds recipes` lists them)"
 OVERRIDE_METAVAR = "FRAGMENT.yaml | section.key=value"
 OVERRIDE_HELP = (
-    "FRAGMENT.yaml is merged over the recipe (a file, or a shipped one: methods/dft.yaml, presets/paper.yaml); "
-    "section.key=value replaces a value (batch.global_size=16 lora=null)"
+    "FRAGMENT.yaml is merged over the recipe (a file, or a shipped one such as methods/dft.yaml); section.key=value "
+    "replaces one value (batch.global_size=16 lora=null)"
 )
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """A recipe, with what is merged over it."""
+    """Add the recipe, and the fragments and overrides merged over it."""
     parser.add_argument("recipe", help=RECIPE_HELP)
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Fragments and overrides, and what the deepspeed launcher adds."""
+    """Add fragments and overrides, and the option that the deepspeed launcher passes."""
     parser.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
 def add_again(parser: argparse.ArgumentParser) -> None:
-    """For a command that resumes unfinished work."""
+    """Add `--again`, for a command that resumes unfinished work."""
     parser.add_argument(
         "--again",
         action="store_true",
-        help="begin again: delete what an earlier attempt has left unfinished at --output",
+        help="start over: delete the unfinished work of an earlier attempt at --output",
     )
 
 
 def positive(word: str) -> int:
-    """A whole number from 1 to `LARGEST_COUNT`, for argparse."""
+    """Parse a whole number from 1 to `LARGEST_COUNT`, for argparse."""
     try:
         number = int(word)
-    except ValueError:  # also more digits than Python converts
+    except ValueError:  # raised for too many digits, too
         raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected a whole number of at least 1") from None
     if not 1 <= number <= LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected 1 to {LARGEST_COUNT:,}")
@@ -47,31 +47,31 @@ def positive(word: str) -> int:
 
 
 def positive_number(word: str) -> float:
-    """A finite number above 0, for argparse."""
-    return _number(word, "a number above 0", lambda number: 0 < number < math.inf)
+    """Parse a finite number above 0, for argparse."""
+    return _parse_number(word, "a number above 0", lambda number: 0 < number < math.inf)
 
 
 def temperature(word: str) -> float:
-    """A finite number from 0, for argparse."""
-    return _number(word, "a number of at least 0", lambda number: 0 <= number < math.inf)
+    """Parse a finite number of at least 0, for argparse."""
+    return _parse_number(word, "a number of at least 0", lambda number: 0 <= number < math.inf)
 
 
 def share(word: str) -> float:
-    """A number above 0, at most 1, for argparse."""
-    return _number(word, "a number above 0, at most 1", lambda number: 0 < number <= 1)
+    """Parse a number above 0, at most 1, for argparse."""
+    return _parse_number(word, "a number above 0, at most 1", lambda number: 0 < number <= 1)
 
 
 def share_or_none(word: str) -> float:
-    """A number from 0 to 1, for argparse."""
-    return _number(word, "a number from 0 to 1", lambda number: 0 <= number <= 1)
+    """Parse a number from 0 to 1, for argparse."""
+    return _parse_number(word, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 
 
-def _number(word: str, expected: str, is_right: Callable[[float], bool]) -> float:
+def _parse_number(word: str, expected: str, is_valid: Callable[[float], bool]) -> float:
     try:
         number = float(word)
     except ValueError:
         number = math.nan
-    if not is_right(number):
+    if not is_valid(number):
         raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected {expected}")
     return number
 
@@ -81,8 +81,8 @@ def _shown(word: str) -> str:
 
 
 def take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple:
-    """The numbers of an option that takes a list, without zeros; argparse also gives it the overrides that follow,
-    which are put where they belong."""
+    """Return the numbers of a list option, without zeros. argparse also appends the overrides that follow it: move them
+    to `arguments.overrides`."""
     numbers = []
     for word in getattr(arguments, name):
         try:

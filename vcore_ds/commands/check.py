@@ -1,4 +1,4 @@
-"""`vcore-ds check`: a recipe, resolved and validated, without a GPU."""
+"""`vcore-ds check`: resolve and validate a recipe without a GPU."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -31,9 +31,10 @@ from vcore_ds.train.run_folder import can_resume, check_output_folder
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
-    "Resolve and validate a recipe; print it with all its defaults, and how its batch is spread over the ranks. Needs "
-    "no GPU, model or data, and writes nothing: how well the ranks are used is calculated for simulated lengths. Where "
-    "the model is on this machine, what training would refuse in its configuration is said too, which takes seconds."
+    "Resolve and validate a recipe; print it with all defaults, and how its batch is divided among the ranks. Needs no "
+    "GPU, model or data, and writes nothing: load balance is estimated with simulated sequence lengths. If the model "
+    "is on this machine, its configuration is checked too, which takes seconds. Example: vcore-ds check "
+    "qwen3_8b_math_lora.yaml batch.global_size=16 --ranks 8 --gpu H100"
 )
 
 
@@ -43,23 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=positive,
         metavar="N",
-        help="spread the batch over N ranks: the GPUs of the run, over all nodes of 8 (default: as many as share a "
-        "layer, mostly 1)",
+        help="number of ranks, one per GPU, over all nodes of 8 GPUs (default: parallel.tensor * parallel.expert, "
+        "usually 1)",
     )
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help=f"also say what the run costs on this kind of GPU, and refuse one that cannot fit: {', '.join(GPUS)}",
+        help=f"also estimate memory and time on this kind of GPU, and fail if the run does not fit: {', '.join(GPUS)}",
     )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for impossible arithmetic, a contradiction with the DeepSpeed JSON, a model that cannot be
-    trained so, an output folder that is used or cannot be written, or with --gpu a run that does not fit."""
+    """Raises UserError where training would refuse the recipe: batch arithmetic, a contradiction with the DeepSpeed
+    JSON, the model's configuration, an output folder in use or not writable; and with --gpu if it does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     settings = derive_plan_settings(recipe)
     if is_on_disk(recipe.model.path):
-        from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
+        from vcore_ds.train.model_check import check_configuration  # imports torch and transformers: seconds
 
         check_configuration(settings)
     arguments.ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
@@ -79,8 +80,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
-    """The line on what the run costs on its GPUs. Raises UserError for a run that does not fit, with the cheapest
-    changes with which it would; unless the recipe does without that check."""
+    """The line on memory and time on the GPUs of --gpu.
+
+    Raises UserError for a run that does not fit, with the cheapest changes that make it fit; not with
+    `engine.memory_check: false`.
+    """
     shape, _ = find_model(recipe.model.path)
     plan = plan_run(derive_plan_settings(recipe), Cluster(named_gpu(arguments.gpu), arguments.ranks), shape)
     if plan.fits or not recipe.engine.memory_check:
@@ -93,10 +97,10 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
 
 
 def describe_kept(recipe: Recipe) -> Iterator[str]:
-    """A line on the traces that `data.keep` keeps, where their scores are on this machine."""
+    """A line on the traces that `data.keep` selects, where their scores are on this machine."""
     if recipe.data.keep is None:
         return
-    from vcore_ds.train.selection import read_selection_on_disk  # here alone: torch takes seconds to import
+    from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
     from vcore_ds.train.settings import derive_schedule
 
     selection = read_selection_on_disk(recipe.data.keep)
@@ -106,44 +110,44 @@ def describe_kept(recipe: Recipe) -> Iterator[str]:
 
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:
-    """A line on the data that this machine does not have: a typo, or data that only the cluster has."""
+    """A line on data paths that are not on this machine: a typo, or data that only the cluster has."""
     data = recipe.data
     paths = {"train_path": data.train_path, "probe_path": data.probe_path}
     paths["keep.scores"] = None if data.keep is None else data.keep.scores
     paths |= {f"validation_path{name and '.'}{name}": path for name, path in data.validation_paths().items()}
     missing = [f"data.{key} {path}" for key, path in paths.items() if path is not None and not is_readable(path)]
     if missing:
-        yield f"Not on this machine, and needed where the recipe runs: {', '.join(missing)}"
+        yield f"Not on this machine, but needed where the recipe runs: {', '.join(missing)}"
 
 
 def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -> Iterator[str]:
-    """Lines on how well the ranks are used, what would use them better, and how much memory each needs."""
+    """Lines on load balance, how to improve it, and the memory of a rank."""
     longest = recipe.data.cutoff_length
     if recipe.parallel.tensor > 1:
         yield (
-            f"Tensor parallelism: groups of {recipe.parallel.tensor} ranks, which work on the same rows. Larger models "
-            "and longer rows fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
+            f"Tensor parallelism: groups of {recipe.parallel.tensor} ranks, which compute on the same packs. Larger "
+            "models and longer packs fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
         )
     if recipe.parallel.expert > 1:
         yield (
-            f"Expert parallelism: groups of {recipe.parallel.expert} ranks, which divide the experts of every layer "
-            "and send each other their tokens (docs/parallelism.md)"
+            f"Expert parallelism: groups of {recipe.parallel.expert} ranks, which divide the experts of each layer and "
+            "exchange tokens by all-to-all (docs/parallelism.md)"
         )
-    found, one = plan.simulate(longest), plan.member
-    for part, utilization in found.items():
-        yield f"Balance of the {part} batch: {utilization.describe(one)}"
+    utilizations, member = plan.simulate(longest), plan.member
+    for part, utilization in utilizations.items():
+        yield f"Balance of the {part} batch: {utilization.describe(member)}"
         if utilization.is_low:
             yield f"Warning: {plan.warning(part)}"
     if plan.longest_sequence is not None:
-        share = f"{plan.main_degrees[-1]} {one}s" if plan.main_degrees[-1] > 1 else f"one {one}"
-        yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {share}"
-    memory = plan_memory(derive_plan_settings(recipe), plan, ds_config, found)
+        members = f"{plan.main_degrees[-1]} {member}s" if plan.main_degrees[-1] > 1 else f"one {member}"
+        yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {members}"
+    memory = plan_memory(derive_plan_settings(recipe), plan, ds_config, utilizations)
     if memory is not None:
         yield describe_memory(memory)
-    if found:
+    if utilizations:
         yield (
-            f"Assumed: lengths as of reasoning traces (lognormal, mean {SIMULATED_MEAN:,} tokens, cut at {longest:,}), "
-            "8 GPUs a node; a run says the same of its own data"
+            f"Assumed: lengths of typical reasoning traces (lognormal, mean {SIMULATED_MEAN:,} tokens, cut at "
+            f"{longest:,}) and 8 GPUs per node; a run prints these lines for its data"
         )
     if shape_on_disk(recipe.model.path) is None:
         name = known_model(recipe.model.path) or "Qwen3-32B"

@@ -1,4 +1,4 @@
-"""The command line: parses, dispatches, and turns a foreseen failure into one message and its exit code."""
+"""The command line: parse, dispatch, and turn an expected failure into one message and its exit code."""
 
 import argparse
 import os
@@ -56,19 +56,19 @@ RETIRED = {
     "handoff": "launch_scripts/rl has examples for TRL and verl (docs/reinforcement-learning.md)",
     "tokens": "its tables are in `vcore-ds report RUN --text`",
 }
-"""Commands of earlier versions -> where their work is done now."""
+"""Commands of earlier versions -> what replaces them."""
 START_RANKS = frozenset({"train", "preflight", "reference", "fidelity", "score"})
-"""Commands that may be one rank of several, which the end of a launcher, or a signal to one of them, has to end."""
+"""Commands that may run as one rank of several, and so must stop with the launcher or on a signal to any rank."""
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Exit code where the reader of the output has left, as shells report it of other tools."""
+"""Exit code where the reader of the output has closed the pipe, as shells report it for other tools."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
+    """Run a command and return its exit code.
 
-    0: done. 1: the run failed. 2: something the user gave cannot work. 85: the run was asked to stop and has saved.
-    141: nobody reads the output any more.
+    0: done. 1: the run failed. 2: the user's input is wrong. 85: the run was asked to stop and has saved. 141: the
+    reader of the output has closed the pipe.
     """
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _output_is_unread():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return EXIT_UNREAD
     return 0
 
@@ -96,15 +96,15 @@ def launch(
     can_evaluate: bool = False,
     advice_if_long: str = "",
 ) -> int:
-    """What a script in launch_scripts/ runs as one rank: `train` with a recipe of its own.
+    """Train a script's default recipe as one rank, for the scripts in launch_scripts/.
 
     Args:
-        arguments: overrides and fragments, `--recipe FILE`, and what the launcher adds (`--local_rank`).
-        before: runs first; gets the overrides and fragments, returns overrides to add.
-        after: runs when the training is done.
-        with_report: write the run's report before that, and say where it is.
-        can_evaluate: take the option --eval, which evaluates the result.
-        advice_if_long: said after the first step where the others take long.
+        arguments: overrides and fragments, `--recipe FILE`, and the launcher's `--local_rank`.
+        before: called first with the overrides and fragments; returns overrides to add.
+        after: called when the training is done.
+        with_report: write the run's report before `after`, and print its path.
+        can_evaluate: accept the option --eval, which evaluates the result.
+        advice_if_long: printed after the first step if the remaining steps will take long.
     """
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
@@ -115,13 +115,13 @@ def launch(
     stop_signals.listen()
     try:
         if can_evaluate and parsed.eval:
-            evaluate.check_packages()  # before the training, not after it
+            evaluate.check_packages()  # a missing package must not show up after hours of training
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
         train.main(parsed, advice_if_long=advice_if_long, says_next=after is None)
         if can_evaluate and parsed.eval:
             evaluate.after_training(parsed.recipe, parsed.overrides)
-        if with_report:  # of the evaluation, too
+        if with_report:  # last, so that it includes the evaluation
             report.after_training(parsed.recipe, parsed.overrides)
         if after is not None:
             after()
@@ -131,16 +131,18 @@ def launch(
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a command, whose name is `command` among them. Exits with 2 and a message where they are none.
+    """Parse the arguments of a command; the name of the command is `command`. Exits with 2 and a message on an error.
 
     Raises UserError for overrides to a command that takes none.
     """
     parser = argparse.ArgumentParser(
         prog="vcore-ds",
-        description="Fine-tune language models on reasoning traces, tokens weighted by what learning them is worth.",
+        description="Fine-tune language models on reasoning traces with VCORE: each token is weighted by its utility, "
+        "how much learning it lowers the loss on other traces. Start with `vcore-ds recipes` and `vcore-ds check "
+        "RECIPE`. `vcore-ds COMMAND --help` has the options of a command.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"vcore-ds {__version__}")
-    # The deepspeed launcher puts its own argument before everything else, also before the command.
+    # The deepspeed launcher puts its argument first, even before the command.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
@@ -148,7 +150,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     word = next((word for word in argv if not word.startswith("-")), None)
     if word in RETIRED:
         parser.exit(2, f"vcore-ds: there is no command {word} any more: {RETIRED[word]}\n")
-    # Overrides that follow an option are left over: argparse ends the list of overrides where an option begins.
+    # argparse ends the list of overrides at the first option, so overrides after an option are left over.
     arguments, later = parser.parse_known_args(argv)
     unknown = [word for word in later if word.startswith("-")]
     if unknown:
@@ -164,19 +166,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _output_is_unread() -> bool:
-    """Whether standard output is a pipe whose reader has left, as `head` does."""
+    """Whether standard output is a pipe whose reader has closed it, as `head` does."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _report(error: UserError | RunFailed | RunStopped) -> int:
-    """Once per node: the ranks of a node share files, so they fail alike."""
+    """Print the error once per node, whose ranks fail alike, and return its exit code."""
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         stop_signals.leave()
         print(f"vcore-ds: {error}", file=sys.stderr, flush=True)
     else:
-        # A launcher ends all ranks as soon as one fails; the one that speaks must get to.
+        # The launcher kills all ranks once one exits; give local rank 0 time to print.
         stop_signals.leave(last_words_seconds=0.0)
         time.sleep(5)
     return error.EXIT_CODE

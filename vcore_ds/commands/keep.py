@@ -1,4 +1,4 @@
-"""`vcore-ds keep`: the rows of the traces with the highest scores, as JSON lines for any trainer."""
+"""`vcore-ds keep`: write the rows of the traces with the highest scores, as JSON lines for any trainer."""
 
 import argparse
 import json
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 HELP = "write the rows of the traces with the highest scores"
 DESCRIPTION = (
-    "Write the rows of the traces that `vcore-ds score` found worth most, a line of JSON each, as they stand in their "
-    "source files, for other trainers; and beside them, in FILE.origin.json, which scores they were chosen by. A "
-    "recipe needs no such file: its data.keep trains on the same traces of the data that were scored."
+    "Write the rows of the traces with the highest scores of `vcore-ds score` to a JSON Lines file for other trainers, "
+    "unchanged from their source files; FILE.origin.json says which scores selected them. A recipe needs no such file: "
+    "with data.keep it trains on the same selection. Example: vcore-ds keep runs/scores/my_recipe --top 0.25 "
+    "--output kept.jsonl"
 )
 NEW_FILE = "a new file in a folder that can be written"
 UTILITY_KEYS = {"vcore_utility_mean": 1, "vcore_utility_sum": 0, "vcore_rank": 2}
-"""Keys of a row with its scores -> place among `utility_columns`."""
+"""Keys of --with-utility -> index in `utility_columns`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--top", type=share, metavar="SHARE", help="keep this share of the traces, such as 0.25")
     which.add_argument("--above", type=float, metavar="UTILITY", help="keep traces with a higher utility, such as 0")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl)")
-    parser.add_argument("--set", metavar="NAME", help="the trusted set (default: the only one)")
-    parser.add_argument("--by", choices=["mean", "sum"], default="mean", help="over a trace's tokens (default mean)")
     parser.add_argument(
-        "--within", choices=["all", "source"], default="all", help="of what --top is a share (default all)"
+        "--set", metavar="NAME", help="rank by the influence on this trusted (target) set (default: the only one)"
+    )
+    parser.add_argument(
+        "--by", choices=["mean", "sum"], default="mean", help="rank by mean or sum over tokens (default mean)"
+    )
+    parser.add_argument(
+        "--within",
+        choices=["all", "source"],
+        default="all",
+        help="apply --top to all traces together or to each source (default all)",
     )
     parser.add_argument(
         "--with-utility", action="store_true", help=f"add the keys {', '.join(UTILITY_KEYS)} to each row"
@@ -48,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for scores that cannot be used, sources that are not what was scored, or an output that is
-    there already or cannot be written."""
+    """Raises UserError for scores that cannot be used, sources that have changed since they were scored, or an output
+    that exists or cannot be written."""
     from vcore_ds.common.paths import write_atomically
-    from vcore_ds.train.selection import read_selection  # here alone: torch takes seconds to import
+    from vcore_ds.train.selection import read_selection  # imports torch: seconds
 
     if arguments.above is not None and arguments.within == "source":
         raise UserError("--within: found source together with --above; expected it with --top")
@@ -70,16 +78,16 @@ def main(arguments: argparse.Namespace) -> None:
             for line in kept_lines(selection, arguments.with_utility):
                 file.write(line + "\n")
         unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"{selection.describe()}\nWritten: {arguments.output}, and where they come from: {origin}")
+    print(f"{selection.describe()}\nWritten: {arguments.output}; how the rows were selected: {origin}")
 
 
 def name_argument(key: str) -> str:
-    """The argument that a key of `data.keep` is given by."""
+    """The command's argument for a key of `data.keep`."""
     return "SCORES" if key == "scores" else f"--{key}"
 
 
 def read_keep(arguments: argparse.Namespace) -> KeepConfig:
-    """Raises UserError for arguments that `data.keep` could not have."""
+    """`data.keep` from the command's arguments. Raises UserError for values that it cannot have."""
     values = {key: getattr(arguments, key) for key in KeepConfig.model_fields}
     try:
         return KeepConfig(**values)
@@ -89,11 +97,11 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
 
 
 def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
-    """The rows of the kept traces as JSON, in the order of the data.
+    """The rows of the selected traces as JSON, in the order of the data.
 
     Raises:
-        UserError: a source is not there, has changed since it was scored, or is a data set on the hub; or a row cannot
-            be written as JSON.
+        UserError: a source is missing, has changed since it was scored, or is a data set on the hub; or JSON cannot
+            represent a row.
     """
     from vcore_ds.common.progress import Progress
     from vcore_ds.data.scores_folder import read_traces, utility_columns
@@ -115,8 +123,8 @@ def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
 
 
 def passes_over_sources(selection: "Selection", rows: Sequence[int]) -> list[list[int]]:
-    """The kept positions in runs of ascending rows of one source, each read in one pass. A source that was named twice
-    to `vcore-ds prepare` has two."""
+    """Split the selected positions into passes over a source file, each with ascending rows. A source that was named
+    twice to `vcore-ds prepare` takes two passes."""
     passes: list[list[int]] = []
     for position in selection.positions.tolist():
         previous = passes[-1][-1] if passes else position
@@ -127,13 +135,14 @@ def passes_over_sources(selection: "Selection", rows: Sequence[int]) -> list[lis
 
 
 def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The rows of a file with these numbers, ascending; a number counts blank lines, too."""
+    """Read the rows of a file with these numbers, which ascend; blank lines count."""
     from vcore_ds.data.prepare.sources import Broken, describe_source, find_shards
 
     if not Path(source).is_file():
         raise UserError(
-            f"SCORES: found traces of {source}, which is no file here (looked from {Path.cwd()}); expected the files "
-            "that were scored. Start where they are; of a data set on the hub, score a downloaded copy"
+            f"SCORES: found traces of {source}, which is not a file here (working directory {Path.cwd()}); expected "
+            "the files that were scored. Run the command where they are; for a data set on the hub, score a downloaded "
+            "copy"
         )
     shards = find_shards([source], "train")
     if fingerprint != describe_source(shards)[0]["fingerprint"]:
@@ -158,7 +167,7 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
 
 
 def refuse_changed(source: str) -> NoReturn:
-    """Raises UserError: the rows of the source need not be those that were scored."""
+    """Raise the UserError for a source whose rows may differ from those that were scored."""
     raise UserError(
         f"{source}: has changed since it was scored; expected the same file, whose rows the scores belong to. Restore "
         "it, or score it again"
@@ -166,15 +175,15 @@ def refuse_changed(source: str) -> NoReturn:
 
 
 def write_row(row: Mapping[str, Any], where: str) -> str:
-    """A line of JSON, with dates and times as ISO 8601.
+    """Write a row as a line of JSON, with dates and times in ISO 8601.
 
-    Raises UserError, which begins with `where`, for a value that JSON does not have.
+    Raises UserError, which begins with `where`, for a value that JSON cannot represent.
     """
     try:
         text = write_json(row)
         text.encode()
         return text
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only hold as the escape that it was read from
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can hold only as an escape
         return write_json(row, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError):
         pass
@@ -183,15 +192,15 @@ def write_row(row: Mapping[str, Any], where: str) -> str:
             write_json({key: value})
         except (TypeError, ValueError, RecursionError):
             raise UserError(
-                f"{where}: {key}: found {reprlib.repr(value)}, which JSON does not have; expected text, finite "
-                "numbers, dates, lists and keys. Take the rows by their numbers instead: scores.parquet in SCORES has "
+                f"{where}: {key}: found {reprlib.repr(value)}, which JSON cannot represent; expected text, finite "
+                "numbers, dates, lists and objects. Select the rows by number instead: scores.parquet in SCORES has "
                 "source, row and rank of each"
             ) from None
-    raise AssertionError  # a row is what its values are
+    raise AssertionError  # one of the values must have failed
 
 
 def write_json(value: Any, ensure_ascii: bool = False) -> str:
-    """Raises TypeError or ValueError for what JSON does not have: bytes, decimals, durations, NaN and infinity."""
+    """Raises TypeError or ValueError for what JSON cannot represent: bytes, decimals, durations, NaN and infinity."""
 
     def write_time(value: Any) -> str:
         if isinstance(value, date | time):

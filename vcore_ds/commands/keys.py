@@ -8,7 +8,10 @@ from vcore_ds.common.text import markdown_rows
 from vcore_ds.config.problems import Key, did_you_mean, nearest_keys, recipe_keys, section_meaning
 
 HELP = "list the keys of a recipe: values, default, meaning"
-DESCRIPTION = "List the keys of a recipe with the values they may have, their defaults and what they mean."
+DESCRIPTION = (
+    "List the keys of a recipe with their allowed values, defaults and meaning. Examples: vcore-ds keys utility; "
+    "vcore-ds keys method.kl_budget"
+)
 
 WIDTH = 100
 WIDTH_OF_PAGE = 120
@@ -21,7 +24,7 @@ key in the terminal. How recipes are put together, and the rules between keys: [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="section or section.key; all of them unless given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a section or section.key (default: all)")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/keys.md")
     parser.set_defaults(overrides=[])
 
@@ -31,12 +34,15 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.markdown:
         print(PAGE, end="")
     for section in dict.fromkeys(key.section for key in keys):
-        own = [key for key in keys if key.section == section]
-        print(markdown(section, own) if arguments.markdown else plain(section, own), end="")
+        of_section = [key for key in keys if key.section == section]
+        print((format_markdown if arguments.markdown else format_plain)(section, of_section), end="")
 
 
 def find_keys(names: list[str]) -> list[Key]:
-    """The keys that sections or dotted names stand for, in the order of the schema. Raises UserError."""
+    """The keys with these dotted names, or in these sections, in the order of the schema; all keys for no name.
+
+    Raises UserError for an unknown name.
+    """
     keys = recipe_keys()
     known = {name for key in keys for name in (key.section, key.dotted)}
     for name in names:
@@ -46,8 +52,8 @@ def find_keys(names: list[str]) -> list[Key]:
     return [key for key in keys if not names or any(f"{key.dotted}.".startswith(f"{name}.") for name in names)]
 
 
-def plain(section: str, keys: list[Key]) -> str:
-    """Lines for a terminal."""
+def format_plain(section: str, keys: list[Key]) -> str:
+    """A section for the terminal."""
     lines = [f"{section}: {section_meaning(section)}"]
     for key in keys:
         default = "required" if key.default is None else f"default {key.default}"
@@ -56,8 +62,8 @@ def plain(section: str, keys: list[Key]) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def markdown(section: str, keys: list[Key]) -> str:
-    """A section of the page."""
+def format_markdown(section: str, keys: list[Key]) -> str:
+    """A section of docs/keys.md."""
     rows = [
         (f"`{key.name}`", key.values, "required" if key.default is None else f"`{key.default}`", key.meaning)
         for key in keys

@@ -1,4 +1,4 @@
-"""A model as a user names it, a run's result, an adapter or a whole model: found, and loaded to answer prompts."""
+"""Models named on the command line, as a run, an adapter or a model: resolve the name, load, generate answers."""
 
 import json
 import os
@@ -29,12 +29,12 @@ _RELATIVE = "A relative path is taken from the working directory, as in training
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model, and where its parts are."""
+    """A model, and the places of its parts."""
 
     path: str
-    """As it was given."""
+    """As the user gave it."""
     weights: str
-    """Folder or hub id of the whole model, which an adapter is added to."""
+    """Folder or hub id of the model, or of the adapter's base model."""
     adapter: str | None = None
     """Folder of the adapter."""
     base: str | None = None
@@ -42,7 +42,7 @@ class NamedModel:
 
     @property
     def tokenizer(self) -> str:
-        """Folder or hub id of the tokenizer: an adapter may have one of its own."""
+        """Folder or hub id of the tokenizer: an adapter's folder may hold one."""
         if self.adapter is not None and (Path(self.adapter) / "tokenizer_config.json").is_file():
             return self.adapter
         return self.weights
@@ -55,32 +55,32 @@ class NamedModel:
 
 
 def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELATIVE) -> NamedModel:
-    """Looks for a run, an adapter or a model, in this order; loads nothing.
+    """Resolve a name as a run, an adapter or a model, in this order; loads nothing.
 
     Args:
         path: folder of a run, an adapter or a model, or a model's hub id.
-        base: the base model to use instead of the one that an adapter names.
-        remedy: what to do where an adapter's base model cannot be used, for messages.
+        base: base model, instead of the one that the adapter's configuration names.
+        remedy: advice for messages, where an adapter's base model cannot be used.
 
     Raises:
-        UserError: there is no such model, or no result in the run, or a base for something that has none.
+        UserError: there is no such model, the run has no result, or `base` was given without an adapter.
     """
     path = os.path.expanduser(path)
     with reading("RUN|MODEL", Path(path), "a run, an adapter or a model"):
-        found = _find(path, base, remedy)
-    if base is not None and found.adapter is None:
-        raise UserError(f"--base: {path} is a whole model; expected an adapter with it. Leave --base out")
+        model = _resolve(path, base, remedy)
+    if base is not None and model.adapter is None:
+        raise UserError(f"--base: {path} is a full model; expected an adapter with it. Leave --base out")
     try:
-        check_model_folder(found.weights)
+        check_model_folder(model.weights)
     except UserError as error:
-        hint = "" if Path(found.weights).exists() else f"; {_EXPECTED}. {_RELATIVE}"
-        if found.adapter is not None:
+        hint = "" if Path(model.weights).exists() else f"; {_EXPECTED}. {_RELATIVE}"
+        if model.adapter is not None:
             hint = f". It is the base model of {path}. {remedy}"
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}{hint}") from None
-    return found
+    return model
 
 
-def _find(path: str, base: str | None, remedy: str) -> NamedModel:
+def _resolve(path: str, base: str | None, remedy: str) -> NamedModel:
     folder = Path(path)
     if (folder / RECIPE).is_file():
         recipe = read_resolved_recipe(folder / RECIPE, accept_retired=True)
@@ -88,7 +88,7 @@ def _find(path: str, base: str | None, remedy: str) -> NamedModel:
         if not result.is_dir():
             raise UserError(
                 f"RUN|MODEL: {folder}: the run has no result yet ({result.name}/); expected a finished one. Export a "
-                f"checkpoint (vcore-ds export {folder}) and name the folder that this writes"
+                f"checkpoint (vcore-ds export {folder}) and name the exported folder"
             )
         if recipe.lora is None:
             return NamedModel(path, str(result), None, recipe.model.path)
@@ -108,7 +108,7 @@ def _find(path: str, base: str | None, remedy: str) -> NamedModel:
 
 
 def read_adapter_config(adapter: str) -> dict:
-    """peft's description of the adapter in a folder. Raises UserError where it is damaged."""
+    """Read adapter_config.json, peft's description of an adapter. Raises UserError if it is damaged."""
     file = Path(adapter) / CONFIG_NAME
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def read_adapter_config(adapter: str) -> dict:
 
 
 class AnsweringModel(Protocol):
-    """What generates: a model of Hugging Face, or peft's around one."""
+    """A model with `generate`: a Hugging Face model, or peft's wrapper around one."""
 
     config: PretrainedConfig
     generation_config: GenerationConfig
@@ -129,18 +129,18 @@ class AnsweringModel(Protocol):
     def device(self) -> torch.device: ...
 
     def generate(self, **options: Any) -> torch.Tensor:
-        """int64 `[b, t]`, prompts with their answers, padded; options as of `transformers.GenerationMixin`."""
+        """int64 `[b, t]`, prompts followed by answers, padded; options as in `transformers.GenerationMixin`."""
         ...
 
 
 def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringModel:
-    """The model with its adapter, where it has one, and the forward of training; on the GPU where there is one.
+    """Load the model, with its adapter if it has one, with training's forward; on the GPU if there is one.
 
     Args:
-        dtype: of the weights in memory; "auto" for the one that they are stored in.
+        dtype: dtype of the weights in memory; "auto" for the stored one.
 
     Raises:
-        UserError: the model or its adapter cannot be loaded, or they do not fit together.
+        UserError: the model or its adapter cannot be loaded, or they do not match.
     """
     try:
         base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
@@ -156,35 +156,32 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
 
 
 def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer: the model's own, and the end of a turn, which a base model may not have.
+    """The tokens that end an answer: the model's, and the tokenizer's end of a turn, which a base model may lack.
 
     Raises:
         UserError: there is none.
     """
-    found = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ids = {token for token in (*found, tokenizer.eos_token_id) if token is not None}
+    of_model = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ids = {token for token in (*of_model, tokenizer.eos_token_id) if token is not None}
     if not ids:
         raise UserError(f"{tokenizer.name_or_path}: found no end-of-sequence token; expected one in the tokenizer")
     return sorted(ids)
 
 
-# Answers of a model in this process: a batch of prompts in, the answers' tokens out, each with why it ended.
-
-
 StopReason = Literal["stop", "max_tokens", "model_length"]
-"""The model's own end token, the limit on new tokens, or the model's longest sequence."""
+"""An end token, the limit on new tokens, or the model's maximum sequence length."""
 
 
 class AnswerTokens(NamedTuple):
-    """What a model answered."""
+    """A generated answer."""
 
     ids: list[int]
-    """The end token included."""
+    """Including the end token."""
     stop_reason: StopReason
 
 
 def longest_sequence(model: AnsweringModel) -> int:
-    """Tokens of a prompt and its answer that the model takes, as far as its configuration says."""
+    """The model's limit on the tokens of a prompt and its answer; `sys.maxsize` if the configuration has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -196,14 +193,14 @@ def generate_answers(
     settings: GenerationConfig,
     **options: Any,
 ) -> list[AnswerTokens]:
-    """An answer to each prompt, all in one batch.
+    """Generate an answer to each prompt, in one batch.
 
     Args:
-        prompts: token ids, of each prompt fewer than `longest_sequence`.
+        prompts: token ids; each prompt is shorter than `longest_sequence`.
         max_new_tokens: limit of each answer.
-        settings: how tokens are drawn, which ones end an answer (a list), and which one pads. What it leaves open is as
-            in the model's own settings. Its limit on new tokens is set here.
-        options: others of `transformers.GenerationMixin.generate`, such as a streamer.
+        settings: sampling, end tokens (a list) and padding token; unset values are the model's. `max_new_tokens` is
+            overwritten here.
+        options: further arguments of `transformers.GenerationMixin.generate`, such as a streamer.
     """
     longest = longest_sequence(model)
     limits = [min(limit, longest - len(prompt)) for limit, prompt in zip(max_new_tokens, prompts, strict=True)]
@@ -214,13 +211,13 @@ def generate_answers(
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     settings.max_new_tokens = max(limits)
-    whole = model.generate(
+    sequences = model.generate(
         input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings, **options
     )
     answers = []
-    for row, limit, wanted in zip(whole[:, width:].tolist(), limits, max_new_tokens, strict=True):
+    for row, limit, wanted in zip(sequences[:, width:].tolist(), limits, max_new_tokens, strict=True):
         at_limit: StopReason = "max_tokens" if limit == wanted else "model_length"
-        # Rows that end early are padded to the length of the others.
+        # Answers that end early are padded to the longest one.
         end = next((i for i, token in enumerate(row[:limit], start=1) if token in settings.eos_token_id), None)
         answers.append(AnswerTokens(row[:limit], at_limit) if end is None else AnswerTokens(row[:end], "stop"))
     return answers

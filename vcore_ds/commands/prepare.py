@@ -8,64 +8,69 @@ from vcore_ds.commands.arguments import add_again, positive, share_or_none
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
 
-HELP = "turn raw data into a store of tokens"
+HELP = "filter, sample and tokenize raw data into a token store"
 DESCRIPTION = (
-    "Filter, sample and tokenize raw data into a store of tokens. math: OpenMathReasoning, answers checked by "
-    "math-verify; code: OpenCodeReasoning-2; chat: rows of messages, ShareGPT or Alpaca. Run again after an "
-    "interruption, it resumes where it was."
+    "Filter, sample and tokenize raw data into a token store, the folder of tokenized sequences that recipes train "
+    "on. math: OpenMathReasoning, answers checked by math-verify. code: OpenCodeReasoning-2. chat: rows of messages, "
+    "ShareGPT or Alpaca. After an interruption, the same command resumes. Example: vcore-ds prepare chat data.jsonl "
+    "--tokenizer Qwen/Qwen3-0.6B --output data/chat"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=["math", "code", "chat"], help="which rules, prompt and columns")
+    parser.add_argument(
+        "kind", choices=["math", "code", "chat"], help="format of the raw data: sets filters, prompt and columns"
+    )
     parser.add_argument(
         "sources",
         nargs="*",
         metavar="SOURCE",
-        help="files (.jsonl, .json, .parquet), folders, patterns or hub ids; default of math "
-        "nvidia/OpenMathReasoning, of code nvidia/OpenCodeReasoning-2",
+        help="files (.jsonl, .json, .parquet), folders, glob patterns or hub ids (default for math "
+        "nvidia/OpenMathReasoning, for code nvidia/OpenCodeReasoning-2)",
     )
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model that will be trained"
-    )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the store to make")
+    parser.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model to train")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder of the new token store")
     parser.add_argument(
         "--sample",
         type=positive,
         metavar="N",
-        help="sequences to keep, at random (the paper: 3200 or 32000; default all)",
+        help="keep a random sample of N sequences (the paper: 3200 or 32000; default: all)",
     )
-    parser.add_argument("--seed", type=int, default=42, help="seed of the sample (default 42)")
+    parser.add_argument("--seed", type=int, default=42, help="random seed of --sample (default 42)")
     parser.add_argument(
-        "--cutoff-length", type=positive, default=16384, metavar="N", help="longest sequence, tokens (default 16384)"
+        "--cutoff-length",
+        type=positive,
+        default=16384,
+        metavar="N",
+        help="maximum tokens of a sequence (default 16384)",
     )
     parser.add_argument(
-        "--overlong", choices=["drop", "truncate"], default="drop", help="what becomes of longer ones (default drop)"
+        "--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)"
     )
-    parser.add_argument("--split", help="split of hub data (default math: cot, code: cpp, chat: train)")
-    parser.add_argument("--processes", type=positive, metavar="N", help="default: one per CPU core")
+    parser.add_argument("--split", help="split of hub data (default: math cot, code cpp, chat train)")
+    parser.add_argument("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
     parser.add_argument(
-        "--answer-seconds", type=positive, default=5, metavar="N", help="CPU time to compare one answer (default 5)"
+        "--answer-seconds", type=positive, default=5, metavar="N", help="CPU seconds per answer to verify (default 5)"
     )
     parser.add_argument(
         "--statements",
         metavar="DIR",
-        help="code: folder with copies of the data sets that hold the problems (taco, apps, code_contests, "
-        "codeforces); default: the hub",
+        help="code: folder with local copies of the data sets that contain the problem statements (taco, apps, "
+        "code_contests, codeforces; default: download them from the hub)",
     )
     parser.add_argument(
         "--max-malformed",
         type=share_or_none,
         default=0.01,
         metavar="SHARE",
-        help="refuse more malformed rows (default 0.01)",
+        help="fail if a larger share of the rows is malformed (default 0.01)",
     )
     add_again(parser)
     parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    kind, sources = arguments.kind, arguments.sources + arguments.overrides  # those after an option
+    kind, sources = arguments.kind, arguments.sources + arguments.overrides  # overrides: sources after an option
     if not sources and kind == "chat":
         raise UserError("prepare chat: found no SOURCE; expected files, folders or hub ids with conversations")
     from vcore_ds.data.prepare.pipeline import prepare

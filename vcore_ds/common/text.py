@@ -14,14 +14,16 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """The palette of Okabe and Ito, which colour-blind readers can distinguish."""
 
 
-def align_columns(rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> list[str]:
-    """Format a table: the first column and those with a heading in `left` are left-aligned, the others right-aligned.
+def align_columns(rows: Sequence[Sequence[str]], left: Collection[str] = (), *, all_left: bool = False) -> list[str]:
+    """Lines of a table with columns two spaces apart. The first column is left-aligned, the others right-aligned.
 
     Args:
-        rows: rows of cells, the headings first.
+        rows: cells, the same number in each row, the headings first.
+        left: headings of further left-aligned columns.
+        all_left: left-align all columns, for a table without headings.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    is_left = [number == 0 or heading in left for number, heading in enumerate(rows[0])]
+    is_left = [all_left or number == 0 or heading in left for number, heading in enumerate(rows[0])]
     return [
         "  ".join(
             cell.ljust(width) if left_aligned else cell.rjust(width)

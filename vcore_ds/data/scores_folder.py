@@ -1,9 +1,9 @@
-"""The folder of `vcore-ds score`: utilities of all traces of a token store for trusted sets.
+"""The folder of `vcore-ds score`: the influence of each trace of a token store on sets of trusted traces.
 
-    scores.json       data, checkpoints and trusted sets of the scores
-    scores.parquet    a row for each trace, in the order of the store
-    tokens.parquet    tokens of the traces with the highest and the lowest mean utility for each set
-    scores.html       the page
+    scores.json       what was scored, with which weights, along which gradients
+    scores.parquet    one row per trace, in the order of the store
+    tokens.parquet    for each set, the tokens of the traces with the highest and the lowest mean utility
+    scores.html       the same as a page
 
 The columns of scores.parquet: `sequence` (int64, position in the store), `source` (string, the file or data set it came
 from), `row` (int64, row or line within that, from 0), `num_supervised_tokens` (int64), `loss` (float32, nats, mean over
@@ -11,9 +11,9 @@ the trace's supervised tokens), and for each set NAME `utility_sum.NAME` and `ut
 trace's supervised tokens), `rank.NAME` (int64, 1 for the highest mean) and `percentile.NAME` (float32, 100 for the
 highest mean, 0 for the lowest).
 
-The columns of tokens.parquet: `set` (string), `sequence` (int64), `tokens` (list of int32, all of the trace),
-`supervised` (list of bool, of the same length), `utilities` and `losses` (lists of float32, for supervised tokens
-only). A trace among the highest and the lowest has one row.
+Those of tokens.parquet: `set` (string), `sequence` (int64), `tokens` (list of int32, the full trace), `supervised`
+(list of bool, one per token), `utilities` and `losses` (lists of float32, one per supervised token). A trace that is
+among both the highest and the lowest is listed once.
 
 A utility is `<gradient of the token's loss, gradient of the set's loss>`: positive where a step of gradient descent on
 the token's loss lowers the set's loss.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SCORES, TRACES, TOKENS, PAGE = "scores.json", "scores.parquet", "tokens.parquet", "scores.html"
 NUM_SHOWN = 20
-"""Traces with the highest mean utility, and with the lowest, whose tokens are kept."""
+"""Number of traces with the highest, and with the lowest, mean utility whose tokens are written."""
 
 _EXPECTED = "a folder that vcore-ds score has written"
 _REMEDY = "Score again, with this version"
@@ -44,55 +44,54 @@ _EXACT = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True, config=_EXACT)
-class ScoredData:
-    """The token store that was scored."""
+class DataSet:
+    """A token store, of scored data or of a trusted set."""
 
     path: str
     """As the user gave it: a store, or raw data."""
     digest: str
     """SHA-256 of the tokens and their marks, in order (`TokenStore.digest`)."""
-    tokenizer_hash: str
-    chat_template_hash: str
     num_sequences: int
-    num_supervised_tokens: int
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """Source file -> hash of its size, beginning and end, to notice changes since the scoring."""
-    num_rows: int | None = None
-    """Rows read to make the store; None where its manifest does not say."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Reason, such as the length -> rows that are not in the store."""
+    num_rows: int | None = field(default=None, kw_only=True)
+    """Rows that the store was made from; None if unknown."""
+    dropped: dict[str, int] = field(default_factory=dict, kw_only=True)
+    """Reason, such as a length limit -> number of rows dropped for it."""
 
 
 @dataclass(frozen=True, config=_EXACT)
-class TrustedSet:
-    """A trusted set (the validation or target set of LESS): utilities are along its gradient."""
+class ScoredData(DataSet):
+    """The data that was scored."""
 
-    path: str
-    digest: str
-    """As in `ScoredData`."""
-    num_sequences: int
+    tokenizer_hash: str
+    chat_template_hash: str
+    num_supervised_tokens: int
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Source file -> hash of its size, beginning and end: shows whether its rows are still those that were scored."""
+
+
+@dataclass(frozen=True, config=_EXACT)
+class TrustedSet(DataSet):
+    """A set of trusted traces (the target or validation set of LESS), along whose gradient utilities were computed."""
+
     loss: float
-    """Nats; at the last checkpoint where there are several."""
+    """Nats; at the last checkpoint if there are several."""
     gradient_norm: float
-    """2-norm over all trained parameters; of the same checkpoint."""
+    """2-norm over all trained parameters, at the same checkpoint."""
     length_correlation_sum: float | None
-    """Spearman's correlation, over the traces, of `utility_sum` and the number of supervised tokens; None where one of
-    them is constant."""
+    """Spearman's correlation, over the traces, of `utility_sum` with the number of supervised tokens; None if one of
+    the two is constant."""
     length_correlation_mean: float | None
-    """The same of `utility_mean`."""
-    num_rows: int | None = None
-    dropped: dict[str, int] = field(default_factory=dict)
-    """As in `ScoredData`."""
+    """The same for `utility_mean`."""
 
 
 @dataclass(frozen=True, config=_EXACT)
 class ScoredCheckpoint:
-    """A checkpoint that the data were scored with."""
+    """A checkpoint at which utilities were computed."""
 
     run: str
     step: int
     weight: float
-    """Factor of its utilities in the sum over checkpoints: 1 for a single one, else its learning rate."""
+    """Factor of its utilities in the sum over checkpoints: 1 for a single one, else its mean learning rate."""
     digest: str = ""
     """SHA-256 of its manifest; empty in scores of version 0.7 and before."""
 
@@ -103,23 +102,23 @@ class Scores:
 
     data: ScoredData
     model: str
-    """model.path of the recipe or run."""
+    """model.path: the base model, also of the run of the checkpoints."""
     model_digest: str
     """Its `compute_model_digest`."""
     checkpoints: list[ScoredCheckpoint]
-    """Empty where the data were scored with the base model."""
+    """Empty for scores at the base model."""
     direction: Literal["sgd", "adam"]
-    """`sgd` along the gradient of a set's loss, `adam` along that times the Jacobian of Adam's update."""
+    """`sgd`: the gradient of a set's loss; `adam`: that times the Jacobian of Adam's update."""
     normalization: Literal["sequence", "token"]
     """Weight of a sequence in a set's loss (method.normalization)."""
     sets: dict[str, TrustedSet]
     """By name."""
     version: str
-    """Of vcore_ds."""
+    """vcore_ds version."""
     date: str
     """UTC, ISO 8601."""
     format: Literal[1] = 1
-    """Version of the format described here."""
+    """Version of this format."""
 
 
 _SCORES = TypeAdapter(Scores)
@@ -138,7 +137,7 @@ def write_scores(folder: Path, scores: Scores) -> None:
 
 
 def write_traces(folder: Path, columns: Mapping[str, "np.ndarray | Sequence[str]"]) -> None:
-    """Write scores.parquet: the columns by their names, a value for each trace. Raises OSError."""
+    """Write scores.parquet from columns by name, one value per trace. Raises OSError."""
     import pyarrow as pa
 
     arrays = {
@@ -149,7 +148,7 @@ def write_traces(folder: Path, columns: Mapping[str, "np.ndarray | Sequence[str]
 
 
 def write_tokens(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write tokens.parquet, from rows with the columns by their names. Raises OSError."""
+    """Write tokens.parquet from rows, each a mapping of column names. Raises OSError."""
     import pyarrow as pa
 
     schema = pa.schema(
@@ -176,7 +175,7 @@ def read_scores(folder: Path, where: str = "") -> Scores:
     """Read scores.json.
 
     Args:
-        where: the recipe's key or the command's option that names the folder, for messages; may be empty.
+        where: the recipe key or option that names the folder, for messages; empty if they begin with the folder.
 
     Raises:
         UserError: it is missing, damaged or of another format.
@@ -190,7 +189,7 @@ def read_scores(folder: Path, where: str = "") -> Scores:
 
 
 def read_traces(folder: Path, columns: Sequence[str]) -> dict[str, "np.ndarray"]:
-    """Columns of scores.parquet by name, a value for each trace; texts as an array of `str` objects.
+    """Read columns of scores.parquet by name, one value per trace; strings as an array of `str` objects.
 
     Raises:
         UserError: the file is missing or damaged, or lacks one of the columns.
@@ -200,7 +199,7 @@ def read_traces(folder: Path, columns: Sequence[str]) -> dict[str, "np.ndarray"]
 
 
 def read_tokens(folder: Path) -> list[dict[str, Any]]:
-    """The rows of tokens.parquet, with lists as Python lists.
+    """Read the rows of tokens.parquet, with lists as Python lists.
 
     Raises:
         UserError: the file is missing or damaged.

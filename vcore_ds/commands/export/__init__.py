@@ -1,4 +1,4 @@
-"""`vcore-ds export`: a Hugging Face folder from a run's checkpoint, and a repository on the hub from it."""
+"""`vcore-ds export`: write a Hugging Face folder from a run's checkpoint, and push it to the hub."""
 
 import argparse
 from pathlib import Path
@@ -7,30 +7,30 @@ from vcore_ds.common.errors import UserError
 
 HELP = "write a Hugging Face folder from a run's checkpoint"
 DESCRIPTION = (
-    "Write the full weights, the adapter, or the model with its adapter merged in, from a run's checkpoint of any "
-    "world size: in one process, without a GPU, with one file's worth of weights in memory. A model card is written "
-    "beside them. --push also makes a repository on the Hugging Face hub of the folder."
+    "Write the full weights, the adapter, or the model with the adapter merged in, from a checkpoint of any world "
+    "size, with a model card. Runs in one process without a GPU, and holds about one weight file in memory. --push "
+    "also uploads the folder to the Hugging Face hub. Example: vcore-ds export runs/my_run --merge --output my_model"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (run.output_dir)")
     parser.add_argument(
-        "--checkpoint", metavar="NAME", help="one of RUN/checkpoints, such as step_00000100 (default: the newest)"
+        "--checkpoint", metavar="NAME", help="a checkpoint of the run, such as step_00000100 (default: the newest)"
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="new folder (default RUN/export/CHECKPOINT/model, adapter or merged)"
     )
-    parser.add_argument("--merge", action="store_true", help="LoRA: merge the adapter into the model")
+    parser.add_argument("--merge", action="store_true", help="for a LoRA run: merge the adapter into the model")
     parser.add_argument(
         "--dtype",
         choices=["bf16", "fp32"],
-        help="data type of the weights (default: the run's precision; an adapter: fp32)",
+        help="dtype of the weights (default: the run's precision; for an adapter fp32)",
     )
     parser.add_argument(
         "--base-model",
         metavar="OWNER/NAME",
-        help="id of the base model on the hub, for the card (default: found out where model.path tells)",
+        help="hub id of the base model, for the model card (default: derived from model.path, if possible)",
     )
     parser.add_argument(
         "--evaluation",
@@ -38,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="folder with an evaluation.json of this result, for the card; may be given several times",
+        help="folder with an evaluation.json of this result, for the model card; repeat it for several",
     )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="commit the folder to this new repository on the hub")
-    parser.add_argument("--public", action="store_true", help="with --push: a public repository (default: private)")
-    parser.add_argument("--update", action="store_true", help="with --push: the repository may exist already")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to this new repository on the hub")
+    parser.add_argument("--public", action="store_true", help="with --push: make it public (default: private)")
+    parser.add_argument("--update", action="store_true", help="with --push: allow an existing repository")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -76,8 +76,8 @@ def main(arguments: argparse.Namespace) -> None:
         return
     if base.hub_id is None:
         print(
-            f"The base model's id on the hub is not known: the card and the configuration say {base.name}. "
-            "--base-model OWNER/NAME says it"
+            f"The base model's hub id is unknown: the card and the configuration say {base.name}. Set it with "
+            "--base-model OWNER/NAME"
         )
     address = push_folder(api, folder, arguments.push, base, public=arguments.public, update=arguments.update)
     print(f"Pushed: {address} ({'public' if arguments.public else 'private'})")

@@ -1,4 +1,4 @@
-"""`vcore-ds export`: a Hugging Face folder from a run's folder, in one plain process without GPU or process group."""
+"""Write a Hugging Face folder from a run's folder, in a single process without GPU or process group."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,24 +37,24 @@ from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.train.model_card import Kind, make_model_card
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
-"""What `--output` has to be, for messages."""
+"""What `--output` must be, for messages."""
 
 
 class TrainedWeights(Protocol):
-    """The parameters that a run has trained, one tensor at a time."""
+    """The trained parameters of a run, read one at a time."""
 
     name: str
-    """Name of the checkpoint or folder that they are read from."""
+    """Name of their checkpoint or folder."""
     shapes: dict[str, torch.Size]
-    """Shapes by the parameter's name in the (adapted) Hugging Face model."""
+    """Parameter name in the (adapted) Hugging Face model -> shape."""
 
     def read(self, name: str) -> Tensor:
-        """The whole parameter, on the CPU."""
+        """Read the full parameter, on the CPU."""
         ...
 
 
 class CheckpointWeights:
-    """The fp32 parameters that a checkpoint's optimizer state holds."""
+    """The fp32 master weights in a checkpoint's optimizer state."""
 
     def __init__(self, folder: Path):
         self.name = folder.name
@@ -67,7 +67,7 @@ class CheckpointWeights:
 
 
 class AdapterWeights:
-    """The adapter that a finished run has left; serves where its checkpoints were removed."""
+    """The adapter of a finished run, for a run whose checkpoints were removed."""
 
     def __init__(self, folder: Path):
         self.name = folder.name
@@ -91,25 +91,25 @@ def export_run(
     reuse: bool = False,
     max_file_bytes: int = model_folder.MAX_FILE_BYTES,
 ) -> Path:
-    """Writes full weights, or the adapter of a LoRA run, or (`merge`) the model with its adapter merged in, and returns
+    """Write the full weights, or the adapter of a LoRA run, or (`merge`) the model with the adapter merged in; return
     the folder.
 
-    Holds about one file's worth of weights at a time. Changes nothing in the run, which may be training.
+    Holds about one weight file in memory. Changes nothing in the run, which may be training.
 
     Args:
         run: a run's folder.
-        checkpoint: name of a checkpoint in `run/checkpoints`; None for the newest that verifies, or, where a finished
-            run has none left, its adapter.
-        output: a folder that does not exist yet; `run/export/CHECKPOINT/KIND` if None.
+        checkpoint: name of a checkpoint in `run/checkpoints`; None for the newest that verifies, or the adapter of a
+            finished run without checkpoints.
+        output: new folder; None for `run/export/CHECKPOINT/KIND`.
         dtype: `bf16` or `fp32`; None for the run's precision (an adapter: fp32, which it was trained in).
-        base: what the model card says of the base model; None for what model.path tells.
+        base: the base model, for the model card; None to derive it from model.path.
         evaluations: folders with an evaluation.json, for the model card.
-        reuse: take the folder of an earlier export with the same output, and write only its card anew.
+        reuse: keep the folder of an earlier export with the same output, and rewrite only its card.
 
     Raises:
-        UserError: for whatever the user can fix, including a full disk.
+        UserError: for a user's mistake, or a full disk.
         BadExport: the files read back differ from what was written.
-        In every case no folder `output` is left.
+        In either case, no folder `output` remains.
     """
     started = time.perf_counter()
     with reading("RUN", run, "the folder of a run"):
@@ -121,7 +121,7 @@ def export_run(
     check_base_model(recipe)
     if output is not None and not reuse:
         refuse_existing(output, NEW_FOLDER)
-    # Before checksums are computed, which takes minutes.
+    # Checked before the checksums, which take minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
     with reading("RUN", run, "the folder of a run"):
@@ -134,7 +134,7 @@ def export_run(
         check_earlier_export(folder, kind)
         with writing("--output", folder, NEW_FOLDER), write_atomically(folder / CARD) as unfinished:
             unfinished.write_text(card, encoding="utf-8")
-        print(f"{folder}: is there already; only its model card was written anew")
+        print(f"{folder}: exists already; only its model card was rewritten")
         return folder
     refuse_existing(folder, NEW_FOLDER)
     print(f"{kind} of {trained.name}", flush=True)
@@ -155,34 +155,34 @@ def export_run(
 
 
 def check_earlier_export(folder: Path, kind: Kind) -> None:
-    """Raises UserError where `folder` is anything but a result of this kind, which alone may be pushed as it is."""
+    """Raises UserError unless `folder` is an earlier export of this kind, which alone may be pushed unchanged."""
     is_adapter = (folder / CONFIG_NAME).is_file()
     if OWN_TAG not in (read_card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
         raise UserError(
-            f"{folder}: is there already, and is no earlier export ({kind}); expected one, or a new folder (--output "
+            f"{folder}: exists already, and is not an earlier export ({kind}); expected one, or a new folder (--output "
             "DIR)"
         )
 
 
 def check_base_model(recipe: Recipe) -> None:
-    """Raises UserError where the model that was trained is gone: the result needs its configuration."""
+    """Raises UserError if the base model is missing: the export needs its configuration."""
     try:
         check_model_folder(recipe.model.path)
     except UserError as error:
         raise UserError(
-            f"{error}. The export needs the model that the run began with, for its configuration and for what was not "
-            "trained; a relative path is taken from the working directory, as in training"
+            f"{error}. The export needs the base model for its configuration and for weights that were not trained; a "
+            "relative path is taken from the working directory, as in training"
         ) from None
 
 
 def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> TrainedWeights:
-    """The named checkpoint, or the newest that verifies, or the adapter of a finished run without checkpoints.
+    """Open the named checkpoint, or the newest that verifies, or the adapter of a finished run without checkpoints.
 
     Raises:
-        UserError: there is none; with the reason for each checkpoint that was found.
+        UserError: there is none; with the reason for each existing checkpoint.
     """
-    found = checkpoint_folder.list_checkpoints(run / "checkpoints")
-    candidates = [folder for folder in found if name in (None, folder.name)]
+    checkpoints = checkpoint_folder.list_checkpoints(run / "checkpoints")
+    candidates = [folder for folder in checkpoints if name in (None, folder.name)]
     say = partial(print, flush=True)
     usable, problems = checkpoint_folder.find_newest_usable(
         candidates, lambda f: checkpoint_folder.find_problem(f, say)
@@ -190,15 +190,14 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
     if usable is not None:
         for skipped in problems:
             say(f"skipped checkpoint {skipped}")
-        if recipe.model.provider == "megatron":
-            return ParallelCheckpointWeights(usable, recipe)
-        return CheckpointWeights(usable)
+        is_parallel = recipe.model.provider == "megatron"
+        return ParallelCheckpointWeights(usable, recipe) if is_parallel else CheckpointWeights(usable)
     if problems:
         raise UserError("\n  ".join([f"{run / 'checkpoints'}: found no checkpoint that verifies:", *problems]))
     if name is None and (run / "adapter").is_dir():
         return AdapterWeights(run / "adapter")
-    there = ", ".join(folder.name for folder in found) or "none"
-    raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {there}")
+    names = ", ".join(folder.name for folder in checkpoints) or "none"
+    raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {names}")
 
 
 def write_model(
@@ -210,9 +209,9 @@ def write_model(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> int:
-    """Writes all weights, with adapters merged in; returns their bytes."""
+    """Write all weights, with the adapter merged in; return their bytes."""
     stored = FolderWeights(recipe.model.path, describe_weights(recipe.model.path, dtype))
-    stream = whole_weights(recipe, trained, stored)
+    stream = merge_weights(recipe, trained, stored)
     split = model_folder.plan_files(stored.stored, max_file_bytes)
     num_bytes = split.metadata["total_size"]
     unfinished = model_folder.begin(folder, num_bytes)
@@ -224,11 +223,11 @@ def write_model(
     return num_bytes
 
 
-def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the folder to be written with its trained value, or else the base model's in the run's precision.
+def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights) -> Iterator[tuple[str, Tensor]]:
+    """Each stored tensor with its trained value, or else the base model's value in the run's precision.
 
     Raises:
-        UserError: before the first one, where the trained parameters do not fit into the model.
+        UserError: before the first tensor, if the trained parameters do not match the model.
     """
     adapted = None
     if recipe.lora is not None:
@@ -239,21 +238,21 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
     adapters = find_adapters(adapted) if adapted is not None else {}
     covered = {name for adapter in adapters.values() for name in (adapter.lora_a, adapter.lora_b)}
     if adapted is not None and (others := sorted(trained.shapes.keys() - covered)):
-        raise UserError(f"--merge: found {others[0]}; expected adapters of linear layers and experts only")
+        raise UserError(f"--merge: found {others[0]}; expected only adapters of linear layers and experts")
     untrained = adapted is not None or any(set(part.names) - trained.shapes.keys() for part in stored.parts)
     base = model_folder.WeightFiles(recipe.model.path) if untrained else None
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for part in stored.parts:
             if trained.shapes.keys() >= set(part.names):
-                whole = {name: trained.read(name).to(stored.weights[name].dtype) for name in part.names}
-                yield from stored.store(part.names, whole).items()
+                weights = {name: trained.read(name).to(stored.weights[name].dtype) for name in part.names}
+                yield from stored.store(part.names, weights).items()
                 continue
             assert base is not None
             changes = {}
             if adapters.keys() & set(part.names):
-                # Moved to where the base model's files have it, which need not be joined for that.
-                changes = stored.store(part.names, {name: change_of(name) for name in part.names})
+                # Splits the change as the base model's files split its weights, which then need no joining.
+                changes = stored.store(part.names, {name: compute_change(name) for name in part.names})
             for name, like in part.stored.items():
                 weight = base.read(name).to(DTYPES[recipe.model.precision])
                 if name in changes:
@@ -262,8 +261,8 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
         for name in stored.copied:
             yield name, stored.read_copied(name)
 
-    def change_of(name: str) -> Tensor:
-        """What the adapter adds to a weight, in fp32."""
+    def compute_change(name: str) -> Tensor:
+        """The adapter's change of a weight, in fp32."""
         if name not in adapters:
             return torch.zeros(stored.weights[name].shape)
         adapter = adapters[name]
@@ -273,12 +272,12 @@ def whole_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
 
 
 def check_fit(recipe: Recipe, trained: TrainedWeights, expected: Mapping[str, torch.Size]) -> None:
-    """Raises UserError where the model at model.path has other parameters to train than the run had."""
+    """Raises UserError if the trainable parameters of the model at model.path differ from those of the run."""
     differing = sorted({name for name, _ in expected.items() ^ trained.shapes.items()})
     if differing:
         raise UserError(
-            f"model.path: {recipe.model.path}: has no place for what was trained: {', '.join(differing[:5])}; expected "
-            "the model that the run began with"
+            f"model.path: {recipe.model.path}: does not match the trained parameters: {', '.join(differing[:5])}; "
+            "expected the base model of the run"
         )
 
 
@@ -290,7 +289,7 @@ def write_adapter(
     card: str,
     dtype: torch.dtype,
 ) -> int:
-    """Writes the adapter in peft's format; returns the bytes of its weights."""
+    """Write the adapter in peft's format; return the bytes of its weights."""
     assert recipe.lora is not None
     adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
@@ -299,17 +298,14 @@ def write_adapter(
     return model_folder.write_adapter(adapted, adapter, folder, tokenizer, card)
 
 
-# What a checkpoint of parallel layers holds, as weights of the Hugging Face model.
-
-
 class ParallelCheckpointWeights:
-    """The fp32 parameters that a checkpoint's optimizer state holds, a part of every layer under each name: see
-    `vcore_ds.commands.export.write.TrainedWeights`."""
+    """The fp32 master weights of tensor-parallel layers in a checkpoint, joined to the weights of the Hugging Face
+    model."""
 
     def __init__(self, folder: Path, recipe: Recipe):
         """Args:
-        folder: of the checkpoint.
-        recipe: of its run.
+        folder: folder of the checkpoint.
+        recipe: recipe of its run.
         """
         from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers  # slow to import
         from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices
@@ -317,27 +313,27 @@ class ParallelCheckpointWeights:
         self.name = folder.name
         path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
         if lora is None:
-            described, of_rank = describe_weights(path, torch.float32), partial(weight_slices, config)
+            described, slices_of_rank = describe_weights(path, torch.float32), partial(weight_slices, config)
         else:
             adapted = build_empty_adapted_model(path, config, lora)
             described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-            of_rank = partial(adapter_slices, find_adapted_layers(path, config, lora), config, lora)
+            slices_of_rank = partial(adapter_slices, find_adapted_layers(path, config, lora), config, lora)
         self.shapes = {name: like.shape for name, like in described.items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
-        self._own_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
-        self._parameters: dict[str, list[tuple[str, str, WeightSlice]]] = {}
+        self._shard_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
+        self._shards: dict[str, list[tuple[str, str, WeightSlice]]] = {}
         size = recipe.parallel.tensor
         for rank in range(size):
-            for name, piece in of_rank(rank=rank, size=size).items():
-                found = self._parameters.setdefault(piece.name, [])
-                found.append((name, f"master.{checkpoint_name(name, rank, size)}", piece))
+            for name, piece in slices_of_rank(rank=rank, size=size).items():
+                shard = (name, f"master.{checkpoint_name(name, rank, size)}", piece)
+                self._shards.setdefault(piece.name, []).append(shard)
 
     def read(self, name: str) -> Tensor:
-        """The whole weight, fp32, on the CPU."""
+        """Read the full weight, fp32, on the CPU."""
         from vcore_ds.models.megatron.configuration import copy_to_weight
 
-        whole = torch.empty(self.shapes[name])
-        for parameter, stored, piece in self._parameters[name]:
-            values = self._tensors.read(stored).view(self._own_shapes[parameter])
-            copy_to_weight({name: whole}, values, piece)
-        return whole
+        weight = torch.empty(self.shapes[name])
+        for parameter, stored, piece in self._shards[name]:
+            values = self._tensors.read(stored).view(self._shard_shapes[parameter])
+            copy_to_weight({name: weight}, values, piece)
+        return weight

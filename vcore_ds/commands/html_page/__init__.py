@@ -1,7 +1,7 @@
-"""What all HTML pages have: style, scripts that several use, and a file with everything in it, nothing fetched.
+"""The frame of all HTML pages: shared style and scripts, and rendering into one file that fetches nothing.
 
-What a page shows, traces above all, is untrusted. The template escapes it, JSON has no `<`, the scripts make text nodes
-of it, and the page's policy lets no other script run than its own.
+The content of a page, above all traces, is untrusted. The template escapes it, its JSON contains no `<`, the scripts
+insert it as text nodes, and the page's content security policy allows only the page's script.
 """
 
 import base64
@@ -21,14 +21,14 @@ STYLE, BASE = "style.css", "base.js"
 def render(
     folder: Path, template: str, scripts: Sequence[str], data: Any, blobs: Mapping[str, str], **texts: Any
 ) -> str:
-    """A page as text.
+    """Render a page as HTML.
 
     Args:
-        folder: where the page's own template and scripts are.
-        scripts: in the order in which they stand in the page, as one module, after `BASE`.
-        data: for the scripts, as JSON.
-        blobs: base64 for the scripts, by the id of its element.
-        texts: what the template writes itself.
+        folder: folder of the page's template and scripts.
+        scripts: file names, joined in this order after `BASE` into one module.
+        data: JSON data for the scripts.
+        blobs: element id -> base64 data for the scripts.
+        texts: variables of the template.
     """
     sources = [ASSETS / BASE, *(folder / name for name in scripts)]
     script = "\n" + "\n".join(path.read_text(encoding="utf-8") for path in sources)
@@ -51,5 +51,5 @@ def render(
 
 
 def as_json(value: Any) -> str:
-    """JSON that can stand in a script element: without `<`, and ASCII only."""
+    """JSON that is safe in a script element: without `<`, and ASCII only."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

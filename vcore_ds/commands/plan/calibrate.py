@@ -1,4 +1,4 @@
-"""Achieved speeds from a run's metrics.jsonl, for the plan of another one."""
+"""Achieved speeds from a run's metrics.jsonl, to calibrate a plan."""
 
 import statistics
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from vcore_ds.planning.step_cost import StepCost
 from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment
 
 NUM_WARM_UP = 2
-"""First steps of a run, in which kernels are compiled and connections made; they are left out."""
+"""Number of first steps that are left out: they compile kernels and make connections."""
 
 _PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
 
@@ -23,33 +23,33 @@ _SMALLEST_SHARE, _LARGEST_SHARE = 1e-4, 1.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run says of its GPUs' speed."""
+    """The speed that a run achieved on its GPUs."""
 
     run: str
     device: str
     num_steps: int
-    """Steps that were measured, without the first ones."""
+    """Measured steps, without the warm-up."""
     seconds_step: float
-    """Median of all phases together."""
+    """Median sum of all phases."""
     achieved: Achieved
 
     def describe(self) -> str:
         return (
             f"Calibrated on {self.run}: {self.num_steps} steps on {self.device}, median {self.seconds_step:.3g} s; "
-            f"products reach {self.achieved.compute:.0%} of the peak, the update {self.achieved.memory:.0%} of the "
-            "memory's; everything else as assumed"
+            f"matrix multiplications reach {self.achieved.compute:.0%} of the peak, the update "
+            f"{self.achieved.memory:.0%} of the memory bandwidth; everything else as assumed"
         )
 
 
 def calibrate(run: str) -> Calibration:
-    """The shares of a GPU's peak with which the predictions for a run's own recipe and cluster equal its metrics.
+    """The achieved shares of a GPU's peak with which the plan of a run's recipe and cluster reproduces its metrics.
 
-    Its phases with products give the share of compute, its update that of memory. Lengths are simulated with the mean
-    that the metrics imply, prompts left out.
+    The phases with matrix multiplications give the share of compute, the update that of memory. Simulated lengths have
+    the mean of the metrics, which exclude prompts.
 
-    Raises UserError for a folder without a run, a run that is too short, or one on devices without a data sheet here.
+    Raises UserError for a folder without a run, a run that is too short, or one on a device of unknown peak.
     """
-    from vcore_ds.train.run_reader import read_metrics_of, read_recipe_of  # imports numpy, and only this needs it
+    from vcore_ds.train.run_reader import read_metrics_of, read_recipe_of  # imports numpy, which only --calibrate needs
 
     folder = Path(run)
     try:
@@ -58,8 +58,8 @@ def calibrate(run: str) -> Calibration:
         raise UserError(f"--calibrate: {str(error).removeprefix('RUN: ')}") from None
     if recipe.retired:
         raise UserError(
-            f"--calibrate: {folder}: found {', '.join(recipe.retired)}, of an earlier version; expected a run whose "
-            "steps this version knows the cost of"
+            f"--calibrate: {folder}: found {', '.join(recipe.retired)}, keys of an earlier version; expected a run of "
+            "this version, which knows the cost of its steps"
         )
     if len(steps) <= NUM_WARM_UP:
         raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
@@ -77,8 +77,8 @@ def calibrate(run: str) -> Calibration:
     gpu = find_gpu(device)
     if gpu is None:
         raise UserError(
-            f"--calibrate: {folder / ENVIRONMENT}: found devices {device}; expected GPUs whose peak is known, since "
-            "the shares of other devices say nothing of a GPU"
+            f"--calibrate: {folder / ENVIRONMENT}: found devices {device}; expected GPUs whose peak is known, because "
+            "the shares of other devices say nothing about a GPU"
         )
     shape, _ = find_model(recipe.model.path)
     cluster = Cluster(gpu, environment["world_size"], len(devices))
@@ -108,7 +108,7 @@ def calibrate(run: str) -> Calibration:
 
 
 def _share_for(seconds: Callable[[float], float], measured: float) -> float:
-    """The share at which a falling function takes the measured value, or the end of the range that is nearer."""
+    """The share at which the decreasing function equals the measured value, or the nearer end of the range."""
     low, high = _SMALLEST_SHARE, _LARGEST_SHARE
     for _ in range(24):
         middle = (low * high) ** 0.5

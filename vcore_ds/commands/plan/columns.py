@@ -1,4 +1,4 @@
-"""The columns of a plan: the recipe as it is, beside plain fine-tuning or beside other settings."""
+"""The columns of a plan: the recipe next to plain fine-tuning, or next to other settings; and their picture."""
 
 import argparse
 import shlex
@@ -30,30 +30,30 @@ from vcore_ds.planning.run_plan import (
 from vcore_ds.planning.settings import derive_plan_settings
 
 _KL_BUDGET = 0.005
-"""Nats, of `vcore` beside a recipe of another method; what a step costs does not depend on it."""
+"""Nats, for the `vcore` column of a recipe with another method; the cost of a step does not depend on it."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A plan, and how the run would fit where it does not."""
+    """A plan, and changes that make the run fit."""
 
     title: str
     plan: RunPlan
     smallest: RunPlan | None
-    """On the fewest GPUs of the kind on which it fits; None where that are too many."""
+    """The plan on the fewest GPUs on which the run fits; None if there are too many."""
     ways: list[Way]
-    """The cheapest changes with which it fits; empty where it fits already."""
-    expert_degrees: list[Way]
-    """Other degrees of expert parallelism that are possible; empty for a dense model."""
+    """The cheapest changes that make it fit; empty if it fits."""
+    expert_sizes: list[Way]
+    """Other possible expert-parallel sizes; empty for a dense model."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What is printed."""
+    """The content of a plan's table."""
 
     recipe_name: str
     model: str
-    """Where its shape is from, in words."""
+    """Description of the model and the source of its shape."""
     columns: list[Column]
     calibration: Calibration | None
 
@@ -63,15 +63,14 @@ class Columns:
 
 
 def build_columns(arguments: argparse.Namespace) -> Columns:
-    """Raises UserError for a recipe, GPU, model or run that cannot be planned with."""
-    overrides: list[str] = arguments.overrides
+    """Plan each column. Raises UserError for a recipe, GPU, model or run that cannot be used."""
 
     def reload(extra: Sequence[str]) -> Recipe:
-        return load_recipe(arguments.recipe, [*overrides, *extra])
+        return load_recipe(arguments.recipe, [*arguments.overrides, *extra])
 
     recipe = reload(())
     if is_on_disk(recipe.model.path):
-        from vcore_ds.train.model_check import check_configuration  # here alone: torch and transformers take seconds
+        from vcore_ds.train.model_check import check_configuration  # imports torch and transformers: seconds
 
         check_configuration(derive_plan_settings(recipe))
     gpu = choose_gpu(arguments)
@@ -86,16 +85,17 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     )
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
-        own, settings = find_shape(recipe.model.path) or (shape, model), derive_plan_settings(recipe)
+        column_shape, _ = find_shape(recipe.model.path) or (shape, model)
+        settings = derive_plan_settings(recipe)
         if recipe.data.keep is not None:
-            from vcore_ds.train.selection import read_selection_on_disk  # here alone: torch takes seconds to import
+            from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
             from vcore_ds.train.settings import derive_schedule
 
             selection = read_selection_on_disk(recipe.data.keep)
             if selection is not None:
                 num_steps = derive_schedule(recipe, len(selection.positions)).num_steps
                 settings = replace(settings, num_steps=num_steps)
-        plan = plan_run(settings, cluster, own[0], mean_tokens=arguments.mean_tokens)
+        plan = plan_run(settings, cluster, column_shape, mean_tokens=arguments.mean_tokens)
         ways = [] if plan.fits else cheapest_ways(plan, lambda extra: derive_plan_settings(reload(extra)))
         return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan))
 
@@ -113,14 +113,14 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
         for name in dict.fromkeys(["sft", recipe.method.name, "vcore"]):
 
             def with_method(extra: Sequence[str], name: str = name) -> Recipe:
-                return of_method(reload(extra), name)
+                return change_method(reload(extra), name)
 
             columns.append(column(name, with_method(()), with_method))
     return Columns(arguments.recipe, model, columns, calibration)
 
 
-def of_method(recipe: Recipe, name: str) -> Recipe:
-    """The recipe with another method, all else as it is."""
+def change_method(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with another method, and no other change."""
     if recipe.method.name == name:
         return recipe
     strength = {"temperature": None, "kl_budget": _KL_BUDGET if name == "vcore" else None}
@@ -128,7 +128,7 @@ def of_method(recipe: Recipe, name: str) -> Recipe:
 
 
 def split_setting(setting: str) -> list[str]:
-    """The overrides of a column's setting."""
+    """Split a setting of --compare into overrides. Raises UserError for unbalanced quotes."""
     try:
         return shlex.split(setting)
     except ValueError as error:
@@ -136,9 +136,9 @@ def split_setting(setting: str) -> list[str]:
 
 
 def choose_gpu(arguments: argparse.Namespace) -> Gpu:
-    """The GPU of `--gpu`, with the values that other options replace.
+    """The GPU of `--gpu`, with the values of the options that replace some.
 
-    Raises UserError for a name that is not known.
+    Raises UserError for an unknown name.
     """
     gpu = named_gpu(arguments.gpu)
     options = {
@@ -160,30 +160,27 @@ def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     return replace(gpu, name=f"{gpu.name} (changed)", **changed)
 
 
-# Memory and seconds of a step against the number of GPUs, as a picture.
+def draw(columns: Columns, path: Path) -> None:
+    """Plot memory and seconds of a step over the number of GPUs, from 1 to 4 * --gpus, at least 64.
 
-
-def draw(found: Columns, path: Path) -> None:
-    """Draws every column on 1 GPU up to four times as many as were asked for, at least 64.
-
-    Raises UserError where the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
-    from matplotlib import ticker  # takes a second to import, and only this needs it
+    from matplotlib import ticker  # takes a second to import
 
     figure = new_figure(10.0, 4.0)
     memory, seconds = figure.subplots(1, 2)
-    most = max(64, 4 * found.cluster.num_gpus)
-    for column in found.columns:
+    most = max(64, 4 * columns.cluster.num_gpus)
+    for column in columns.columns:
         plans = list(plans_by_size(column.plan, most))
         sizes = [plan.cluster.num_gpus for plan in plans]
         memory.plot(sizes, [plan.memory.estimate.peak_bytes / GIB for plan in plans], marker="o", label=column.title)
         fitting = [plan for plan in plans if plan.fits]
         times = [plan.cost.seconds_step for plan in fitting]
         seconds.plot([plan.cluster.num_gpus for plan in fitting], times, marker="o", label=column.title)
-    gpu = found.cluster.gpu
+    gpu = columns.cluster.gpu
     memory.axhline(gpu.memory_bytes / GIB, color="black", linestyle="--", label=gpu.name)
-    memory.set(title="Memory of a GPU at the peak", ylabel="GiB")
-    seconds.set(title="Step, where it fits (assumed speeds)", ylabel="seconds")
+    memory.set(title="Peak memory of a GPU", ylabel="GiB")
+    seconds.set(title="Time of a step, where it fits (assumed speeds)", ylabel="seconds")
     for axes in (memory, seconds):
         axes.set(xlabel=f"{gpu.name} GPUs")
         axes.set_xscale("log", base=2)
@@ -197,7 +194,7 @@ def draw(found: Columns, path: Path) -> None:
 
 
 def plans_by_size(plan: RunPlan, most: int) -> Iterator[RunPlan]:
-    """The plan on 1, 2, 4, ... GPUs, without sizes on which the recipe's rows are not possible."""
+    """The plan on 1, 2, 4, ... GPUs, without numbers on which the recipe's packs are impossible."""
     size = 1
     while size <= most:
         with suppress(RecipeError):

@@ -11,51 +11,48 @@ from vcore_ds.planning.memory import Phase, active_parameters
 from vcore_ds.planning.run_plan import RunPlan, Way, plan_verdict
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
-"""What the phases of a step are called in the table."""
+"""Names of the phases of a step in the table."""
 
 
-def describe(found: Columns) -> str:
-    """The table, with what it assumes below."""
-    plan = found.columns[0].plan
-    routed = f" ({active_parameters(plan.shape):,} of them for each token)" if plan.shape.experts is not None else ""
+def describe(columns: Columns) -> str:
+    """The table, followed by its assumptions."""
+    plan = columns.columns[0].plan
+    routed = f" ({active_parameters(plan.shape):,} active for each token)" if plan.shape.experts is not None else ""
     lines = [
-        f"Plan: {found.recipe_name} on {found.cluster.describe()}",
-        f"Model: {found.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
-        f"Batch: {found.columns[-1].plan.batch.describe()}",
+        f"Plan: {columns.recipe_name} on {columns.cluster.describe()}",
+        f"Model: {columns.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
+        f"Batch: {columns.columns[-1].plan.batch.describe()}",
         "",
-        *_table(found),
-        *(line for column in found.columns for line in _ways(column)),
-        *(line for column in found.columns for line in _expert_degrees(column)),
+        *_table(columns.columns),
+        *(line for column in columns.columns for line in _ways(column)),
+        *(line for column in columns.columns for line in _expert_sizes(column)),
         "",
-        *_assumptions(found),
+        *_assumptions(columns),
     ]
     return "\n".join(lines)
 
 
-def as_dict(found: Columns) -> dict[str, Any]:
-    """The plan for programs: bytes, seconds and counts, without units of the table."""
+def as_dict(columns: Columns) -> dict[str, Any]:
+    """The plan for programs, in bytes, seconds and counts."""
     return {
-        "recipe": found.recipe_name,
-        "model": found.model,
-        "cluster": _cluster(found.cluster),
-        "mean_tokens": found.columns[0].plan.mean_tokens,
-        "columns": [_column(column) for column in found.columns],
+        "recipe": columns.recipe_name,
+        "model": columns.model,
+        "cluster": _cluster(columns.cluster),
+        "mean_tokens": columns.columns[0].plan.mean_tokens,
+        "columns": [_column(column) for column in columns.columns],
     }
 
-
-# ---- the table -------------------------------------------------------------------------------------------------------
 
 Row = tuple[str, list[str]]
 
 
-def _table(found: Columns) -> list[str]:
-    titles = [column.title for column in found.columns]
-    rows: list[Row] = [("", titles), *_rows([column.plan for column in found.columns])]
-    rows += _cluster_rows(found.columns)
+def _table(columns: list[Column]) -> list[str]:
+    titles = [column.title for column in columns]
+    rows: list[Row] = [("", titles), *_plan_rows([column.plan for column in columns]), *_cluster_rows(columns)]
     return align_columns([[name, *(cells or [""] * len(titles))] for name, cells in rows])
 
 
-def _rows(plans: list[RunPlan]) -> Iterator[Row]:
+def _plan_rows(plans: list[RunPlan]) -> Iterator[Row]:
     estimates = [plan.memory.estimate for plan in plans]
 
     def row(name: str, value: Callable[[RunPlan], str]) -> Row:
@@ -66,25 +63,25 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield "  for the whole run", [gib(estimate.persistent_bytes) for estimate in estimates]
     for phase, name in _PHASES.items():
         yield from _kinds([dict(estimate.phases.get(phase, {})) for estimate in estimates], f"{name}: ")
-    yield from _kinds([dict(estimate.with_tangents) for estimate in estimates], "main, forward with tangents: ")
+    yield from _kinds([dict(estimate.with_tangents) for estimate in estimates], "main, forward-mode (JVP) pass: ")
     yield row("  at the peak", lambda plan: gib(plan.memory.estimate.peak_bytes))
     yield row("  in phase", lambda plan: _PHASES[plan.memory.estimate.peak_phase])
     yield row("  margin", lambda plan: gib(plan.memory.estimate.margin_bytes))
-    yield row("  of", lambda plan: gib(plan.available.device))
+    yield row("  available", lambda plan: gib(plan.available.device))
     if any(estimate.host for estimate in estimates):
-        yield row("  in host memory", lambda plan: gib(plan.memory.estimate.host_bytes))
-        yield row("  of host memory", lambda plan: gib(plan.available.host))
+        yield row("  host memory", lambda plan: gib(plan.memory.estimate.host_bytes))
+        yield row("  host memory available", lambda plan: gib(plan.available.host))
     yield row("  verdict", plan_verdict)
     if any(plan.batch.tensor > 1 for plan in plans):
         yield row("tensor parallelism", lambda plan: str(plan.batch.tensor))
     if any(plan.settings.parallel.expert > 1 for plan in plans):
         yield row("expert parallelism", lambda plan: str(plan.settings.parallel.expert))
-    yield "Ulysses sequence parallelism", []
+    yield "Sequence-parallel size (Ulysses)", []
     yield row("  main batch", lambda plan: _sharing(plan, "main"))
     yield row("  probe batch", lambda plan: _sharing(plan, "probe"))
-    yield row("  tokens of a micro-batch, at most", lambda plan: f"{plan.memory.settings.main_tokens:,}")
-    for place, name in (("inside", "Bytes a GPU receives inside its node, GB a step"),
-                        ("between", "Bytes a GPU receives from other nodes, GB a step")):  # fmt: skip
+    yield row("  maximum tokens of a micro-batch", lambda plan: f"{plan.memory.settings.main_tokens:,}")
+    for place, name in (("inside", "Received by a GPU from its node, GB per step"),
+                        ("between", "Received by a GPU from other nodes, GB per step")):  # fmt: skip
         if not any(getattr(plan.cost.total_traffic, place) for plan in plans):
             continue
         kinds = list(dict.fromkeys(kind for plan in plans for kind in plan.cost.traffic))
@@ -95,11 +92,11 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield "Seconds of a step", []
     for phase, name in _PHASES.items():
         yield f"  {name}", [_seconds(plan.cost.seconds[phase]) for plan in plans]
-    yield row("  all", lambda plan: _seconds(plan.cost.seconds_step))
+    yield row("  total", lambda plan: _seconds(plan.cost.seconds_step))
     for part in dict.fromkeys(part for plan in plans for part in plan.cost.parts):
         yield f"  of which {part}", [_seconds(plan.cost.parts.get(part, 0.0)) for plan in plans]
-    yield row("Tokens a day, millions", lambda plan: f"{plan.tokens_per_day / 1e6:,.0f}")
-    yield row("Share of the GPUs' peak (MFU)", lambda plan: f"{plan.utilization:.1%}")
+    yield row("Tokens per day, millions", lambda plan: f"{plan.tokens_per_day / 1e6:,.0f}")
+    yield row("Model FLOPs utilization (MFU)", lambda plan: f"{plan.utilization:.1%}")
     yield row("GPU hours of 100 steps", lambda plan: f"{plan.gpu_hours(100):,.1f}")
     if all(plan.settings.num_steps is not None for plan in plans):
         yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.settings.num_steps or 0):,.1f}")
@@ -107,13 +104,14 @@ def _rows(plans: list[RunPlan]) -> Iterator[Row]:
 
 
 def _sharing(plan: RunPlan, part: Part) -> str:
-    """GPUs of a sequence-parallel group in most passes, times those of a tensor-parallel group."""
+    """Sequence-parallel size in most passes, times the tensor-parallel size."""
     return str(plan.passes[part].typical_degree * plan.batch.tensor) if part in plan.passes else "-"
 
 
-def _kinds(of_plans: list[dict[str, int]], prefix: str = "") -> Iterator[Row]:
-    for kind in dict.fromkeys(kind for kinds in of_plans for kind in kinds):
-        values = [kinds.get(kind, 0) for kinds in of_plans]
+def _kinds(bytes_by_kind: list[dict[str, int]], prefix: str = "") -> Iterator[Row]:
+    """A row per kind of memory, from the bytes by kind of each column."""
+    for kind in dict.fromkeys(kind for kinds in bytes_by_kind for kind in kinds):
+        values = [kinds.get(kind, 0) for kinds in bytes_by_kind]
         if any(values):
             yield f"  {prefix}{kind}", [gib(value) if value else "-" for value in values]
 
@@ -122,7 +120,7 @@ def _cluster_rows(columns: list[Column]) -> Iterator[Row]:
     cells = [f"{c.smallest.cluster.num_gpus:,}" if c.smallest is not None else "none" for c in columns]
     yield "Fewest GPUs with margin", cells
     cells = [_seconds(c.smallest.cost.seconds_step) if c.smallest is not None else "-" for c in columns]
-    yield "  seconds of a step there", cells
+    yield "  seconds of a step on them", cells
 
 
 def _ways(column: Column) -> Iterator[str]:
@@ -130,77 +128,74 @@ def _ways(column: Column) -> Iterator[str]:
         return
     yield ""
     if not column.ways:
-        yield f"{column.title} does not fit, and nothing that the recipe could say makes it fit on these GPUs"
+        yield f"{column.title} does not fit, and no recipe setting makes it fit on these GPUs"
         return
-    yield f"{column.title} does not fit. With the fewest GPU hours it would with"
+    yield f"{column.title} does not fit. The changes with the fewest GPU hours that make it fit"
     yield from map(_describe_way, column.ways)
 
 
-def _expert_degrees(column: Column) -> Iterator[str]:
-    if not column.expert_degrees:
+def _expert_sizes(column: Column) -> Iterator[str]:
+    if not column.expert_sizes:
         return
     yield ""
-    yield f"{column.title} with other degrees of expert parallelism"
-    yield from map(_describe_way, column.expert_degrees)
+    yield f"{column.title} with other expert-parallel sizes"
+    yield from map(_describe_way, column.expert_sizes)
 
 
 def _describe_way(way: Way) -> str:
     plan = way.plan
     return (
-        f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s a step,"
-        f" {plan.gpu_hours(100):,.1f} GPU hours of 100 steps{'' if plan.fits else ', does not fit'}"
+        f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s per step,"
+        f" {plan.gpu_hours(100):,.1f} GPU hours for 100 steps{'' if plan.fits else ', does not fit'}"
     )
 
 
-def _assumptions(found: Columns) -> Iterator[str]:
-    cluster, achieved = found.cluster, found.cluster.achieved
+def _assumptions(columns: Columns) -> Iterator[str]:
+    cluster, achieved = columns.cluster, columns.cluster.achieved
     gpu = cluster.gpu
-    first = found.columns[0].plan
+    plans = [column.plan for column in columns.columns]
+    first = plans[0]
     yield (
-        f"Assumed: lengths of reasoning traces (lognormal, mean {first.mean_tokens:,.0f} tokens, cut at "
-        f"{first.settings.cutoff_length:,}; {first.tokens_per_step:,.0f} tokens a step)"
+        f"Assumed: lengths of typical reasoning traces (lognormal, mean {first.mean_tokens:,.0f} tokens, cut at "
+        f"{first.settings.cutoff_length:,}; {first.tokens_per_step:,.0f} tokens per step)"
     )
     yield (
-        f"Assumed: of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s products reach {achieved.compute:.0%}, fused "
-        f"attention {achieved.compute * achieved.attention:.0%}; of {gpu.memory_bandwidth / 1e12:.2f} TB/s of memory "
-        f"{achieved.memory:.0%}, of {gpu.node_bandwidth / 1e9:,.0f} GB/s within a node {achieved.node:.0%}, of "
-        f"{gpu.network_bandwidth * 8 / 1e9:,.0f} Gbit/s of network {achieved.network:.0%}; gathers and reductions hide "
-        f"behind {achieved.hidden:.0%} of the computation"
+        f"Assumed: matrix multiplications reach {achieved.compute:.0%} of {gpu.name}'s {gpu.flops / 1e12:,.0f} "
+        f"TFLOP/s, fused attention {achieved.compute * achieved.attention:.0%}; memory {achieved.memory:.0%} of "
+        f"{gpu.memory_bandwidth / 1e12:.2f} TB/s, links within a node {achieved.node:.0%} of "
+        f"{gpu.node_bandwidth / 1e9:,.0f} GB/s, the network {achieved.network:.0%} of "
+        f"{gpu.network_bandwidth * 8 / 1e9:,.0f} Gbit/s; all-gathers and reduce-scatters overlap with "
+        f"{achieved.hidden:.0%} of the computation"
     )
-    if found.calibration is not None:
-        yield found.calibration.describe()
+    if columns.calibration is not None:
+        yield columns.calibration.describe()
     else:
         yield "No speed was measured: --calibrate RUN takes it from a run"
-    if any(column.plan.settings.lora is not None for column in found.columns):
-        targets = {column.plan.settings.lora.target_modules for column in found.columns if column.plan.settings.lora}
-        if targets != {"all-linear"}:
-            yield "Assumed: adapters on all linear layers and on no experts, although lora.target_modules lists some"
-    mixtures = [column.plan for column in found.columns if column.plan.shape.experts is not None]
-    if mixtures:
-        loads = sorted({plan.memory.settings.expert_load for plan in mixtures} - {1.0})
-        fullest = " or ".join(f"{load:.2f}" for load in loads)
+    targets = {plan.settings.lora.target_modules for plan in plans if plan.settings.lora is not None}
+    if targets - {"all-linear"}:
+        yield "Assumed: adapters on all linear layers but no experts, although lora.target_modules lists some"
+    moe_plans = [plan for plan in plans if plan.shape.experts is not None]
+    if moe_plans:
+        loads = sorted({plan.memory.settings.expert_load for plan in moe_plans} - {1.0})
+        busiest = " or ".join(f"{load:.2f}" for load in loads)
         yield (
-            f"Assumed: the fullest GPU of an expert-parallel group is sent {fullest} times the mean GPU's tokens, and "
+            f"Assumed: the busiest GPU of an expert-parallel group is sent {busiest} times the mean GPU's tokens, and "
             "the others wait for it; a run measures that (docs/parallelism.md)"
             if loads
-            else "Every GPU gathers all experts of a layer, as parallel.expert is 1 (docs/parallelism.md)"
+            else "Every GPU all-gathers all experts of a layer, as parallel.expert is 1 (docs/parallelism.md)"
         )
-    tensor = sorted({column.plan.batch.tensor for column in found.columns} - {1})
+    tensor = sorted({plan.batch.tensor for plan in plans} - {1})
     if tensor:
         yield (
-            f"With parallel.tensor {' or '.join(map(str, tensor))} as many GPUs of a node form a tensor-parallel "
-            "group. That saves no bytes between nodes, since every gather brings all weights to each node once either "
-            "way, and sends the hidden states of every layer within it: it is for layers and rows that do not fit on "
-            "one GPU, not for speed (docs/megatron.md)"
+            f"parallel.tensor {' or '.join(map(str, tensor))} saves no bytes between nodes, because an all-gather "
+            "brings all weights to each node once either way, and it sends the hidden states of every layer within the "
+            "node: it is for layers and packs that do not fit on one GPU, not for speed (docs/megatron.md)"
         )
     elif cluster.num_nodes > 1:
         yield (
-            "Tensor parallelism within a node would not lower the bytes between nodes: every gather brings all weights "
-            "to each node once, whichever of its GPUs holds them"
+            "Tensor parallelism within a node would not reduce the bytes between nodes: an all-gather brings all "
+            "weights to each node once, whichever of its GPUs holds them"
         )
-
-
-# ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def _cluster(cluster: Cluster) -> dict[str, Any]:
@@ -220,7 +215,7 @@ def _column(column: Column) -> dict[str, Any]:
         **_numbers(plan),
         "smallest_cluster": None if smallest is None else {"gpus": smallest.cluster.num_gpus, **_numbers(smallest)},
         "ways_to_fit": [{"change": way.change, **_numbers(way.plan)} for way in column.ways],
-        "expert_degrees": [{"change": way.change, **_numbers(way.plan)} for way in column.expert_degrees],
+        "expert_degrees": [{"change": way.change, **_numbers(way.plan)} for way in column.expert_sizes],
     }
 
 
@@ -243,7 +238,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "verdict": plan_verdict(plan),
         "tensor": plan.batch.tensor,
         "expert": plan.settings.parallel.expert,
-        "sequence_parallel": {part: found.typical_degree for part, found in plan.passes.items()},
+        "sequence_parallel": {part: utilization.typical_degree for part, utilization in plan.passes.items()},
         "received_bytes": {
             kind: {"inside_node": traffic.inside, "between_nodes": traffic.between}
             for kind, traffic in cost.traffic.items()

@@ -1,4 +1,4 @@
-"""`vcore-ds preflight`: whether all nodes are fit for a run, before its ranks start."""
+"""`vcore-ds preflight`: check that all nodes are ready for a run, before it starts."""
 
 import argparse
 
@@ -6,10 +6,11 @@ from vcore_ds.commands.arguments import add_recipe
 from vcore_ds.common.imports import lasting_imports
 from vcore_ds.config.load import load_recipe
 
-HELP = "compare the nodes of a run before it starts"
+HELP = "check that all nodes are ready for a run"
 DESCRIPTION = (
-    "Started like train, one process per rank: compares packages, commit, GPUs, files and free disk of all nodes, and "
-    "times an all-reduce. Exit code 2 where a node is not fit, with what to do about it."
+    "Compare packages, commit, GPUs, files and free disk of all nodes, and time an all-reduce. Start it as train, one "
+    "process per rank. Exit code 2 if a node is not ready, with what to do about it. Example: deepspeed --hostfile "
+    "hosts --module vcore_ds.commands.cli preflight RECIPE.yaml"
 )
 
 add_arguments = add_recipe

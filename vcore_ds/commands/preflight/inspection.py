@@ -1,4 +1,4 @@
-"""Whether all nodes are fit for a run, before its ranks start: `vcore-ds preflight`, one process per rank to be."""
+"""Inspect and compare the nodes of a run for `vcore-ds preflight`, with one process per rank of the run."""
 
 import os
 import shutil
@@ -24,34 +24,31 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.train.run_folder import environment
 
-# What nodes report, and what is wrong with them; no collectives.
-
-
 TEMPORARY_BYTES = 2 * GIB
-"""Free space wanted in the temporary folder: compiled kernels, and the files of the processes."""
+"""Required free space in the temporary folder, for compiled kernels and files of the processes."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What one node reports."""
+    """The report of one node."""
 
     host: str
     packages: dict[str, str]
     commit: str | None
     gpus: tuple[str, ...]
     unreadable: dict[str, str]
-    """Key of the recipe: what is wrong with its file on this node."""
+    """Key of the recipe -> problem with its file on this node."""
     sees_output: bool
-    """Whether a file that rank 0 made beside run.output_dir is there on this node."""
+    """Whether the node sees a file that rank 0 made next to run.output_dir."""
     free_output_bytes: int
     free_temporary_bytes: int
     cannot_compile: str | None = None
-    """What the node lacks that Triton needs at the first launch of a kernel; None for nothing."""
+    """What Triton lacks on the node to launch its first kernel; None for nothing."""
 
 
 @dataclass(frozen=True)
-class Needed:
-    """What every node needs."""
+class Requirements:
+    """Requirements of a run on each node."""
 
     num_gpus: int
     output_bytes: int
@@ -64,8 +61,8 @@ def _version(package: str, node: Node) -> str | None:
     return node.packages.get(package)
 
 
-def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
-    """One line each: node, what, found, expected, remedy. What nodes differ in is expected to be as on most of them."""
+def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
+    """A line per problem: node, what, found, expected, remedy. Where nodes differ, the majority is expected."""
     problems = []
 
     def compare(what: str, nodes: Sequence[Node], value_of: Callable[[Node], Any], remedy: str) -> None:
@@ -76,29 +73,31 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
                 found = f"found {value or 'none'}, expected {usual or 'none'} as on {count} of {len(nodes)} nodes"
                 problems.append(f"{node.host}: {what}: {found}. {remedy}")
 
-    for name in dict.fromkeys(name for node in nodes for name in node.packages):  # an optional one may be on some
+    for name in dict.fromkeys(name for node in nodes for name in node.packages):
         compare(name, nodes, partial(_version, name), "Use one environment on a shared disk")
     compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
     problems += [
-        f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Look at "
-        f"nvidia-smi there, and that PyTorch is built for its driver (CUDA {node.packages['CUDA of torch']}); "
-        f"leave the node out with sbatch --exclude={node.host}"
+        f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi "
+        f"there, and that PyTorch is built for its driver (CUDA {node.packages['CUDA of torch']}); or leave the node "
+        f"out with sbatch --exclude={node.host}"
         for node in nodes
         if len(node.gpus) != needed.num_gpus
     ]
     with_gpus = [node for node in nodes if node.gpus]
     problems += [
         f"{node.host}: compiling kernels: found {node.cannot_compile}, expected a C compiler and Python's headers, "
-        "which Triton needs for the attention of utilities. Install them in the image (apt-get install gcc python3-dev)"
+        "which Triton needs for attention in JVP passes. Install them in the image (apt-get install gcc python3-dev)"
         for node in with_gpus
         if node.cannot_compile is not None
     ]
-    compare("kind of GPU", with_gpus, lambda node: " + ".join(sorted(set(node.gpus))), "Ask for one (--constraint)")
+    compare(
+        "kind of GPU", with_gpus, lambda node: " + ".join(sorted(set(node.gpus))), "Request one kind (--constraint)"
+    )
     for node in nodes:
         problems += [f"{node.host}: {key}: {problem}" for key, problem in node.unreadable.items()]
         if not node.sees_output:
             problems.append(
-                f"{node.host}: run.output_dir: a file made on {nodes[0].host} in {needed.output_folder} is not there, "
+                f"{node.host}: run.output_dir: found no file that {nodes[0].host} made in {needed.output_folder}, "
                 "expected a folder that all nodes share. Set run.output_dir"
             )
         elif node.free_output_bytes < needed.output_bytes:
@@ -115,11 +114,11 @@ def find_problems(nodes: Sequence[Node], needed: Needed) -> list[str]:
 
 
 def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[str]:
-    """One line for each node on which ranks would share layers with those of another node.
+    """A line for each node with a tensor-parallel group that extends to another node.
 
     Args:
-        ranks_of_hosts: number of ranks by host.
-        tensor: degree of tensor parallelism.
+        ranks_of_hosts: host -> number of ranks.
+        tensor: tensor-parallel size.
     """
     return [
         f"{host}: parallel.tensor: found {tensor} with {num_ranks} ranks on the node, expected a divisor of them: "
@@ -129,8 +128,8 @@ def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[st
     ]
 
 
-def describe(nodes: Sequence[Node], needed: Needed) -> str:
-    """What rank 0 prints before it says what is wrong."""
+def describe(nodes: Sequence[Node], needed: Requirements) -> str:
+    """The lines on nodes and requirements that rank 0 prints first."""
     first = nodes[0]
     lines = [
         f"preflight: {len(nodes)} nodes; on {first.host}: commit {first.commit}, "
@@ -151,18 +150,18 @@ def _space(num_bytes: int) -> str:
 
 
 MEET_SECONDS = 120.0
-"""Until all ranks are in one process group, and for the all-reduce: both take seconds where the network is sound."""
+"""Timeout to form the process group, and of the all-reduce; both take seconds on a working network."""
 SHARED_FOLDER_SECONDS = 10.0
-"""Until a file made on one node is seen on the others. Its name is new: no node can remember that it is not there."""
+"""Timeout until the other nodes see a new file. Its name is new, so no node has cached its absence."""
 ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
 def preflight(recipe: Recipe) -> None:
-    """Compares all nodes and times an all-reduce. Every rank calls it; rank 0 prints.
+    """Compare all nodes and time an all-reduce. Every rank calls it; rank 0 prints.
 
     Raises:
-        UserError: on rank 0, with every problem that was found: node, found, expected, remedy. The other ranks exit
-            with the same code.
+        UserError: on rank 0, with every problem: node, found, expected, remedy. The other ranks exit with the same
+            code.
     """
     host = socket.gethostname()
     try:
@@ -171,54 +170,55 @@ def preflight(recipe: Recipe) -> None:
     except ConnectionError as error:
         raise UserError(
             f"preflight: {host}: found {error} on {interconnect.network_of_gloo()}, expected all ranks to reach each "
-            "other over TCP. Set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (`ip -br address`)"
+            "other over TCP. Set GLOO_SOCKET_IFNAME to the interface of the network between the nodes (`ip -br "
+            "address`)"
         ) from None
 
 
 def _preflight(recipe: Recipe, host: str) -> None:
-    speaks = interconnect.rank() == 0
+    is_first = interconnect.rank() == 0
     folder = existing_parent(Path(recipe.run.output_dir).absolute())
-    mark = interconnect.gather(_make_mark(folder) if speaks else None)[0]
+    mark = interconnect.gather(_make_mark(folder) if is_first else None)[0]
     if isinstance(mark, str):
         problem = f"{host}: found {mark}, expected a folder that can be written. Set run.output_dir"
-        _refuse("there is no place for the run", [problem], speaks)
+        _refuse("there is no place for the run", [problem], is_first)
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     nodes = [node for node in interconnect.gather(inspect(recipe, folder, mark) if is_first_of_node else None) if node]
-    if speaks:
+    if is_first:
         mark.unlink(missing_ok=True)
 
-    num_bytes = interconnect.gather(output_bytes(recipe) if speaks else None)[0]
-    # One GPU per rank; none where there are none at all, unless SLURM has allocated some.
+    num_bytes = interconnect.gather(output_bytes(recipe) if is_first else None)[0]
+    # One GPU per rank; none if no node has any, unless SLURM has allocated some.
     needs_gpu = any(node.gpus for node in nodes) or "SLURM_GPUS_ON_NODE" in os.environ
     ranks_of_hosts = Counter(interconnect.gather(host))
     num_ranks_per_node = max(ranks_of_hosts.values())
-    needed = Needed(num_ranks_per_node if needs_gpu else 0, num_bytes, folder)
-    if speaks:
+    needed = Requirements(num_ranks_per_node if needs_gpu else 0, num_bytes, folder)
+    if is_first:
         print(describe(nodes, needed), flush=True)
     problems = [*find_problems(nodes, needed), *find_split_groups(ranks_of_hosts, recipe.parallel.tensor)]
-    _refuse("the nodes are not fit for this run", problems, speaks)
-    _time_all_reduce(host, speaks, needs_gpu)
+    _refuse("the nodes are not ready for this run", problems, is_first)
+    _time_all_reduce(host, is_first, needs_gpu)
 
 
-def _refuse(what: str, problems: Sequence[str], speaks: bool) -> None:
-    """All ranks know all problems; one of hundreds says them."""
+def _refuse(what: str, problems: Sequence[str], is_first: bool) -> None:
+    """End all ranks if there are problems, which are the same on all ranks; rank 0 prints them."""
     if not problems:
         return
-    if speaks:
+    if is_first:
         raise UserError(f"preflight: {what}:\n" + "\n".join(f"  {problem}" for problem in problems))
-    time.sleep(3.0)  # a launcher ends all ranks as soon as one fails; the one that speaks must get to
+    time.sleep(3.0)  # the launcher kills all ranks once one exits; give rank 0 time to print
     sys.exit(UserError.EXIT_CODE)
 
 
 def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
-    """This node."""
-    found = environment(world_size=1)
-    gpus = tuple(found["devices"]) if uses_gpu() else ()
-    versions = {"python": found["python"], **found["packages"], "CUDA of torch": str(torch.version.cuda)}
+    """Report on this node; `mark` is the file that rank 0 has made in the output folder."""
+    facts = environment(world_size=1)
+    gpus = tuple(facts["devices"]) if uses_gpu() else ()
+    versions = {"python": facts["python"], **facts["packages"], "CUDA of torch": str(torch.version.cuda)}
     return Node(
         host=socket.gethostname(),
         packages=versions,
-        commit=found["git_commit"],
+        commit=facts["git_commit"],
         gpus=gpus,
         unreadable=find_unreadable(recipe),
         sees_output=_appears(mark),
@@ -229,8 +229,8 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
 
 
 def missing_for_kernels() -> str | None:
-    """What Triton would miss when it compiles its launchers (`triton/runtime/build.py`); None for nothing. It is in no
-    list of packages, and slim images have neither."""
+    """What Triton lacks to compile its kernel launchers (`triton/runtime/build.py`); None for nothing. Python packages
+    do not install these, and slim images lack them."""
     compiler = os.environ.get("CC") or "gcc or clang"
     if not any(shutil.which(name) for name in compiler.split(" or ")):
         return f"no {compiler}"
@@ -239,25 +239,24 @@ def missing_for_kernels() -> str | None:
 
 
 def output_bytes(recipe: Recipe) -> int:
-    """Free space that the run's folder will still take: checkpoints, one more than are kept while one is written, and
-    the result."""
+    """Free bytes that the run still needs for its result and its checkpoints, one more than it keeps."""
     from vcore_ds.models.architecture_check import count_parameters
-    from vcore_ds.models.loading import DTYPES  # here: seconds to import, and one rank needs it
+    from vcore_ds.models.loading import DTYPES  # takes seconds to import, and only rank 0 needs it
 
     num_parts = recipe.parallel.tensor
     counts = count_parameters(recipe.model.path, recipe.lora, num_parts)
-    num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # the master, and AdamW's two moments
+    num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # master weights, and AdamW's two moments
     parameter_bytes = DTYPES[recipe.model.precision].itemsize
-    checkpoint = num_parts * counts.trained * (4 * num_fp32_states + parameter_bytes)  # a kept probe direction too
+    checkpoint = num_parts * counts.trained * (4 * num_fp32_states + parameter_bytes)  # last: the probe direction
     written = len(list(Path(recipe.run.output_dir).glob("checkpoints/step_*/COMPLETE")))
     result = num_parts * (counts.all if recipe.lora is None else counts.trained) * parameter_bytes
     return max(1, recipe.checkpoint.keep_last + 1 - written) * checkpoint + result
 
 
 def find_unreadable(recipe: Recipe) -> dict[str, str]:
-    """Files of the recipe that this node cannot read: key, problem with its remedy."""
-    from vcore_ds.models.configuration import read_config  # here: one rank of a node needs them
-    from vcore_ds.models.model_folder import check_model_folder  # here: one rank of a node needs them
+    """Key of each file of the recipe that this node cannot read -> problem with its remedy."""
+    from vcore_ds.models.configuration import read_config  # take seconds to import; one rank of a node needs them
+    from vcore_ds.models.model_folder import check_model_folder
 
     problems = {}
     try:
@@ -272,7 +271,7 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
     for name, path in data.validation_paths().items():
         paths[f"validation_path{name and '.'}{name}"] = path
     for key, path in paths.items():
-        # A data set on the hub is read when the run starts. What begins with a folder that is here is none.
+        # A data set on the hub is read when the run starts. A path whose parent folder exists here is not a hub id.
         on_hub = path is not None and can_be_hub_id(path) and not Path(path).parent.is_dir()
         if path is not None and not on_hub and not is_readable(path):
             problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
@@ -280,12 +279,12 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
 
 
 def existing_parent(folder: Path) -> Path:
-    """The nearest folder at or above `folder` that is there."""
+    """The nearest existing folder at or above `folder`."""
     return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def _make_mark(folder: Path) -> Path | str:
-    """A new empty file, or why there is none."""
+    """Make an empty file; return the error if that fails."""
     try:
         handle, name = tempfile.mkstemp(prefix=".preflight_", dir=folder)
     except OSError as error:
@@ -295,6 +294,7 @@ def _make_mark(folder: Path) -> Path | str:
 
 
 def _appears(path: Path) -> bool:
+    """Whether the file is visible within `SHARED_FOLDER_SECONDS`."""
     deadline = time.monotonic() + SHARED_FOLDER_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
@@ -303,28 +303,27 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _time_all_reduce(host: str, speaks: bool, needs_gpu: bool) -> None:
+def _time_all_reduce(host: str, is_first: bool, needs_gpu: bool) -> None:
+    """Time an all-reduce; rank 0 prints its bandwidth and the networks. Refuses sockets where there is InfiniBand."""
     num_bytes = ALL_REDUCE_BYTES["cuda" if needs_gpu else "cpu"]
     with interconnect.nccl_log() as log:
         try:
             seconds = interconnect.all_reduce_seconds(num_bytes, MEET_SECONDS)
         except (TimeoutError, RuntimeError) as error:
-            found = first_line(error)
             print(
-                f"vcore-ds: preflight: {host}: rank {interconnect.rank()}: found {found}, expected the sum within "
-                "a second. Set NCCL_SOCKET_IFNAME to the interface that leads to the other nodes, NCCL_IB_HCA to the "
-                "InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose",
+                f"vcore-ds: preflight: {host}: rank {interconnect.rank()}: found {first_line(error)}, expected the sum "
+                "within a second. Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, "
+                "NCCL_IB_HCA to the InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose",
                 file=sys.stderr,
                 flush=True,
             )
-            # Past the interpreter's end, which would wait for the thread that hangs.
-            os._exit(UserError.EXIT_CODE)
+            os._exit(UserError.EXIT_CODE)  # a normal exit would wait for the thread that hangs
         chosen = interconnect.network_of_nccl(log.read_text()) if log is not None and log.exists() else None
     network = chosen or interconnect.network_of_gloo()
     reports = interconnect.gather((host, network, interconnect.infiniband_ports() if needs_gpu else []))
     num_ranks = len(reports)
-    if speaks:
-        # As nccl-tests defines it: what each rank's network carries, independent of the number of ranks.
+    if is_first:
+        # The bus bandwidth of nccl-tests, which does not depend on the number of ranks.
         bandwidth = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
         print(
             f"  all-reduce of {num_bytes / 2**20:g} MiB over {num_ranks} ranks: {seconds * 1e3:.3g} ms, "
@@ -333,9 +332,9 @@ def _time_all_reduce(host: str, speaks: bool, needs_gpu: bool) -> None:
         for i, (name, used, ports) in enumerate(reports):
             print(f"    rank {i} on {name}: {used}" + (f" (ports: {', '.join(ports)})" if ports else ""), flush=True)
     slow = [
-        f"{name}: rank {i}: found {used}, expected InfiniBand, of which the node has {', '.join(ports)}. Look for "
-        "rdma-core in the image, /dev/infiniband, and NCCL_IB_HCA; NCCL_IB_DISABLE=1 says that sockets are meant"
+        f"{name}: rank {i}: found {used}, expected InfiniBand, of which the node has {', '.join(ports)}. Check "
+        "rdma-core in the image, /dev/infiniband, and NCCL_IB_HCA; set NCCL_IB_DISABLE=1 if sockets are intended"
         for i, (name, used, ports) in enumerate(reports)
         if ports and used.startswith("Socket") and os.environ.get("NCCL_IB_DISABLE") != "1"
     ]
-    _refuse("NCCL does not use the InfiniBand network", slow, speaks)
+    _refuse("NCCL does not use the InfiniBand network", slow, is_first)

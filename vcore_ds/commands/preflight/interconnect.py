@@ -1,4 +1,4 @@
-"""The network between the ranks, before a run depends on it: whether all meet, and how fast they sum."""
+"""The network between the ranks: form a process group, time an all-reduce, find the interfaces in use."""
 
 import os
 import re
@@ -17,21 +17,21 @@ import psutil
 import torch
 import torch.distributed as dist
 
-# Not later: the defaults of its functions would hold the group that is there then, and so keep its threads.
+# Imported before any group exists: as default arguments its functions would keep the group and its threads alive.
 import torch.distributed.nn.functional
 
 from vcore_ds.common.errors import first_line
 from vcore_ds.distributed.device import uses_gpu
 
 NUM_TIMED = 5
-"""All-reduces that are timed, after one that is not: it builds the connections."""
+"""Timed all-reduces, after an untimed one that builds the connections."""
 
 
 @contextmanager
 def plain_group(timeout_seconds: float) -> Iterator[None]:
-    """All ranks of the launcher's environment, or a process alone, in a gloo group: host memory over TCP, needs no GPU.
+    """A gloo group of all ranks in the launcher's environment, or of this process alone. It uses host memory and TCP.
 
-    Raises ConnectionError, with gloo's words, where the ranks do not find each other in time.
+    Raises ConnectionError, with gloo's message, if the ranks do not connect in time.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -42,37 +42,37 @@ def plain_group(timeout_seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # Ends gloo's threads. One that still released the tensors of the last exchange when the interpreter ended would
-        # abort the process: 1 of 100 where the cores are busy.
+        # Ends gloo's threads. A thread that still frees tensors while the interpreter shuts down aborts the process,
+        # in 1 of 100 runs on busy cores.
         dist.destroy_process_group()
 
 
 def rank() -> int:
-    """Of this process in the job."""
+    """Rank of this process in the job."""
     return dist.get_rank()
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, on every rank. A collective, through host memory."""
+    """All-gather `value` through host memory. A collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
 def all_reduce_seconds(num_bytes: int, timeout_seconds: float) -> float:
-    """Median time of an all-reduce of `num_bytes` over all ranks; on GPUs by NCCL, one rank per GPU, else by gloo.
+    """Median seconds of an all-reduce of `num_bytes` over all ranks: by NCCL with one GPU per rank, else by gloo.
 
-    Raises TimeoutError: NCCL waits for a network that lets nothing through, or starts a hang, without an error.
+    Raises TimeoutError: NCCL hangs without an error on a network that drops its packets.
     """
     result: list[float | BaseException] = []
 
     def measure() -> None:
         try:
             result.append(_measure(num_bytes, timeout_seconds))
-        except BaseException as error:  # raised again below, in the thread that waits
+        except BaseException as error:  # raised again below, in the waiting thread
             result.append(error)
 
-    # In a thread: building a communicator blocks in C, where no timeout of torch's reaches.
+    # In a thread: building a communicator blocks in C, beyond the reach of torch's timeouts.
     thread = threading.Thread(target=measure, daemon=True)
     thread.start()
     thread.join(timeout_seconds)
@@ -92,14 +92,14 @@ def _measure(num_bytes: int, timeout_seconds: float) -> float:
     values = torch.ones(num_bytes // 4, device=device)
     seconds = []
     for _ in range(1 + NUM_TIMED):
-        dist.barrier()  # the gloo group's: all begin together
+        dist.barrier()  # over gloo, so that all ranks start together
         started = time.perf_counter()
         dist.all_reduce(values, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     expected = float(dist.get_world_size()) ** (1 + NUM_TIMED)
-    # Finite in fp32 up to millions of ranks. A network that corrupts data is as bad as one that hangs.
+    # Also detects a network that corrupts data. The sum is finite in fp32 up to millions of ranks.
     if not torch.allclose(values, torch.full_like(values, expected)):
         raise RuntimeError(f"the all-reduce gave {float(values.min()):g} to {float(values.max()):g}, not {expected:g}")
     return statistics.median(seconds[1:])
@@ -107,7 +107,7 @@ def _measure(num_bytes: int, timeout_seconds: float) -> float:
 
 @contextmanager
 def nccl_log() -> Iterator[Path | None]:
-    """A file to which NCCL, started inside, writes which network it chose; None where the user has NCCL's log on."""
+    """A log file for NCCL in which it names the network that it chose; None if the user has enabled NCCL's log."""
     if "NCCL_DEBUG" in os.environ and os.environ["NCCL_DEBUG"] not in ("WARN", "VERSION"):
         yield None
         return
@@ -123,23 +123,23 @@ def nccl_log() -> Iterator[Path | None]:
 
 
 def network_of_nccl(log: str) -> str | None:
-    """What NCCL says it uses, such as `IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB`; None where the log does not say.
+    """The network in NCCL's log, such as `IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB`; None if it is missing.
 
     Source: the line `NET/IB : Using ...` or `NET/Socket : Using ...` of NCCL_DEBUG=INFO.
     """
-    found = re.search(r"NET/(\w+)\s*:\s*Using\s+(.+?)(?:\s*;\s*OOB.*)?$", log, re.MULTILINE)
-    return f"{found[1]} {found[2].strip()}" if found else None
+    match = re.search(r"NET/(\w+)\s*:\s*Using\s+(.+?)(?:\s*;\s*OOB.*)?$", log, re.MULTILINE)
+    return f"{match[1]} {match[2].strip()}" if match else None
 
 
 def network_of_gloo() -> str:
-    """Interface and address that gloo binds: GLOO_SOCKET_IFNAME's, or the one that the host's name leads to."""
+    """Interface and address that gloo binds: GLOO_SOCKET_IFNAME, or the one to which the host's name resolves."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
         return chosen
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "loopback only (the host's own name has no address)"
+        return "loopback only (the host's name does not resolve)"
     for interface, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return f"{interface} {address}"
@@ -147,7 +147,7 @@ def network_of_gloo() -> str:
 
 
 def infiniband_ports() -> list[str]:
-    """Active InfiniBand ports of this node with their rate, such as `mlx5_0 400 Gb/sec (4X NDR)`."""
+    """Active InfiniBand ports of this node and their rates, such as `mlx5_0 400 Gb/sec (4X NDR)`."""
     return [
         f"{port.parts[-3]} {(port / 'rate').read_text().strip()}"
         for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*"))

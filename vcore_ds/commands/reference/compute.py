@@ -1,13 +1,13 @@
-"""`vcore-ds reference`: log-probabilities of the training data under the model that training starts from.
+"""Log-probabilities of the training sequences under the initial model, one number per sequence.
 
-iw-SFT with all parameters trained compares the model with its initial state, which is gone after the first step. One
-number per sequence, computed before training, stands for it.
+iw-SFT with all parameters trained compares the model with its initial state, which no longer exists after the first
+step.
 """
 
 import shlex
 from pathlib import Path
 
-from vcore_ds.commands.reference.request import NEW_FILE
+from vcore_ds.commands.reference import NEW_FILE
 from vcore_ds.common.paths import check_folder, writing
 from vcore_ds.config.load import make_override
 from vcore_ds.config.schema import Recipe
@@ -31,7 +31,7 @@ from vcore_ds.train.start_screen import describe_data
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
-    """Computes them on all ranks of the job and writes `output` (.npz) on rank 0. A collective.
+    """Compute them on all ranks of the job, and write `output` (.npz) on rank 0. A collective.
 
     Raises:
         UserError: `output` cannot be written, or the recipe, its model or its data cannot be used.
@@ -43,7 +43,6 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
 
 
 def _compute_and_write(recipe: Recipe, output: Path) -> None:
-    """The same with the process group up. A collective."""
     run_on_first_rank(lambda: check_output(output))
     console = Console(enabled=layout.is_first())
     settings = derive_plan_settings(recipe)
@@ -54,41 +53,40 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     feed = build_feed(derive_step_settings(recipe), plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
     engine = build_engine(derive_engine_settings(recipe), deepspeed_config(settings, plan))
     check_start(engine, feed, console)
-    found: dict[int, float] = {}  # by position in the data
+    by_position: dict[int, float] = {}
     num_sequences = len(dataset)
-    # Longest first, in groups that keep every rank equally busy; all ranks see the same groups, so all take part.
+    # Sorted by length, so that the sequences of a group balance the ranks.
     by_length = sorted(range(num_sequences), key=lambda i: -dataset.lengths[i])
     group_size = plan.num_ranks * (plan.utility_micro_batch_size_per_rank or 1) * 8
     with console.progress("Log-probabilities of the training data", sum(map(int, dataset.lengths))) as progress:
         for start in range(0, num_sequences, group_size):
             group = by_length[start : start + group_size]
-            found.update(_group_values(feed, dataset, engine, group))
+            by_position.update(_compute_group(feed, dataset, engine, group))
             progress.advance(sum(int(dataset.lengths[i]) for i in group))
-    values = [found[i] for i in range(num_sequences)]
+    values = [by_position[i] for i in range(num_sequences)]
     run_on_first_rank(lambda: write(output, dataset, values, recipe.model.path))
     engine.close()
-    word = shlex.quote(make_override("data.reference_log_probabilities", output))
-    console.say(f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml {word}")
+    override = shlex.quote(make_override("data.reference_log_probabilities", output))
+    console.say(f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml {override}")
 
 
 def check_output(output: Path) -> None:
-    """Raises UserError where `output` could not be written, before a forward that may take hours."""
+    """Raises UserError if `output` cannot be written, before a forward that may take hours."""
     with writing("--output", output, NEW_FILE):
         check_folder(output.parent)
 
 
 def write(output: Path, dataset: TokenStore, log_probabilities: list[float], model: str) -> None:
-    """`write_reference`; raises UserError where `output` cannot be written."""
+    """Write the file. Raises UserError if `output` cannot be written."""
     with writing("--output", output, NEW_FILE):
         write_reference(output, dataset, log_probabilities, model)
 
 
-def _group_values(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
-    """Position in the data -> log-probability in nats, for all ranks' sequences. A collective."""
+def _compute_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
+    """Position in the data -> log-probability in nats, for the sequences at `positions`. A collective."""
     position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
-    own: dict[int, float] = {}
+    of_rank: dict[int, float] = {}
     for batch, values in zip(batches, compute_log_probabilities(engine, batches), strict=True):
-        own.update(zip(batch.sequence_ids, values.double().tolist(), strict=False))  # an idle row has no id
-    every_rank = layout.gather_objects("job", own)
-    return {position_of[i]: value for of_rank in every_rank for i, value in of_rank.items()}
+        of_rank.update(zip(batch.sequence_ids, values.double().tolist(), strict=False))  # a padding pack has no ids
+    return {position_of[i]: value for part in layout.gather_objects("job", of_rank) for i, value in part.items()}

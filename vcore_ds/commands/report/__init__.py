@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from vcore_ds.commands.report.read import ReportedRun
     from vcore_ds.commands.report.scaling import SweepTables
 
-HELP = "what was learnt, tokens by their weight, curves, costs: one HTML file, or text"
+HELP = "show what runs learnt, token weights, curves and costs, as HTML or text"
 DESCRIPTION = (
     "Write one self-contained HTML file that needs no network: losses before and after training, the recorded tokens "
-    "coloured by their weight, which tokens and phrases gained and lost most, utility against loss, learning curves, "
-    "time by phase, recipe and environment. With --text print its tables instead. Several runs are laid side by side; "
-    "those whose recipes differ in the seed only become one curve, their mean with their range. A sweep's folder also "
-    "gives tables over seeds, with 95% intervals. Needs no GPU, and neither the training data nor the model. "
-    "docs/reading-a-report.md explains the pictures and the tables of tokens, docs/sweeps.md those of sweeps."
+    "coloured by weight, the tokens and phrases that gained and lost most weight, utility against loss, learning "
+    "curves, time by phase, recipe and environment. With --text, print its tables instead. Several runs are shown side "
+    "by side; runs that differ only in the seed share one curve, their mean with a min-max band. For a sweep's folder "
+    "it adds tables over seeds with 95% intervals, prints them, and, unless --output is given, writes them to "
+    "report.md in that folder. Needs no GPU, training data or model weights. docs/reading-a-report.md explains the "
+    "plots and token tables, docs/sweeps.md the sweep tables. Example: vcore-ds report runs/a runs/b --output a.html"
 )
 
 
@@ -30,34 +31,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a sweep's")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print the tables, and write no HTML file")
-    form.add_argument("--output", type=Path, metavar="FILE", help=f"default: {REPORT} in the folder of the first RUN")
+    form.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the HTML file to write, the only one besides --png (default: {REPORT} in the folder of the first RUN)",
+    )
     parser.add_argument(
-        "--png", type=Path, metavar="FOLDER", help="also write every curve there, as PNG and PDF (needs matplotlib)"
+        "--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG and PDF (needs matplotlib)"
     )
     parser.add_argument(
         "--top",
         type=positive,
         default=15,
         metavar="N",
-        help="tokens and phrases in a list; a third as many in those of what rose and fell (default 15)",
+        help="length of the lists of tokens and phrases; a third of it for those that rose or fell (default 15)",
     )
     parser.add_argument(
         "--min-count",
         type=positive,
         metavar="N",
-        help="leave out tokens and phrases that occur less often (default: one in 5,000 tokens, at least 5)",
+        help="omit tokens and phrases with fewer occurrences (default: 1 in 5,000 recorded tokens, at least 5)",
     )
     parser.add_argument(
-        "--step", type=positive, metavar="N", help="only the recorded tokens of optimizer step N (default: of all)"
+        "--step", type=positive, metavar="N", help="show only the tokens recorded at optimizer step N (default: all)"
     )
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="folder or hub id (default: the run's result, then its model.path)"
+        "--tokenizer", metavar="PATH", help="folder or hub id (default: the run's result, else its model.path)"
     )
     parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    # argparse ends the list of runs where an option begins; cli.parse collects what follows.
+    # argparse ends the list of runs at the first option; cli.parse collects the rest.
     runs = [Path(run) for run in [*arguments.runs, *arguments.overrides]]
     paths = write_report(
         runs,
@@ -84,38 +90,42 @@ def write_report(
     step: int | None = None,
     tokenizer_path: str | None = None,
 ) -> list[Path]:
-    """Writes the page, or prints the text, of runs or of a sweep, and the pictures where `png` names a folder. The
-    tables of a sweep are printed, and written beside the page as Markdown. Returns the paths of what is written, the
-    page's first.
+    """Write the page, or print the text, of runs or of a sweep; return the written paths, the page's first.
+
+    A sweep's tables are printed. Without `output`, they are also written as Markdown beside the page, in the sweep's
+    folder. With `output`, no file is written beside it: it could be the user's.
+
+    Args:
+        png: folder for the curves as pictures; None for none.
 
     Raises:
-        UserError: a folder holds no run or a damaged one, or something cannot be written.
+        UserError: a folder holds no run or a damaged one, or a file cannot be written.
     """
     from vcore_ds.commands.report.curves import write_pictures
     from vcore_ds.commands.report.page import write_page
-    from vcore_ds.commands.report.text import describe
+    from vcore_ds.commands.report.tables import format_text
     from vcore_ds.common.paths import write_atomically, writing
 
-    runs, tables = _read(folders, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
+    runs, tables = _read_runs_or_sweep(folders, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
     if tables is not None:
         print(tables.markdown())
     pictures = write_pictures(runs, png) if png is not None else []
     if as_text:
-        print(describe(runs))
+        print(format_text(runs))
         return pictures
     page = write_page(runs, folders[0] / REPORT if output is None else output, tables)
-    if tables is None:
+    if tables is None or output is not None:
         return [page, *pictures]
-    beside = page.with_suffix(".md")
-    with writing("--output", beside, "a file that can be written"), write_atomically(beside) as unfinished:
+    markdown = page.with_suffix(".md")
+    with writing("--output", markdown, "a file that can be written"), write_atomically(markdown) as unfinished:
         unfinished.write_text(tables.markdown(), encoding="utf-8")
-    return [page, beside, *pictures]
+    return [page, markdown, *pictures]
 
 
-def _read(
+def _read_runs_or_sweep(
     folders: Sequence[Path], *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
 ) -> "tuple[list[ReportedRun], SweepTables | None]":
-    """The runs, and the tables of the sweep that they are of."""
+    """The runs, and the sweep's tables where `folders` is a sweep."""
     from vcore_ds.commands.report.read import read_runs
     from vcore_ds.commands.report.scaling import finished_runs, sweep_tables
 
@@ -133,8 +143,8 @@ def _read(
 
 
 def after_training(recipe: str, overrides: Sequence[str]) -> None:
-    """Writes the report of the run that this process has just trained, on rank 0, and says where it is. A report that
-    cannot be written costs a warning and not the run."""
+    """Write the report of the run that this process has just trained, on rank 0, and print its path. A report that
+    cannot be written is a warning: the run itself succeeded."""
     from vcore_ds.config.load import load_recipe
     from vcore_ds.distributed import layout
 

@@ -1,4 +1,4 @@
-"""Curves over optimizer steps, one for each group of runs: what the page and the pictures draw."""
+"""Curves over optimizer steps, one per group of runs, for the page and for PNG and PDF files."""
 
 import itertools
 import re
@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
-from vcore_ds.commands.report.traces import utilities_of
+from vcore_ds.commands.report.traces import join_utilities
 from vcore_ds.common.paths import writing
 from vcore_ds.common.text import COLOURS, check_matplotlib, new_figure
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MOST_POINTS = 600
-"""Points of a curve. Longer ones are drawn as the means of that many parts, which a screen cannot tell apart."""
+"""Maximum points of a curve. A longer one is averaged over this number of intervals, which looks the same."""
 SECTIONS = ("Learning", "Weights", "Utilities", "Speed and memory", "Other measures")
 CONSTANT_TOLERANCE = 1e-4
-"""A curve is constant where its values differ by at most this share of the largest: they are shown with four digits."""
+"""A curve is constant if its values differ by at most this share of the largest: they are printed with four digits."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +29,16 @@ class Series:
     """A curve of one group."""
 
     group: int
-    """Place of the group in its list."""
+    """Index of the group."""
     steps: list[int]
     values: list[float]
     bands: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    """Lower and upper edge, the widest first: the range over seeds, or quantiles of tokens."""
+    """Lower and upper edges, the widest band first: the range over seeds, or quantiles of tokens."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of one quantity."""
+    """The curves of one quantity."""
 
     key: str
     title: str
@@ -45,15 +48,15 @@ class Chart:
     series: list[Series]
 
     def is_constant(self) -> bool:
-        """Whether no curve moves. One with a single point is a measurement, and no constant."""
+        """Whether all curves are constant. A single point is a measurement, not a constant."""
         return all(len(one.steps) > 1 and _is_constant(one) for one in self.series)
 
-    def values(self, labels: Sequence[str]) -> str:
-        """The values of curves that are constant, with the groups' labels where they differ."""
-        shown = [f"{one.values[-1]:.4g}{self.unit and ' '}{self.unit}" for one in self.series]
-        if len(set(shown)) == 1:
-            return shown[0]
-        return ", ".join(f"{value} ({labels[one.group]})" for value, one in zip(shown, self.series, strict=True))
+    def format_values(self, labels: Sequence[str]) -> str:
+        """The values of constant curves, with the groups' labels if they differ."""
+        values = [f"{one.values[-1]:.4g}{self.unit and ' '}{self.unit}" for one in self.series]
+        if len(set(values)) == 1:
+            return values[0]
+        return ", ".join(f"{value} ({labels[one.group]})" for value, one in zip(values, self.series, strict=True))
 
 
 def _is_constant(series: Series) -> bool:
@@ -63,7 +66,7 @@ def _is_constant(series: Series) -> bool:
 
 @dataclass(frozen=True)
 class _Measure:
-    """A key of metrics.jsonl with its title and explanation."""
+    """A key of metrics.jsonl, its title and explanation."""
 
     key: str
     title: str
@@ -78,59 +81,61 @@ _MEASURES = (
     _Measure("grad_norm", "Gradient norm", "", "Learning", "Before clipping"),
     _Measure("learning_rate", "Learning rate", "", "Learning"),
     _Measure("weighted_loss", "Weighted loss", "nats", "Weights", "With the weights of the method, before alpha"),
-    _Measure("alpha", "Alpha", "", "Weights", "What the weighted loss is multiplied by"),
-    _Measure("effective_sample_size", "Effective sample size", "tokens", "Weights", "Tokens that a sequence's weights "
-             "amount to, mean over sequences"),
+    _Measure("alpha", "Alpha", "", "Weights", "Factor of the weighted loss"),
+    _Measure("effective_sample_size", "Effective sample size", "tokens", "Weights", "Mean over sequences"),
     _Measure("kl", "KL from uniform weights", "nats", "Weights", "Mean over sequences"),
     _Measure("tau", "Temperature tau", "", "Weights", "Mean over sequences"),
-    _Measure("total_weight", "Total weight of a sequence", "", "Weights", "1 where weights are a distribution"),
+    _Measure("total_weight", "Total weight of a sequence", "", "Weights", "1 if the weights are a distribution"),
     _Measure("num_saturated", "KL budget out of reach", "sequences", "Weights"),
-    _Measure("probe_loss", "Probe loss", "nats", "Utilities", "On the batch that gives the direction"),
+    _Measure("probe_loss", "Probe loss", "nats", "Utilities", "On the probe batch, whose gradient is the direction"),
     _Measure("utility_mean", "Mean utility", "", "Utilities", "Over the tokens of the batch"),
     _Measure("utility_std", "Standard deviation of utility", "", "Utilities", "Over the tokens of the batch"),
-    _Measure("probe_grad_norm", "Norm of the probe's gradient", "", "Utilities"),
-    _Measure("direction_energy", "Share of the direction's squared norm that its rank keeps", "", "Utilities"),
+    _Measure("probe_grad_norm", "Gradient norm of the probe", "", "Utilities"),
+    _Measure("direction_energy", "Energy of the low-rank direction", "", "Utilities", "Share of the squared norm of "
+             "the probe direction that probe.rank keeps"),
     _Measure("signal_to_noise", "Signal to noise", "", "Utilities", "Finite difference: 3 is needed"),
     _Measure("supervised_tokens_per_second", "Throughput", "supervised tokens/s", "Speed and memory"),
     _Measure("tokens_per_second", "Throughput with prompts", "tokens/s", "Speed and memory"),
-    _Measure("utilization", "Share of the peak (MFU)", "", "Speed and memory", "Products that the step needs, over "
-             "what the devices' peak would do in its time"),
-    _Measure("utilization_training", "Share of the peak without the method's own passes", "", "Speed and memory",
-             "Forward and backward of the main batch alone"),
+    _Measure("utilization", "Model FLOPs utilization (MFU)", "", "Speed and memory", "Needed FLOP/s of the matrix "
+             "multiplications over the devices' peak"),
+    _Measure("utilization_training", "MFU without probe and utility passes", "", "Speed and memory",
+             "Forward and backward of the main batch only"),
     _Measure("seconds", "Time of a step", "s", "Speed and memory"),
     _Measure("peak_memory_bytes", "Peak memory of rank 0", "GiB", "Speed and memory", scale=2.0**-30),
-    _Measure("rank_imbalance", "Imbalance of ranks", "", "Speed and memory", "1 is even"),
-    _Measure("expert_load_mean", "Load of the fullest expert", "", "Speed and memory", "Tokens over those of the mean "
-             "expert, mean over layers; 1 is even"),
-    _Measure("expert_load_max", "Load of the fullest expert, most uneven layer", "", "Speed and memory", "The same"),
-    _Measure("expert_rank_load_mean", "Load of the fullest rank", "", "Speed and memory", "With expert parallelism: "
-             "tokens that its experts are sent over the mean rank's, mean over layers"),
-    _Measure("expert_rank_load_max", "Load of the fullest rank, most uneven layer", "", "Speed and memory", "The same"),
+    _Measure("rank_imbalance", "Imbalance of ranks", "", "Speed and memory", "1 is balanced"),
+    _Measure("expert_load_mean", "Load of the busiest expert", "", "Speed and memory", "Tokens of the busiest expert "
+             "over the mean of all experts, mean over layers; 1 is balanced"),
+    _Measure("expert_load_max", "Load of the busiest expert, least balanced layer", "", "Speed and memory",
+             "The same for one layer"),
+    _Measure("expert_rank_load_mean", "Load of the busiest rank", "", "Speed and memory", "Expert parallelism: tokens "
+             "sent to the busiest rank's experts over the mean of all ranks, mean over layers"),
+    _Measure("expert_rank_load_max", "Load of the busiest rank, least balanced layer", "", "Speed and memory",
+             "The same for one layer"),
 )  # fmt: skip
 """In the order of the page, after the loss and the held-out losses."""
 _ELSEWHERE = (
     "step", "epoch", "seconds_", "peak_memory_bytes_", "checkpoint_bytes", "sequences", "sequence_parallel", "flops_",
 )  # fmt: skip
-"""Beginnings of keys that are no curve or are shown as time by phase."""
+"""Prefixes of keys without a curve: x axes, counts, and times that are shown by phase."""
 
 
 def make_charts(groups: Sequence[Group]) -> list[Chart]:
-    """Charts in the order of `SECTIONS`: every number in metrics.jsonl, constants included, and the distribution of
-    utilities in the records of tokens."""
+    """Charts in the order of `SECTIONS`: all numbers of metrics.jsonl, including constants, and the distribution of
+    the recorded tokens' utilities."""
     keys = dict.fromkeys(key for group in groups for run in group.runs for line in run.metrics for key in line)
     known = {measure.key for measure in (_LOSS, *_MEASURES)}
-    others = [_other(key) for key in keys if key not in known and not key.startswith(_ELSEWHERE)]
+    others = [_describe_key(key) for key in keys if key not in known and not key.startswith(_ELSEWHERE)]
     charts = []
     for measure in (_LOSS, *others, *_MEASURES):
-        series = [_of_metrics(group, i, measure) for i, group in enumerate(groups)]
+        series = [_metric_series(group, i, measure) for i, group in enumerate(groups)]
         series = [one for one in series if one.steps]
         if series:
             charts.append(Chart(measure.key, measure.title, measure.unit, measure.section, measure.note, series))
-    charts += _of_records(groups)
+    charts += _utility_charts(groups)
     return sorted(charts, key=lambda chart: SECTIONS.index(chart.section))
 
 
-def _other(key: str) -> _Measure:
+def _describe_key(key: str) -> _Measure:
     if key.startswith("validation_loss"):
         name = key.removeprefix("validation_loss").lstrip("_")
         return _Measure(key, f"Held-out loss{name and f', {name}'}", "nats", "Learning")
@@ -138,59 +143,52 @@ def _other(key: str) -> _Measure:
     return _Measure(key, title, "", SECTIONS[-1], f"{key} in metrics.jsonl")
 
 
-def _of_metrics(group: Group, place: int, measure: _Measure) -> Series:
-    def values(run: ReportedRun) -> dict[int, float]:
-        found = {int(line["step"] or 0): line.get(measure.key) for line in run.metrics}
-        return {step: value * measure.scale for step, value in found.items() if value is not None}
-
-    return _mean_over_seeds([values(run) for run in group.runs], place)
-
-
-def _mean_over_seeds(of_run: Sequence[dict[int, float]], place: int) -> Series:
-    """The mean with its range, at the steps that all runs have."""
-    steps = sorted(set.intersection(*map(set, of_run)))
+def _metric_series(group: Group, place: int, measure: _Measure) -> Series:
+    """The mean over the group's runs with its range, at the steps that all runs have."""
+    by_run = []
+    for run in group.runs:
+        values = {int(line["step"] or 0): line.get(measure.key) for line in run.metrics}
+        by_run.append({step: value * measure.scale for step, value in values.items() if value is not None})
+    steps = sorted(set.intersection(*map(set, by_run)))
     if not steps:
         return Series(place, [], [])
-    table = np.array([[values[step] for step in steps] for values in of_run])
-    edges = [(table.min(0), table.max(0))] if len(of_run) > 1 else []
-    return _series(place, np.array(steps), table.mean(0), edges)
+    table = np.array([[values[step] for step in steps] for values in by_run])
+    edges = [(table.min(0), table.max(0))] if len(by_run) > 1 else []
+    return _make_series(place, np.array(steps), table.mean(0), edges)
 
 
-def _of_records(groups: Sequence[Group]) -> Iterator[Chart]:
+def _utility_charts(groups: Sequence[Group]) -> Iterator[Chart]:
     """Quantiles of utilities at the recorded steps, and the share of negative ones."""
 
-    def series(of_tokens: Callable[[np.ndarray], np.ndarray]) -> Iterator[Series]:
+    def series(measure: Callable[[np.ndarray], np.ndarray]) -> Iterator[Series]:
         for place, group in enumerate(groups):
-            of_run = [_by_step(run, of_tokens) for run in group.runs]
-            steps = sorted(set.intersection(*map(set, of_run)))
+            by_run = [_measure_records(run, measure) for run in group.runs]
+            steps = sorted(set.intersection(*map(set, by_run)))
             if steps:
-                table = np.array([[values[step] for step in steps] for values in of_run])
+                table = np.array([[values[step] for step in steps] for values in by_run])
                 middle, *edges = np.moveaxis(table.mean(0), 1, 0)
                 pairs = list(zip(edges[::2], edges[1::2], strict=True))
-                yield _series(place, np.array(steps), middle, pairs)
+                yield _make_series(place, np.array(steps), middle, pairs)
 
     shares = list(series(lambda utilities: np.array([100 * np.mean(utilities < 0)])))
     if shares:
-        note = "Recorded tokens whose learning raises the loss on the probe"
+        note = "Recorded tokens whose learning raises the probe loss"
         yield Chart("negative", "Negative utilities", "% of tokens", "Utilities", note, shares)
         quantiles = list(series(lambda utilities: np.quantile(utilities, [0.5, 0.05, 0.95, 0.25, 0.75])))
         note = "Recorded tokens: median, middle half, and 5% to 95%"
         yield Chart("quantiles", "Distribution of utilities", "", "Utilities", note, quantiles)
 
 
-def _by_step(run: ReportedRun, of_tokens: Callable[[np.ndarray], np.ndarray]) -> dict[int, np.ndarray]:
-    found = {}
-    for record in run.records:
-        utilities = utilities_of(record)
-        if utilities is not None:
-            found[record.step] = of_tokens(utilities)
-    return found
+def _measure_records(run: ReportedRun, measure: Callable[[np.ndarray], np.ndarray]) -> dict[int, np.ndarray]:
+    """Step -> `measure` of the utilities of its recorded tokens."""
+    utilities = {record.step: join_utilities(record) for record in run.records}
+    return {step: measure(values) for step, values in utilities.items() if values is not None}
 
 
-def _series(
+def _make_series(
     place: int, steps: np.ndarray, values: np.ndarray, edges: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> Series:
-    """A series of at most `MOST_POINTS` points, each at the last step of its part."""
+    """A series of at most `MOST_POINTS` points, each at the last step of its interval."""
     cuts = np.linspace(0, len(steps), min(len(steps), MOST_POINTS) + 1).astype(int)
     parts = list(itertools.pairwise(cuts))
 
@@ -205,17 +203,11 @@ def _series(
     )
 
 
-# The curves of a report for a paper: a PNG and a PDF each.
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 DASHES = ("-", "--", ":", "-.")
 
 
 def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
-    """Writes the curves of the runs that are not constant, and returns the files.
+    """Write each curve that is not constant as PNG and PDF, and return the files.
 
     Raises:
         UserError: matplotlib is missing, or the folder cannot be written.
@@ -246,7 +238,7 @@ def _draw(axes: "Axes", chart: Chart, labels: Sequence[str]) -> None:
         for low, high in one.bands:
             axes.fill_between(one.steps, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xlabel("step")
-    # Names are the user's, and not formulas where they hold `$`.
+    # Titles and labels are the user's: `$` in them does not mark a formula.
     axes.set_ylabel(chart.title + (f" ({chart.unit})" if chart.unit else ""), parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     if len(labels) > 1:

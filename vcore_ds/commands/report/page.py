@@ -1,4 +1,4 @@
-"""The page of a report."""
+"""The HTML page of a report."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,18 +15,18 @@ from vcore_ds.commands.report.tables import (
     compare_tables,
     difference_table,
     environment_table,
-    phases_of,
+    make_phases,
+    make_token_tables,
     results_table,
     summary,
-    tables_of,
 )
 from vcore_ds.commands.report.traces import (
     MOST_FOLLOWED_TOKENS,
     MOST_TOKENS,
     encode_followed,
     encode_traces,
-    part_of_run,
-    utilities_of,
+    join_utilities,
+    tokens_per_run,
 )
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.statistics import rank_correlation
@@ -34,11 +34,11 @@ from vcore_ds.config.load import dump_recipe
 
 SOURCES = Path(__file__).parent / "page"
 SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")
-"""In the order in which they stand in the page."""
+"""In the order of the page."""
 
 
 def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | None = None) -> Path:
-    """Writes the report of the runs, at least one, and of the sweep that they are of.
+    """Write the report of the runs, at least one, and of their sweep, if any.
 
     Raises:
         UserError: the file cannot be written.
@@ -50,27 +50,27 @@ def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | Non
 
 
 def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str:
-    """The page as text."""
+    """Render the page as HTML."""
     groups = group_runs(runs)
     with_texts = [run for run in runs if run.texts is not None]
-    described = [encode_traces(run, part_of_run(MOST_TOKENS, runs)) for run in with_texts]
-    for run, (description, _) in zip(with_texts, described, strict=True):
+    tokens = [encode_traces(run, tokens_per_run(MOST_TOKENS, runs)) for run in with_texts]
+    for run, (description, _) in zip(with_texts, tokens, strict=True):
         description["spearman"] = correlate_with_losses(run)
-    of_followed = [encode_followed(run, part_of_run(MOST_FOLLOWED_TOKENS, runs)) for run in with_texts]
-    followed = [found for found in of_followed if found is not None]
+    encoded = (encode_followed(run, tokens_per_run(MOST_FOLLOWED_TOKENS, runs)) for run in with_texts)
+    followed = [one for one in encoded if one is not None]
     labels = [group.label for group in groups]
     charts = make_charts(groups)
     report = {
         "groups": labels,
         "charts": [asdict(chart) for chart in charts if not chart.is_constant()],
-        "tokens": [description for description, _ in described],
+        "tokens": [description for description, _ in tokens],
         "followed": [description for description, _ in followed],
         "weightRange": weight_range(with_texts),
     }
     blobs = {
         f"{name}-{place}": blob
-        for name, found in (("tokens", described), ("followed", followed))
-        for place, (_, blob) in enumerate(found)
+        for name, descriptions in (("tokens", tokens), ("followed", followed))
+        for place, (_, blob) in enumerate(descriptions)
     }
     return html_page.render(
         SOURCES,
@@ -78,13 +78,14 @@ def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str
         SCRIPTS,
         report,
         blobs,
-        constants=[(chart.title, chart.values(labels)) for chart in charts if chart.is_constant()],
-        **_texts(runs, groups, sweep),
+        constants=[(chart.title, chart.format_values(labels)) for chart in charts if chart.is_constant()],
+        **_template_variables(runs, groups, sweep),
     )
 
 
-def _texts(runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTables | None) -> dict[str, Any]:
-    """What the template writes itself."""
+def _template_variables(
+    runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTables | None
+) -> dict[str, Any]:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     if sweep is not None:
         title = sweep.name[0].lower() + sweep.name[1:]
@@ -103,17 +104,17 @@ def _texts(runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTab
             for run in runs
         ],
         "results": results_table(runs),
-        "phases": phases_of(runs),
+        "phases": make_phases(runs),
         "comparisons": compare_tables(runs),
-        "gained": [tables_of(run, run.tables) for run in runs if run.tables is not None],
+        "gained": [make_token_tables(run, run.tables) for run in runs if run.tables is not None],
         "differences": difference_table(runs),
         "environment": environment_table(runs),
     }
 
 
 def weight_range(runs: Sequence[ReportedRun]) -> float:
-    """Where the colours of weights end, as a power of 2: 98% of the recorded tokens of all runs lie within, so that a
-    colour means the same in each."""
+    """Range of the colour scale of weights, as a power of 2. It holds 98% of the recorded tokens of all runs together,
+    so that a colour means the same in each."""
     weights = [sequence.relative_weights for run in runs for record in run.records for sequence in record.sequences]
     if not weights:
         return 1.0
@@ -123,11 +124,11 @@ def weight_range(runs: Sequence[ReportedRun]) -> float:
 
 
 def correlate_with_losses(run: ReportedRun) -> float | None:
-    """Rank correlation of utility and loss over the tokens of a record, mean over records where it is defined."""
-    found = []
+    """Rank correlation of utility and loss over the tokens of a record: mean over the records where it is defined."""
+    correlations = []
     for record in run.records:
-        utilities, losses = utilities_of(record), np.concatenate([sequence.losses for sequence in record.sequences])
+        utilities, losses = join_utilities(record), np.concatenate([sequence.losses for sequence in record.sequences])
         correlation = None if utilities is None else rank_correlation(utilities, losses)
         if correlation is not None:
-            found.append(correlation)
-    return float(np.mean(found)) if found else None
+            correlations.append(correlation)
+    return float(np.mean(correlations)) if correlations else None

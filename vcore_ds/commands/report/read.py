@@ -1,4 +1,4 @@
-"""From folders to runs: what a report shows of each, and which of them are the same but for the seed."""
+"""Read the runs of a report from their folders, and group those whose recipes differ only in the seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,42 +28,42 @@ if TYPE_CHECKING:
 OF_A_SEED = ("run.seed", "run.output_dir", "track.trackers", "track.project", "track.group", "track.tags")
 """Keys in which the runs of a group may differ."""
 MOST_KEYS_OF_LABEL = 3
-"""Groups that differ in more keys are called by the name of their first run."""
+"""If groups differ in more keys, their label is the name of their first run."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReportedRun:
-    """A run as a report shows it."""
+    """The content of a run's folder that a report shows."""
 
     name: str
-    """The folder's name, its path where several folders have the same name; in a sweep `CELL/seed_N`."""
+    """The folder's name, or its path if several have the same name; in a sweep `CELL/seed_N`."""
     folder: Path
     recipe: Recipe
     environment: dict[str, Any]
     metrics: list[dict[str, float | None]]
     """Lines of metrics.jsonl, at least one."""
     held_out: HeldOutLosses
-    """Empty where none were measured."""
+    """Empty if none were measured."""
     evaluated: dict[str, TaskResult]
-    """By task; empty where the run's folder holds no finished evaluation of its result."""
+    """By task; empty if the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]
     followed: list[FollowedRecord]
     texts: TokenTexts | None
-    """None where there are no records, or no tokenizer that knows their tokens."""
+    """None without records, or without a tokenizer that has their tokens."""
     tables: TokenTables | None
     why_no_tables: str | None
     notes: list[str]
     cell: str | None = None
-    """Cell of the sweep; None for a run by itself."""
+    """Cell of the sweep; None outside a sweep."""
 
     def total(self, key: str) -> float:
-        """Sum over the lines of metrics.jsonl, of those that have a value."""
+        """Sum of a key over metrics.jsonl; missing values count as 0."""
         return sum(line.get(key) or 0.0 for line in self.metrics)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs whose recipes differ in the seed only, one or more."""
+    """One or more runs whose recipes differ only in the seed."""
 
     label: str
     runs: list[ReportedRun]
@@ -78,14 +78,14 @@ def read_runs(
     step: int | None = None,
     names: Sequence[str] | None = None,
 ) -> list[ReportedRun]:
-    """Reads the folders, a folder that is named twice once.
+    """Read the runs, one per distinct folder.
 
     Args:
-        top: longest list of tokens or phrases.
-        min_count: fewest occurrences of a token or phrase in a list; None for one in 5,000 tokens, at least 5.
-        step: read the record of this optimizer step alone; None for all records.
-        tokenizer_path: folder or hub id; None for each run's own.
-        names: of the runs of a sweep, `CELL/seed_N`, one for each folder.
+        top: maximum length of the lists of tokens and phrases.
+        min_count: minimum occurrences of a listed token or phrase; None for 1 in 5,000 tokens, at least 5.
+        step: read only the record of this optimizer step; None for all records.
+        tokenizer_path: folder or hub id; None for each run's tokenizer.
+        names: names of a sweep's runs, `CELL/seed_N`, one per folder.
 
     Raises:
         UserError: a folder holds no run, a file in it is missing or damaged, or `step` has no record.
@@ -96,11 +96,11 @@ def read_runs(
             replace(read(folder, name), cell=name.rpartition("/")[0])
             for folder, name in zip(folders, names, strict=True)
         ]
-    once = list({folder.resolve(): folder for folder in folders}.values())
-    own_names = [folder.resolve().name for folder in once]
+    distinct = list({folder.resolve(): folder for folder in folders}.values())
+    folder_names = [folder.resolve().name for folder in distinct]
     return [
-        read(folder, name if own_names.count(name) == 1 else str(folder))
-        for folder, name in zip(once, own_names, strict=True)
+        read(folder, name if folder_names.count(name) == 1 else str(folder))
+        for folder, name in zip(distinct, folder_names, strict=True)
     ]
 
 
@@ -116,12 +116,12 @@ def _read_run(
     has_result = export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
     notes = notes_on(folder, has_result, environment, metrics)
     if recipe.retired:
-        listed = ", ".join(f"{key}: {shown(value)}" for key, value in recipe.retired.items())
-        notes.append(f"Trained by an earlier version of vcore_ds, with a key that this one does not have: {listed}.")
+        listed = ", ".join(f"{key}: {format_value(value)}" for key, value in recipe.retired.items())
+        notes.append(f"Trained by an earlier version of vcore_ds, with keys that have since been removed: {listed}.")
     texts, tables, why = None, None, None
     if not records:
-        asked = "run.num_token_records is 0" if recipe.run.num_token_records == 0 else f"{TOKENS}/ is empty or missing"
-        why = f"No tokens were recorded: {asked}."
+        cause = "run.num_token_records is 0" if recipe.run.num_token_records == 0 else f"{TOKENS}/ is empty or missing"
+        why = f"No tokens were recorded: {cause}."
     else:
         try:
             tokenizer: PreTrainedTokenizerBase = tokenizer_of(folder, recipe, tokenizer_path)
@@ -134,7 +134,7 @@ def _read_run(
         except UserError as error:
             if tokenizer_path is not None:
                 raise
-            # Curves and costs need no tokenizer, and the model may be on another machine.
+            # The model may be on another machine, and curves and costs need no tokenizer.
             why = f"The recorded tokens cannot be shown: {error}"
             notes.append(why)
     return ReportedRun(
@@ -148,21 +148,21 @@ def _select_step(records: list[TokenRecord], step: int | None, folder: Path) -> 
     chosen = [record for record in records if record.step == step]
     if not chosen:
         steps = ", ".join(str(record.step) for record in records)
-        raise UserError(f"--step: found {step}; expected a step that {folder} has a record of: {steps}")
+        raise UserError(f"--step: found {step}; expected a step with recorded tokens in {folder}: {steps}")
     return chosen
 
 
 def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
-    """Groups in the order of their first runs. Their labels are the values in which their recipes differ."""
+    """Groups in the order of their first runs, labelled by the values in which their recipes differ."""
     keys = list(differences(runs, ignored=OF_A_SEED))
     by_recipe: dict[str, list[ReportedRun]] = {}
     for run in runs:
-        own = {key: value for key, value in flat_values(run.recipe).items() if key not in OF_A_SEED}
-        by_recipe.setdefault(repr(sorted(own.items())), []).append(run)
+        values = {key: value for key, value in flat_values(run.recipe).items() if key not in OF_A_SEED}
+        by_recipe.setdefault(repr(sorted(values.items())), []).append(run)
     groups = []
     for members in by_recipe.values():
         values = flat_values(members[0].recipe)
-        label = ", ".join(_words(key, values[key]) for key in keys if values.get(key) is not None)
+        label = ", ".join(_format_setting(key, values[key]) for key in keys if values.get(key) is not None)
         if members[0].cell is not None:
             label = members[0].cell
         elif not label or len(keys) > MOST_KEYS_OF_LABEL:
@@ -171,22 +171,22 @@ def group_runs(runs: Sequence[ReportedRun]) -> list[Group]:
     return groups
 
 
-def _words(key: str, value: Any) -> str:
-    """A key and its value, in a label: `vcore` for method.name, `kl_budget 0.1` for method.kl_budget."""
+def _format_setting(key: str, value: Any) -> str:
+    """A setting in a label: `vcore` for method.name, `kl_budget 0.1` for method.kl_budget."""
     *_, name = key.split(".")
-    return shown(value) if name == "name" else f"{name} {shown(value)}"
+    return format_value(value) if name == "name" else f"{name} {format_value(value)}"
 
 
 def differences(runs: Sequence[ReportedRun], ignored: Sequence[str] = ("run.output_dir",)) -> dict[str, list[Any]]:
-    """Dotted key -> its value in each run, of the keys in which any two recipes differ."""
+    """Dotted key -> its value in each run, for keys in which the recipes differ."""
     flat = [flat_values(run.recipe) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     values_of = {key: [values.get(key) for values in flat] for key in keys if key not in ignored}
     return {key: values for key, values in values_of.items() if any(value != values[0] for value in values)}
 
 
-def shown(value: Any) -> str:
-    """A value of a recipe, as a person writes it."""
+def format_value(value: Any) -> str:
+    """A value of a recipe, as in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

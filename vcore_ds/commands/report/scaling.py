@@ -1,4 +1,10 @@
-"""Power laws over the cells of a sweep that differ in size only: of the model, of the data, or of both."""
+"""The tables of a sweep: means over seeds with intervals, costs, and power laws of the loss in model and data size.
+
+The power laws are `A N^-n D^-d + E`, which fine-tuning follows (arXiv:2402.17193), and Chinchilla's
+`A N^-n + B D^-d + E`, with model size N and data size D; if one of them is constant, both are `A D^-d + E`. The fit
+minimises the Huber loss of the residuals of log(loss) from many starts: an optimizer that stopped early has given
+intervals that were too narrow (arXiv:2404.10102).
+"""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,41 +24,33 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.planning.memory import parameter_counts
 from vcore_ds.planning.run_plan import find_shape
 
-# Power laws of the loss in the size of the model, N, and of the data, D: fitted, with their uncertainty.
-#
-# The laws are `A N^-n D^-d + E`, which fine-tuning follows (arXiv 2402.17193), and Chinchilla's `A N^-n + B D^-d +
-# E`; with one of N and D constant, both are `A D^-d + E`. The fit minimises Huber's loss of the residuals of
-# log(loss) from many starts, because an optimizer that ended early has given intervals that were too narrow
-# (2404.10102).
-
-
 HUBER_DELTA = 1e-3
-"""Residuals of log(loss) beyond it count linearly, as in Chinchilla's fit."""
+"""Larger residuals of log(loss) count linearly, as in Chinchilla's fit."""
 NUM_STEPS = 200
 NUM_RESAMPLES = 200
 START_EXPONENTS = (0.05, 0.2, 0.8)
 START_SHARES = (0.05, 0.5, 0.9)
-"""Shares of the smallest loss from which E starts."""
+"""Start values of E, as shares of the smallest loss."""
 
 Terms = tuple[tuple[int, ...], ...]
-"""For each term beside E, the columns of its product: ((0, 1),) or ((0,), (1,)), in the order of the columns."""
+"""For each term except E, the columns of its product: ((0, 1),) or ((0,), (1,)), in the order of the columns."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A law, fitted without the largest point."""
+    """A power law, fitted without the largest point."""
 
     law: str
     names: list[str]
-    """Exponents by name, then E."""
+    """Names of the exponents, then E."""
     values: list[float]
     intervals: list[tuple[float, float]]
-    """95% of the resamples lie within."""
+    """95% intervals over bootstrap resamples."""
     predicted: float
-    """Loss of the largest point."""
+    """Predicted loss of the largest point."""
     predicted_interval: tuple[float, float]
     measured: float
-    """Its loss, mean over its runs."""
+    """Measured loss of the largest point, mean over its runs."""
 
     @property
     def error(self) -> float:
@@ -61,14 +59,14 @@ class Fit:
 
 
 def fit_laws(sizes: Sequence[Sequence[float]], losses: Sequence[float], columns: Sequence[str]) -> list[Fit]:
-    """Fits the laws to all runs but those of the largest point, best prediction of that point first.
+    """Fit the laws to all runs except those of the largest point, and sort by the error of its prediction.
 
     Args:
-        sizes: for each run, a value of each column, above 0.
-        losses: of each run, above 0.
-        columns: names, `N` and `D` or one of them, none of which is the same in all runs.
+        sizes: for each run, a value above 0 per column.
+        losses: loss of each run, above 0.
+        columns: `N` and `D`, or one of them; none is constant.
 
-    Returns nothing where the other points are fewer than the parameters of every law.
+    Returns an empty list if there are too few points for the parameters of any law.
     """
     table, values = np.log(np.asarray(sizes, dtype=float)), np.log(np.asarray(losses, dtype=float))
     largest = table.sum(1) == table.sum(1).max()
@@ -99,13 +97,12 @@ def _fit_law(
     near[1:, -1] = np.log(START_SHARES) + y.min()
     best = np.concatenate([fit, _minimise(x, y, terms, counts[1:], near)])
     at_largest = np.exp(_predict(table[largest][:1] - center, terms, best)[0][:, 0])
-    places = _exponent_places(terms)
-    found = np.concatenate([best[:, places], np.exp(best[:, -1:])], axis=1)
-    low, high = np.quantile(found[1:], [0.025, 0.975], axis=0)
+    fitted = np.concatenate([best[:, _exponent_indices(terms)], np.exp(best[:, -1:])], axis=1)
+    low, high = np.quantile(fitted[1:], [0.025, 0.975], axis=0)
     return Fit(
         law,
         [*(name.lower() for name in columns), "E"],
-        found[0].tolist(),
+        fitted[0].tolist(),
         list(zip(low.tolist(), high.tolist(), strict=True)),
         float(at_largest[0]),
         (float(np.quantile(at_largest[1:], 0.025)), float(np.quantile(at_largest[1:], 0.975))),
@@ -113,24 +110,24 @@ def _fit_law(
     )
 
 
-def _exponent_places(terms: Terms) -> list[int]:
-    """Where exponents are among the parameters, which are log A and the exponents of each term, then log E."""
-    places: list[int] = []
-    at = 0
+def _exponent_indices(terms: Terms) -> list[int]:
+    """Indices of the exponents in the parameters: log A and the exponents of each term, then log E."""
+    indices: list[int] = []
+    start = 0
     for term in terms:
-        places += range(at + 1, at + 1 + len(term))
-        at += 1 + len(term)
-    return places
+        indices += range(start + 1, start + 1 + len(term))
+        start += 1 + len(term)
+    return indices
 
 
 def _starts(x: np.ndarray, y: np.ndarray, terms: Terms) -> np.ndarray:
-    """Parameters to start from: [starts, parameters]."""
+    """Start parameters: [starts, parameters]."""
     num_exponents = sum(map(len, terms))
     starts = []
     for share, *exponents in itertools.product(START_SHARES, *[START_EXPONENTS] * num_exponents):
         start = np.empty(len(terms) + num_exponents + 1)
         start[:] = np.log((np.exp(y).mean() - share * np.exp(y).min()) / len(terms))
-        start[_exponent_places(terms)] = exponents
+        start[_exponent_indices(terms)] = exponents
         start[-1] = np.log(share) + y.min()
         starts.append(start)
     return np.array(starts)
@@ -138,28 +135,29 @@ def _starts(x: np.ndarray, y: np.ndarray, terms: Terms) -> np.ndarray:
 
 def _predict(x: np.ndarray, terms: Terms, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """log(loss) at the points and its derivative: [fits, points] and [fits, points, parameters]."""
-    logs, features, at = [], [], 0
+    logs, features, start = [], [], 0
     num_points = len(x)
     for term in terms:
-        own = np.concatenate([np.ones((num_points, 1)), -x[:, list(term)]], axis=1)
-        logs.append(parameters[:, at : at + own.shape[1]] @ own.T)
-        features.append(own)
-        at += own.shape[1]
+        feature = np.concatenate([np.ones((num_points, 1)), -x[:, list(term)]], axis=1)
+        logs.append(parameters[:, start : start + feature.shape[1]] @ feature.T)
+        features.append(feature)
+        start += feature.shape[1]
     logs.append(np.repeat(parameters[:, -1:], num_points, axis=1))
     features.append(np.ones((num_points, 1)))
     stacked = np.stack(logs)
     top = stacked.max(0)
     shares = np.exp(stacked - top)
     total = shares.sum(0)
-    derivative = [share[..., None] * own for share, own in zip(shares / total, features, strict=True)]
+    derivative = [share[..., None] * feature for share, feature in zip(shares / total, features, strict=True)]
     return top + np.log(total), np.concatenate(derivative, axis=2)
 
 
 def _minimise(x: np.ndarray, y: np.ndarray, terms: Terms, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Levenberg and Marquardt from every start for every row of counts [fits, runs]; the best parameters of each row.
+    """Minimise with Levenberg-Marquardt from each start for each row of counts [fits, runs]; return the best parameters
+    of each row.
 
-    Huber's loss is minimised by reweighting: what exceeds `HUBER_DELTA` weighs in proportion to the inverse of its
-    size.
+    The Huber loss is minimised by iterative reweighting: a residual beyond `HUBER_DELTA` has a weight inversely
+    proportional to its size.
     """
     weights = np.repeat(counts, len(starts), axis=0)
     parameters = np.tile(starts, (len(counts), 1))
@@ -169,8 +167,8 @@ def _minimise(x: np.ndarray, y: np.ndarray, terms: Terms, counts: np.ndarray, st
     for _ in range(NUM_STEPS):
         predicted, derivative = _predict(x, terms, parameters)
         residuals = predicted - y
-        own = weights * np.minimum(1.0, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-300))
-        weighted = derivative * own[..., None]
+        reweighted = weights * np.minimum(1.0, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-300))
+        weighted = derivative * reweighted[..., None]
         normal = np.einsum("bnp,bnq->bpq", weighted, derivative)
         scale = np.trace(normal, axis1=1, axis2=2)[:, None, None] / len(identity) + 1e-30
         step = np.linalg.solve(
@@ -193,40 +191,40 @@ def _huber(residuals: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 SIZE_KEYS = ("model.path", "data.train_path", "schedule.num_steps", "schedule.num_epochs", "run.seed", "run.output_dir")
-"""Keys in which cells that are fitted together may differ."""
+"""Keys in which cells of the same fit may differ."""
 SMALLEST_RANGE = 1.5
-"""A size whose largest value is a smaller multiple of its smallest is taken as constant."""
+"""Minimum ratio of a size's largest to its smallest value; a smaller one counts as constant."""
 
 
 def scaling_tables(
     by_cell: Mapping[str, Mapping[int, ReportedRun]], title: str, value_of: Callable[[ReportedRun], float | None]
 ) -> list[Table]:
-    """A table for each group of cells that differ in size only and are enough for a fit; none in other sweeps.
+    """A table for each group of cells that differ only in size, if they are enough for a fit.
 
     Args:
-        title: of the loss.
-        value_of: the loss of a run, None where it has none.
+        title: name of the loss.
+        value_of: the loss of a run, or None.
     """
     families: dict[str, list[str]] = {}
-    for name, found in by_cell.items():
-        if found:
-            values = flat_values(next(iter(found.values())).recipe)
+    for name, by_seed in by_cell.items():
+        if by_seed:
+            values = flat_values(next(iter(by_seed.values())).recipe)
             rest = {key: value for key, value in values.items() if key not in SIZE_KEYS}
             families.setdefault(repr(rest), []).append(name)
     tables = []
     for names in families.values():
-        fits, columns = _fit({name: list(by_cell[name].values()) for name in names}, value_of)
+        fits, columns = _fit_cells({name: list(by_cell[name].values()) for name in names}, value_of)
         if fits:
             caption = f"Power law of the {title}, {' and '.join(columns)}: {', '.join(names)}"
             head = ["law", *fits[0].names, "largest, predicted", "largest, measured", "error"]
-            tables.append(Table(caption, head, [_row(fit) for fit in fits]))
+            tables.append(Table(caption, head, [_format_fit(fit) for fit in fits]))
     return tables
 
 
-def _fit(
+def _fit_cells(
     cells: Mapping[str, list[ReportedRun]], value_of: Callable[[ReportedRun], float | None]
 ) -> tuple[list[Fit], list[str]]:
-    """The fits, best first, and what their sizes are; none where nothing differs in size, or too little is there."""
+    """The fits, best first, and the names of their sizes; no fits if no size differs or there are too few points."""
     sizes: dict[str, dict[str, float]] = {"N": {}, "D": {}}
     for name, runs in cells.items():
         num_parameters = _num_parameters(runs[0])
@@ -234,8 +232,8 @@ def _fit(
             sizes["N"][name] = num_parameters
         sizes["D"][name] = float(np.mean([_num_tokens(run) for run in runs]))
     if len({run.recipe.model.path for runs in cells.values() for run in runs}) > 1 and len(sizes["N"]) < len(cells):
-        return [], []  # sizes that differ and are not known
-    columns = [name for name, found in sizes.items() if len(found) == len(cells) and _varies(list(found.values()))]
+        return [], []  # models differ in unknown sizes
+    columns = [name for name, values in sizes.items() if len(values) == len(cells) and _varies(list(values.values()))]
     points, losses = [], []
     for name, runs in cells.items():
         for run in runs:
@@ -243,8 +241,8 @@ def _fit(
             if loss is not None and loss > 0:
                 points.append([sizes[column][name] for column in columns])
                 losses.append(loss)
-    words = {"N": "N the model's parameters", "D": "D supervised tokens"}
-    return (fit_laws(points, losses, columns) if columns and losses else []), [words[column] for column in columns]
+    titles = {"N": "N model parameters", "D": "D supervised tokens"}
+    return (fit_laws(points, losses, columns) if columns and losses else []), [titles[column] for column in columns]
 
 
 def _varies(values: list[float]) -> bool:
@@ -252,15 +250,15 @@ def _varies(values: list[float]) -> bool:
 
 
 def _num_parameters(run: ReportedRun) -> float | None:
-    found = find_shape(run.recipe.model.path)
-    return None if found is None or not found[0].hidden_size else float(parameter_counts(found[0]).all)
+    known = find_shape(run.recipe.model.path)
+    return None if known is None or not known[0].hidden_size else float(parameter_counts(known[0]).all)
 
 
 def _num_tokens(run: ReportedRun) -> float:
     return sum(line.get("supervised_tokens") or 0.0 for line in run.metrics)
 
 
-def _row(fit: Fit) -> list[str]:
+def _format_fit(fit: Fit) -> list[str]:
     cells = [
         f"{value:.3f} ({low:.3f} to {high:.3f})" for value, (low, high) in zip(fit.values, fit.intervals, strict=True)
     ]
@@ -274,26 +272,23 @@ def _row(fit: Fit) -> list[str]:
     ]
 
 
-# The tables of a sweep: means over seeds with their intervals, differences paired by seed, and what the runs cost.
-
-
 LAST_SHARE = 0.1
-"""Share of the steps, the last ones, over which the training loss is taken."""
+"""Share of the last steps over which the training loss is averaged."""
 DIGITS = 4
 NOTE = (
     "± is half of the 95% interval of the mean (Student's t over seeds, from three seeds on). Differences are paired "
-    "by seed. Where their interval does not contain 0 they are bold; among many rows some are so by chance."
+    "by seed, and bold if their interval excludes 0; in a table of many rows some are bold by chance."
 )
 
 
 @dataclass(frozen=True)
 class SweepTables:
-    """What a report says of a sweep."""
+    """The tables of a sweep."""
 
     name: str
     note: str
     missing: str
-    """Runs that are not done and so not in the tables; empty where all are."""
+    """The runs that are not done, and so not in the tables; empty if all are."""
     tables: list[Table]
 
     def markdown(self) -> str:
@@ -305,7 +300,7 @@ class SweepTables:
 
 
 def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
-    """A sweep, and the names of its runs that are done.
+    """Read a sweep, and the names of its finished runs.
 
     Raises:
         UserError: no run is done.
@@ -313,57 +308,58 @@ def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
     sweep = read_sweep_folder(folder)
     done = [run for run in sweep.runs if sweep.state(run) == State.DONE]
     if not done:
-        raise UserError(f"{folder}: found no run of this sweep that is done; expected one. vcore-ds sweep trains them")
+        raise UserError(f"{folder}: found no finished run of this sweep; expected one. vcore-ds sweep trains them")
     return sweep, done
 
 
 def sweep_tables(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> SweepTables:
-    """Tables over the runs that are done, whose names are those of the sweep."""
+    """Make the tables over finished runs, whose names are those in the sweep."""
     by_cell: dict[str, dict[int, ReportedRun]] = {name: {} for name in sweep.references}
     for run in runs:
         by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run
-    there = {run.name for run in runs}
-    missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in there]
+    measures = _measures([run for by_seed in by_cell.values() for run in by_seed.values()])
+    done = {run.name for run in runs}
+    missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in done]
     return SweepTables(
         name=f"Sweep {sweep.folder.resolve().name}",
         note=NOTE,
         missing=f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}." if missing else "",
-        tables=[_result_table(sweep, by_cell), _cost_table(by_cell), *_scaling_tables(by_cell)],
+        tables=[
+            _result_table(sweep, by_cell, measures),
+            _cost_table(by_cell),
+            # the first measure: a held-out loss, or the training loss if there is none
+            *scaling_tables(by_cell, *next(iter(measures.items()))),
+        ],
     )
 
 
-def _result_table(sweep: SweepFolder, by_cell: dict[str, dict[int, ReportedRun]]) -> Table:
-    measures = _measures([run for found in by_cell.values() for run in found.values()])
+def _result_table(
+    sweep: SweepFolder, by_cell: dict[str, dict[int, ReportedRun]], measures: Mapping[str, "Measure"]
+) -> Table:
     has_references = any(reference is not None for reference in sweep.references.values())
     head = ["cell", "seeds", *(["compared with"] if has_references else [])]
     for title in measures:
         head += [title, *(["difference"] if has_references else [])]
     rows = []
-    for name, found in by_cell.items():
+    for name, by_seed in by_cell.items():
         reference = sweep.references[name]
-        row = [name, str(len(found)), *([reference or ""] if has_references else [])]
+        row = [name, str(len(by_seed)), *([reference or ""] if has_references else [])]
         for value_of in measures.values():
-            values = _by_seed(found, value_of)
+            values = _values_by_seed(by_seed, value_of)
             row.append(cell(list(values.values()), DIGITS) if values else NOTHING)
             if has_references:
-                others = _by_seed(by_cell[reference], value_of) if reference is not None else {}
-                differences = paired(values, others)
+                of_reference = _values_by_seed(by_cell[reference], value_of) if reference is not None else {}
+                differences = paired(values, of_reference)
                 row.append(cell(differences, DIGITS, difference=True) if differences else "")
         rows.append(row)
     return Table("Losses, nats", head, rows)
-
-
-def _scaling_tables(by_cell: dict[str, dict[int, ReportedRun]]) -> list[Table]:
-    """Power laws of the first held-out loss, or of the training loss where there is none."""
-    title, value_of = next(iter(_measures([run for found in by_cell.values() for run in found.values()]).items()))
-    return scaling_tables(by_cell, title, value_of)
 
 
 Measure = Callable[[ReportedRun], float | None]
 
 
 def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
-    """Title -> value of a run: the held-out losses that any run has, and the training loss."""
+    """Title -> value of a run: each held-out loss that any run has, then the training loss."""
     names = dict.fromkeys(name for run in runs for name in run.held_out.after)
     measures: dict[str, Measure] = {}
     for name in names:
@@ -377,26 +373,26 @@ def _held_out_loss(name: str, run: ReportedRun) -> float | None:
 
 
 def _last_loss(run: ReportedRun) -> float | None:
-    """Mean of the uniform cross-entropy over the last steps, at least one."""
+    """Mean uniform cross-entropy of the last steps, at least one."""
     losses = [loss for line in run.metrics if (loss := line.get("loss")) is not None]
     return float(np.mean(losses[-max(1, round(LAST_SHARE * len(losses))) :])) if losses else None
 
 
-def _by_seed(found: dict[int, ReportedRun], value_of: Measure) -> dict[int, float]:
-    values = {seed: value_of(run) for seed, run in sorted(found.items())}
+def _values_by_seed(by_seed: dict[int, ReportedRun], value_of: Measure) -> dict[int, float]:
+    values = {seed: value_of(run) for seed, run in sorted(by_seed.items())}
     return {seed: value for seed, value in values.items() if value is not None}
 
 
 def _cost_table(by_cell: dict[str, dict[int, ReportedRun]]) -> Table:
-    """Means over seeds: cells with equal steps are not equal in cost."""
+    """Costs, means over seeds: cells with the same number of steps can differ in cost."""
     head = ["cell", "steps", "supervised tokens", "seconds a step", "hours x ranks"]
     rows = []
-    for name, found in by_cell.items():
-        runs = list(found.values())
+    for name, by_seed in by_cell.items():
+        runs = list(by_seed.values())
         steps = [run.metrics[-1]["step"] or 0 for run in runs]
         seconds = [run.total("seconds") for run in runs]
         ranks = [run.environment.get("world_size") for run in runs]
-        # A step that was lost and taken again counts once; so does the first, which allocates and compiles.
+        # A step that was lost and repeated counts once. The first step, which allocates and compiles, is included.
         cells = [NOTHING] * 4
         if runs:
             hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]

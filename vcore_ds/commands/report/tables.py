@@ -1,12 +1,12 @@
-"""The tables of the page, as text: what a step cost, what gained and lost weight, what differs."""
+"""The tables of a report, for the page and as text: results, costs, tokens by weight, differences of recipes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.report.read import ReportedRun, differences, shown
+from vcore_ds.commands.report.read import ReportedRun, differences, format_value
 from vcore_ds.commands.report.tokens import Row, TokenTables
 from vcore_ds.common.text import align_columns
 
@@ -17,49 +17,50 @@ PHASES = {
     "update": "seconds_step",
     "followed traces": "seconds_followed",
 }
-"""Name -> key of metrics.jsonl."""
+"""Name of a phase -> key of metrics.jsonl."""
 NOTHING = "–"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown."""
+    """A table of formatted cells."""
 
     caption: str
     head: list[str]
     rows: list[list[str]]
 
     def text(self) -> str:
-        """The table for a terminal, names cut to 48 characters."""
+        """Format for a terminal, with names truncated to 48 characters."""
         rows = [[name if len(name) <= 48 else f"{name[:45]}...", *cells] for name, *cells in self.rows]
         return "\n  ".join([self.caption, *(align_columns([self.head, *rows]) if rows else ["none"])])
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Where the time of a step went."""
+    """Seconds of a step by phase."""
 
     note: str
     names: list[str]
     head: list[str]
     rows: list[list[str]]
     runs: list[dict[str, Any]]
-    """For each run: its name, the widths of its bars in percent of the slowest run, and the same in words."""
+    """For each run its name, the widths of its bars in percent of the slowest run, and their text."""
 
 
-def phases_of(runs: Sequence[ReportedRun]) -> Phases:
-    """Mean seconds of a step by phase. The first step is left out where there are others: it allocates and compiles."""
+def make_phases(runs: Sequence[ReportedRun]) -> Phases:
+    """Mean seconds of a step by phase, without the first step, which allocates and compiles, unless it is the only
+    one."""
     names = [*PHASES, "saving", "rest"]
-    seconds = [_seconds_of(run) for run in runs]
+    seconds = [_mean_seconds(run) for run in runs]
     slowest = max(sum(one) for one in seconds) or 1.0
     return Phases(
-        note="Mean over the steps, without the first, which allocates and compiles. Saving is the time of checkpoints, "
-        "spread over the steps; rest is what remains of a step. Utilities that are computed in the main pass "
-        "itself (utility.fused) have no time of their own.",
+        note="Mean over all steps but the first, which allocates and compiles. Saving is the time of checkpoints, "
+        "averaged over the steps; rest is the remaining time of a step. Utilities that are computed in the main pass "
+        "(utility.fused) are part of its time.",
         names=names,
-        head=["", *names, "whole step", "supervised tokens/s"],
+        head=["", *names, "total", "supervised tokens/s"],
         rows=[
-            [run.name, *map(_number, one), _number(sum(one)), _speed_of(run)]
+            [run.name, *map(_format_number, one), _format_number(sum(one)), _median_speed(run)]
             for run, one in zip(runs, seconds, strict=True)
         ],
         runs=[
@@ -67,14 +68,14 @@ def phases_of(runs: Sequence[ReportedRun]) -> Phases:
                 "name": run.name,
                 "widths": [f"{100 * value / slowest:.2f}" for value in one],
                 "label": f"{run.name}: "
-                + ", ".join(f"{name} {_number(value)} s" for name, value in zip(names, one, strict=True)),
+                + ", ".join(f"{name} {_format_number(value)} s" for name, value in zip(names, one, strict=True)),
             }
             for run, one in zip(runs, seconds, strict=True)
         ],
     )
 
 
-def _seconds_of(run: ReportedRun) -> list[float]:
+def _mean_seconds(run: ReportedRun) -> list[float]:
     lines = run.metrics[1:] or run.metrics
 
     def mean(key: str) -> float:
@@ -84,14 +85,14 @@ def _seconds_of(run: ReportedRun) -> list[float]:
     return [*parts, mean("seconds_checkpoint"), max(0.0, mean("seconds") - sum(parts))]
 
 
-def _speed_of(run: ReportedRun) -> str:
-    """The median over the steps."""
+def _median_speed(run: ReportedRun) -> str:
+    """Supervised tokens per second, median over the steps."""
     speeds = [speed for line in run.metrics if (speed := line.get("supervised_tokens_per_second")) is not None]
-    return _number(float(np.median(speeds)) if speeds else None)
+    return _format_number(float(np.median(speeds)) if speeds else None)
 
 
-def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
-    """What gained and lost in one run: its tables, and `more` that the page shows on demand."""
+def make_token_tables(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
+    """Tables of the tokens that gained and lost weight in one run, and `more`, which the page shows on demand."""
     often = f"at least {tables.min_count} times"
     titles = [
         (f"Tokens that gained most weight ({often})", tables.tokens.gained),
@@ -112,8 +113,8 @@ def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
             ("Phrases whose weight rose most over the run", tables.phrases.rose),
             ("Phrases whose weight fell most over the run", tables.phrases.fell),
         ]
-    steps, first, last = map(_listed, (tables.steps, tables.first_third, tables.last_third))
-    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, of step"
+    steps, first, last = map(_join_steps, (tables.steps, tables.first_third, tables.last_third))
+    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, at step"
     heading += f"{'s' if len(tables.steps) > 1 else ''} {steps}"
     if tables.first_third:
         heading += f" (first third of the records: {first}; last third: {last})"
@@ -128,7 +129,7 @@ def tables_of(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
     }
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _join_steps(steps: Sequence[int]) -> str:
     return ", ".join(f"{step:,}" for step in steps)
 
 
@@ -137,14 +138,14 @@ def _token_table(caption: str, rows: Sequence[Row]) -> Table:
     cells = [
         [
             row.name,
-            _number(row.relative_weight),
+            _format_number(row.relative_weight),
             f"{row.count:,}",
             f"{row.share_of_weight:.2%}",
             f"{row.share_of_tokens:.2%}",
-            _number(row.utility),
-            _number(row.loss),
-            _number(row.first_third),
-            _number(row.last_third),
+            _format_number(row.utility),
+            _format_number(row.loss),
+            _format_number(row.first_third),
+            _format_number(row.last_third),
         ]
         for row in rows
     ]
@@ -152,77 +153,74 @@ def _token_table(caption: str, rows: Sequence[Row]) -> Table:
 
 
 def compare_tables(runs: Sequence[ReportedRun]) -> list[Table]:
-    """Relative weights of several runs by kind and position; none of a single run."""
-    found = [(run.name, run.tables) for run in runs if run.tables is not None]
-    if len(found) < 2:
+    """Relative weights of several runs side by side, by kind, position and source; none for a single run."""
+    with_tables = [(run.name, run.tables) for run in runs if run.tables is not None]
+    if len(with_tables) < 2:
         return []
-    tables = []
-    for caption, rows_of in (
-        ("Relative weight by kind of token", [tables.kinds for _, tables in found]),
-        ("Relative weight by position in the trace", [tables.positions for _, tables in found]),
-        ("Relative weight by source of the sequence", [tables.sources for _, tables in found]),
+    compared = []
+    for caption, rows_by_run in (
+        ("Relative weight by kind of token", [tables.kinds for _, tables in with_tables]),
+        ("Relative weight by position in the trace", [tables.positions for _, tables in with_tables]),
+        ("Relative weight by source of the sequence", [tables.sources for _, tables in with_tables]),
     ):
-        by_name = [{row.name: row.relative_weight for row in rows} for rows in rows_of]
-        names = list(dict.fromkeys(name for own in by_name for name in own))
-        rows = [[name, *(_number(own.get(name)) for own in by_name)] for name in names]
-        tables.append(Table(caption, ["", *(name for name, _ in found)], rows))
-    return [table for table in tables if table.rows]
+        weights = [{row.name: row.relative_weight for row in rows} for rows in rows_by_run]
+        names = list(dict.fromkeys(name for by_name in weights for name in by_name))
+        cells = [[name, *(_format_number(by_name.get(name)) for by_name in weights)] for name in names]
+        compared.append(Table(caption, ["", *(name for name, _ in with_tables)], cells))
+    return [table for table in compared if table.rows]
 
 
 def difference_table(runs: Sequence[ReportedRun]) -> Table:
-    """The keys in which recipes differ; without rows where they do not."""
-    rows = [[key, *map(shown, values)] for key, values in differences(runs).items()]
+    """The keys in which the recipes differ; no rows if they are the same."""
+    rows = [[key, *map(format_value, values)] for key, values in differences(runs).items()]
     return Table("Keys in which the recipes differ", ["", *(run.name for run in runs)], rows)
 
 
 def environment_table(runs: Sequence[ReportedRun]) -> Table:
-    """Commands, versions, commits and devices."""
+    """Commands, versions, commits and devices of the runs."""
     flat = []
     for run in runs:
         values = {key: value for key, value in run.environment.items() if key not in ("packages", "resumed")}
         packages = run.environment.get("packages")
         flat.append(values | (packages if isinstance(packages, dict) else {}))
     keys = list(dict.fromkeys(key for values in flat for key in values))
-    rows = [[key, *(_words(values.get(key)) for values in flat)] for key in keys]
+    rows = [[key, *(_format_entry(values.get(key)) for values in flat)] for key in keys]
     return Table("Environment", ["", *(run.name for run in runs)], rows)
 
 
-def _words(value: Any) -> str:
+def _format_entry(value: Any) -> str:
     if isinstance(value, list):
         different = list(dict.fromkeys(map(str, value)))
         return " ".join(different if len(different) > 1 else map(str, value))
     return NOTHING if value is None else str(value)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-# What was learnt, with which a report opens: losses and accuracies before and after training.
 
 
 @dataclass(frozen=True)
 class Result:
-    """A measure before and after training; None for what was not measured, or was not finite."""
+    """A loss or accuracy before and after training; None if not measured or not finite."""
 
     before: float | None
     after: float | None
     is_share: bool = False
 
     def ends(self) -> list[str]:
-        return [self._shown(self.before), self._shown(self.after)]
+        return [self._format(self.before), self._format(self.after)]
 
     def change(self) -> str:
         if self.before is None or self.after is None:
             return NOTHING
         return f"{self.after - self.before:+.4f}"
 
-    def _shown(self, value: float | None) -> str:
+    def _format(self, value: float | None) -> str:
         return NOTHING if value is None else f"{value:.1%}" if self.is_share else f"{value:.4f}"
 
 
 def summary(runs: Sequence[ReportedRun]) -> str:
-    """One sentence: the model, the method, and how much was trained."""
+    """One sentence: the model, the method, and the amount of training."""
     models = ", ".join(dict.fromkeys(_model_name(run.recipe.model.path) for run in runs))
     methods = ", ".join(dict.fromkeys(run.recipe.method.name for run in runs))
     if len(runs) > 1:
@@ -234,39 +232,40 @@ def summary(runs: Sequence[ReportedRun]) -> str:
         if total := run.total(key):
             counts.append(_count(total, name))
     ranks = run.environment.get("world_size")
-    where = f" on {_count(ranks, 'rank')}" if isinstance(ranks, int) else ""
-    return f"{models} fine-tuned with {methods}, {kind}: {', '.join(counts)} in {_duration(run)}{where}."
+    on_ranks = f" on {_count(ranks, 'rank')}" if isinstance(ranks, int) else ""
+    return f"{models} fine-tuned with {methods}, {kind}: {', '.join(counts)} in {_duration(run)}{on_ranks}."
 
 
 def results_table(runs: Sequence[ReportedRun]) -> Table:
-    """Of one run a row for each measure; of several a row for each run."""
-    measured = [_results_of(run) for run in runs]
+    """For one run, a row per measure; for several, a row per run."""
+    measured = [_measure_results(run) for run in runs]
     if len(runs) == 1:
         rows = [[name, *result.ends(), result.change()] for name, result in measured[0].items()]
         return Table("What was learnt", ["", "before", "after", "change"], rows)
-    names = list(dict.fromkeys(name for found in measured for name in found))
+    names = list(dict.fromkeys(name for results in measured for name in results))
     rows = []
-    for run, found in zip(runs, measured, strict=True):
-        of_run = [run.name, run.recipe.method.name, str(run.recipe.run.seed), f"{_num_steps(run):,}", _duration(run)]
-        cells = [" → ".join(found[name].ends()).removeprefix(f"{NOTHING} → ") if name in found else NOTHING
+    for run, results in zip(runs, measured, strict=True):
+        facts = [run.name, run.recipe.method.name, str(run.recipe.run.seed), f"{_num_steps(run):,}", _duration(run)]
+        cells = [" → ".join(results[name].ends()).removeprefix(f"{NOTHING} → ") if name in results else NOTHING
                  for name in names]  # fmt: skip
-        rows.append([*of_run, *cells])
+        rows.append([*facts, *cells])
     return Table("What was learnt", ["", "method", "seed", "steps", "training time", *names], rows)
 
 
-def _results_of(run: ReportedRun) -> dict[str, Result]:
-    """By name of the measure."""
+def _measure_results(run: ReportedRun) -> dict[str, Result]:
+    """Name of a measure -> its result."""
     before, after = run.held_out.before, run.held_out.after
-    found = {f"held-out loss{name and f', {name}'} (nats)": Result(before.get(name), after[name]) for name in after}
+    results = {f"held-out loss{name and f', {name}'} (nats)": Result(before.get(name), after[name]) for name in after}
     losses = [line.get("loss") for line in run.metrics]
-    found["training loss, first and last step (nats)"] = Result(losses[0], losses[-1])
+    results["training loss, first and last step (nats)"] = Result(losses[0], losses[-1])
     for name, task in run.evaluated.items():
-        found[f"accuracy, {name} ({_count(task.num_problems, 'problem')})"] = Result(None, task.accuracy, is_share=True)
-    return found
+        title = f"accuracy, {name} ({_count(task.num_problems, 'problem')})"
+        results[title] = Result(None, task.accuracy, is_share=True)
+    return results
 
 
 def _model_name(path: str) -> str:
-    """A hub id as it is; of a folder the last name."""
+    """A hub id unchanged; the last part of a folder's path."""
     parts = path.rstrip("/").split("/")
     return path if len(parts) <= 2 else parts[-1]
 
@@ -276,7 +275,7 @@ def _num_steps(run: ReportedRun) -> int:
 
 
 def _duration(run: ReportedRun) -> str:
-    """Of all steps."""
+    """Time of all steps."""
     seconds = run.total("seconds")
     if seconds < 59.5:
         return f"{seconds:.3g} s"
@@ -286,3 +285,31 @@ def _duration(run: ReportedRun) -> str:
 
 def _count(number: float, name: str) -> str:
     return f"{number:,.0f} {name}{'' if number == 1 else 's'}"
+
+
+def format_text(runs: Sequence[ReportedRun]) -> str:
+    """The report as text: the tables of a single run, or those that compare several."""
+    return "\n\n".join(_paragraphs(runs))
+
+
+def _paragraphs(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    yield summary(runs)
+    yield results_table(runs).text()
+    for run in runs:
+        lines = [f"warning: {note}" for note in run.notes if note != run.why_no_tables]
+        lines += [run.why_no_tables] if run.why_no_tables is not None else []
+        if lines:
+            yield "\n".join(f"{run.name}: {line}" for line in lines)
+    for table in compare_tables(runs):
+        yield table.text()
+    if len(runs) > 1:
+        yield "Report one run for its tokens and phrases."
+    elif runs[0].tables is not None:
+        tokens = make_token_tables(runs[0], runs[0].tables)
+        yield f"Recorded: {tokens['heading']}. Weight 1 is the uniform weight."
+        for table in tokens["tables"] + tokens["more"]:
+            yield table.text()
+    phases = make_phases(runs)
+    yield Table("Seconds of a step", phases.head, phases.rows).text()
+    if len(runs) > 1 and (differing := difference_table(runs)).rows:
+        yield differing.text()

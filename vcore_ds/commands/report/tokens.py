@@ -1,14 +1,14 @@
-"""Which tokens gained and lost weight: records of tokens, aggregated by token, phrase, kind, position and source.
+"""Tokens that gained and lost weight: recorded tokens, aggregated by token, phrase, kind, position and source.
 
-Means weight a token as uniform training would: with `U` the share of the uniform loss that a token has in its batch
-(`1 / (|B| n_i)`, or `1 / N` with `method.normalization: token`) and `W` the share that training gave it (`q[i,t]` times
-the sequence's share), scaled so that the `U` of a record sum to 1, a group of tokens has
+Means weight tokens as uniform training does. `U` is a token's weight in the uniform loss of its batch (`1 / (|B| n_i)`,
+or `1 / N` with `method.normalization: token`), `W` the weight that training gave it (`q[i,t]` times the sequence's
+share), both scaled so that the `U` of a record sum to 1. A group of tokens has
 
 - relative weight `sum W / sum U`: 1 is the uniform weight;
 - share of weight `sum W`, and share of tokens `sum U`, of all recorded tokens;
 - mean utility `sum U s / sum U`, and mean loss `sum U l / sum U`.
 
-Every record counts the same. Alpha scales all tokens of a batch and is left out.
+All records count the same. Alpha, which scales all tokens of a batch, is left out.
 """
 
 import re
@@ -23,19 +23,16 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import answer_spans
 from vcore_ds.train.token_records import RecordedTokens, TokenRecord
 
-# What recorded tokens say: the text, kind and word of each. numpy only, with any tokenizer that is handed in.
-
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = ("word", "digit", "operator", "punctuation", "LaTeX command", "white space", "special", "other")
-"""Every token is of one of them; `_kind_of` and `TokenTexts.of` say which."""
+"""Each token has one of these kinds, from `_classify` and `TokenTexts.read`."""
 BROKEN = "\ufffd"
-"""How a token decodes that holds a part of a character only."""
+"""Decoded text of a token that holds only part of a character."""
 
 MOST_TOKENS_OF_CHARACTER = 8
-"""A character has at most 4 bytes, and an emoji of several parts may share tokens with its neighbours."""
+"""A character has at most 4 bytes, but a multi-part emoji may share tokens with its neighbours."""
 
 _OPERATORS = frozenset("+-*/=<>^_|&~%·×÷±")
 _LATEX = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z\s])")
@@ -43,58 +40,58 @@ _WORD = re.compile(r"\S+")
 _BREAK = re.compile("\n")
 _SENTENCE_ENDS = ".!?:;"
 _EDGES = ".,;:!?()[]\"'“”‘’*"
-"""Punctuation that is no part of a word that it stands beside."""
+"""Punctuation that is stripped from the ends of words."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceTexts:
-    """The tokens of one sequence, read as text. Arrays of tokens are in their order."""
+    """The text of one sequence's tokens. Arrays of tokens are in the sequence's order."""
 
     kinds: np.ndarray
     """int8 [n_i], index in `KINDS`"""
     in_answer: np.ndarray
     """bool [n_i], tokens inside `\\boxed{...}`"""
     words: list[str]
-    """What stands between white space, without the punctuation at its ends."""
+    """Words, separated by white space, without punctuation at their ends."""
     word_of_token: np.ndarray
-    """int64 [n_i], index in `words` of the word in which a token's first visible character stands; -1 for none"""
+    """int64 [n_i], index in `words` of the word with the token's first visible character; -1 for none"""
     sentences: np.ndarray
-    """int64 [len(words)], number of the sentence that a word stands in, ascending; a line break ends one too"""
+    """int64 [len(words)], sentence number of each word, ascending; a line break also ends a sentence"""
 
 
 class TokenTexts:
-    """Reads sequences with a tokenizer."""
+    """The texts of recorded tokens, from a tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", sequences: Sequence[RecordedTokens]) -> None:
-        """Raises UserError where the sequences, at least one, hold tokens that the tokenizer does not have."""
+        """Raises UserError if the sequences, at least one, hold tokens that the tokenizer lacks."""
         ids = np.unique(np.concatenate([sequence.token_ids for sequence in sequences])).tolist()
         if ids[-1] >= len(tokenizer):
             raise UserError(
-                f"found token {ids[-1]} in the records, and a tokenizer of {len(tokenizer):,} tokens; expected the one "
-                "that the run was trained with"
+                f"found token {ids[-1]} in the records, and a tokenizer with {len(tokenizer):,} tokens; expected the "
+                "one that the run was trained with"
             )
         self._tokenizer = tokenizer
-        # Behind a letter: some tokenizers decode the first token of a text without the space that it begins with.
+        # Decode behind a letter: some tokenizers drop the leading space of a text's first token.
         before = tokenizer.encode("a", add_special_tokens=False)
         start = len(self._decode(before))
         self._before, self._start = before, start
         self.texts: dict[int, str] = {i: self._decode([*before, i])[start:] for i in ids}
-        """Text of each token in the sequences."""
+        """Token id -> text, for the tokens in the sequences."""
         special = set(tokenizer.all_special_ids)
         self._special = special
-        self._kinds = {i: KINDS.index("special" if i in special else _kind_of(text)) for i, text in self.texts.items()}
+        self._kinds = {i: KINDS.index("special" if i in special else _classify(text)) for i, text in self.texts.items()}
 
-    def of(self, sequence: RecordedTokens) -> SequenceTexts:
-        """Reads one sequence."""
+    def read(self, sequence: RecordedTokens) -> SequenceTexts:
+        """Read one sequence."""
         ids = sequence.token_ids.tolist()
-        # A special token, and a turn of somebody else, separates words.
+        # Special tokens separate words, and so do gaps: turns of the user, which are not recorded.
         follows = np.diff(sequence.positions, prepend=sequence.positions[0] - 1) == 1
         pieces = ["\n" if i in self._special else self.texts[i] for i in ids]
         gaps = [0 if here else 1 for here in follows.tolist()]
         text = "".join("\n" * gap + piece for gap, piece in zip(gaps, pieces, strict=True))
         ends = np.cumsum([gap + len(piece) for gap, piece in zip(gaps, pieces, strict=True)])
         starts = ends - [len(piece) for piece in pieces]
-        # Where a token's first visible character stands.
+        # Position of each token's first visible character.
         visible = starts + [len(piece) - len(piece.lstrip()) for piece in pieces]
 
         kinds = np.array([self._kinds[i] for i in ids], dtype=np.int8)
@@ -112,14 +109,14 @@ class TokenTexts:
         ends_sentence = [0, *(word[-1] in _SENTENCE_ENDS for word in words)][: len(words)]
         sentences = np.searchsorted(breaks, word_starts) + np.cumsum(ends_sentence, dtype=np.int64)
         for number in [k for k, word in enumerate(words) if BROKEN in word]:
-            own = np.flatnonzero(word_of_token == number)
-            words[number] = self._decode([ids[t] for t in own]).strip()
+            tokens = np.flatnonzero(word_of_token == number)
+            words[number] = self._decode([ids[t] for t in tokens]).strip()
         words = [word.strip(_EDGES) or word for word in words]
         return SequenceTexts(kinds, in_answer, words, word_of_token, sentences)
 
-    def pieces_of(self, sequence: RecordedTokens) -> list[str]:
-        """The text of each token, as a reader sees it: the first of several tokens that make up one character has the
-        character, and the others are empty."""
+    def read_pieces(self, sequence: RecordedTokens) -> list[str]:
+        """The visible text of each token. If several tokens form one character, the first has it and the others are
+        empty."""
         ids = sequence.token_ids.tolist()
         pieces = [self.texts[i] for i in ids]
         place = 0
@@ -137,13 +134,12 @@ class TokenTexts:
 
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # as the ids are of one text
+        assert isinstance(text, str)  # decode returns a list for a batch only
         return text
 
 
-def _kind_of(text: str) -> str:
-    """By the characters of the token alone, the first that fits: a letter makes it a word, then a digit, an operator,
-    punctuation."""
+def _classify(text: str) -> str:
+    """The kind of a token by its characters: a word if it has a letter, else a digit, an operator, punctuation."""
     if not text.strip():
         return "white space"
     categories = {unicodedata.category(character) for character in text.strip()}
@@ -157,7 +153,7 @@ def _kind_of(text: str) -> str:
 
 
 def _within(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """bool, which of the places stand in one of the spans, which follow each other."""
+    """Whether each place lies in one of the spans, which are disjoint and ascending, bool."""
     if not spans:
         return np.zeros(len(places), dtype=np.bool_)
     begins, ends = np.array(spans).T
@@ -165,22 +161,19 @@ def _within(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
     return (number >= 0) & (places < ends[number])
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 IN_ANSWER = "inside \\boxed{}"
 SOURCES = ("training data", "trusted pool")
 LONGEST_PHRASE = 4
-"""Words; the shortest has 2."""
+"""Maximum words of a phrase; the minimum is 2."""
 FEWEST = 5
-"""Least occurrences of a token or phrase in a table, unless more are asked for; see `default_min_count`."""
+"""Lower bound of `default_min_count`."""
 UNIFORM_TOLERANCE = 1e-4
-"""What rounding may leave of a relative weight of 1."""
+"""Rounding error of a relative weight of 1."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A group of tokens."""
+    """Statistics of a group of tokens."""
 
     name: str
     count: int
@@ -188,51 +181,51 @@ class Row:
     share_of_weight: float
     share_of_tokens: float
     utility: float | None
-    """None for methods without."""
+    """None for methods without utilities."""
     loss: float
     """nats"""
     first_third: float | None
-    """Relative weight in the first third of the records; None where the group or the third is empty."""
+    """Relative weight in the first third of the records; None if the third, or the group in it, is empty."""
     last_third: float | None
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """Groups that occur often enough; each list begins with the most extreme."""
+    """The most extreme of the groups that occur often enough, in descending order."""
 
     gained: list[Row]
-    """Above the mean relative weight of all tokens."""
+    """Relative weight above the mean of all tokens."""
     lost: list[Row]
     rose: list[Row]
-    """Relative weight grew from the first to the last third of the records."""
+    """Relative weight increased from the first to the last third of the records."""
     fell: list[Row]
 
 
 @dataclass(frozen=True)
 class TokenTables:
-    """What the records of a run say."""
+    """Tables over the records of a run."""
 
     steps: list[int]
     first_third: list[int]
-    """Steps of the records in the first third; empty where there are fewer than 2 records."""
+    """Steps of the records in the first third; empty for fewer than 2 records."""
     last_third: list[int]
     num_sequences: int
     num_tokens: int
     min_count: int
     relative_weight: float
-    """Relative weight of all tokens: 1 where weights are a distribution, the mean probability for dft."""
+    """Relative weight of all tokens: 1 if the weights are a distribution; the mean probability for dft."""
     tokens: Extremes
     phrases: Extremes
     kinds: list[Row]
-    """Each kind that occurs, and `IN_ANSWER`, whose tokens are of a kind too."""
+    """Each kind that occurs, then `IN_ANSWER`, whose tokens are also counted by kind."""
     positions: list[Row]
     """Deciles of the trace."""
     sources: list[Row]
-    """Empty where all sequences are of one source."""
+    """Empty if all sequences have the same source."""
 
 
 def are_uniform(records: Sequence[TokenRecord]) -> bool:
-    """Whether every recorded token has the uniform weight, up to rounding."""
+    """Whether all recorded tokens have the uniform weight, up to rounding."""
     return all(
         bool(np.all(np.abs(sequence.relative_weights - 1.0) <= UNIFORM_TOLERANCE))
         for record in records
@@ -241,7 +234,7 @@ def are_uniform(records: Sequence[TokenRecord]) -> bool:
 
 
 def default_min_count(num_tokens: int) -> int:
-    """One in 5,000 of the recorded tokens, and at least 5: rarer ones have weights of single places."""
+    """1 in 5,000 of the recorded tokens, at least 5: the weight of a rarer token depends on single occurrences."""
     return max(FEWEST, num_tokens // 5000)
 
 
@@ -252,19 +245,19 @@ def make_tables(
     top: int = 15,
     min_count: int | None = None,
 ) -> TokenTables:
-    """The tables of a run's records, of at least one.
+    """Make the tables of a run's records, at least one.
 
     Args:
-        top: longest list of tokens or phrases.
-        min_count: least occurrences of a token or phrase; None for `default_min_count`.
+        top: maximum length of the lists of tokens and phrases.
+        min_count: minimum occurrences of a listed token or phrase; None for `default_min_count`.
 
     Raises:
         UserError: the tokenizer lacks recorded tokens.
     """
     flat = [(record, sequence) for record in records for sequence in record.sequences]
     texts = TokenTexts(tokenizer, [sequence for _, sequence in flat])
-    read = [texts.of(sequence) for _, sequence in flat]
-    sums = _Sums.of_tokens(records)
+    read = [texts.read(sequence) for _, sequence in flat]
+    sums = _Sums.from_records(records)
     least = default_min_count(len(sums.part)) if min_count is None else min_count
     overall = sums.weight / sums.uniform
 
@@ -299,20 +292,20 @@ def make_tables(
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Tokens, or phrases of several, with what is summed over them."""
+    """Tokens, or phrases, with the terms that the tables sum over them."""
 
     values: np.ndarray
     """fp64 [N, 4]: U, W, U times utility, U times loss"""
     part: np.ndarray
     """int64 [N], 0 in the first third of the records, 2 in the last, else 1"""
     uniform: float
-    """U of all recorded tokens."""
+    """Sum of U over all recorded tokens."""
     weight: float
-    """W of all recorded tokens."""
+    """Sum of W over all recorded tokens."""
     has_utilities: bool
 
     @classmethod
-    def of_tokens(cls, records: Sequence[TokenRecord]) -> Self:
+    def from_records(cls, records: Sequence[TokenRecord]) -> Self:
         first, last = _thirds(len(records))
         values, parts = [], []
         for place, record in enumerate(records):
@@ -321,17 +314,22 @@ class _Sums:
                 u = np.full(len(sequence), sequence.uniform_share / len(sequence))
                 utilities = np.zeros(len(sequence)) if sequence.utilities is None else sequence.utilities
                 columns.append(np.stack([u, u * sequence.relative_weights, u * utilities, u * sequence.losses], axis=1))
-            own = np.concatenate(columns)
-            values.append(own / own[:, 0].sum())
-            parts.append(np.full(len(own), 0 if place in first else 2 if place in last else 1))
+            of_record = np.concatenate(columns)
+            values.append(of_record / of_record[:, 0].sum())
+            parts.append(np.full(len(of_record), 0 if place in first else 2 if place in last else 1))
         flat = np.concatenate(values)
         has_utilities = all(sequence.utilities is not None for record in records for sequence in record.sequences)
         uniform, weight = flat[:, :2].sum(0).tolist()
         return cls(flat, np.concatenate(parts), uniform, weight, has_utilities)
 
     def rows(self, group: np.ndarray, name_of: Callable[[int], str], least: int = 1) -> list[Row]:
-        """A row for each number in `group`, int64 [N], that is there `least` times, in the order of the numbers; the
-        thirds of the records have to have a third of that."""
+        """A row per group with at least `least` members, in ascending order; a third of the records needs a third of
+        them.
+
+        Args:
+            group: int64 [N], group number of each token or phrase.
+            name_of: name of a group number.
+        """
         counts = np.bincount(group * 3 + self.part, minlength=3 * (group.max(initial=-1) + 1)).reshape(-1, 3)
         u, w, us, ul = (
             np.bincount(group * 3 + self.part, column, minlength=counts.size).reshape(-1, 3) for column in self.values.T
@@ -357,7 +355,7 @@ class _Sums:
 
 
 def _thirds(num_records: int) -> tuple[range, range]:
-    """Places of the first and of the last third of the records; none of a single record."""
+    """Indices of the first and of the last third of the records; empty for a single record."""
     n = max(1, num_records // 3) if num_records > 1 else 0
     return range(n), range(num_records - n, num_records)
 
@@ -382,8 +380,8 @@ def _extremes(rows: Sequence[Row], overall: float, top: int) -> Extremes:
 
 
 def _phrases(read: Sequence[SequenceTexts], sums: _Sums, least: int) -> list[Row]:
-    """Phrases of 2 to `LONGEST_PHRASE` words within a sentence that occur `least` times; none that only occurs within a
-    longer one."""
+    """Phrases of 2 to `LONGEST_PHRASE` words within a sentence that occur at least `least` times, except those that
+    occur only within one longer phrase."""
     number_of: dict[str, int] = {}
     word_of_token, words, sentences = [], [], []
     num_words = num_sentences = 0
@@ -398,29 +396,31 @@ def _phrases(read: Sequence[SequenceTexts], sums: _Sums, least: int) -> list[Row
     columns = [np.bincount(token_word[inside], column, minlength=num_words) for column in sums.values[inside].T]
     part = np.zeros(num_words, dtype=np.int64)
     part[token_word[inside]] = sums.part[inside]
-    has_tokens = np.bincount(token_word[inside], minlength=num_words) > 0  # not a word within another one's token
+    has_tokens = np.bincount(token_word[inside], minlength=num_words) > 0  # False for a word within another's token
     word, sentence = np.array(words, dtype=np.int64)[has_tokens], np.concatenate(sentences)[has_tokens]
     values, part = np.stack(columns, axis=1)[has_tokens], part[has_tokens]
     names = list(number_of)
 
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-    code, of_phrase = word, values
+    # For each length: phrase code at each place (-1 across sentences), summed values, an example place and the count
+    # of each code.
+    by_length: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+    code, phrase_values = word, values
     for n in range(2, LONGEST_PHRASE + 1):
         num_places = max(0, len(word) - n + 1)
         within = sentence[:num_places] == sentence[n - 1 :][:num_places]
-        of_phrase = of_phrase[:num_places] + values[n - 1 :][:num_places]
+        phrase_values = phrase_values[:num_places] + values[n - 1 :][:num_places]
         keys = code[:num_places] * len(names) + word[n - 1 :][:num_places]
         code = np.full(num_places, -1, dtype=np.int64)
         _, example, code[within], counts = np.unique(
             keys[within], return_index=True, return_inverse=True, return_counts=True
         )
-        found.append((code, of_phrase, np.flatnonzero(within)[example], counts))
+        by_length.append((code, phrase_values, np.flatnonzero(within)[example], counts))
 
     rows = []
-    for n, (code, of_phrase, example, counts) in enumerate(found, start=2):
+    for n, (code, phrase_values, example, counts) in enumerate(by_length, start=2):
         wanted = counts >= least
         if n < LONGEST_PHRASE:
-            _, _, longer_example, longer_counts = found[n - 1]
+            _, _, longer_example, longer_counts = by_length[n - 1]
             for shift in (0, 1):
                 shorter = code[longer_example + shift]
                 wanted[shorter[counts[shorter] == longer_counts]] = False
@@ -429,6 +429,6 @@ def _phrases(read: Sequence[SequenceTexts], sums: _Sums, least: int) -> list[Row
         def name_of(g: int, n: int = n, example: np.ndarray = example) -> str:
             return " ".join(names[i] for i in word[example[g] : example[g] + n])
 
-        phrases = _Sums(of_phrase[places], part[places], sums.uniform, sums.weight, sums.has_utilities)
+        phrases = _Sums(phrase_values[places], part[places], sums.uniform, sums.weight, sums.has_utilities)
         rows += phrases.rows(code[places], name_of, least)
     return rows

@@ -1,4 +1,4 @@
-"""Recorded tokens as a page can hold them: a byte for each measure, compressed; texts once each."""
+"""Encode recorded tokens for a page: one byte per measure and token, compressed; each distinct text once."""
 
 import base64
 import gzip
@@ -11,11 +11,9 @@ from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.tokens import KINDS, SOURCES, UNIFORM_TOLERANCE, TokenTexts, are_uniform
 from vcore_ds.train.token_records import RecordedTokens, SequenceTokens, TokenRecord, TraceTokens
 
-# Measures of tokens in a byte each: 256 levels that a page knows, and the place of the nearest one.
-
 
 def weight_levels(weights: np.ndarray) -> np.ndarray:
-    """256 relative weights, ascending: 0, then evenly spaced in their logarithm on either side of 1, the 129th."""
+    """256 relative weights, ascending: 0, then logarithmically spaced on either side of 1, the 129th."""
     positive = weights[weights > 0]
     low = max(2.0**-14, min(1 / 1.001, positive.min(initial=1.0)))
     high = max(1.001, weights.max(initial=1.0))
@@ -23,19 +21,19 @@ def weight_levels(weights: np.ndarray) -> np.ndarray:
 
 
 def loss_levels(losses: np.ndarray) -> np.ndarray:
-    """256 losses, ascending from 0, the closer the smaller they are."""
+    """256 losses, ascending from 0, more densely spaced near 0."""
     return max(1e-3, float(losses.max(initial=0.0))) * np.linspace(0.0, 1.0, 256) ** 2
 
 
 def utility_levels(utilities: np.ndarray) -> np.ndarray:
-    """256 utilities, ascending: 0 is the 129th, and they lie closer around it.
+    """256 utilities, ascending, more densely spaced near 0, the 129th.
 
     Args:
-        utilities: of supervised tokens alone: others have none, and their zeros would make the scale too fine near 0.
+        utilities: utilities of supervised tokens only; zeros of other tokens would make the scale too fine near 0.
     """
     sizes = np.abs(utilities[utilities != 0])
-    # Levels are evenly spaced in asinh(utility / unit). A unit far below the largest utility would leave few of them
-    # for large ones: with 1e-4 of it, neighbours are 8% apart at most.
+    # Levels are evenly spaced in asinh(utility / unit). A unit far below the largest utility would leave few levels
+    # for large ones: with at least 1e-4 of it, neighbours differ by 8% at most.
     unit = max(float(np.median(sizes)), 1e-4 * float(sizes.max()), 1e-30) if len(sizes) else 1e-30
 
     def side(most: float, number: int) -> np.ndarray:
@@ -46,36 +44,48 @@ def utility_levels(utilities: np.ndarray) -> np.ndarray:
 
 
 def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """uint8, the place of the level that is nearest to each value."""
+    """Index of the level nearest to each value, uint8."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, values).astype(np.uint8)
 
 
 def rounded(levels: Any) -> Any:
-    """For JSON: four digits, which are finer than the levels."""
+    """Levels for JSON, with four digits, finer than their spacing."""
     if isinstance(levels, dict):
-        return {step: rounded(own) for step, own in levels.items()}
+        return {step: rounded(values) for step, values in levels.items()}
     return [float(f"{value:.4g}") for value in levels]
 
 
+def index_type(num_values: int) -> np.dtype:
+    """Little-endian type for indices below `num_values`."""
+    return np.dtype("<u2" if num_values <= 1 << 16 else "<u4")
+
+
+def pack_arrays(arrays: Sequence[np.ndarray]) -> str:
+    """The bytes of the arrays, one after the other, as gzip in base64."""
+    packed = gzip.compress(b"".join(array.tobytes() for array in arrays), compresslevel=6, mtime=0)
+    return base64.b64encode(packed).decode()
+
+
 MOST_TOKENS = 1_600_000
-"""Tokens of a page, about 8 MB of it: 12 records as large as a run writes them. What is beyond is left out by whole
-sequences, the same number of tokens in each record."""
+"""Maximum recorded tokens of a page, about 8 MB: 12 records of the size that a run writes. Beyond it, complete
+sequences are omitted, with the same number of tokens kept in each record."""
 MOST_FOLLOWED_TOKENS = 800_000
-"""The same for followed traces, of which each is cut to as many tokens; 16 traces of 4,096 tokens in 12 records fit."""
+"""Maximum tokens of followed traces; beyond it, each is truncated. 16 traces of 4,096 tokens in 12 records fit."""
 
 KIND_BITS = 0b0000_0111
 IN_ANSWER, AFTER_GAP = 8, 16
-"""Flags of a token, beside its kind: inside `\\boxed{}`; behind tokens that were not trained on."""
+"""Flags of a token, beside its kind: inside `\\boxed{}`; preceded by unsupervised tokens."""
 
 
 def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], str]:
-    """What the page knows of a run's recorded tokens, of at least one: a description for JSON, and the tokens as
-    base64 of gzip, see `_pack`."""
+    """Encode a run's recorded tokens, at least one: a description for JSON, and the tokens as `_encode` packs them."""
     chosen = [
-        (record, sequence) for record in run.records for sequence in _within(record, most_tokens, len(run.records))
+        (record, sequence)
+        for record in run.records
+        for sequence in _select_sequences(record, most_tokens, len(run.records))
     ]
-    of_record = {record.step: utilities_of(record) for record in run.records}
-    description, blob = _pack(run, [(record.step, sequence) for record, sequence in chosen], of_record)
+    utilities_of_step = {record.step: join_utilities(record) for record in run.records}
+    description, blob = _encode(run, [(record.step, sequence) for record, sequence in chosen], utilities_of_step)
     description |= {
         "isUniform": are_uniform(run.records),
         "numRecorded": sum(record.num_tokens for record in run.records),
@@ -95,19 +105,21 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
 
 
 def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], str] | None:
-    """The same of its followed traces, with their entropy; None where there are none."""
-    found = [
+    """Encode a run's followed traces likewise, with their entropy; None if there are none."""
+    followed = [
         (record.step, origin, trace)
         for record in run.followed
         for origin, trace in zip(record.origins, record.traces, strict=True)
         if trace.is_finite
     ]
-    if not found:
+    if not followed:
         return None
-    most = max(1, most_tokens // len(found))
-    chosen = [(step, trace.first(most)) for step, _, trace in found]
-    of_step = {step: _together([trace.utilities for other, trace in chosen if other == step]) for step, _ in chosen}
-    description, blob = _pack(run, chosen, of_step)
+    most = max(1, most_tokens // len(followed))
+    chosen = [(step, trace.first(most)) for step, _, trace in followed]
+    utilities_of_step = {
+        step: _concatenate([trace.utilities for other, trace in chosen if other == step]) for step, _ in chosen
+    }
+    description, blob = _encode(run, chosen, utilities_of_step)
     weights = np.concatenate([trace.relative_weights for _, trace in chosen])
     description |= {
         "isUniform": bool(np.all(np.abs(weights - 1.0) <= UNIFORM_TOLERANCE)),
@@ -120,51 +132,50 @@ def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any],
                 "tokens": len(trace),
                 "wholeTokens": trace.num_supervised_tokens,
             }
-            for (step, origin, _), (_, trace) in zip(found, chosen, strict=True)
+            for (step, origin, _), (_, trace) in zip(followed, chosen, strict=True)
         ],
     }
     return description, blob
 
 
-def _pack(
+def _encode(
     run: ReportedRun,
     chosen: Sequence[tuple[int, SequenceTokens | TraceTokens]],
     utilities_of_step: Mapping[int, np.ndarray | None],
 ) -> tuple[dict[str, Any], str]:
-    """Texts and levels for JSON, and the tokens' bytes.
+    """Texts and levels for JSON, and the packed tokens.
 
-    The bytes are, for all tokens, one array after the other: place in `texts` (`bytes_text` each, little-endian), rank
-    in the sequence (`bytes_rank`, from 0 for the most weighted), then one byte each: place in the levels of weight, of
-    loss, of utility in the step (absent without utilities), of entropy (for followed traces), and flags.
+    The bytes are arrays over all tokens, one after the other: index in `texts` (`bytesText` bytes each, little-endian),
+    rank in the sequence (`bytesRank`, from 0 for the largest weight), then one byte each: index in the levels of
+    weight, of loss, of the step's utilities (absent without utilities), of entropy (followed traces only), and flags.
 
     Args:
         chosen: sequences with their steps.
-        utilities_of_step: of all tokens of a step, or None without utilities.
+        utilities_of_step: utilities of all tokens of a step; None for methods without utilities.
     """
     assert run.texts is not None
     sequences = [sequence for _, sequence in chosen]
     names: dict[str, int] = {}
-    texts, flags = zip(*(_text_of(sequence, run.texts, names) for sequence in sequences), strict=True)
+    texts, flags = zip(*(_encode_text(sequence, run.texts, names) for sequence in sequences), strict=True)
     weights = np.concatenate([sequence.relative_weights for sequence in sequences])
     losses = np.concatenate([sequence.losses for sequence in sequences])
     levels: dict[str, Any] = {"weight": weight_levels(weights), "loss": loss_levels(losses)}
     codes = [nearest(levels["weight"], weights), nearest(levels["loss"], losses)]
-    with_utilities = {step: found for step, found in utilities_of_step.items() if found is not None}
-    if len(with_utilities) == len(utilities_of_step):
-        # Utilities of one step can be a hundred times those of another, so each record has levels of its own.
-        levels |= {"utility": {step: utility_levels(utilities) for step, utilities in with_utilities.items()}}
-        levels |= {"utilityAxis": utility_levels(np.concatenate(list(with_utilities.values())))}
+    present = {step: utilities for step, utilities in utilities_of_step.items() if utilities is not None}
+    if len(present) == len(utilities_of_step):
+        # Separate levels for each record: utilities of one step can be a hundred times those of another.
+        levels |= {"utility": {step: utility_levels(utilities) for step, utilities in present.items()}}
+        levels |= {"utilityAxis": utility_levels(np.concatenate(list(present.values())))}
         utility_codes = []
         for step, sequence in chosen:
-            assert sequence.utilities is not None  # as all tokens of the step have them
+            assert sequence.utilities is not None
             utility_codes.append(nearest(levels["utility"][step], sequence.utilities))
         codes.append(np.concatenate(utility_codes))
     entropies = [sequence.entropies for sequence in sequences if isinstance(sequence, TraceTokens)]
     if entropies:
         levels |= {"entropy": loss_levels(np.concatenate(entropies))}
         codes.append(nearest(levels["entropy"], np.concatenate(entropies)))
-    text_type = np.dtype("<u2" if len(names) <= 1 << 16 else "<u4")
-    rank_type = np.dtype("<u2" if max(map(len, sequences)) <= 1 << 16 else "<u4")
+    text_type, rank_type = index_type(len(names)), index_type(max(map(len, sequences)))
     arrays = [
         np.concatenate(texts).astype(text_type),
         np.concatenate([ranks(sequence.weights) for sequence in sequences]).astype(rank_type),
@@ -179,30 +190,29 @@ def _pack(
         "bytesRank": rank_type.itemsize,
         "levels": {name: rounded(values) for name, values in levels.items()},
     }
-    packed = gzip.compress(b"".join(array.tobytes() for array in arrays), compresslevel=6, mtime=0)
-    return description, base64.b64encode(packed).decode()
+    return description, pack_arrays(arrays)
 
 
-def utilities_of(record: TokenRecord) -> np.ndarray | None:
-    """Utilities of all tokens of a record; None for methods without."""
-    return _together([sequence.utilities for sequence in record.sequences])
+def join_utilities(record: TokenRecord) -> np.ndarray | None:
+    """Utilities of all tokens of a record, fp64; None for methods without utilities."""
+    return _concatenate([sequence.utilities for sequence in record.sequences])
 
 
-def _together(of_sequences: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """fp64; None where a sequence has none."""
-    found = [utilities for utilities in of_sequences if utilities is not None]
-    return np.concatenate(found).astype(np.float64) if len(found) == len(of_sequences) else None
+def _concatenate(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The arrays as one, fp64; None if one of them is None."""
+    present = [array for array in arrays if array is not None]
+    return np.concatenate(present).astype(np.float64) if len(present) == len(arrays) else None
 
 
-def _within(record: TokenRecord, most_tokens: int, num_records: int) -> list[SequenceTokens]:
-    """The first sequences of a record that fit into its part of `most_tokens`, at least one."""
+def _select_sequences(record: TokenRecord, most_tokens: int, num_records: int) -> list[SequenceTokens]:
+    """The first sequences of a record that fit into its share of `most_tokens`, at least one."""
     ends = np.cumsum([len(sequence) for sequence in record.sequences])
     return list(record.sequences[: max(1, int(np.searchsorted(ends, most_tokens // num_records, side="right")))])
 
 
-def _text_of(sequence: RecordedTokens, texts: TokenTexts, names: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Place of each token's text in `names`, which grows, and its flags."""
-    read, pieces = texts.of(sequence), texts.pieces_of(sequence)
+def _encode_text(sequence: RecordedTokens, texts: TokenTexts, names: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Index of each token's text in `names`, to which new texts are added, and the flags of each token."""
+    read, pieces = texts.read(sequence), texts.read_pieces(sequence)
     places = np.array([names.setdefault(piece, len(names)) for piece in pieces], dtype=np.int64)
     flags = read.kinds.astype(np.uint8) & KIND_BITS
     flags |= IN_ANSWER * read.in_answer.astype(np.uint8)
@@ -211,12 +221,12 @@ def _text_of(sequence: RecordedTokens, texts: TokenTexts, names: dict[str, int])
 
 
 def ranks(weights: np.ndarray) -> np.ndarray:
-    """Rank of each weight, from 0 for the largest; of equal ones the first comes first."""
+    """Rank of each weight, from 0 for the largest; ties in their order."""
     rank = np.empty(len(weights), dtype=np.int64)
     rank[np.argsort(-weights, kind="stable")] = np.arange(len(weights))
     return rank
 
 
-def part_of_run(most_tokens: int, runs: Sequence[ReportedRun]) -> int:
-    """How many of a page's tokens each run that has some gets."""
+def tokens_per_run(most_tokens: int, runs: Sequence[ReportedRun]) -> int:
+    """Share of a page's `most_tokens` for each run with recorded tokens."""
     return most_tokens // max(1, sum(run.texts is not None for run in runs))

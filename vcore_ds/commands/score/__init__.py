@@ -1,4 +1,4 @@
-"""`vcore-ds score`: what every trace of the training data is worth to a few trusted ones."""
+"""`vcore-ds score`: the influence of each training trace on a target set of trusted traces."""
 
 import argparse
 from pathlib import Path
@@ -6,15 +6,16 @@ from pathlib import Path
 from vcore_ds.commands.arguments import add_again, add_overrides
 from vcore_ds.common.imports import lasting_imports
 
-HELP = "score training data by what it is worth to trusted traces"
+HELP = "score training traces by their influence on a target set"
 DESCRIPTION = (
-    "Compute the utility of every token and trace of data.train_path: the derivative of its loss along the gradient of "
-    "the loss of a trusted set (data.probe_path). It is positive where learning the trace lowers the trusted set's "
-    "loss. Exact, in one forward pass over the data for each set, without a backward over them and without a stored "
-    "gradient. Writes a table of the traces, the tokens of the best and the worst, and a page. A scoring that was "
-    "stopped goes on where it was when the same command is given again. Of the sum over a trace's tokens, long "
-    "traces have the largest, in both directions; the mean favours short ones, whose means vary most: the rank "
-    "correlation of both with the length is printed. Alone it is one process; under a launcher, one per rank."
+    "Compute the influence of each training trace (data.train_path) on a set of trusted traces (the target or "
+    "validation set of LESS; data.probe_path). A trace's utility is the derivative of its loss along the gradient of "
+    "the set's loss, positive where learning the trace lowers the set's loss. Utilities are exact and cost one "
+    "forward-mode (JVP) pass over the data per set, with no backward over the data and no stored gradients. Writes a "
+    "table of all traces, the tokens of the best and the worst, and a page. The same command resumes a stopped "
+    "scoring. The sum over a trace's tokens is largest, with either sign, for long traces; the mean varies most for "
+    "short ones: the rank correlation of both with length is printed. Runs as one process, or under a launcher as one "
+    "process per rank. Example: vcore-ds score RECIPE.yaml data.probe_path=trusted.jsonl"
 )
 
 
@@ -22,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="RECIPE | RUN",
-        help="a recipe (YAML file, or the name of a shipped one): its base model; or a run's folder: its checkpoint",
+        help="a recipe (YAML file or shipped name), to score with its base model; or a run's folder, to score with its "
+        "checkpoint",
     )
     add_overrides(parser)
     parser.add_argument(
@@ -31,17 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="a trusted set by a name, instead of data.probe_path, which is called `trusted`; may be given several "
-        "times, and each set has columns, and a pass over the data, of its own",
+        help="a named trusted set, instead of data.probe_path, whose name is `trusted`; repeat the option for several "
+        "sets: each adds its columns and one pass over the data",
     )
     parser.add_argument(
         "--checkpoint",
         metavar="NAME",
-        help="of a RUN: one of RUN/checkpoints, such as step_00000100, or `all`: the sum of the utilities at each of "
-        "them, weighted by the mean learning rate of the steps that led to it (default: the newest)",
+        help="for a RUN: a checkpoint of it, such as step_00000100, or `all`: sum the utilities over all checkpoints, "
+        "each weighted by the mean learning rate of the steps since the one before, as TracInCP (default: the newest)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME of the recipe or the run)"
+        "--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME, of the recipe or the run)"
     )
     add_again(parser)
 

@@ -1,9 +1,9 @@
-"""The utilities of a whole store along the gradients of trusted sets: one forward-mode pass for each set.
+"""Utilities of all tokens of a store along the gradients of trusted sets: one forward-mode (JVP) pass per set.
 
-For each checkpoint, and each set there, the gradient of the set's loss is taken with a backward over the set, and kept
-in shards. Then one forward over the data gives every token's loss and, beside it, the derivative of that loss along
-the gradient. Several checkpoints are TracInCP's sum (Pruthi et al. 2020, arXiv:2002.08484); with Adam's direction it
-is close to what LESS computes from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
+For each checkpoint and set, a backward over the set gives the gradient of its loss, kept in shards. One JVP pass over
+the data then gives each token's loss and the derivative of that loss along the gradient. The sum over several
+checkpoints is TracInCP (Pruthi et al. 2020, arXiv:2002.08484); with Adam's direction it is close to what LESS computes
+from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
 """
 
 import time
@@ -47,8 +47,6 @@ from vcore_ds.train.start_screen import describe_data
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, compute_jvp_losses_and_utilities
 
-# What a scoring takes of the memory of its ranks: a backward over trusted sets, a forward with tangents over data.
-
 
 def plan_scoring_memory(
     recipe: Recipe,
@@ -58,45 +56,47 @@ def plan_scoring_memory(
     longest: Sequence[int],
     trusted: Sequence[TokenStore],
 ) -> MemoryPlan | None:
-    """None for a model whose sizes are unknown.
+    """Plan the memory of a rank: a backward over the trusted sets, a JVP pass over the data.
 
     Args:
-        recipe: as `request` makes it of the user's.
-        deepspeed_config: complete.
+        recipe: a `ScoreRequest`'s.
+        deepspeed_config: the resolved configuration.
         store: the data.
-        longest: positions in it of the sequences that are scored first, which have the longest rows.
+        longest: positions in `store` of the first chunk, which has the longest sequences.
         trusted: the trusted sets.
+
+    Returns None for a model of unknown size.
     """
     main = plan.spread_main(longest, store.lengths[list(longest)].tolist(), plan.utility_micro_batch_size_per_rank)
     probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in trusted]
     passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
     counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    found = plan_memory(derive_plan_settings(recipe), plan, deepspeed_config, passes, counts)
-    if found is None:
+    memory = plan_memory(derive_plan_settings(recipe), plan, deepspeed_config, passes, counts)
+    if memory is None:
         return None
-    in_training = found.settings
-    # Nothing is learnt from the data: their pass has no graph, and the one with a graph is that over a trusted set.
+    in_training = memory.settings
+    # Only the pass over a trusted set has a backward; the one over the data has none.
     settings = replace(
         in_training,
         is_fused=False,
         main_tokens=in_training.probe_tokens,
         utility_tokens=in_training.main_tokens,
     )
-    return replace(found, settings=settings)
+    return replace(memory, settings=settings)
 
 
 CHUNK_TOKENS_PER_RANK = 16_384
-"""Tokens that are scored between two files: a second of a GPU, and enough to keep all ranks equally busy."""
+"""Tokens per rank and file of results: about a second on a GPU, and enough to balance the ranks."""
 SEQUENCES_PER_MICRO_BATCH = 8
-"""Least sequences of a chunk, for each that a rank has in one forward."""
+"""Minimum sequences of a chunk, per sequence of a micro-batch over all ranks."""
 
 
 def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_RANK) -> None:
-    """Scores on all ranks of the job and writes the folder on rank 0. A collective.
+    """Score on all ranks and write the folder on rank 0. A collective.
 
     Raises:
-        UserError: for whatever the user can fix; the finished part is kept.
-        NonFiniteLoss: on all ranks alike, with the sequences.
+        UserError: for a user's mistake, or a full disk; finished work is kept.
+        NonFiniteLoss: on all ranks, with the sequences.
     """
     recipe = request.recipe
     check_model(derive_plan_settings(recipe))
@@ -108,7 +108,7 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
             with writing("--output", request.output, NEW_FOLDER):
                 check_folder(request.output)
                 held.enter_context(unfinished_work(request.output, console.say))
-            refuse_existing(request.output, NEW_FOLDER)  # another process may have finished it since
+            refuse_existing(request.output, NEW_FOLDER)  # another process may have finished it while this one waited
 
         run_on_first_rank(hold)
         Scoring(request, console, unfinished_path(request.output), chunk_tokens_per_rank).run()
@@ -116,14 +116,14 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
 
 ON_A_TRAINED_MODEL = (
     "Note: to select training data, score with the base model or after a few steps. In our experiments a second "
-    "selection, with the weights from half-way through the training, did damage: such a model has learnt from all "
-    "traces, and its utilities tell them apart badly (docs/reports/whole-traces.md)"
+    "selection, with the weights from half-way through training, did damage: that model has learnt from all traces, "
+    "good and bad, and its utilities separate them poorly (docs/reports/whole-traces.md)"
 )
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One trusted set at one checkpoint (None: the base model)."""
+class ScoringPass:
+    """A pass over the data along one trusted set's gradient, at one checkpoint (None: the base model)."""
 
     number: int
     checkpoint: ScoredCheckpoint | None
@@ -131,10 +131,12 @@ class Pass:
 
 
 class Scoring:
-    """A request on the ranks of this job. The methods are collectives."""
+    """Executes a request on all ranks. The methods are collectives."""
 
     def __init__(self, request: ScoreRequest, console: Console, folder: Path, chunk_tokens_per_rank: int):
-        """`folder`: of the unfinished work, rank 0's."""
+        """Args:
+        folder: folder of unfinished work, used by rank 0.
+        """
         self.request, self.console, self.folder = request, console, folder
         recipe = request.recipe
         self.plan = plan_ranks(derive_plan_settings(recipe))
@@ -151,74 +153,75 @@ class Scoring:
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
         checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
         self.passes = [
-            Pass(number, checkpoint, name)
-            # By name: the same command with its sets in another order continues this one.
+            ScoringPass(number, checkpoint, name)
+            # Sorted by name: the same command with its sets in another order resumes this work.
             for number, (checkpoint, name) in enumerate(product(checkpoints, sorted(request.sets)))
         ]
 
     def run(self) -> None:
-        """Computes what is not there yet, and writes the result."""
+        """Compute the missing utilities and write the result."""
         recipe = self.request.recipe
         ds_config = deepspeed_config(derive_plan_settings(recipe), self.plan)
-        run_on_first_rank(lambda: self._begin(ds_config))
-        left = layout.gather_objects("job", self._left() if layout.is_first() else None)[0]
-        if any(left):
-            longest = next(self._chunks(next(filter(None, left))))
+        run_on_first_rank(lambda: self._resume_or_begin(ds_config))
+        remaining = layout.gather_objects("job", self._list_remaining() if layout.is_first() else None)[0]
+        if any(remaining):
+            longest = next(self._split_into_chunks(next(filter(None, remaining))))
             trusted = list(self.sets.values())
             memory = plan_scoring_memory(recipe, self.plan, ds_config, self.store, longest, trusted)
             check_memory(memory, recipe.engine, self.console)
             engine = build_engine(derive_engine_settings(recipe), ds_config)
-            self._compute(engine, left)
+            self._compute(engine, remaining)
             engine.close()
         run_on_first_rank(self._write)
 
-    def _begin(self, ds_config: dict[str, Any]) -> None:
-        """On rank 0: the folder of the unfinished work, with what is there of this very request."""
+    def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
+        """On rank 0: prepare the folder of unfinished work, keeping what the same request has left there."""
         passes = [(one.set_name, self.sets[one.set_name], one.checkpoint) for one in self.passes]
         identity = describe_request(self.request.recipe, self._description(), ds_config, passes)
         with writing("--output", self.folder, NEW_FOLDER):
             resume_or_begin(self.folder, identity, self.console.say, again=self.request.again)
 
-    def _left(self) -> list[list[int]]:
-        """On rank 0: the positions of the sequences that each pass has still to score, longest first, so that what
-        does not fit into memory fails at once."""
+    def _list_remaining(self) -> list[list[int]]:
+        """On rank 0: for each pass, the positions of the sequences not yet scored, longest first: a pass that does not
+        fit in memory fails at once."""
         by_length = sorted(range(len(self.store)), key=lambda i: -self.store.lengths[i])
-        left = []
+        remaining = []
         for one in self.passes:
-            done = self._files(one).positions()
-            left.append([i for i in by_length if i not in done])
-        if (num_done := len(by_length) * len(left) - sum(map(len, left))) > 0:
-            self.console.say(f"{num_done:,} of {len(by_length) * len(left):,} sequences were scored before")
-        return left
+            done = self._files(one).read_positions()
+            remaining.append([i for i in by_length if i not in done])
+        total = len(by_length) * len(remaining)
+        if (num_done := total - sum(map(len, remaining))) > 0:
+            self.console.say(f"{num_done:,} of {total:,} sequences were scored before")
+        return remaining
 
-    def _compute(self, engine: Engine, left: Sequence[Sequence[int]]) -> None:
+    def _compute(self, engine: Engine, remaining: Sequence[Sequence[int]]) -> None:
         recipe, console = self.request.recipe, self.console
         direction = Direction(engine, recipe.probe.rank)
-        checkpoints, at = Checkpoints(recipe, console), None
+        checkpoints, loaded = Checkpoints(recipe, console), None
         if not self.request.checkpoints:
-            self._check(engine, direction)
-        for one, positions in zip(self.passes, left, strict=True):
+            self._check_start(engine, direction)
+        for one, positions in zip(self.passes, remaining, strict=True):
             if not positions:
                 continue
-            if one.checkpoint is not None and one.checkpoint != at:
+            if one.checkpoint is not None and one.checkpoint != loaded:
                 mark("loading the checkpoint")
                 checkpoints.read(checkpoints.of_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
-                at = one.checkpoint
-                self._check(engine, direction)
-            self._take(direction, one)
+                loaded = one.checkpoint
+                self._check_start(engine, direction)
+            self._take_direction(direction, one)
             self._score(engine, direction, one, positions)
 
-    def _check(self, engine: Engine, direction: Direction) -> None:
+    def _check_start(self, engine: Engine, direction: Direction) -> None:
         check_start(engine, self.feed, self.console)
         check_derivatives(engine, ForwardMode(engine, direction), self.feed, self.console)
 
-    def _take(self, direction: Direction, one: Pass) -> None:
-        """The gradient of all of a trusted set."""
+    def _take_direction(self, direction: Direction, one: ScoringPass) -> None:
+        """Compute the gradient of the loss of the pass's trusted set, over all its traces."""
         mark("gradient of the trusted set")
         recipe, trusted = self.request.recipe, self.sets[one.set_name]
         batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
-        self.console.say(f"Gradient of {one.set_name}: {len(trusted):,} traces{_of(one.checkpoint)}")
-        found = direction.compute(
+        self.console.say(f"Gradient of {one.set_name}: {len(trusted):,} traces{_describe(one.checkpoint)}")
+        probe = direction.compute(
             batches,
             normalization=recipe.method.normalization,
             clip=recipe.probe.clip,
@@ -226,59 +229,58 @@ class Scoring:
             loss_weights=recipe.probe.loss,
             seed=recipe.run.seed,
         )
-        assert found.loss is not None
+        assert probe.loss is not None
         if layout.is_first():
-            self._files(one).write_set(found.loss, found.gradient_norm)
+            self._files(one).write_set(probe.loss, probe.gradient_norm)
 
-    def _score(self, engine: Engine, direction: Direction, one: Pass, positions: Sequence[int]) -> None:
+    def _score(self, engine: Engine, direction: Direction, one: ScoringPass, positions: Sequence[int]) -> None:
         mark("utilities")
-        title = f"Utilities along {one.set_name}{_of(one.checkpoint)}"
+        title = f"Utilities along {one.set_name}{_describe(one.checkpoint)}"
         with self.console.progress(title, float(self.store.lengths[list(positions)].sum())) as progress:
-            for chunk in self._chunks(positions):
-                scored = self._scored(engine, direction, chunk)
-                # One rank alone may fail here, with a full disk: the others find it gone in the next chunk.
+            for chunk in self._split_into_chunks(positions):
+                scored = self._score_chunk(engine, direction, chunk)
+                # Rank 0 alone may fail here, on a full disk; the watchdog stops the others in the next chunk.
                 if layout.is_first():
                     with writing("--output", self.folder, NEW_FOLDER):
                         self._files(one).add(scored)
                 progress.advance(float(self.store.lengths[chunk].sum()))
 
-    def _chunks(self, positions: Sequence[int]) -> Iterator[list[int]]:
-        """The positions in order, cut where a chunk has enough sequences and tokens. What is left after an
-        interruption begins with a new chunk, so that it is cut as it would have been."""
-        least = self.plan.num_ranks * (self.plan.utility_micro_batch_size_per_rank or 1) * SEQUENCES_PER_MICRO_BATCH
+    def _split_into_chunks(self, positions: Sequence[int]) -> Iterator[list[int]]:
+        """Split the positions, in order, into chunks with enough sequences and tokens. Work resumes at the start of a
+        chunk, so a resumed scoring has the same chunks."""
+        min_size = self.plan.num_ranks * (self.plan.utility_micro_batch_size_per_rank or 1) * SEQUENCES_PER_MICRO_BATCH
         chunk, num_tokens = [], 0
         for position in positions:
             chunk.append(position)
             num_tokens += int(self.store.lengths[position])
-            if len(chunk) >= least and num_tokens >= self.chunk_tokens:
+            if len(chunk) >= min_size and num_tokens >= self.chunk_tokens:
                 yield chunk
                 chunk, num_tokens = [], 0
         if chunk:
             yield chunk
 
-    def _scored(self, engine: Engine, direction: Direction, chunk: Sequence[int]) -> list[ScoredSequence]:
-        """Losses and utilities of the sequences at `chunk`, in that order, on all ranks."""
+    def _score_chunk(self, engine: Engine, direction: Direction, chunk: Sequence[int]) -> list[ScoredSequence]:
+        """Losses and utilities of the sequences at the positions `chunk`, in that order, on all ranks."""
         position_of = {int(self.store.sequence_ids[i]): i for i in chunk}
         batches = self.feed.batches(chunk, self.plan.utility_micro_batch_size_per_rank)
-        own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        found = compute_jvp_losses_and_utilities(engine, direction, batches)
-        for batch, values in zip(batches, found, strict=True):
+        of_rank: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for batch, values in zip(batches, compute_jvp_losses_and_utilities(engine, direction, batches), strict=True):
             sizes = batch.num_supervised_tokens().tolist()
             losses, utilities = ([part.cpu().float().numpy() for part in value.split(sizes)] for value in values)
-            for sequence_id, *arrays in zip(batch.sequence_ids, losses, utilities, strict=False):  # none in an idle row
-                own[position_of[sequence_id]] = (arrays[0], arrays[1])
+            # not strict: a padding pack has no sequence ids
+            for sequence_id, *arrays in zip(batch.sequence_ids, losses, utilities, strict=False):
+                of_rank[position_of[sequence_id]] = (arrays[0], arrays[1])
         if layout.rank("sequence", batches[0].sequence_parallel) > 0:
-            own = {}  # the first rank of those that share rows has the same
-        every_rank = layout.gather_objects("job", own)
-        whole = {i: arrays for of_rank in every_rank for i, arrays in of_rank.items()}
-        wrong = [i for i, arrays in whole.items() if not all(np.isfinite(values).all() for values in arrays)]
+            of_rank = {}  # the first rank of a sequence-parallel group has the same values
+        scored = {i: arrays for part in layout.gather_objects("job", of_rank) for i, arrays in part.items()}
+        wrong = [i for i, arrays in scored.items() if not all(np.isfinite(values).all() for values in arrays)]
         if wrong:
             shown = ", ".join(map(str, sorted(wrong)[:8])) + (" ..." if len(wrong) > 8 else "")
             raise NonFiniteLoss(f"data.train_path: loss or utility is not finite of the sequences at positions {shown}")
-        return [ScoredSequence(i, *whole[i]) for i in chunk]
+        return [ScoredSequence(i, *scored[i]) for i in chunk]
 
     def _write(self) -> None:
-        """On rank 0."""
+        """Write the result, on rank 0."""
         inputs = {
             name: SetInputs(
                 self.request.sets[name],
@@ -291,26 +293,28 @@ class Scoring:
             scores = write_result(self.folder, self.request.output, self.store, inputs, self._description())
         self.console.say(describe(self.request.output, scores))
 
-    def _weight(self, one: Pass) -> float:
+    def _weight(self, one: ScoringPass) -> float:
         return 1.0 if one.checkpoint is None else one.checkpoint.weight
 
-    def _files(self, one: Pass) -> PassFiles:
+    def _files(self, one: ScoringPass) -> PassFiles:
         return PassFiles(self.folder, one.number)
 
     def _description(self) -> Scores:
-        """What scores.json will hold, without what the passes measure: `sets` is empty."""
+        """scores.json without the measured `sets`."""
         request, store = self.request, self.store
         recipe, manifest = request.recipe, store.manifest
+        num_rows, dropped = store.dropped_rows()
         return Scores(
             data=ScoredData(
                 recipe.data.train_path,
                 store.digest,
+                len(store),
                 manifest["tokenizer"]["hash"],
                 manifest["tokenizer"]["chat_template_hash"],
-                len(store),
                 manifest["num_supervised_tokens"],
                 {one["file"]: one["fingerprint"] for one in manifest.get("source", []) if "file" in one},
-                *store.dropped_rows(),
+                num_rows=num_rows,
+                dropped=dropped,
             ),
             model=recipe.model.path,
             model_digest=compute_model_digest(recipe.model.path),
@@ -323,5 +327,5 @@ class Scoring:
         )
 
 
-def _of(checkpoint: ScoredCheckpoint | None) -> str:
+def _describe(checkpoint: ScoredCheckpoint | None) -> str:
     return "" if checkpoint is None else f", checkpoint of step {checkpoint.step}"

@@ -1,7 +1,5 @@
-"""The page of scores: where utilities lie, by source and by length, and the best and worst traces token by token."""
+"""The HTML page of scores: the distribution of utilities, by source and length, and the best and worst traces."""
 
-import base64
-import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +9,13 @@ import numpy as np
 
 from vcore_ds.commands import html_page
 from vcore_ds.commands.report.tokens import TokenTexts
-from vcore_ds.commands.report.traces import loss_levels, nearest, rounded, utility_levels
+from vcore_ds.commands.report.traces import index_type, loss_levels, nearest, pack_arrays, rounded, utility_levels
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
 from vcore_ds.data.scores_folder import (
     PAGE,
-    ScoredData,
+    DataSet,
     Scores,
-    TrustedSet,
     read_scores,
     read_tokens,
     read_traces,
@@ -27,25 +24,22 @@ from vcore_ds.data.scores_folder import (
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import find_local_folder
 
-# The best and worst traces as a page can hold them: a byte for each measure of a token, compressed; each text once.
-
-
 MOST_TOKENS = 800_000
-"""Tokens of a page, some 3 MB of it. Where there are more, each trace is cut to its part of them."""
+"""Maximum tokens of a page, about 3 MB. If there are more, every trace is truncated to its share."""
 SUPERVISED = 1
-"""Flag of a token that is trained on; the others belong to the prompt."""
+"""Flag of a supervised token; the others belong to the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShownTrace:
-    """The tokens of a trace, prompt included."""
+    """The tokens of a trace, including the prompt."""
 
     token_ids: np.ndarray
     positions: np.ndarray
 
     @staticmethod
-    def of(row: Mapping[str, Any], most_tokens: int | None = None) -> "ShownTrace":
-        """From a row of tokens.parquet, its first `most_tokens`."""
+    def from_row(row: Mapping[str, Any], most_tokens: int | None = None) -> "ShownTrace":
+        """The first `most_tokens` tokens of a row of tokens.parquet."""
         ids = np.array(row["tokens"][:most_tokens], dtype=np.int32)
         return ShownTrace(ids, np.arange(len(ids)))
 
@@ -53,10 +47,10 @@ class ShownTrace:
 def encode_traces(
     name: str, columns: Mapping[str, np.ndarray], shown: Sequence[Mapping[str, Any]], texts: TokenTexts
 ) -> tuple[dict[str, Any], str]:
-    """What the page knows of the shown traces of a set: a description for JSON, and the tokens as base64 of gzip.
+    """Encode the shown traces of a set for the page: a description for JSON, and the tokens as gzip in base64.
 
-    The bytes are, for all tokens, one array after the other: place in `texts` (`bytesText` each, little-endian), then a
-    byte each: place in the levels of loss, of utility, and flags. The best trace comes first, the worst last.
+    The bytes are arrays over all tokens, one after the other: index in `texts` (`bytesText` bytes each, little-endian),
+    then one byte each: index in the levels of loss and of utility, and flags. The best trace comes first.
     """
     total, mean, rank, _ = utility_columns(name)
     rows = sorted((row for row in shown if row["set"] == name), key=lambda row: columns[rank][row["sequence"]])
@@ -68,14 +62,14 @@ def encode_traces(
     losses: list[np.ndarray] = []
     utilities: list[np.ndarray] = []
     for row in rows:
-        trace, place = ShownTrace.of(row, most), row["sequence"]
+        trace, place = ShownTrace.from_row(row, most), row["sequence"]
         supervised = np.array(row["supervised"][:most], dtype=np.bool_)
-        places.append(np.array([names.setdefault(piece, len(names)) for piece in texts.pieces_of(trace)]))
+        places.append(np.array([names.setdefault(piece, len(names)) for piece in texts.read_pieces(trace)]))
         flags.append(supervised.astype(np.uint8) * SUPERVISED)
-        for found, values in ((losses, row["losses"]), (utilities, row["utilities"])):
-            of_tokens = np.zeros(len(supervised))
-            of_tokens[supervised] = values[: int(supervised.sum())]
-            found.append(of_tokens)
+        for arrays, values in ((losses, row["losses"]), (utilities, row["utilities"])):
+            per_token = np.zeros(len(supervised))
+            per_token[supervised] = values[: int(supervised.sum())]
+            arrays.append(per_token)
         sequences.append(
             {
                 "step": "",
@@ -90,7 +84,7 @@ def encode_traces(
         )
     all_losses, all_utilities, all_flags = (np.concatenate(parts) for parts in (losses, utilities, flags))
     levels = {"loss": loss_levels(all_losses), "utility": utility_levels(all_utilities[all_flags == SUPERVISED])}
-    text_type = np.dtype("<u2" if len(names) <= 1 << 16 else "<u4")
+    text_type = index_type(len(names))
     arrays = [
         np.concatenate(places).astype(text_type),
         nearest(levels["loss"], all_losses),
@@ -106,25 +100,24 @@ def encode_traces(
         "numScored": len(columns[rank]),
         "sequences": sequences,
     }
-    packed = gzip.compress(b"".join(array.tobytes() for array in arrays), compresslevel=6, mtime=0)
-    return description, base64.b64encode(packed).decode()
+    return description, pack_arrays(arrays)
 
 
 SOURCES = Path(__file__).parent / "page"
 SCRIPTS = ("charts.js", "traces.js", "main.js")
-"""In the order in which they stand in the page."""
+"""In the order of the page."""
 NUM_BINS = 40
 EDGES = (0.005, 0.995)
-"""Quantiles between which a histogram has its bins; what is beyond is counted in the outer ones."""
+"""Quantiles that limit a histogram's bins; traces beyond them are counted in the outer bins."""
 MOST_POINTS = 3000
-"""Traces that are drawn as points; of more, every so many by utility."""
+"""Maximum points of a scatter plot; of more traces, every k-th by rank is drawn."""
 MOST_SOURCES = 40
-"""Sources with a row of their own, those with the most traces."""
+"""Maximum rows of the table of sources: those with the most traces."""
 COLUMNS = ("source", "row", "num_supervised_tokens", "loss")
 
 
 def write_page(folder: Path) -> None:
-    """Writes scores.html from the other files of a folder of scores.
+    """Write scores.html from the other files of the folder.
 
     Raises:
         UserError: one of them is missing or damaged.
@@ -138,13 +131,13 @@ def write_page(folder: Path) -> None:
 
 
 def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str, Any]]) -> str:
-    """The page as text.
+    """Render the page as HTML.
 
     Args:
-        columns: of scores.parquet by name, for each trace.
+        columns: columns of scores.parquet by name.
         shown: rows of tokens.parquet.
     """
-    texts, why_no_tokens = _texts(scores, shown)
+    texts, why_no_tokens = _read_texts(scores, shown)
     encoded = [] if texts is None else [encode_traces(name, columns, shown, texts) for name in scores.sets]
     data = {
         "sets": [
@@ -165,7 +158,7 @@ def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str,
         {f"traces-{place}": blob for place, (_, blob) in enumerate(encoded)},
         title=f"Scores of {Path(scores.data.path).name}",
         scores=scores,
-        how=_how(scores),
+        how=_describe_weights(scores),
         sets=_sets_table(scores),
         dropped=_describe_dropped(scores),
         sources=[(name, _sources_table(columns, name)) for name in scores.sets],
@@ -175,29 +168,29 @@ def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str,
     )
 
 
-def _texts(scores: Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts | None, str | None]:
-    """What reads the tokens; None with the reason where they cannot be read."""
+def _read_texts(scores: Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts | None, str | None]:
+    """The texts of the tokens; or None and the reason why they cannot be read."""
     try:
-        # Of this machine alone: the scoring has read it from there, and a hub that cannot be reached takes a minute.
+        # Local only: scoring has just read it here, and waiting for an unreachable hub takes a minute.
         tokenizer = load_tokenizer(str(find_local_folder(scores.model)))
-        return TokenTexts(tokenizer, [ShownTrace.of(row) for row in shown]), None
+        return TokenTexts(tokenizer, [ShownTrace.from_row(row) for row in shown]), None
     except UserError as error:
         return None, f"The tokens are not shown: {error}"
 
 
-def _how(scores: Scores) -> str:
+def _describe_weights(scores: Scores) -> str:
     """A sentence on the weights and the direction."""
-    with_weights = f"the weights of {scores.model}"
+    model = scores.model
     if scores.checkpoints:
         steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
-        with_weights = f"the weights of {scores.checkpoints[0].run} after step {steps}"
-    along = "the gradient" if scores.direction == "sgd" else "the update that Adam makes of the gradient"
-    return f"Taken with {with_weights}, along {along} of each set's loss."
+        model = f"{scores.checkpoints[0].run} after step {steps}"
+    direction = "gradient" if scores.direction == "sgd" else "gradient, multiplied by the Jacobian of Adam's update,"
+    return f"Computed with the weights of {model}, along the {direction} of each set's loss."
 
 
 def _describe_dropped(scores: Scores) -> list[str]:
-    """A sentence for the data and each set whose store lacks rows of its source."""
-    uses: list[tuple[ScoredData | TrustedSet, str]] = [(scores.data, "scored")]
+    """A sentence for the scored data, and for each set, if rows of its source were dropped."""
+    uses: list[tuple[DataSet, str]] = [(scores.data, "scored")]
     uses += [(one, f"used as the trusted set {name}") for name, one in scores.sets.items()]
     return [
         f"{one.num_sequences:,} of {one.num_rows:,} rows of {one.path} are {use}; dropped: "
@@ -209,14 +202,14 @@ def _describe_dropped(scores: Scores) -> list[str]:
 
 
 def _utilities(columns: dict[str, np.ndarray], name: str, by: str) -> np.ndarray:
-    """fp64 [n], the finite ones."""
+    """The finite utilities, fp64 [n]."""
     total, mean, _, _ = utility_columns(name)
     values = columns[mean if by == "mean" else total].astype(np.float64)
     return values[np.isfinite(values)]
 
 
 def _histogram(utilities: np.ndarray) -> dict[str, Any]:
-    """Traces in bins of equal width, with 0 at an edge between two of them."""
+    """Number of traces in bins of equal width; 0 is an edge between two bins."""
     low, high = np.quantile(utilities, EDGES) if len(utilities) else (0.0, 0.0)
     low, high = min(low, 0.0), max(high, 0.0)
     width = max(high - low, 1e-30) / NUM_BINS
@@ -231,7 +224,7 @@ def _histogram(utilities: np.ndarray) -> dict[str, Any]:
 
 
 def _points(columns: dict[str, np.ndarray], name: str) -> dict[str, list[float]]:
-    """Length and utilities of traces, at most `MOST_POINTS`."""
+    """Length and utilities of at most `MOST_POINTS` traces."""
     total, mean, rank, _ = utility_columns(name)
     order = np.argsort(columns[rank], kind="stable")
     order = order[np.isfinite(columns[mean][order]) & (columns["num_supervised_tokens"][order] > 0)]
@@ -262,7 +255,7 @@ def _sets_table(scores: Scores) -> list[list[str]]:
 
 
 def _sources_table(columns: dict[str, np.ndarray], name: str) -> list[list[str]]:
-    """A row for each source, those with the most traces first, after one for all."""
+    """A row for all sources together, if there are several, then one per source, the one with the most traces first."""
     mean = columns[utility_columns(name)[1]].astype(np.float64)
     sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
     by_size = np.argsort(-np.bincount(index), kind="stable")[:MOST_SOURCES]

@@ -1,4 +1,4 @@
-"""What `vcore-ds score` was asked for, and what it refuses at once, before torch is imported."""
+"""The request of `vcore-ds score`: parse and check its arguments before torch is imported, and its identity."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,24 +30,24 @@ from vcore_ds.train.run_reader import read_metrics_of
 ONLY_SET = "trusted"
 """Name of the set at data.probe_path."""
 NEW_FOLDER = "a new folder that can be written"
-"""What `--output` has to be, for messages."""
+"""What `--output` must be, for messages."""
 
 _SET = re.compile(r"(\w{1,64})=(.+)")
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Data, weights and directions of a scoring."""
+    """The data, weights and directions to score with."""
 
     recipe: Recipe
-    """With `run.output_dir` where the run is now."""
+    """`run.output_dir` is the run's present folder."""
     sets: dict[str, str]
     """Name -> path of each trusted set."""
     checkpoints: list[ScoredCheckpoint]
-    """In the order of their steps; empty for the base model."""
+    """In ascending order of steps; empty for the base model."""
     output: Path
     again: bool = False
-    """Delete what an earlier attempt has left unfinished."""
+    """Delete the unfinished work of an earlier attempt."""
 
 
 def make_request(
@@ -58,10 +58,10 @@ def make_request(
     output: Path | None,
     again: bool = False,
 ) -> ScoreRequest:
-    """The arguments of the command, read and checked.
+    """Check the command's arguments and make the request.
 
     Raises:
-        UserError: the recipe, the run, the checkpoint, a set or the output is not what it has to be.
+        UserError: the recipe, the run, the checkpoint, a set or the output cannot be used.
     """
     run = Path(target) if Path(target).is_dir() else None
     if run is not None and not (run / RECIPE).is_file():
@@ -71,42 +71,42 @@ def make_request(
     recipe = load_recipe(target if run is None else run / RECIPE, overrides, accept_retired=run is not None)
     if recipe.method.uses_utilities and recipe.utility.estimator != "jvp":
         raise UserError(
-            "utility.estimator: found finite_difference; expected jvp: scores are exact derivatives, of forward mode. "
-            "Add utility.estimator=jvp utility.epsilon=null"
+            "utility.estimator: found finite_difference; expected jvp: scores are exact derivatives, by forward-mode "
+            "differentiation. Add utility.estimator=jvp utility.epsilon=null"
         )
-    named = _named_sets(sets)
-    if not named and recipe.data.probe_path is not None:
-        named = {ONLY_SET: recipe.data.probe_path}
-    if not named:
+    path_of_set = _parse_sets(sets)
+    if not path_of_set and recipe.data.probe_path is not None:
+        path_of_set = {ONLY_SET: recipe.data.probe_path}
+    if not path_of_set:
         raise UserError(
-            "data.probe_path: found null; expected a trusted set: traces that are known to be right, a few will do. "
-            "Add data.probe_path=PATH, or --set NAME=PATH for each of several"
+            "data.probe_path: found null; expected a trusted set: traces that are known to be right, a few are enough. "
+            "Add data.probe_path=PATH, or --set NAME=PATH for each of several sets"
         )
     if output is None:
         output = Path("runs", "scores", Path(target).stem if run is None else run.resolve().name)
     refuse_existing(output, NEW_FOLDER)
-    checkpoints = [] if run is None else _checkpoints(run, checkpoint)
-    return ScoreRequest(_scored(recipe, run), named, checkpoints, output, again)
+    checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
+    return ScoreRequest(_scoring_recipe(recipe, run), path_of_set, checkpoints, output, again)
 
 
-def _named_sets(words: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _parse_sets(words: Sequence[str]) -> dict[str, str]:
+    """The path of each set by its name."""
+    path_of_set: dict[str, str] = {}
     for word in words:
         match = _SET.fullmatch(word)
-        if match is None or match[1] in found:
+        if match is None or match[1] in path_of_set:
             raise UserError(
-                f"--set: found {word}; expected NAME=PATH, where NAME has letters, digits and _, 64 at most, and "
-                "another one for each set"
+                f"--set: found {word}; expected NAME=PATH, with a unique NAME of at most 64 letters, digits and _"
             )
-        found[match[1]] = match[2]
-    return found
+        path_of_set[match[1]] = match[2]
+    return path_of_set
 
 
-def _scored(recipe: Recipe, run: Path | None) -> Recipe:
-    """The recipe as one that takes directions of whole trusted sets, whatever its method is.
+def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
+    """The recipe, changed to take directions of complete trusted sets, whatever its method.
 
-    What a scoring does not read is the same in all of these recipes: they are what identifies a scoring
-    (`identity.describe_request`).
+    Everything that scoring does not use gets a fixed value, because the recipe is part of the request's identity
+    (`describe_request`).
     """
     has_moments = run is not None and recipe.probe.direction == "adam"
     probe = {"batch_size": "all", "every": 1}
@@ -114,7 +114,7 @@ def _scored(recipe: Recipe, run: Path | None) -> Recipe:
     changes = {
         "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
         "utility": UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
-        # Clipping is a factor of all utilities, but for Adam's Jacobian, which belongs to clipped gradients.
+        # Clipping scales all utilities alike. Adam's Jacobian needs it: the moments are of clipped gradients.
         "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
         "data": recipe.data.model_copy(update=data),
         "schedule": ScheduleConfig(num_steps=1),
@@ -122,15 +122,15 @@ def _scored(recipe: Recipe, run: Path | None) -> Recipe:
         "track": TrackConfig(),
         "checkpoint": CheckpointConfig(),
     }
-    if not has_moments:  # what the optimizer would keep beside the parameters takes two thirds of its memory
+    if not has_moments:  # AdamW's unused moments would take two thirds of the optimizer's memory
         changes["optimizer"] = OptimizerConfig(name="sgd", learning_rate=1.0)
     return recipe.model_copy(update=changes)
 
 
-def _checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
-    """The named one, all of them or the newest, with their weights in the sum.
+def _select_checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
+    """The named checkpoint, all of them, or the newest (None), with their weights in the sum.
 
-    Raises UserError where there is none of that name.
+    Raises UserError if there is no such checkpoint.
     """
     with reading("RUN", run, "the folder of a run"):
         complete = {
@@ -140,26 +140,23 @@ def _checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
             and (step := checkpoint_folder.parse_step(folder)) is not None
         }
     if not complete or name not in (None, "all", *complete):
-        there = ", ".join(complete) or "no finished one"
-        raise UserError(f"--checkpoint: {run / 'checkpoints'}: expected {name or 'a checkpoint'}; found {there}")
+        names = ", ".join(complete) or "no finished one"
+        raise UserError(f"--checkpoint: {run / 'checkpoints'}: expected {name or 'a checkpoint'}; found {names}")
     if name != "all":
         step, digest = complete[name] if name is not None else max(complete.values())
         return [ScoredCheckpoint(str(run), step, 1.0, digest)]
     rates = {int(line["step"] or 0): line["learning_rate"] or 0.0 for line in read_metrics_of(run)}
-    found, before = [], 0
+    checkpoints, previous = [], 0
     for step, digest in complete.values():
-        steps = range(before + 1, step + 1)
+        steps = range(previous + 1, step + 1)
         if missing := [k for k in steps if k not in rates]:
             raise UserError(
-                f"RUN: {run}: found no learning rate of step {missing[0]} in metrics.jsonl; expected that of all steps "
+                f"RUN: {run}: found no learning rate of step {missing[0]} in metrics.jsonl; expected one for each step "
                 "up to the last checkpoint, to weight the checkpoints. Name one of them with --checkpoint"
             )
-        found.append(ScoredCheckpoint(str(run), step, sum(rates[k] for k in steps) / len(steps), digest))
-        before = step
-    return found
-
-
-# What identifies a scoring: everything that its losses and utilities depend on. Work that differs is not continued.
+        checkpoints.append(ScoredCheckpoint(str(run), step, sum(rates[k] for k in steps) / len(steps), digest))
+        previous = step
+    return checkpoints
 
 
 BY_DIGEST = frozenset(
@@ -172,10 +169,9 @@ BY_DIGEST = frozenset(
         "engine.deepspeed_config",
     }
 )
-"""Keys of files whose contents count, wherever they are."""
+"""Keys of files, which are compared by content."""
 WITHOUT_EFFECT = frozenset(
     {
-        # The same numbers in less memory.
         "model.gradient_checkpointing",
         "model.activation_offload",
         "engine.memory_check",
@@ -183,7 +179,7 @@ WITHOUT_EFFECT = frozenset(
         "engine.lost_rank_seconds",
     }
 )
-"""Keys that may differ when a scoring is continued, such as after a rank ran out of memory."""
+"""Keys that may differ when a scoring is resumed, such as after a rank ran out of memory: they change no number."""
 
 
 def describe_request(
@@ -192,15 +188,16 @@ def describe_request(
     deepspeed_config: Mapping[str, Any],
     passes: Sequence[tuple[str, TokenStore, ScoredCheckpoint | None]],
 ) -> dict[str, Any]:
-    """The identity of a scoring, for JSON.
+    """The identity of a scoring, for JSON: all that its losses and utilities depend on. Unfinished work is resumed only
+    for the same identity.
 
-    All keys of the recipe count but those named above: a new one cannot be forgotten.
+    It includes every key of the recipe except those listed above, so a new key cannot be forgotten.
 
     Args:
-        recipe: as `request` makes it of the user's.
-        description: of the data and the model.
-        deepspeed_config: complete.
-        passes: name and data of the trusted set, and the checkpoint, in the order of their numbers.
+        recipe: a `ScoreRequest`'s.
+        description: describes the data and the model.
+        deepspeed_config: the resolved configuration.
+        passes: name and data of the trusted set, and the checkpoint, in the order of the passes' numbers.
     """
     data = description.data
     return {
@@ -214,7 +211,7 @@ def describe_request(
             "chat_template": data.chat_template_hash,
         },
         "recipe": {k: v for k, v in flat_values(recipe).items() if k not in BY_DIGEST | WITHOUT_EFFECT},
-        # Where ZeRO-3 keeps shards and in which pieces it sends them changes no number, nor does the number of ranks.
+        # Neither ZeRO-3's settings (offload, bucket sizes) nor the number of ranks changes a result.
         "deepspeed": {k: v for k, v in deepspeed_config.items() if k not in ("zero_optimization", "train_batch_size")},
         "passes": [
             {"set": name, "digest": trusted.digest}

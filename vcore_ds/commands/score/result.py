@@ -1,4 +1,11 @@
-"""From losses and utilities of all tokens to the tables, and to the lines on the screen. On one process."""
+"""Files of finished work, the tables of a scoring, and its last lines on the screen. Used on rank 0 alone.
+
+    OUTPUT.unfinished/request.json           the request's identity
+    OUTPUT.unfinished/pass_000/set.json      loss and gradient norm of the pass's trusted set
+    OUTPUT.unfinished/pass_000/000000.npz    losses and utilities of some sequences; no sequence is in two files
+
+A pass is one trusted set at one checkpoint. Files are written atomically, so they survive a kill.
+"""
 
 import json
 import shutil
@@ -26,24 +33,15 @@ from vcore_ds.data.scores_folder import (
 from vcore_ds.data.store import TokenStore
 from vcore_ds.train.token_records import write_arrays
 
-# Losses and utilities of all tokens, as they are computed: files that survive a kill.
-#
-# OUTPUT.unfinished/request.json what is scored; another request starts over OUTPUT.unfinished/pass_000/set.json loss
-# and gradient norm of the pass's trusted set OUTPUT.unfinished/pass_000/000000.npz losses and utilities of some
-# sequences; no sequence is in two files
-#
-# A pass is one trusted set at one checkpoint.
-
-
 SET = "set.json"
 
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """The supervised tokens of a sequence."""
+    """Losses and utilities of the supervised tokens of a sequence."""
 
     position: int
-    """In the store."""
+    """Position in the store."""
     losses: np.ndarray
     """float32 [n], nats"""
     utilities: np.ndarray
@@ -51,23 +49,23 @@ class ScoredSequence:
 
 
 class PassFiles:
-    """The files of one pass, for rank 0 alone."""
+    """The files of one pass."""
 
     def __init__(self, folder: Path, number: int):
         self._folder = folder / f"pass_{number:03d}"
         self._folder.mkdir(exist_ok=True)
 
     def write_set(self, loss: float, gradient_norm: float) -> None:
-        """Keeps what was measured while the direction was taken."""
+        """Write the loss and the gradient norm of the pass's trusted set."""
         write_json(self._folder / SET, {"loss": loss, "gradient_norm": gradient_norm})
 
     def read_set(self) -> tuple[float, float]:
         """Loss in nats, and gradient norm, of the pass's trusted set."""
-        found = json.loads((self._folder / SET).read_text(encoding="utf-8"))
-        return found["loss"], found["gradient_norm"]
+        values = json.loads((self._folder / SET).read_text(encoding="utf-8"))
+        return values["loss"], values["gradient_norm"]
 
     def add(self, sequences: Sequence[ScoredSequence]) -> None:
-        """Writes a further file, whole or not at all; at least one sequence."""
+        """Write another file, atomically, with at least one sequence."""
         number = sum(1 for _ in self._folder.glob("*.npz"))
         write_arrays(
             self._folder / f"{number:06d}.npz",
@@ -79,18 +77,18 @@ class PassFiles:
             },
         )
 
-    def positions(self) -> set[int]:
-        """Of the sequences whose files are there; empty where the set's own is not."""
+    def read_positions(self) -> set[int]:
+        """Positions of the finished sequences; empty where `SET` is missing."""
         if not (self._folder / SET).is_file():
             return set()
-        found: set[int] = set()
+        positions: set[int] = set()
         for path in self._folder.glob("*.npz"):
             with np.load(path) as stored:
-                found.update(stored["position"].tolist())
-        return found
+                positions.update(stored["position"].tolist())
+        return positions
 
-    def sequences(self) -> Iterator[ScoredSequence]:
-        """All that were written, a file in memory at a time."""
+    def read_sequences(self) -> Iterator[ScoredSequence]:
+        """Read all finished sequences, with one file in memory at a time."""
         for path in sorted(self._folder.glob("*.npz")):
             with np.load(path) as stored:
                 ends = np.cumsum(stored["num_tokens"])[:-1]
@@ -100,27 +98,27 @@ class PassFiles:
 
 
 MAX_SOURCES = 12
-"""Sources in the table on the screen."""
+"""Maximum sources in the table on the screen."""
 
 
 @dataclass(frozen=True)
 class SetInputs:
-    """What was computed along a trusted set."""
+    """A trusted set and the finished passes along its gradient."""
 
     path: str
     store: TokenStore
     passes: Sequence[tuple[float, PassFiles]]
-    """One for each checkpoint, with its weight, in the order of their steps."""
+    """Weight and files for each checkpoint, in ascending order of steps."""
 
 
 def write_result(
     folder: Path, output: Path, store: TokenStore, sets: Mapping[str, SetInputs], description: Scores
 ) -> Scores:
-    """Writes the folder `output`, whole, from what is in `folder`, and returns scores.json.
+    """Write the folder `output` atomically from the files in `folder`, and return scores.json.
 
     Args:
-        folder: of the unfinished work.
-        description: without the sets.
+        folder: folder of unfinished work.
+        description: scores.json without the sets.
 
     Raises:
         OSError: the folder cannot be written.
@@ -128,27 +126,28 @@ def write_result(
     from vcore_ds.commands.score.page import write_page
 
     staged = folder / "result"
-    shutil.rmtree(staged, ignore_errors=True)  # that of an attempt that was killed just before its end
+    shutil.rmtree(staged, ignore_errors=True)  # of an attempt that was killed just before its end
     staged.mkdir()
-    columns, num_tokens = _columns(store, sets)
+    columns, num_tokens = _make_columns(store, sets)
     measured, rows = {}, []
     for name, inputs in sets.items():
-        of_sum, of_mean, of_rank, _ = (columns[column] for column in utility_columns(name))
+        total, mean, rank, _ = (columns[column] for column in utility_columns(name))
         loss, gradient_norm = inputs.passes[-1][1].read_set()
+        num_rows, dropped = inputs.store.dropped_rows()
         measured[name] = TrustedSet(
             inputs.path,
             inputs.store.digest,
             len(inputs.store),
             loss,
             gradient_norm,
-            length_correlation_sum=rank_correlation(of_sum, num_tokens),
-            length_correlation_mean=rank_correlation(of_mean, num_tokens),
-            num_rows=inputs.store.dropped_rows()[0],
-            dropped=inputs.store.dropped_rows()[1],
+            length_correlation_sum=rank_correlation(total, num_tokens),
+            length_correlation_mean=rank_correlation(mean, num_tokens),
+            num_rows=num_rows,
+            dropped=dropped,
         )
-        ranks = np.argsort(of_rank)
-        shown = list(dict.fromkeys([*ranks[:NUM_SHOWN].tolist(), *ranks[-NUM_SHOWN:].tolist()]))
-        rows += _shown_tokens(store, name, inputs, shown)
+        by_rank = np.argsort(rank)
+        shown = list(dict.fromkeys([*by_rank[:NUM_SHOWN].tolist(), *by_rank[-NUM_SHOWN:].tolist()]))
+        rows += _make_token_rows(store, name, inputs, shown)
     scores = replace(description, sets=measured)
     write_traces(staged, columns)
     write_tokens(staged, rows)
@@ -161,7 +160,7 @@ def write_result(
     return scores
 
 
-def _columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dict[str, Any], np.ndarray]:
+def _make_columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dict[str, Any], np.ndarray]:
     """The columns of scores.parquet, and the number of supervised tokens of each sequence, int64 [n]."""
     num_sequences = len(store)
     num_tokens, loss = np.zeros(num_sequences, dtype=np.int64), np.zeros(num_sequences)
@@ -169,11 +168,11 @@ def _columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dict[str
     for name, inputs in sets.items():
         total = np.zeros(num_sequences)
         for weight, files in inputs.passes:
-            for sequence in files.sequences():  # losses are those of the last pass: at the last checkpoint
+            for sequence in files.read_sequences():  # the loss of the last pass remains: that at the last checkpoint
                 num_tokens[sequence.position] = len(sequence.losses)
                 loss[sequence.position] = sequence.losses.sum(dtype=np.float64)
                 total[sequence.position] += weight * sequence.utilities.sum(dtype=np.float64)
-        mean = total / np.maximum(num_tokens, 1)  # a sequence whose only target is its first token has no loss
+        mean = total / np.maximum(num_tokens, 1)  # 0 where only the first token is a target: nothing predicts it
         order = np.argsort(-mean, kind="stable")
         rank = np.empty(num_sequences, dtype=np.int64)
         rank[order] = np.arange(1, num_sequences + 1)
@@ -193,13 +192,13 @@ def _columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dict[str
     return columns | utilities, num_tokens
 
 
-def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
+def _make_token_rows(store: TokenStore, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of tokens.parquet for the sequences at the positions `shown`, in that order."""
     wanted = set(shown)
     losses: dict[int, np.ndarray] = {}
     utilities: dict[int, np.ndarray] = {}
     for weight, files in inputs.passes:
-        for sequence in files.sequences():
+        for sequence in files.read_sequences():
             if sequence.position in wanted:
                 losses[sequence.position] = sequence.losses
                 weighted = weight * sequence.utilities.astype(np.float64)
@@ -208,7 +207,7 @@ def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequen
     for position in shown:
         tokens = store[position]
         supervised = tokens.supervised.copy()
-        supervised[0] = False  # nothing stands before it to predict it
+        supervised[0] = False  # the first token is never predicted
         rows.append(
             {
                 "set": name,
@@ -223,12 +222,12 @@ def _shown_tokens(store: TokenStore, name: str, inputs: SetInputs, shown: Sequen
 
 
 def describe(output: Path, scores: Scores) -> str:
-    """The lines at the end: by set and source how many traces, their mean utility and how many have a positive one."""
+    """The lines at the end: for each set and source the number of traces, mean utility and share of positive ones."""
     lines = []
     for name, trusted in scores.sets.items():
-        of_mean = utility_columns(name)[1]
-        columns = read_traces(output, ["source", of_mean])
-        mean = columns[of_mean].astype(np.float64)
+        mean_column = utility_columns(name)[1]
+        columns = read_traces(output, ["source", mean_column])
+        mean = columns[mean_column].astype(np.float64)
         sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
         lines += ["", f"Along {name} ({trusted.num_sequences:,} traces, loss {trusted.loss:.4f} nats):"]
         table = [("source", "traces", "mean utility", "positive")]
@@ -236,8 +235,8 @@ def describe(output: Path, scores: Scores) -> str:
         for label, chosen in [("all", np.ones(len(mean), dtype=bool))] * (len(sources) > 1) + [
             (str(sources[i]), index == i) for i in by_size
         ]:
-            found = mean[chosen]
-            table.append((label, f"{len(found):,}", f"{found.mean():.3g}", f"{(found > 0).mean():.0%}"))
+            values = mean[chosen]
+            table.append((label, f"{len(values):,}", f"{values.mean():.3g}", f"{(values > 0).mean():.0%}"))
         lines += [f"  {line}" for line in align_columns(table)]
         if len(sources) > MAX_SOURCES:
             lines.append(f"  and {len(sources) - MAX_SOURCES:,} more sources")
@@ -245,7 +244,5 @@ def describe(output: Path, scores: Scores) -> str:
             "none" if value is None else f"{value:+.2f}"
             for value in (trusted.length_correlation_sum, trusted.length_correlation_mean)
         ]
-        lines.append(
-            f"  rank correlation with a trace's number of tokens: sum {correlations[0]}, mean {correlations[1]}"
-        )
-    return "\n".join([*lines, "", f"Scores: {output} ({PAGE} shows them)"])
+        lines.append(f"  rank correlation with the number of tokens: sum {correlations[0]}, mean {correlations[1]}")
+    return "\n".join([*lines, "", f"Scores: {output} (open {PAGE} in a browser)"])

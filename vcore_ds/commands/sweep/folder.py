@@ -1,11 +1,11 @@
-"""A sweep's folder: which runs it has, their recipes, logs and states, and that no others get mixed in.
+"""A sweep's folder: its runs with their recipes, logs and states, and checks that all of them stay comparable.
 
-sweep.yaml                   cells with the cell that each is compared with, all runs in their order, digests of inputs
-runs.txt                     the runs, a line each: task N of a job array is line N, from 0
-recipes/CELL/seed_1.yaml     resolved
-logs/CELL/seed_1.log         output of all attempts; locked while one is at work
+sweep.yaml                   cells and the cell that each is compared with, all runs in order, digests of inputs
+runs.txt                     the runs, one per line: task N of a job array is line N, from 0
+recipes/CELL/seed_1.yaml     resolved recipe
+logs/CELL/seed_1.log         output of all attempts; locked during an attempt
 logs/CELL/seed_1.exit        exit code of the last attempt that ended
-runs/CELL/seed_1/            the run's own folder
+runs/CELL/seed_1/            the run's folder
 """
 
 import fcntl
@@ -30,22 +30,20 @@ from vcore_ds.data.scores_folder import TRACES
 from vcore_ds.planning.sweep import Sweep
 from vcore_ds.train.run_folder import METRICS
 
-# Digests of what the runs of a sweep read: the cells of a table must not differ in what stands under a path.
-
-
 DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")
 FILE_KEYS = ("data.keep.scores", "data.reference_log_probabilities")
 MODEL_KEY = "model.path"
 
 Digests = Mapping[str, Mapping[str, str]]
-"""Key of a recipe -> path -> digest of what is there."""
+"""Key of a recipe -> path -> digest of the contents."""
 
 
 def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
-    """Digests of all inputs of these recipes that are on this machine.
+    """Digests of all inputs of these recipes that are on this machine: cells with other contents under the same path
+    must not share a table.
 
     Raises:
-        UserError: data are there and are none.
+        UserError: a path exists and holds no data.
     """
     digests: dict[str, dict[str, str]] = {}
     for key, path in sorted({(key, path) for recipe in recipes for key, path in _paths(recipe)}):
@@ -56,14 +54,14 @@ def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
 
 
 def changed_inputs(digests: Digests) -> Iterator[str]:
-    """A line for each input that has other contents now. Those that are no longer here are left to the runs.
+    """A line for each input whose contents have changed. Missing inputs are left to the runs to report.
 
     Raises UserError as `digest_inputs`.
     """
     for key, by_path in digests.items():
         for path, digest in by_path.items():
             if _digest(key, path) not in (None, digest):
-                yield f"{key}: {path}: other contents than when the sweep first read it"
+                yield f"{key}: {path}: contents have changed since the sweep first read them"
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -76,8 +74,8 @@ def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _digest(key: str, path: str) -> str | None:
-    """None for what is not on this machine, as where a sweep is submitted from."""
-    # Here: the first takes seconds to import, and `vcore-ds sweep --status` needs neither.
+    """None for a path that is not on this machine, such as a login node."""
+    # Imported here: `vcore-ds sweep --status` does not need these, and they take seconds.
     from vcore_ds.data.prepare.sources import describe_source, find_shards
     from vcore_ds.data.store_checks import MANIFEST, read_manifest
     from vcore_ds.models.model_identity import compute_model_digest
@@ -103,29 +101,29 @@ def _digest(key: str, path: str) -> str | None:
 
 SWEEP, RUN_NAMES = "sweep.yaml", "runs.txt"
 MOST_DIFFERENCES = 20
-"""Lines of a message on recipes that differ."""
+"""Maximum lines of a message on recipes that differ."""
 FIXED = ("data.train_path", "data.probe_path", "data.validation_path", "data.keep.scores", "run.validate_every")
-"""Keys that a resumed run may change and a sweep may not: its runs are to be compared."""
+"""Keys that a resumed run may change but a sweep may not, because its runs are compared."""
 _CANCELLED = 128 + signal.SIGTERM
-"""Exit code of a job script that SLURM has ended, to cancel or to requeue it."""
+"""Exit code of a job script that SLURM has terminated, to cancel or to requeue it."""
 ATTEMPT = "== attempt"
-"""Beginning of the line in a log that begins an attempt."""
+"""Prefix of the first line of an attempt in a log."""
 
 
 class State(StrEnum):
-    """How far a run of a sweep is."""
+    """State of a run."""
 
     DONE = "done"
     RUNNING = "running"
     FAILED = "failed"
     STOPPED = "stopped"
-    """Begun and not finished: it resumes."""
+    """Started but unfinished: it will resume."""
     WAITING = "waiting"
 
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """What sweep.yaml says of a folder."""
+    """A sweep's folder with the contents of sweep.yaml."""
 
     folder: Path
     references: dict[str, str | None]
@@ -133,25 +131,25 @@ class SweepFolder:
     runs: list[str]
     """`CELL/seed_N`, in the order of their task numbers."""
     inputs: Digests = field(default_factory=dict)
-    """Of data, scores and models, as they were when the sweep first read them."""
+    """Digests of data, scores and models from when the sweep first read them."""
 
     def recipe_path(self, run: str) -> Path:
-        """The resolved recipe of a run."""
+        """File of a run's resolved recipe."""
         return self.folder / "recipes" / f"{run}.yaml"
 
     def log_path(self, run: str) -> Path:
-        """What all attempts of a run have printed; locked while one runs."""
+        """File of the output of all attempts; locked during an attempt."""
         return self.folder / "logs" / f"{run}.log"
 
     def exit_path(self, run: str) -> Path:
-        """The exit code of a run's last attempt."""
+        """File of the exit code of the last attempt."""
         return self.folder / "logs" / f"{run}.exit"
 
     def run_folder(self, run: str) -> Path:
         return self.folder / "runs" / run
 
     def state(self, run: str) -> State:
-        """A run is done where its result is there, whoever trained it."""
+        """State of a run; it is done if its result exists, whoever trained it."""
         folder = self.run_folder(run)
         if (folder / "adapter").exists() or (folder / "model").exists():
             return State.DONE
@@ -163,39 +161,39 @@ class SweepFolder:
         return State.STOPPED if self.log_path(run).exists() else State.WAITING
 
     def exit_code(self, run: str) -> int | None:
-        """The exit code of the last attempt; None where it did not get to write one."""
+        """The exit code of the last attempt; None if it was killed before it wrote one."""
         try:
             return int(self.exit_path(run).read_text())
         except (OSError, ValueError):
             return None
 
     def num_steps(self, run: str) -> int:
-        """Optimizer steps in the run's metrics."""
+        """Optimizer steps in the run's metrics.jsonl."""
         try:
             return (self.run_folder(run) / METRICS).read_bytes().count(b"\n")
         except OSError:
             return 0
 
     def last_words(self, run: str) -> str:
-        """The last message of the last attempt: our own last line, else the last line with a word in it."""
+        """The last message of the last attempt: the last of vcore-ds, else the last line with a letter or digit."""
         try:
             text = self.log_path(run).read_text(errors="replace")
         except OSError:
             return "nothing"
         lines = [line.strip() for line in text.rpartition(ATTEMPT)[2].splitlines()[1:]]
         lines = [line for line in lines if any(char.isalnum() for char in line)]
-        own = [line for line in lines if line.startswith("vcore-ds: ")]
-        return (own or lines or ["nothing"])[-1]
+        messages = [line for line in lines if line.startswith("vcore-ds: ")]
+        return (messages or lines or ["nothing"])[-1]
 
     @contextmanager
-    def held(self, run: str) -> Iterator[BinaryIO | None]:
-        """The run's log, open and locked for this process and those that inherit it; None where another has it."""
+    def lock_log(self, run: str) -> Iterator[BinaryIO | None]:
+        """Open the run's log, locked for this process and its children; None if another process holds the lock."""
         path = self.log_path(run)
         with writing("output_dir", self.folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("ab")
         with file:
-            yield file if _lock(file, wait_seconds=1.0) else None  # `state` holds it for a moment
+            yield file if _lock(file, wait_seconds=1.0) else None  # waits, because `state` holds it for a moment
 
     def _is_locked(self, run: str) -> bool:
         try:
@@ -206,7 +204,7 @@ class SweepFolder:
 
 
 def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
-    """False where another process has it; a file system without locks lets everybody."""
+    """Lock the file; False if another process holds the lock. Always True on a file system without locks."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -222,12 +220,12 @@ def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a sweep has been begun there."""
+    """Whether the folder is a sweep's."""
     return (folder / SWEEP).is_file()
 
 
 def read_sweep_folder(folder: Path) -> SweepFolder:
-    """What a sweep has written.
+    """Read sweep.yaml.
 
     Raises:
         UserError: sweep.yaml is missing or damaged.
@@ -236,7 +234,7 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
     try:
         values = parse_yaml(read_text(path)).value
         references, runs = values["cells"], values["runs"]
-        inputs = values.get("inputs", {})  # sweeps of vcore_ds 0.7 and before have none
+        inputs = values.get("inputs", {})  # missing up to vcore_ds 0.7
         if (
             not isinstance(references, dict)
             or not isinstance(inputs, dict)
@@ -251,10 +249,10 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
 
 
 def begin_sweep(sweep: Sweep) -> SweepFolder:
-    """Makes the folder, or takes one in which this sweep has begun; cells and seeds may be new there.
+    """Make the sweep's folder, or extend that of the same sweep by new cells and seeds.
 
     Raises:
-        UserError: the folder holds something else, runs of other recipes, or runs that the sweep no longer has; or it
+        UserError: the folder holds something else, runs with other recipes, or runs that the sweep no longer has; or it
             cannot be written.
     """
     folder = sweep.folder
@@ -265,15 +263,15 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
             before = read_sweep_folder(folder)
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(
-                f"output_dir: {folder}: is no folder of a sweep, and not empty; expected a new folder. Set output_dir"
+                f"output_dir: {folder}: is not a sweep's folder, and not empty; expected a new folder. Set output_dir"
             )
         _check_recipes(sweep, before, wanted)
-        here = digest_inputs(wanted.values())
+        inputs = digest_inputs(wanted.values())
         begun = replace(
             before,
             references=dict(sweep.references),
             runs=[*before.runs, *(name for name in wanted if name not in before.runs)],
-            inputs={key: {**here.get(key, {}), **before.inputs.get(key, {})} for key in {**before.inputs, **here}},
+            inputs={key: {**inputs.get(key, {}), **before.inputs.get(key, {})} for key in {**before.inputs, **inputs}},
         )
         for name in begun.runs[len(before.runs) :]:
             with write_atomically(begun.recipe_path(name)) as unfinished:
@@ -289,7 +287,7 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
 
 
 def check_inputs(sweep: SweepFolder) -> None:
-    """Raises UserError where the contents of data, scores or models are others than when the sweep first read them."""
+    """Raises UserError if the contents of data, scores or models have changed since the sweep first read them."""
     _refuse(sweep.folder, [*changed_inputs(sweep.inputs)])
 
 
@@ -299,24 +297,24 @@ def _check_recipes(sweep: Sweep, before: SweepFolder, wanted: Mapping[str, Recip
         if name not in wanted:
             lines.append(f"{name}: found there, not in {sweep.file}")
             continue
-        there = read_resolved_recipe(before.recipe_path(name))
-        lines += [f"{name}: {key}: {old!r} there, {new!r} here" for key, (old, new) in _differing(there, wanted[name])]
+        recipe = read_resolved_recipe(before.recipe_path(name))
+        lines += [f"{name}: {key}: {old!r} there, {new!r} here" for key, (old, new) in _differing(recipe, wanted[name])]
     _refuse(before.folder, [*lines, *changed_inputs(before.inputs)])
 
 
 def _refuse(folder: Path, lines: list[str]) -> None:
-    """Raises UserError with these differences, where there are any."""
+    """Raises UserError with these differences, if there are any."""
     if lines:
         more = [f"and {len(lines) - MOST_DIFFERENCES:,} more"] if len(lines) > MOST_DIFFERENCES else []
         listed = "\n".join(f"  {line}" for line in [*lines[:MOST_DIFFERENCES], *more])
         raise UserError(
             f"output_dir: {folder}: holds a sweep with other runs:\n{listed}\n"
-            "expected the same ones, to finish it (cells and seeds may be added), or a new folder. Undo the change, or "
-            "set output_dir"
+            "expected the same runs, to resume the sweep (cells and seeds may be added), or a new folder. Undo the "
+            "change, or set output_dir"
         )
 
 
-def _differing(there: Recipe, here: Recipe) -> Iterator[tuple[str, tuple[object, object]]]:
-    yield from differing_keys(there, here).items()
-    old, new = flat_values(there), flat_values(here)
+def _differing(before: Recipe, now: Recipe) -> Iterator[tuple[str, tuple[object, object]]]:
+    yield from differing_keys(before, now).items()
+    old, new = flat_values(before), flat_values(now)
     yield from ((key, (old.get(key), new.get(key))) for key in FIXED if old.get(key) != new.get(key))
