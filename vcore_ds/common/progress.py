@@ -73,7 +73,7 @@ class Progress:
             self._next_line = now + max(LINE_SECONDS, 0.1 * seconds)
 
     def show(self, text: str) -> None:
-        """Puts a text behind the bar."""
+        """Show a text after the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 

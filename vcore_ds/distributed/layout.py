@@ -110,23 +110,23 @@ def is_arranged() -> bool:
     return bool(_meshes)
 
 
-def make_sequence_groups(degrees: Iterable[int]) -> None:
+def make_sequence_groups(sizes: Iterable[int]) -> None:
     """Make the sequence-parallel groups of every size that a pass may choose. A collective.
 
     All are made in advance, on all ranks in the same order: made on first use, ranks at different points of a step
     would hang. NCCL connects a group when it is first used, so an unused size costs no memory.
 
     Args:
-        degrees: sequence-parallel sizes, divisors of the size of `shards`; existing ones are skipped.
+        sizes: sequence-parallel sizes, divisors of the size of `shards`; existing ones are skipped.
     """
-    for degree in sorted(set(degrees)):
-        if degree == 1 or degree in _sequence_groups:
+    for parallel_size in sorted(set(sizes)):
+        if parallel_size == 1 or parallel_size in _sequence_groups:
             continue
-        if degree == size("shards"):
-            _sequence_groups[degree] = group("shards")
+        if parallel_size == size("shards"):
+            _sequence_groups[parallel_size] = group("shards")
             continue
         # Adjacent ranks along `shards`, for each rank along `tensor`.
-        _sequence_groups[degree] = _make_group(_meshes["all"].mesh.t().reshape(-1, degree))
+        _sequence_groups[parallel_size] = _make_group(_meshes["all"].mesh.t().reshape(-1, parallel_size))
 
 
 def mesh(axis: Axis) -> DeviceMesh:

@@ -133,7 +133,7 @@ def gather_parallel_weights(
             yield name, kept.pop(name, None)
 
 
-# DeepSpeed shards expert parameters over a group of their own for its MoE layer. The attributes set below make it treat
+# For its MoE layer DeepSpeed shards expert parameters over a separate group. The attributes set below make it treat
 # ours alike: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks, and the gradient
 # norm summed over both axes.
 

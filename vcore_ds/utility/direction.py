@@ -170,7 +170,7 @@ class Direction:
         return self._tangents
 
     def with_rank(self, rank: int | None) -> "Direction":
-        """The same `v`, in the same shards, of which JVP passes use an approximation of another rank."""
+        """A direction that shares the shards of this one, with another rank of the approximations for JVP passes."""
         other = copy.copy(self)
         other.rank, other._tangents = rank, None
         return other

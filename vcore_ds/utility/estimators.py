@@ -173,7 +173,7 @@ class ForwardMode:
         return PlainForward(self._engine, batches, precomputed)
 
     def along(self, direction: Direction) -> "ForwardMode":
-        """The same estimator with another direction."""
+        """A copy of this estimator with another direction."""
         return ForwardMode(self._engine, direction, self._batches_per_pass, fused=self._fused)
 
     def state(self) -> dict[str, float | None]:
