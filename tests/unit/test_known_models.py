@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from tests.helpers.scaled_model import config_of
-from vcore_ds.planning.known_models import KNOWN_MODELS, MIXTURES, known_model
 from vcore_ds.planning.memory import AdapterShape, parameter_counts
+from vcore_ds.planning.model_shape import KNOWN_MODELS, MIXTURES, known_model
 
 PUBLISHED = {
     "Qwen3-0.6B": (596_049_920, 440_467_456, 5_046_272, 40_370_176),

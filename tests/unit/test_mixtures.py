@@ -13,9 +13,17 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.known_models import KNOWN_MODELS, MIXTURES
 from vcore_ds.planning.memory import MemorySettings, active_parameters, memory_of, parameter_counts
-from vcore_ds.planning.model_shape import QWEN3_32B, Experts, experts_of, is_mixture, shape_of_config, shape_on_disk
+from vcore_ds.planning.model_shape import (
+    KNOWN_MODELS,
+    MIXTURES,
+    QWEN3_32B,
+    Experts,
+    experts_of,
+    is_mixture,
+    shape_of_config,
+    shape_on_disk,
+)
 from vcore_ds.planning.spread import TimeModel
 from vcore_ds.planning.step_cost import flops_of_all_weights, linear_flops_per_token
 

@@ -14,7 +14,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.models.model_identity import BaseModel, identify_base_model
 from vcore_ds.train.evaluation_folder import Evaluation, TaskResult, write_evaluation
 from vcore_ds.train.model_card import make_model_card
-from vcore_ds.train.run_reader import read_recipe_of
+from vcore_ds.train.run_folder import read_recipe_of
 
 ENVIRONMENT = {
     "python": "3.11.7",

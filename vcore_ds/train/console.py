@@ -51,7 +51,7 @@ class Console:
         """`number` counts from 1; `log` says whether this step gets a line in a log file."""
         if self._steps is not None:
             self._steps.show(_short(values))
-            self._steps.advance()
+            self._steps.advance(1)
         elif log:
             self.say(f"step {number}/{num_steps}  {_short(values)}  {duration(seconds_left)} left")
 

@@ -15,8 +15,13 @@ from vcore_ds.config.files import dump_yaml
 from vcore_ds.config.schema import Recipe
 from vcore_ds.models.model_identity import OWN_TAG, BaseModel, identify_base_model, is_hub_id
 from vcore_ds.train.evaluation_folder import read_evaluation
-from vcore_ds.train.run_folder import read_data_counts, read_environment
-from vcore_ds.train.run_reader import HeldOutLosses, read_held_out_losses, read_metrics_of
+from vcore_ds.train.run_folder import (
+    HeldOutLosses,
+    read_data_counts,
+    read_environment,
+    read_held_out_losses,
+    read_metrics_of,
+)
 
 METHODS = {"vcore": "VCORE", "sft": "SFT", "dft": "DFT", "iw_sft": "iw-SFT", "random": "random masking"}
 Kind = Literal["adapter", "model", "merged"]

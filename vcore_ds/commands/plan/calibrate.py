@@ -11,7 +11,7 @@ from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.run_plan import find_model, plan_run
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.step_cost import StepCost
-from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment
+from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_metrics_of, read_recipe_of
 
 NUM_WARM_UP = 2
 """Number of first steps that are left out: they compile kernels and make connections."""
@@ -49,8 +49,6 @@ def calibrate(run: str) -> Calibration:
 
     Raises UserError for a folder without a run, a run that is too short, or one on a device of unknown peak.
     """
-    from vcore_ds.train.run_reader import read_metrics_of, read_recipe_of  # imports numpy, which only --calibrate needs
-
     folder = Path(run)
     try:
         recipe, environment, steps = read_recipe_of(folder), read_environment(folder), read_metrics_of(folder)

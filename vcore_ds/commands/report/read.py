@@ -12,13 +12,15 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.train.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
 from vcore_ds.train.metrics_log import notes_on
-from vcore_ds.train.run_folder import TOKENS, export_folder, read_environment
-from vcore_ds.train.run_reader import (
+from vcore_ds.train.run_folder import (
+    TOKENS,
     HeldOutLosses,
+    export_folder,
+    load_run_tokenizer,
+    read_environment,
     read_held_out_losses,
     read_metrics_of,
     read_recipe_of,
-    tokenizer_of,
 )
 from vcore_ds.train.token_records import FollowedRecord, TokenRecord, read_all_followed, read_records
 
@@ -124,7 +126,7 @@ def _read_run(
         why = f"No tokens were recorded: {cause}."
     else:
         try:
-            tokenizer: PreTrainedTokenizerBase = tokenizer_of(folder, recipe, tokenizer_path)
+            tokenizer: PreTrainedTokenizerBase = load_run_tokenizer(folder, recipe, tokenizer_path)
             recorded = [sequence for record in records for sequence in record.sequences]
             texts = TokenTexts(tokenizer, [*recorded, *(trace for record in followed for trace in record.traces)])
             if are_uniform(records):

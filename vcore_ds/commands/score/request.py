@@ -24,8 +24,7 @@ from vcore_ds.config.sections import (
 from vcore_ds.data.scores_folder import ScoredCheckpoint, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.engine import checkpoint_folder
-from vcore_ds.train.run_folder import RECIPE
-from vcore_ds.train.run_reader import read_metrics_of
+from vcore_ds.train.run_folder import RECIPE, read_metrics_of
 
 ONLY_SET = "trusted"
 """Name of the set at data.probe_path."""
