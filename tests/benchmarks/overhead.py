@@ -130,7 +130,7 @@ def rows_of_similar_length(feed: Feed, k: int) -> list[Batch]:
     lengths = [len(feed.dataset[i]) for i in ids]
     limit = RowLimit(num_sequences=None)
     found = spread(ids, lengths, degrees=[1], limit=limit, time_model=feed.plan.time_model)
-    own = found.of_group(layout.rank("shards"))
+    own = found.ids_of_group(layout.rank("shards"))
     return [collate([feed.dataset[i] for i in row], 0) if row else idle_batch(0) for row in own]
 
 

@@ -53,7 +53,7 @@ def measure(num_lines: int, trackers: list[str]) -> tuple[float, float]:
         cpu = time.process_time() - time.thread_time()
         for step in range(2, num_lines + 2):
             started = time.perf_counter()
-            values = rates.of_step(lengths, lengths, seconds=1.0)
+            values = rates.compute_rates(lengths, lengths, seconds=1.0)
             log.write({**dict.fromkeys(sorted(METRICS), 1.0 / step), **values, "step": step})
             spent.append(time.perf_counter() - started)
             time.sleep(PAUSE_SECONDS)

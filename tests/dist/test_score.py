@@ -166,9 +166,9 @@ def refuse_a_checkpoint_that_was_written_anew(folder: Path) -> None:
     found = request(folder, CASES[1]["adam"], folder / "scores" / "refused")
     (scored,) = found.checkpoints
     checkpoints = Checkpoints(found.recipe, Console(enabled=False))
-    assert checkpoints.of_step(scored.step, scored.digest)[1].step == scored.step
+    assert checkpoints.verify_step(scored.step, scored.digest)[1].step == scored.step
     with pytest.raises(UserError, match="it was written anew after this command had begun"):
-        checkpoints.of_step(scored.step, "digest of what was there")
+        checkpoints.verify_step(scored.step, "digest of what was there")
 
 
 def refuse_what_does_not_fit(folder: Path) -> None:

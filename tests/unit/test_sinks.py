@@ -91,7 +91,7 @@ def test_a_sink_that_hangs_neither_stops_the_run_nor_grows(tmp_path: Path, capsy
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, num_steps + 1))
     (warning,) = warnings_of(capsys)
-    assert warning.startswith("warning: hanging: 1,000 lines wait to be taken, and")
+    assert warning.startswith("warning: hanging: 1,000 lines wait to be sent; further ones are dropped")
     hanging.release.set()
 
 

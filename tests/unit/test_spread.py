@@ -66,7 +66,7 @@ def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads,
     found = spread(ids, lengths, degrees=degrees, limit=limit, time_model=time_model)
     k = found.sequence_parallel
     assert k in degrees and found == spread(ids, lengths, degrees=degrees, limit=limit, time_model=time_model)
-    per_group = [found.of_group(group) for group in range(min(num_ranks // k, len(ids) + 2))]
+    per_group = [found.ids_of_group(group) for group in range(min(num_ranks // k, len(ids) + 2))]
     assert sorted(i for steps in per_group for row in steps for i in row) == ids
     assert {len(steps) for steps in per_group} == {len(found.micro_steps)}
     assert all(len(groups) <= len(ids) for groups in found.micro_steps)
@@ -173,7 +173,7 @@ def test_ranks_share_a_row_where_that_is_faster_and_not_where_it_is_equal() -> N
 def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
     found = chosen([5000, 3000], 2**31 - 1)
     assert found.sequence_parallel == 1 and len(found.micro_steps[0]) == 2
-    assert found.of_group(2**31 - 2) == [[]] and found.waste.num_idle_ranks == 2**31 - 3
+    assert found.ids_of_group(2**31 - 2) == [[]] and found.waste.num_idle_ranks == 2**31 - 3
 
 
 def test_gathers_cost_about_a_thousand_tokens_within_and_between_nodes() -> None:

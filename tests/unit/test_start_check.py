@@ -38,7 +38,7 @@ SIZES = dict(
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 
-APART = "a sequence has other losses beside another one in one row"
+APART = "another sequence in one pack changes a sequence's losses"
 SEEDED = "two forwards of the same batch and seed give different losses"
 CAUSAL = "a token's loss depends on the tokens behind it"
 LOGITS = "a token's loss is not the cross entropy of the architecture's own logits"

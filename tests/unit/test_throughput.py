@@ -58,7 +58,7 @@ def test_flops_by_hand(method: str, settings: MemorySettings, training: int, ext
     rates = Throughput(
         SHAPE, derive_needed_passes(derive_plan_settings(recipe_of(method, **lora)), settings), peak_flops=2e6
     )
-    found = rates.of_step(MAIN, PROBE if method == "vcore" else [], seconds=4.0)
+    found = rates.compute_rates(MAIN, PROBE if method == "vcore" else [], seconds=4.0)
     assert found == {
         "tokens": 24,
         "tokens_per_second": 6.0,
@@ -72,7 +72,7 @@ def test_flops_by_hand(method: str, settings: MemorySettings, training: int, ext
 def test_the_reference_of_iw_sft_with_adapters_is_extra() -> None:
     settings = replace(SFT, adapters=LORA)
     passes = derive_needed_passes(derive_plan_settings(recipe_of("iw_sft", lora={"rank": 4, "alpha": 8.0})), settings)
-    assert Throughput(SHAPE, passes, None).of_step(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
+    assert Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
 
 
 def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
@@ -80,7 +80,7 @@ def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
     recipe = recipe_of("vcore", probe={"every": 2})
     passes = derive_needed_passes(derive_plan_settings(recipe), JVP)
     rates = Throughput(SHAPE, passes, None)
-    with_probe, without = (rates.of_step(MAIN, probe, 1.0) for probe in (PROBE, []))
+    with_probe, without = (rates.compute_rates(MAIN, probe, 1.0) for probe in (PROBE, []))
     assert with_probe["flops_extra"] - without["flops_extra"] == 3 * (LINEAR_PROBE + SQUARES_PROBE)
     total = sum(step[key] for step in (with_probe, without) for key in ("flops_training", "flops_extra"))
     model = StepModel(SHAPE, ParameterCounts(3000, 3000), JVP, Cluster(Gpu("any", 1, 1.0, 1.0, 1.0, 1.0), 1))
@@ -89,9 +89,9 @@ def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
 
 def test_what_is_not_known_is_not_guessed() -> None:
     passes = derive_needed_passes(derive_plan_settings(recipe_of("sft")), SFT)
-    on_cpu = Throughput(SHAPE, passes, None).of_step(MAIN, [], 1.0)
+    on_cpu = Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)
     assert on_cpu["flops_training"] == 3 * (LINEAR + SQUARES)
     assert on_cpu["utilization"] is None and on_cpu["utilization_training"] is None
-    unknown = Throughput(SHAPE, None, 1e15).of_step(MAIN, [], 0.5)
+    unknown = Throughput(SHAPE, None, 1e15).compute_rates(MAIN, [], 0.5)
     assert unknown["tokens_per_second"] == 48.0
     assert [unknown[key] for key in ("flops_training", "flops_extra", "utilization")] == [None, None, None]

@@ -149,7 +149,7 @@ class Spread:
         """All of them, in the order of micro-steps and groups."""
         return [i for groups in self.micro_steps for own in groups for i in own]
 
-    def of_group(self, group: int) -> list[list[int]]:
+    def ids_of_group(self, group: int) -> list[list[int]]:
         """Ids by micro-step of one group, from 0."""
         return [groups[group] if group < len(groups) else [] for groups in self.micro_steps]
 

@@ -1,4 +1,4 @@
-"""When a run saves, what it saves beside the tensors, and which checkpoint it resumes from."""
+"""The checkpoints of a run: when it saves, its state besides the tensors, and which one it resumes from."""
 
 import json
 import time
@@ -31,7 +31,7 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator
 
 MARGIN_BYTES = 64 * 2**20
-"""Room beside the tensors: for the index, the recipe, and whatever other processes write at the same time."""
+"""Free space required besides the tensors: for index, recipe, and what other processes write meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunState:
     """Optimizer steps done."""
     world_size: int
     num_updates: int
-    """Steps by the optimizer's own count; 0 for an optimizer that does not count."""
+    """The optimizer's step count; 0 for an optimizer without one."""
     shapes: dict[str, list[int]]
     """Shapes of the trained parameters, by name."""
     direction: dict[str, float | None] | None
@@ -112,10 +112,10 @@ class Checkpoints:
             lambda: (checkpoint_folder.list_unfinished(self._folder), checkpoint_folder.list_checkpoints(self._folder)),
         )[0]
         skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
-        found, problems = checkpoint_folder.find_newest_usable(candidates, self._problem_of)
+        newest, problems = checkpoint_folder.find_newest_usable(candidates, self._problem_of)
         skipped += problems
         # A run that was killed between renaming and marking its first checkpoint has lost nothing.
-        if found is None and not set(candidates) <= set(unfinished):
+        if newest is None and not set(candidates) <= set(unfinished):
             raise UserError(
                 f"run.output_dir: {self._folder}: found no checkpoint that verifies:\n  "
                 + "\n  ".join(skipped)
@@ -124,19 +124,19 @@ class Checkpoints:
             )
         for line in skipped:
             self._console.warn(f"skipped checkpoint {line}")
-        return None if found is None else (found, self._read_run_state(found))
+        return None if newest is None else (newest, self._read_run_state(newest))
 
     def clear_above(self, step: int) -> None:
-        """Sets aside the checkpoints newer than `step`, which a run that resumes there did not verify."""
+        """Rename the checkpoints after `step`, which the resumed run could not verify."""
         is_first = layout.is_first()
         for renamed in run_on_all_ranks(
             self._folder, lambda: checkpoint_folder.set_aside_newer(self._folder, step) if is_first else []
         )[0]:
             self._console.warn(f"renamed a checkpoint that did not verify: {renamed}")
 
-    def check_data(self, found: tuple[Path, RunState], feed: Feed) -> None:
+    def check_data(self, checkpoint: tuple[Path, RunState], feed: Feed) -> None:
         """Raises UserError where the data differ from those that the checkpoint was trained on."""
-        folder, state = found
+        folder, state = checkpoint
         for key, digest in _data_digests(feed).items():
             if digest != state.data_digests[key]:
                 data = self._recipe.data
@@ -147,15 +147,15 @@ class Checkpoints:
                     "run.output_dir to a new folder"
                 )
 
-    def load(self, found: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
-        """Replaces a new engine's state by a checkpoint's, and returns the number of steps done.
+    def load(self, checkpoint: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
+        """Load a checkpoint into a new engine, and return the number of steps done.
 
         Raises:
             UserError: the model's parameters have other names or shapes than the checkpoint's.
         """
         started = time.perf_counter()
-        folder, state = found
-        self.read(found, engine, self._direction_of_next_step(state.step, estimator))
+        folder, state = checkpoint
+        self.read(checkpoint, engine, self._direction_of_next_step(state.step, estimator))
         if state.direction is not None:
             estimator.load_state(state.direction)
         seconds = time.perf_counter() - started
@@ -169,7 +169,7 @@ class Checkpoints:
         self._last_end = time.monotonic()
         return state.step
 
-    def of_step(self, step: int, digest: str) -> tuple[Path, RunState]:
+    def verify_step(self, step: int, digest: str) -> tuple[Path, RunState]:
         """The checkpoint after `step` steps.
 
         Args:
@@ -191,15 +191,15 @@ class Checkpoints:
             )
         return folder, self._read_run_state(folder)
 
-    def read(self, found: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> None:
-        """Replaces the parameters and the optimizer's state of `engine`, and `direction`, by a checkpoint's.
+    def read(self, checkpoint: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> None:
+        """Load a checkpoint into the parameters and the optimizer's state of `engine`, and into `direction`.
 
         Raises:
             UserError: the model's parameters have other names or shapes than the checkpoint's, or other values where
                 they are not trained.
         """
-        folder, state = found
-        run_on_first_rank(lambda: self._check_frozen(found))
+        folder, state = checkpoint
+        run_on_first_rank(lambda: self._check_frozen(checkpoint))
         shapes = _shapes(engine)
         for name in sorted(shapes.keys() | state.shapes.keys()):
             if shapes.get(name) != state.shapes.get(name):
@@ -209,8 +209,8 @@ class Checkpoints:
                 )
         read_state(engine, direction, folder / checkpoint_folder.STATE, state.num_updates)
 
-    def _check_frozen(self, found: tuple[Path, RunState]) -> None:
-        folder, state = found
+    def _check_frozen(self, checkpoint: tuple[Path, RunState]) -> None:
+        folder, state = checkpoint
         if state.frozen_digest not in (None, self.frozen_digest):
             raise UserError(
                 f"model.path: {self._recipe.model.path}: found other weights than {folder} has adapters of; expected "
@@ -225,13 +225,12 @@ class Checkpoints:
             return True
         if settings.every_minutes is None:
             return False
-        # One clock decides for all. If each rank looked at its own, one would save while another trained, and both
-        # would wait forever.
+        # Rank 0's clock decides: with several clocks one rank would save while another trained, and both would hang.
         overdue = layout.is_first() and time.monotonic() - self._last_end >= 60 * settings.every_minutes
         return layout.sum_over("job", [float(overdue)])[0] > 0
 
     def save(self, step: int, engine: Engine, estimator: Estimator, feed: Feed) -> Saved:
-        """Writes the checkpoint after `step` steps, then deletes the old ones that the recipe does not keep.
+        """Write the checkpoint after `step` steps, then delete old ones according to the recipe.
 
         Raises:
             CheckpointFailed: on all ranks alike, naming the rank at fault; the other checkpoints are untouched.
@@ -277,8 +276,8 @@ class Checkpoints:
         return Saved(folder, seconds, total)
 
     def remove_old(self) -> None:
-        """Deletes the checkpoints that the recipe does not keep, on rank 0. Where one cannot be deleted, such as one
-        that an export has open on a network file system, the run continues with a warning."""
+        """Delete the checkpoints that the recipe does not keep, on rank 0. One that cannot be deleted, such as one
+        that an export has open on a network file system, gives a warning."""
         settings = self._recipe.checkpoint
         try:
             checkpoint_folder.remove_old(
@@ -288,7 +287,7 @@ class Checkpoints:
             self._console.warn(f"an old checkpoint cannot be deleted: {error}. Delete it where room is short")
 
     def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
-        """The direction, where the step after `num_done` steps needs that of earlier ones; else None."""
+        """The direction, where the step after `num_done` steps reuses it; else None."""
         return estimator.direction if num_done % self._recipe.probe.every != 0 else None
 
     def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, checkpoint_folder.FileRecord]:
@@ -303,11 +302,11 @@ class Checkpoints:
         return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in own}
 
     def _problem_of(self, folder: Path) -> str | None:
-        """`checkpoint_folder.find_problem`, each rank reading every so many of the files. A collective."""
+        """`checkpoint_folder.find_problem`, the files divided among the ranks. A collective."""
         part, num_parts = layout.rank("job"), layout.size("job")
         problem = checkpoint_folder.find_problem(folder, self._console.say, part=part, num_parts=num_parts)
-        found = [of_rank for of_rank in layout.gather_objects("job", problem) if of_rank is not None]
-        return "; ".join(dict.fromkeys(found)) or None
+        problems = [found for found in layout.gather_objects("job", problem) if found is not None]
+        return "; ".join(dict.fromkeys(problems)) or None
 
     def _read_run_state(self, folder: Path) -> RunState:
         values: dict[str, Any] = run_on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))[

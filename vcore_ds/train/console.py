@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar on a terminal, plain lines in a log file; rank 0 only."""
+"""Output of rank 0: a progress bar on a terminal, plain lines in a log file."""
 
 import sys
 from typing import Any
@@ -14,12 +14,12 @@ _NUM_SHOWN = 3
 
 
 class Console:
-    """Prints on the rank that is told to, and nothing on the others."""
+    """Prints on one rank, and nothing on the others."""
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.notes: list[str] = []
-        """What was not worth a place on the screen, in order."""
+        """Details for start.txt, in order."""
         self._steps: Progress | None = None
         """The bar of the training steps, on a terminal."""
 
@@ -32,7 +32,7 @@ class Console:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Keeps a detail for start.txt in the run's folder, without a word on the screen."""
+        """Keep a detail for start.txt in the run's folder; prints nothing."""
         if self.enabled:
             self.notes.append(text)
 
@@ -40,7 +40,7 @@ class Console:
         self.say(f"warning: {text}")
 
     def progress(self, title: str, total: float) -> Progress:
-        """For work of `total` parts, in any unit, that may take a while."""
+        """A progress display for work of `total` parts, in any unit."""
         return Progress(title, total, enabled=self.enabled, say=self.say)
 
     def start_steps(self, num_steps: int, num_done: int = 0) -> None:

@@ -82,7 +82,7 @@ def samples_path(folder: Path, task: str) -> Path:
 
 
 def summarize(samples: Sequence[SampleResult]) -> TaskResult:
-    """Counts and shares of a task's samples, of which there is at least one; every problem has as many."""
+    """Counts and shares of a task's samples: at least one, and the same number for every problem."""
     num_problems = len({sample.problem_id for sample in samples})
     total = len(samples)
     return TaskResult(
@@ -93,9 +93,6 @@ def summarize(samples: Sequence[SampleResult]) -> TaskResult:
         unanswered_share=sum(not sample.answered for sample in samples) / total,
         mean_tokens=sum(sample.num_tokens for sample in samples) / total,
     )
-
-
-# ---- writing -------------------------------------------------------------------------------------------------------
 
 
 def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> None:
@@ -112,9 +109,6 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     text = json.dumps(contents, indent=2, ensure_ascii=False) + "\n"
     with write_atomically(folder / EVALUATION) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
-
-
-# ---- reading -------------------------------------------------------------------------------------------------------
 
 
 def read_evaluation(folder: Path, option: str = "") -> Evaluation:

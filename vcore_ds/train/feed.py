@@ -38,25 +38,25 @@ from vcore_ds.train.settings import StepSettings
 
 @dataclass(frozen=True)
 class Feed:
-    """From a step number to this rank's batches; the same sequences at any world size."""
+    """Maps a step number to this rank's batches; the sequences of a step are the same at any world size."""
 
     dataset: Dataset
     plan: BatchPlan
     main_order: MainOrder
     probe_stream: RandomDraws | None
     probe_dataset: Dataset
-    """What `probe_stream` draws from, the pool; the same as `dataset` unless the recipe names another."""
+    """The pool that `probe_stream` draws from; `dataset` unless the recipe names another."""
     trusted_stream: RandomDraws | None
-    """Draws from `probe_dataset` what each main batch holds of it beside the training data; None for nothing."""
+    """Draws the part of each main batch that comes from `probe_dataset`; None for none."""
     main_dataset: Dataset | JoinedDataset
-    """The training data, followed by the pool where main batches hold some of it."""
+    """The training data, followed by the pool where main batches draw from it."""
     pad_token_id: int
     probe_every: int
     """Optimizer steps that share one probe batch."""
 
     @property
     def first_trusted_id(self) -> int | None:
-        """Sequences of main batches with this id or a larger one are of the pool; None where none is."""
+        """First sequence id of the pool in main batches; None where they do not draw from it."""
         main = self.main_dataset
         return main.first_id_of_second if isinstance(main, JoinedDataset) else None
 
@@ -71,8 +71,8 @@ class Feed:
             "probe_sequence_parallel": None if probe is None else probe.sequence_parallel,
         }
         return StepBatches(
-            self._of_rank(main, self.main_dataset),
-            [] if probe is None else self._of_rank(probe, self.probe_dataset),
+            self._select_for_rank(main, self.main_dataset),
+            [] if probe is None else self._select_for_rank(probe, self.probe_dataset),
             measured,
             _lengths(main.ids, self.main_dataset),
             [] if probe is None else _lengths(probe.ids, self.probe_dataset),
@@ -81,31 +81,31 @@ class Feed:
     def batches(
         self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | JoinedDataset | None = None
     ) -> list[Batch]:
-        """This rank's micro-batches of the global batch `ids`, as many as every other rank has.
+        """This rank's micro-batches of the global batch `ids`; every rank has the same number.
 
         Args:
             ids: positions in `dataset`, which is the training data unless another is given.
-            micro_batch_size: sequences per rank in one forward; None for as in the main batch.
+            micro_batch_size: sequences per rank in one forward; None for that of the main batch.
         """
         sequences = self.dataset if dataset is None else dataset
-        return self._of_rank(self.plan.spread_main(ids, _lengths(ids, sequences), micro_batch_size), sequences)
+        return self._select_for_rank(self.plan.spread_main(ids, _lengths(ids, sequences), micro_batch_size), sequences)
 
     def probe_batches(self, ids: Sequence[int]) -> list[Batch]:
-        """The same of a probe batch, positions in `probe_dataset`."""
-        return self._of_rank(self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset)), self.probe_dataset)
+        """As `batches`, for a probe batch of positions in `probe_dataset`."""
+        return self._select_for_rank(self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset)), self.probe_dataset)
 
     def epoch(self, num_done: int) -> float:
         """Passes over the training data after `num_done` steps."""
         return num_done * self.main_order.batch_size / len(self.dataset)
 
     def utilization(self, num_done: int, num_steps: int) -> dict[Part, Utilization]:
-        """How the next steps, 50 at most, use the ranks."""
-        found: dict[Part, Utilization] = {"main": summarize(self.next_spreads(num_done, num_steps))}
+        """How well the next steps, at most 50, use the ranks."""
+        utilization: dict[Part, Utilization] = {"main": summarize(self.next_spreads(num_done, num_steps))}
         probes = [probe for k in _next(num_done, num_steps) if (probe := self._spread_probe(k)) is not None]
-        return found | ({"probe": summarize(probes)} if probes else {})
+        return utilization | ({"probe": summarize(probes)} if probes else {})
 
     def next_spreads(self, num_done: int, num_steps: int) -> list[Spread]:
-        """The main batches of the next steps, 50 at most, on the ranks."""
+        """The layouts of the next main batches, at most 50."""
         return [self._spread_main(k) for k in _next(num_done, num_steps)]
 
     def _spread_main(self, k: int) -> Spread:
@@ -115,13 +115,13 @@ class Feed:
         return self.plan.spread_main(ids, _lengths(ids, self.main_dataset))
 
     def _spread_probe(self, k: int) -> Spread | None:
-        """None where step k takes no direction."""
+        """None for a step that computes no direction."""
         if self.probe_stream is None or k % self.probe_every != 0:
             return None
         ids = self.probe_stream.step(k)
         return self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset))
 
-    def _of_rank(self, spread: Spread, dataset: Dataset | JoinedDataset) -> list[Batch]:
+    def _select_for_rank(self, spread: Spread, dataset: Dataset | JoinedDataset) -> list[Batch]:
         return batches_of_rank(spread, dataset, self.pad_token_id)
 
 
@@ -133,14 +133,14 @@ def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_
     """This rank's micro-batches of a spread batch, whose ids are positions in `sequences`."""
     degree = spread.sequence_parallel
     batches = []
-    for ids in spread.of_group(layout.rank("data", degree)):
-        own = [sequences[i] for i in ids]
-        if not own:
+    for ids in spread.ids_of_group(layout.rank("data", degree)):
+        selected = [sequences[i] for i in ids]
+        if not selected:
             batches.append(idle_batch(pad_token_id, degree))
         elif spread.is_packed:
-            batches.append(pack([own], pad_token_id, degree))
+            batches.append(pack([selected], pad_token_id, degree))
         else:
-            batches.append(collate(own, pad_token_id, degree))
+            batches.append(collate(selected, pad_token_id, degree))
     return batches
 
 
@@ -150,7 +150,7 @@ def _lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[int]:
 
 @dataclass(frozen=True)
 class DataReader:
-    """Opens token stores, and makes those that are not there yet. The methods are collectives."""
+    """Opens token stores, after making those that are missing. The methods are collectives."""
 
     settings: DataConfig
     model: str
@@ -165,7 +165,8 @@ class DataReader:
         return 0 if token_id is None or token_id >= read_vocabulary_size(self.model) else token_id
 
     def read_training_data(self, method: MethodConfig, seed: int) -> Dataset:
-        """The kept sequences of data.train_path, with what the method needs to know of each.
+        """The kept sequences of data.train_path, with random masks or reference log-probabilities where the
+        method needs them.
 
         Args:
             seed: of the run.
@@ -191,7 +192,7 @@ class DataReader:
         return KeptDataset(dataset, selection.positions, selection.describe(), selection.origin())
 
     def read_store(self, path: str) -> TokenStore:
-        """The token store at `path`, or that of the raw data there, made by one process before the others look.
+        """The token store at `path`, or the one made of the raw data there, by one process while the others wait.
 
         Raises UserError where it cannot be made, is damaged, or does not fit the model.
         """
@@ -224,7 +225,7 @@ class DataReader:
 
 
 def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
-    """How much data the run reads, an entry for each set: see `vcore_ds.train.run_folder.read_data_counts`."""
+    """Sizes of the data sets, an entry each: see `vcore_ds.train.run_folder.read_data_counts`."""
     parts = [("training", settings.train_path, feed.dataset)]
     if feed.probe_dataset is not feed.dataset and settings.probe_path is not None:
         parts.append(("trusted pool", settings.probe_path, feed.probe_dataset))
@@ -245,7 +246,7 @@ def _counts(dataset: Dataset) -> dict[str, Any]:
 
 
 def num_tokens_of(dataset: Dataset) -> tuple[int, int]:
-    """Tokens of a data set, and how many of them are supervised."""
+    """Tokens and supervised tokens of a data set."""
     store = store_behind(dataset)
     if isinstance(dataset, KeptDataset):
         return int(dataset.lengths.sum()), int(store.num_supervised_tokens[dataset.positions].sum())
@@ -253,7 +254,7 @@ def num_tokens_of(dataset: Dataset) -> tuple[int, int]:
 
 
 def store_behind(dataset: Dataset) -> TokenStore:
-    """The store that a data set has its sequences from, all or some of them, with changes or without."""
+    """The token store that a data set is a view of."""
     while not isinstance(dataset, TokenStore):
         dataset = dataset.dataset
     return dataset
@@ -270,7 +271,7 @@ def build_feed(
 ) -> Feed:
     """Args:
     seed: of the run.
-    probe_dataset: what the probe batch and the trusted part of main batches are drawn from, None for the training data.
+    probe_dataset: source of the probe batch and of the trusted part of main batches; None for the training data.
     """
     num_trusted = plan.num_trusted_global
     of_probe = dataset if probe_dataset is None else probe_dataset

@@ -1,7 +1,7 @@
-"""Followed traces: a few traces, chosen once, that a run measures beside its batch at every recorded step.
+"""Followed traces: a few traces, chosen once, that a run measures at every recorded step.
 
-What a record of the batch's own tokens cannot show is how one token's weight moves over the run, and what the method
-would have done with data that is not trained on. docs/reading-a-report.md says what is measured, and when.
+They show how a token's weight changes over the run, and which weights held-out data would get.
+docs/reading-a-report.md lists the measurements.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,13 +35,13 @@ class FollowedTraces:
 
     origins: Sequence[Origin]
     batches: Sequence[Batch]
-    """This rank's micro-batches of them, whose sequence ids are places in `origins`; none where nothing is followed."""
+    """This rank's micro-batches; sequence ids are indices into `origins`. Empty where nothing is followed."""
 
 
 def choose_followed(
     run: RunConfig, data: DataConfig, method: MethodConfig, feed: Feed, validation: dict[str, Dataset]
 ) -> FollowedTraces:
-    """Chooses the traces, and spreads them over the ranks as a main batch.
+    """Choose the traces, and spread them over the ranks like a main batch.
 
     Args:
         validation: held-out sequences by the name of their set.
@@ -57,10 +57,10 @@ def choose_followed(
 def choose_traces(
     run: RunConfig, data: DataConfig, method: MethodConfig, training: Dataset, validation: dict[str, Dataset]
 ) -> list[tuple[Origin, TokenizedSequence]]:
-    """Held-out traces first, from each set in turn, then training data; fewer where there are not as many.
+    """Half of them held-out traces, from each set in turn, the others training data; fewer where data run out.
 
-    A function of the seed and the data. All of them are training data where nothing is held out, or where weights need
-    what only training data has (`data.reference_log_probabilities`).
+    A function of the seed and the data. All are training data where nothing is held out, or where weights need
+    `data.reference_log_probabilities`, which only training data have.
     """
     number = run.num_followed_traces if run.num_token_records > 0 else 0
     seed, held_out = run.seed, validation
@@ -93,15 +93,15 @@ def measure_followed(
     *,
     seed: int,
 ) -> None:
-    """Measures the followed traces with the parameters and the direction that this step has before its update; nothing
-    where there are no batches. A collective.
+    """Measure the followed traces with the parameters and the direction of this step, before its update. A collective;
+    does nothing without batches.
 
-    Training is left as it is. After the passes over the main batch: a finite difference chooses its epsilon there, and
-    keeps it here.
+    Does not change training. Comes after the utilities of the main batch, because a finite difference chooses epsilon
+    there.
 
     Args:
-        batches: of this rank, see `FollowedTraces`; as many on every rank.
-        seed: of what is drawn in this step, the main batch's own.
+        batches: this rank's, see `FollowedTraces`; the same number on every rank.
+        seed: of the step's random numbers, the same as for the main batch.
     """
     if not batches:
         return
@@ -110,14 +110,14 @@ def measure_followed(
         with engine.without_gradient():
             measured = [engine.losses_and_entropies(batch) for batch in batches]
         known = estimator.begin(batches, seed=seed, precompute=True).precomputed
-        utilities = [found for _, found in known] if known else [None] * len(batches)
+        utilities = [values for _, values in known] if known else [None] * len(batches)
         if settings.reference_is_base:
             batches = add_reference_log_probabilities(engine, batches)
-        # Ranks of a sequence-parallel group hold the same traces: the first of them speaks.
+        # Ranks of a sequence-parallel group hold the same traces; one of them reports.
         if layout.rank("sequence", k) == 0:
-            for batch, (losses, entropies), own in zip(batches, measured, utilities, strict=True):
-                weights = token_weights(settings.method, batch.tokens(losses, own)).weights
-                recorder.followed |= _tokens_of(batch, losses, entropies, own, weights)
+            for batch, (losses, entropies), values in zip(batches, measured, utilities, strict=True):
+                weights = token_weights(settings.method, batch.tokens(losses, values)).weights
+                recorder.followed |= _tokens_of(batch, losses, entropies, values, weights)
 
 
 def _tokens_of(
@@ -127,44 +127,44 @@ def _tokens_of(
     utilities: torch.Tensor | None,
     weights: torch.Tensor,
 ) -> dict[int, TraceTokens]:
-    """The traces of a micro-batch by their places. Waits for the device."""
+    """The traces of a micro-batch by their indices. Waits for the device."""
     supervised, index = batch.supervised(), batch.sequence_index()
     positions = batch.position_ids()[:, 1:][supervised].to(torch.int32)
     token_ids = batch.labels[:, 1:][supervised].to(torch.int32)
     losses, entropies, weights = losses.float().cpu(), entropies.float().cpu(), weights.float().cpu()
     utilities = None if utilities is None else utilities.float().cpu()
-    found = {}
+    traces = {}
     for number, place in enumerate(batch.sequence_ids):
-        own = index == number
-        found[place] = TraceTokens(
-            int(own.sum()),
-            positions=positions[own].numpy(),
-            token_ids=token_ids[own].numpy(),
-            losses=losses[own].numpy(),
-            entropies=entropies[own].numpy(),
-            utilities=None if utilities is None else utilities[own].numpy(),
-            weights=weights[own].numpy(),
+        mask = index == number
+        traces[place] = TraceTokens(
+            int(mask.sum()),
+            positions=positions[mask].numpy(),
+            token_ids=token_ids[mask].numpy(),
+            losses=losses[mask].numpy(),
+            entropies=entropies[mask].numpy(),
+            utilities=None if utilities is None else utilities[mask].numpy(),
+            weights=weights[mask].numpy(),
         )
-    return found
+    return traces
 
 
 def record_followed(
     folder: Path, step: int, own: Mapping[int, TraceTokens], origins: Sequence[Origin], console: Console
 ) -> None:
-    """Writes the followed traces of an optimizer step into the run's folder, on rank 0. A collective.
+    """Write the followed traces of an optimizer step into the run's folder, on rank 0. A collective.
 
-    A file that cannot be written is a warning: rank 0 must not end while the others train.
+    A file that cannot be written is a warning: rank 0 must not exit while the others train.
 
     Args:
-        own: what this rank has measured, by place in `origins`.
+        own: this rank's traces, by index into `origins`.
     """
     mark("followed traces")
     most = most_tokens_of_trace(len(origins))
     parts = layout.gather_objects("shards", {place: trace.first(most) for place, trace in own.items()})
     if not layout.is_first():
         return
-    found = {place: trace for part in parts for place, trace in part.items()}
+    traces = {place: trace for part in parts for place, trace in part.items()}
     try:
-        write_followed(folder, FollowedRecord(step, origins, [found[place] for place in range(len(origins))]))
+        write_followed(folder, FollowedRecord(step, origins, [traces[place] for place in range(len(origins))]))
     except OSError as error:
         console.warn(f"the followed traces of step {step} cannot be written to {folder} ({error.strerror})")

@@ -1,4 +1,4 @@
-"""The loop over optimizer steps: batches, a step, a line of metrics, and where the run validates, saves or stops."""
+"""The training loop: optimizer steps, metrics, validation, checkpoints and stops."""
 
 import time
 from collections.abc import Sequence
@@ -40,16 +40,16 @@ from vcore_ds.utility.estimators import Estimator
 
 @dataclass(frozen=True)
 class Throughput:
-    """What turns the seconds of a step into rates."""
+    """Converts the seconds of a step into rates."""
 
     shape: ModelShape
     """Shape of the whole model, also with tensor parallelism."""
     passes: StepPasses | None
-    """Those that a step needs; None for a model whose sizes are unknown."""
+    """The passes that a step needs; None for a model whose sizes are unknown."""
     peak_flops: float | None
     """Dense bf16 FLOP a second of all ranks together; None where that of a device is unknown, as on CPUs."""
 
-    def of_step(
+    def compute_rates(
         self, main_lengths: Sequence[int], probe_lengths: Sequence[int], seconds: float
     ) -> dict[str, float | int | None]:
         """Tokens, FLOP and rates of a step, by their names in the metrics; docs/planning.md has the formulas.
@@ -90,12 +90,12 @@ def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
     )
 
 
-# What takes the steps of a run; `vcore-ds fidelity` takes those before it measures with it too.
+# Optimizer steps; `vcore-ds fidelity` takes them too.
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """An engine, and how it is trained."""
+    """An engine with its estimator, settings and schedule."""
 
     engine: Engine
     estimator: Estimator
@@ -106,7 +106,7 @@ class Trainer:
         """Optimizer step k, from 0. A collective.
 
         Args:
-            keep_tokens: the result has this rank's single tokens.
+            keep_tokens: return this rank's single tokens too.
 
         Raises:
             NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids, on all ranks alike.
@@ -137,7 +137,7 @@ def describe_fault(error: Exception, batches: StepBatches) -> str:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads."""
+    """The data of a run."""
 
     feed: Feed
     validation: dict[str, Dataset]
@@ -147,19 +147,19 @@ class RunData:
 
 @dataclass(frozen=True)
 class RunLog:
-    """Where a run says what its steps measured."""
+    """Where a run reports its steps."""
 
     console: Console
     metrics: MetricsLog | None
     """On rank 0; None on the others."""
     throughput: Throughput
     advice_if_long: str = ""
-    """What would make the run shorter; empty for nothing."""
+    """How to make the run shorter; may be empty."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has while it trains."""
+    """A run in progress."""
 
     settings: RunConfig
     trainer: Trainer
@@ -173,7 +173,7 @@ class Run:
 
 
 def run_steps(run: Run, num_done: int) -> StepMetrics | None:
-    """The loop, after the first `num_done` steps. Returns the last step's metrics, None where no step was left. A
+    """Take the steps after the first `num_done`. Returns the last step's metrics, None where none remained. A
     collective.
 
     Raises:
@@ -203,7 +203,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
             "step": done,
             "epoch": feed.epoch(done),
             **metrics.values,
-            **run.log.throughput.of_step(batches.main_lengths, batches.probe_lengths, seconds),
+            **run.log.throughput.compute_rates(batches.main_lengths, batches.probe_lengths, seconds),
             **of_checkpoint,
             **batches.measured,
         }
@@ -220,7 +220,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         reason = stops.agree_on_reason()
         if reason is not None or run.checkpoints.due(done, num_steps):
             saved = save(run, done)
-            of_checkpoint = saved.metrics  # its cost stands in the next line
+            of_checkpoint = saved.metrics  # reported with the next step
             stops.record_save(saved.seconds)
             if reason is not None:
                 console.end_steps()
@@ -233,7 +233,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
 
 
 def seconds_of_training(metrics: StepMetrics) -> float:
-    """Of a step, without the traces that were measured beside it."""
+    """Seconds of a step, without those for followed traces."""
     seconds = metrics.values["seconds"]
     assert seconds is not None  # every step has a length
     return seconds - (metrics.values.get("seconds_followed") or 0.0)
@@ -242,7 +242,7 @@ def seconds_of_training(metrics: StepMetrics) -> float:
 def save(run: Run, done: int) -> Saved:
     """A checkpoint after `done` steps. A collective."""
     mark("checkpoint")
-    # No checkpoint without the lines of its steps; the log is on rank 0, and where it fails all ranks fail.
+    # A checkpoint must not outlive the metrics of its steps; where rank 0 cannot write them, all ranks fail.
     run_first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
     return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed)
 
@@ -252,7 +252,7 @@ LONG_SECONDS = 15 * 60.0
 
 
 def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: str) -> None:
-    """Says after the first step how long the others take, unless they take less than a minute.
+    """After the first step, say how long the others take, if a minute or more.
 
     Args:
         seconds: expected of all of them.
@@ -269,7 +269,7 @@ def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: st
 
 
 def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics) -> None:
-    """Writes the tokens that step `done`, from 1, has measured one by one, if any. A collective."""
+    """Write the single tokens that step `done`, from 1, has recorded, if any. A collective."""
     if metrics.tokens is not None:
         record_tokens(
             run.folder,
@@ -285,7 +285,7 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
 
 
 def warn_of_noise(settings: StepSettings, model: PretrainedConfig, metrics: StepMetrics, console: Console) -> None:
-    """Says with the measured numbers when a finite difference divides rounding by epsilon."""
+    """Warn where the loss change of a finite difference is mostly rounding."""
     epsilon, snr, changed = (metrics.values[key] for key in ("epsilon", "signal_to_noise", "changed_fraction"))
     assert epsilon is not None and snr is not None and changed is not None  # measured in this step
     how_chosen = " (auto)" if settings.utility.epsilon == "auto" else ""

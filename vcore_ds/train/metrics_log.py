@@ -1,4 +1,4 @@
-"""Where a run's lines go: metrics.jsonl, and the sinks beside it."""
+"""metrics.jsonl, and the trackers (sinks) that get the same lines."""
 
 import atexit
 import json
@@ -15,32 +15,31 @@ from vcore_ds.common.paths import writing
 from vcore_ds.train.console import Console
 from vcore_ds.train.run_folder import LOST_METRICS, METRICS
 
-# What gets the lines of metrics.jsonl beside that file, each on a thread of its own: never a reason for a run to
-# fail, and none of its time.
+# Sinks. Each works on a thread, so that it can neither fail nor slow the run.
 
 
 MOST_WAITING = 1000
-"""Lines that may wait for a sink; what comes while there are so many is not sent."""
+"""Lines that may wait for a sink; further ones are dropped."""
 
 CLOSE_SECONDS = 20.0
-"""Time to send what is left at the end of a run."""
+"""Time to send the remaining lines at the end of a run."""
 
 DRAIN_SECONDS = 5.0
-"""The same where a run ends early: another attempt may be waiting for its turn."""
+"""The same where a run ends early, since another attempt may be waiting."""
 
 
 class Sink(Protocol):
-    """A place that keeps the numbers of a run. Every method may raise anything, and may take any time."""
+    """A tracker. Every method may raise anything, and may take any time."""
 
     def write(self, values: Mapping[str, float | int]) -> None:
         """A step's numbers, `step` among them."""
 
     def close(self) -> None:
-        """Sends what is left; the run has ended as it should."""
+        """Send the remaining lines at the regular end of the run."""
 
 
 class BackgroundSink:
-    """A sink that cannot stop or slow the run: it works on a thread, and its errors become one warning.
+    """Runs a sink on a thread; its errors become one warning.
 
     The warning is printed by the caller's thread, with the next line or at the end.
     """
@@ -61,11 +60,11 @@ class BackgroundSink:
         atexit.register(self._drain, DRAIN_SECONDS)
 
     def write(self, values: Mapping[str, float | int]) -> None:
-        """Hands a step's numbers over, and returns at once."""
+        """Queue a step's numbers; returns at once."""
         if self._lines.qsize() < MOST_WAITING:
             self._lines.put(values)
         elif self._problem is None:
-            self._problem = f"{MOST_WAITING:,} lines wait to be taken, and what comes meanwhile is not sent"
+            self._problem = f"{MOST_WAITING:,} lines wait to be sent; further ones are dropped"
         self._warn()
 
     def close(self) -> None:
@@ -78,7 +77,7 @@ class BackgroundSink:
         self._warn()
 
     def _work(self) -> None:
-        """The thread. Whatever a tracker raises is its own affair, SystemExit too."""
+        """The thread. A tracker may raise anything, SystemExit too."""
         try:
             sink = self._open()
         except (Exception, SystemExit) as error:
@@ -98,7 +97,7 @@ class BackgroundSink:
         self._lines.task_done()
 
     def _forget_lines(self) -> None:
-        """Nobody will take them; the queue must not grow, or be waited for."""
+        """Empty the queue until the end: nothing will send these lines."""
         while self._lines.get() is not None:
             self._lines.task_done()
         self._lines.task_done()
@@ -113,7 +112,7 @@ class BackgroundSink:
             self._console.warn(f"{self._name}: {self._problem}. The run continues; metrics.jsonl has everything")
 
     def _drain(self, seconds: float) -> None:
-        """Waits until the lines that were handed over are sent, without an end for the sink."""
+        """Wait until the queued lines are sent, without closing the sink."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: self._lines.unfinished_tasks == 0, seconds)
 
@@ -122,7 +121,7 @@ class MetricsLog:
     """Written by rank 0 only.
 
     A disk that fills must not end rank 0 alone while the others wait for it, so lines that cannot be written wait in
-    memory until `flush`, whose failure the caller shares with all ranks. The file holds whole lines at all times.
+    memory until `flush`, whose failure the caller shares with all ranks. The file never holds part of a line.
     """
 
     def __init__(self, folder: Path, console: Console, sinks: Sequence[BackgroundSink] = ()):
@@ -184,7 +183,7 @@ class MetricsLog:
         self._waiting = b""
 
 
-# What a reader of a run has to know before believing its numbers, from what the run left in its folder.
+# Caveats about a run's numbers, from the files in its folder.
 
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0
@@ -194,7 +193,7 @@ RELIABLE_SIGNAL_TO_NOISE = 3.0
 def notes_on(
     folder: Path, has_result: bool, environment: Mapping[str, Any], metrics: Sequence[Mapping[str, float | None]]
 ) -> list[str]:
-    """One sentence each; none of a run that ended as it should, at once and with numbers that can be believed."""
+    """A sentence for each caveat; none for a run that finished at the first attempt with reliable numbers."""
     notes = []
     if not has_result:
         last = int(metrics[-1]["step"] or 0)

@@ -1,4 +1,4 @@
-"""Whether a model can be trained as its recipe says, before any weights are read."""
+"""Checks that a model can be trained with the settings of a run, before any weights are read."""
 
 from pathlib import Path
 

@@ -57,7 +57,7 @@ from vcore_ds.train.trackers import FINISH_SECONDS, WandbLog, start_trackers
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has made and measured."""
+    """The result of a run."""
 
     folder: Path
     export_folder: Path
@@ -69,11 +69,11 @@ class RunResult:
 
 
 def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -> RunResult:
-    """Runs a recipe. Every rank of the job calls it.
+    """Run a recipe. A collective.
 
     Args:
-        advice_if_long: what would make the run shorter, said after the first step where the others take long.
-        says_next: whether the last line is a command to go on with.
+        advice_if_long: how to make the run shorter; printed after the first step of a long run.
+        says_next: whether to print the command for the run's report at the end.
 
     Raises:
         UserError: before anything is written, for whatever the user can fix.
@@ -99,9 +99,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     """The run, with the process group up. A collective.
 
     Args:
-        resumes: whether this rank has found a run to resume.
+        resumes: whether this rank sees a run to resume.
     """
-    # Rank 0's view serves all: where nodes do not share the folder, ranks would take part in different collectives.
+    # Rank 0 decides: where nodes do not share the folder, ranks would otherwise enter different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())
     plan_settings, settings = derive_plan_settings(recipe), derive_step_settings(recipe)
@@ -110,11 +110,11 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     run_on_first_rank(lambda: run_folder.check_output_folder(folder))
 
     checkpoints = Checkpoints(recipe, console)
-    found = None
+    checkpoint = None
     if resumes:
         run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
-        found = checkpoints.newest()
-        if found is None:
+        checkpoint = checkpoints.newest()
+        if checkpoint is None:
             console.say(f"{recipe.run.output_dir} holds this run without a checkpoint: it begins at its first step")
 
     mark("reading data")
@@ -122,10 +122,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     feed, validation = read_data(recipe, plan, reader)
     schedule = derive_schedule(recipe, len(feed.dataset))
     num_steps = schedule.num_steps
-    if found is not None:
-        checkpoints.check_data(found, feed)
+    if checkpoint is not None:
+        checkpoints.check_data(checkpoint, feed)
 
-    num_done = found[1].step if found is not None else 0
+    num_done = checkpoint[1].step if checkpoint is not None else 0
     utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
     memory = plan_memory(plan_settings, plan, ds_config, utilization, parameters)
@@ -143,20 +143,21 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
     mark("loading the model")
     engine = build_engine(derive_engine_settings(recipe), ds_config)
-    run_on_first_rank(lambda: checkpoints.frozen_digest)  # of what was loaded, not of what is there at the first save
+    # Now: the weights on disk may change before the first save.
+    run_on_first_rank(lambda: checkpoints.frozen_digest)
     estimator = build_estimator(settings, engine, batches_per_pass=plan.batches_per_utility_pass)
     for line in describe_engine(recipe.engine, settings, engine, estimator.direction):
         console.note(line)
-    if found is not None:
+    if checkpoint is not None:
         mark("loading the checkpoint")
-        num_done = checkpoints.load(found, engine, estimator)
+        num_done = checkpoints.load(checkpoint, engine, estimator)
     check_start(engine, feed, console)
     check_derivatives(engine, estimator, feed, console)
     check_low_rank(engine, estimator, feed, settings, console)
 
     if resumes:
         checkpoints.clear_above(num_done)
-    else:  # not earlier: what the user has to fix is found before anything is written
+    else:  # not earlier: every check comes before the first file
         run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = run_on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
     counts = count_data(recipe.data, feed, validation)
@@ -170,7 +171,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         RunLog(console, log, build_throughput(recipe.model.path, passes), advice_if_long),
     )
 
-    last_step = run_training(run, num_done, is_new=found is None)
+    last_step = run_training(run, num_done, is_new=checkpoint is None)
     result = write_result(recipe, run, reader.tokenizer, last_step)
     console.say(summarize(result, reader.tokenizer))
     engine.close()
@@ -178,13 +179,13 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
 
 def say_start(console: Console, text: str) -> None:
-    """The run's first lines, on the screen and, before the details, in start.txt."""
+    """Print the run's first lines, and put them first in start.txt."""
     console.say(text + "\n")
     console.notes.insert(0, text + "\n")
 
 
 def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
-    """Takes the run's folder for this job, on rank 0.
+    """Lock the run's folder for this job, on rank 0.
 
     Raises UserError where another job has it, or had it between this job's first look and now.
     """
@@ -199,7 +200,7 @@ def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) 
 
 
 def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed, dict[str, Dataset]]:
-    """The batches of every step, and the held-out sequences by the name of their set. A collective."""
+    """Read the data: the batches of every step, and the held-out sequences by name of their set. A collective."""
     data, seed = recipe.data, recipe.run.seed
     training = reader.read_training_data(recipe.method, seed)
     validation: dict[str, Dataset] = {name: reader.read_store(path) for name, path in data.validation_paths().items()}
@@ -251,7 +252,7 @@ def describe_run(
 
 
 def begin_folder(recipe: Recipe, feed: Feed, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
-    """Recipe, environment and the log of the steps in the run's folder, by rank 0; and the sinks that are wanted."""
+    """Write recipe and environment into the run's folder, and open the metrics log with its sinks. On rank 0."""
     folder = Path(recipe.run.output_dir)
     kept = feed.dataset.origin if isinstance(feed.dataset, KeptDataset) else None
     num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), num_done, kept)
@@ -271,14 +272,14 @@ def begin_folder(recipe: Recipe, feed: Feed, num_done: int, checkpoints: Checkpo
 
 
 def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
-    """The steps that are left, with the loss before them in a new run. A collective."""
+    """Take the remaining steps, after validating a new run. A collective."""
     console, checkpoints = run.log.console, run.checkpoints
     if is_new:
         checkpoints.validation_losses_before = validate(run.trainer.engine, run.data, console)
     if before := checkpoints.validation_losses_before:
         losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
         console.say(f"Held-out loss before training: {losses}")
-    # A signal after the steps ends the process at once: the last checkpoint holds that very state.
+    # After the steps a signal ends the process at once: the last checkpoint holds the final state.
     with stop_signals.deferred():
         return run_steps(run, num_done)
 
@@ -286,7 +287,7 @@ def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
 def write_result(
     recipe: Recipe, run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None
 ) -> RunResult:
-    """The loss after training and the trained weights, in the run's folder. A collective."""
+    """Validate, and write losses and trained weights into the run's folder. A collective."""
     before = run.checkpoints.validation_losses_before
     after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
@@ -301,13 +302,13 @@ def write_result(
 
 
 def describe_result(recipe: Recipe) -> str:
-    """The model card of the run that has just ended."""
+    """The model card of the finished run."""
     kind: Kind = "adapter" if recipe.lora is not None else "model"
     return make_model_card(Path(recipe.run.output_dir), recipe, kind)
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the run prints at its end: what was learnt, tokens of a trace, and where the result is."""
+    """The last lines of a run: tokens of one trace, held-out losses, and where the result is."""
     before = result.validation_losses_before
     losses = [
         f"{name} {before[name]:.4f} -> {after:.4f}".strip()

@@ -193,8 +193,8 @@ def followed_path(folder: Path, step: int) -> Path:
 def move_lost_tokens(folder: Path, step: int) -> None:
     """Moves the files of later steps than `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
     for path in (folder / TOKENS).glob("*.npz"):
-        found = _TOKEN_RECORD.fullmatch(path.name)
-        if found is not None and int(found[1]) > step:
+        match = _TOKEN_RECORD.fullmatch(path.name)
+        if match is not None and int(match[1]) > step:
             (folder / LOST_TOKENS).mkdir(exist_ok=True)
             path.replace(folder / LOST_TOKENS / path.name)
 
@@ -232,17 +232,17 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    found = {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}}
+    packages = {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}}
     for name in OPTIONAL_PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            packages[name] = version(name)
+    return packages
 
 
 def _git_commit() -> str | None:
     """Commit of the package's own checkout; None where the package is installed otherwise."""
     try:
-        found = subprocess.run(
+        described = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],
             capture_output=True,
             text=True,
@@ -250,7 +250,7 @@ def _git_commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return described.stdout.strip() or None
 
 
 # Reading a run: recipe, metrics, held-out losses, tokenizer. Needs neither the model nor the data.

@@ -1,5 +1,4 @@
-"""Which traces `data.keep` trains on: what the folder of scores says, and whether it belongs to the data and the model
-of the recipe."""
+"""The traces that `data.keep` selects by their scores, and whether the scores belong to the run's data and model."""
 
 import difflib
 import hashlib
@@ -23,10 +22,10 @@ from vcore_ds.models.model_identity import RULE, compute_model_digest
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The traces that are kept of those that were scored."""
+    """The kept traces of those that were scored."""
 
     keep: KeepConfig
-    """With the name of the set, also where the recipe leaves it out."""
+    """With the name of the target set filled in."""
     scores: Scores
     digest: str
     """SHA-256 of scores.parquet."""
@@ -39,7 +38,7 @@ class Selection:
     def num_of_source(self) -> dict[str, tuple[int, int]]:
         """(kept traces, all traces) of each source."""
         names, index = np.unique(self.sources, return_inverse=True)
-        num_kept, num_scored = (np.bincount(found, minlength=len(names)) for found in (index[self.positions], index))
+        num_kept, num_scored = (np.bincount(part, minlength=len(names)) for part in (index[self.positions], index))
         return dict(zip(map(str, names), zip(num_kept.tolist(), num_scored.tolist(), strict=True), strict=True))
 
     def describe(self) -> str:
@@ -54,12 +53,12 @@ class Selection:
         return f"{len(self.positions):,} of {len(self.sources):,} traces kept: {which} ({keep.scores})"
 
     def details(self) -> Iterator[str]:
-        """Lines for start.txt: what is kept of each source."""
+        """Lines for start.txt: kept traces of each source."""
         for name, (num_kept, num_scored) in self.num_of_source.items():
             yield f"Kept of {name}: {num_kept:,} of {num_scored:,} traces"
 
     def origin(self) -> dict[str, Any]:
-        """For environment.json: folder, digest, criterion, and what is kept of each source."""
+        """For environment.json: folder, digest, criterion, and kept traces of each source."""
         return {
             **self.keep.model_dump(mode="json"),
             "digest": self.digest,
@@ -70,10 +69,10 @@ class Selection:
 
 
 def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> Selection:
-    """What a folder of scores says to keep.
+    """Select traces by a folder of scores.
 
     Args:
-        where: from a key of `keep` to what the user set it by, for messages.
+        where: names a key of `keep` in messages, as the user set it.
 
     Raises:
         UserError: the folder is not there, not finished or damaged, has no such set, or nothing is kept.
@@ -90,7 +89,7 @@ def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}
     if len(utilities) != scores.data.num_sequences:
         raise UserError(
             f"{where('scores')}: {folder}: found {len(utilities):,} traces in {scores_folder.TRACES} and "
-            f"{scores.data.num_sequences:,} in {scores_folder.SCORES}; expected as many. Copy the whole folder again"
+            f"{scores.data.num_sequences:,} in {scores_folder.SCORES}; expected equal numbers. Copy the folder again"
         )
     positions = select_positions(utilities, sources, top=keep.top, above=keep.above, within=keep.within)
     if not len(positions):
@@ -114,8 +113,7 @@ def selection_for(keep: KeepConfig, store: TokenStore, model: str) -> Selection:
 
 
 def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
-    """Raises UserError where the scores are of other data, of another tokenizer or template, or of another model than
-    the run's: they say nothing of its traces.
+    """Raises UserError where the scores were made with other data, tokenizer, template or model than the run's.
 
     Args:
         model: model.path.

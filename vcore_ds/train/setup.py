@@ -46,7 +46,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
     ranks alike.
     """
     shape = run_first_rank_first(lambda: read_model_shape(settings.model.path))
-    # The first rank's: where nodes differ, all ranks still have to come to the same spread.
+    # Rank 0's values: where nodes differ, all ranks must still plan the same layout.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(
         settings,
@@ -106,7 +106,7 @@ def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | P
 
 
 def coalesces(settings: EngineSettings, model: torch.nn.Module) -> bool:
-    """Whether gradients are reduced once a step. A collective: ranks whose memory differs come to the same answer."""
+    """Whether gradients are reduced once a step; all ranks agree even where their memory differs. A collective."""
     if settings.coalesce_gradient_reduction != "auto":
         return settings.coalesce_gradient_reduction
     room = COALESCING_SHARE * min(layout.gather_objects("job", total_memory_bytes()))
@@ -130,7 +130,7 @@ def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass:
 
 
 def why_separate(method: MethodConfig, engine: Engine) -> str | None:
-    """Why the utilities of `jvp` take a forward of their own; None where the main forward can give them."""
+    """Why `jvp` takes a separate forward for utilities; None where the main forward gives them."""
     if method.weights_sequences:
-        return "the weights of whole sequences need all utilities before the first backward"
+        return "sequence weights need all utilities before the first backward"
     return why_not_fused(engine)

@@ -1,9 +1,8 @@
-"""Whether losses are what they have to be, asked of the loaded model itself before a run's first step.
+"""Checks of the loaded model before a run's first step: losses, derivatives, the low-rank direction, memory.
 
-Architectures differ in ways that no configuration tells: logits that are scaled or capped after the output embedding,
-states that one sequence of a row leaves to the next, dropout that is a function and draws from the process's own
-generator. Each would train without an error, on wrong losses. So four forwards of short sequences compare losses that
-have to be equal, on every rank, in the mode in which the run trains.
+Some architectures scale or cap logits after the output embedding, carry state from one sequence of a pack to the next,
+or draw dropout from the process's generator. Each would train without an error, on wrong losses, and no configuration
+tells. So four forwards of short sequences compare losses that must be equal, on every rank, in training mode.
 """
 
 import time
@@ -37,8 +36,8 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, compute_jvp_utilities
 
 NUM_TOKENS = (32, 24)
-"""Of two training sequences, their last ones: conversations often begin with the same system prompt. Not the same
-number: in rows of their own the second has padding behind it, which must not change its losses."""
+"""Last tokens of two training sequences, since conversations often begin with the same system prompt. The lengths
+differ: unpacked, the second is padded, which must not change its losses."""
 
 SAME_PRODUCTS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
 """Largest mean difference, nats, of losses that the same kernels compute of the same numbers; by the least precise of
@@ -50,10 +49,10 @@ OTHER_PRODUCTS = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}
 
 @dataclass(frozen=True)
 class Comparison:
-    """Losses that have to be equal."""
+    """Losses that must be equal."""
 
     problem: str
-    """What is wrong where they are not, and what to do about it."""
+    """What is wrong where they differ, and what to do about it."""
     difference: float
     """Mean absolute difference, nats."""
     tolerances: Mapping[torch.dtype, float]
@@ -61,12 +60,12 @@ class Comparison:
 
 
 def check_start(engine: Engine, feed: Feed, console: Console) -> None:
-    """Compares losses of two short sequences before the first step. A collective.
+    """Compare losses of two short sequences before the first step. A collective.
 
-    Nothing of a run depends on it: no gradient is taken, and the process's random numbers go on where they were.
+    Does not change the run: no gradient is computed, and the generators keep their states.
 
     Raises:
-        UserError: on all ranks alike, where two losses differ that have to be equal, or the architecture's own code
+        UserError: on all ranks alike, where losses differ that must be equal, or the architecture's own code
             fails.
     """
     mark("checking losses")
@@ -76,11 +75,11 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices), refuse_failing_code(model_type):
         comparisons = compare_losses(engine, feed)
     dtypes = {parameter.dtype for parameter in engine.module.parameters()}
-    # Kernels may differ between ranks, and all ranks must come to the same end.
+    # Kernels may differ between ranks, and all ranks must agree.
     of_ranks = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
     for comparison, differences in zip(comparisons, zip(*of_ranks, strict=True), strict=True):
         tolerance = max(comparison.tolerances[dtype] for dtype in dtypes)  # adapters may be in fp32 on a model in bf16
-        wrong = [number for number in differences if not number <= tolerance]  # nan, where only one of two is, too
+        wrong = [number for number in differences if not number <= tolerance]  # also NaN, where one of two losses is
         if wrong:
             raise UserError(
                 f"model.path: {model_type}: {comparison.problem} (on two short sequences the "
@@ -94,10 +93,10 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
 
 
 def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
-    """The losses of this rank, each comparison after those that would explain it. A collective."""
+    """This rank's comparisons, each after those that would explain it. A collective."""
     first, second = (ending(feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
     backwards = replace(first, input_ids=first.input_ids[::-1].copy())
-    # Where sequences are packed, the second one behind two others; where they are not, the two in rows of their own.
+    # With packing, the second sequence comes after each of two others; without, both are unpacked.
     rows = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
     together, alone = pack(rows, feed.pad_token_id), collate([second], feed.pad_token_id)
     engine.seed_dropout(0)
@@ -105,10 +104,10 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
         losses = engine.token_losses(together)
     again, of_alone = engine.token_losses(together), engine.token_losses(alone)
     numbers = together.sequence_index().to(losses.device)
-    in_one = "one row" if feed.plan.is_packed else "one forward"
+    in_one = "one pack" if feed.plan.is_packed else "one forward"
     not_apart = (
-        f"a sequence has other losses beside another one in {in_one} than without it: the architecture does not keep "
-        "sequences apart. Set batch.packed_row_tokens to null and every micro_batch_size_per_rank to 1, or "
+        f"another sequence in {in_one} changes a sequence's losses: this architecture does not isolate sequences. Set "
+        " batch.packed_row_tokens to null and every micro_batch_size_per_rank to 1, or "
         "model.attention to auto if it has another value, or choose another model"
     )
     compared = [
@@ -192,7 +191,7 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = None) -> TokenizedSequence:
-    """The last tokens of a training sequence, all supervised; the last sequence, where there are not so many.
+    """The last tokens of training sequence `number`, or of the last one in shorter data; all supervised.
 
     Args:
         left_out: a token id that is not taken.
@@ -203,17 +202,18 @@ def ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = N
 
 
 def _difference(left: Tensor, right: Tensor) -> float:
-    """Mean absolute difference of losses `[N]`; 0 of none. Where neither is a number, the first step says it better."""
+    """Mean absolute difference of losses `[N]`; 0 for none. Skips positions where both are NaN: the first step reports
+    them."""
     equal = (left == right) | (left.isnan() & right.isnan())
     return float((left - right).abs().masked_fill(equal, 0.0).mean(0)) if len(left) else 0.0
 
 
-# Whether utilities are derivatives, asked of the loaded model itself before a run's first step.
+# Derivatives.
 #
-# Forward mode needs a rule for every operation of an architecture, and a tangent for every trained parameter that one
-# reads. Where one is missing, silently, all utilities are wrong. Reverse mode, which trains the model, needs other
-# rules and other hooks. Along the gradient of a loss, the derivative of that loss is the gradient's squared norm, so
-# that the two modes check each other: one short sequence, forward and backward, then forward with tangents.
+# Forward mode needs a rule for every operation of an architecture, and a tangent for every trained parameter. Where one
+# is missing, silently, all utilities are wrong. Reverse mode needs other rules and hooks. The derivative of a loss
+# along the loss's gradient is the squared norm of that gradient, so the two modes check each other: one short sequence,
+# forward and backward, then a JVP pass.
 
 
 NUM_DERIVATIVE_TOKENS = 32
@@ -224,8 +224,8 @@ dtypes."""
 
 
 def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console: Console) -> None:
-    """Compares both modes on the end of the first training sequence, the same on all ranks. A collective; without
-    utilities by forward mode nothing is done.
+    """Compare both modes on the end of the first training sequence, the same on all ranks. A collective; does nothing
+    without forward mode.
 
     Parameters, the optimizer's state and the estimator's direction are not affected.
 
@@ -237,7 +237,7 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
     mark("checking derivatives")
     started = time.perf_counter()
     try:
-        expected, found = along_own_gradient(engine, estimator, short_batch(engine, feed))
+        expected, measured = along_own_gradient(engine, estimator, short_batch(engine, feed))
     except RuntimeError as error:  # NotImplementedError is one
         if "jvp" not in str(error) and "forward AD" not in str(error):
             raise
@@ -246,13 +246,13 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
             f"operation without a forward-mode derivative ({first_line(error)})"
             f"{suggest_alternative_to_jvp(engine.module.base.config)}"
         ) from None
-    difference = abs(found / expected - 1) if expected else 0.0
+    difference = abs(measured / expected - 1) if expected else 0.0
     # Adapters may be in fp32 on a model in bf16.
     tolerance = max(TOLERANCE[parameter.dtype] for parameter in engine.module.parameters())
-    if not difference <= tolerance:  # nan is wrong too
+    if not difference <= tolerance:  # NaN is wrong too
         raise UserError(
             f"utility.estimator: found jvp together with {engine.module.base.config.model_type}, of which forward-mode "
-            f"derivatives are wrong: the loss of a short sequence along its own gradient changes by {found:.6g}, "
+            f"derivatives are wrong: the loss of a short sequence along its own gradient changes by {measured:.6g}, "
             f"expected the gradient's squared norm, {expected:.6g}, within {tolerance:g} of it"
             f"{suggest_alternative_to_jvp(engine.module.base.config)}"
         )
@@ -321,11 +321,11 @@ def short_batch(engine: Engine, feed: Feed) -> Batch:
     return collate([ending(feed, 0, NUM_DERIVATIVE_TOKENS, left_out=padding)], feed.pad_token_id)
 
 
-# Whether a run fits into the memory of its ranks, before its model is loaded.
+# Memory, before the model is loaded.
 
 
 def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console) -> None:
-    """Compares the estimate with what the rank that has least has left; says so where it is close. A collective.
+    """Compare the estimate with the free memory of the rank that has least; warn where it is close. A collective.
 
     Args:
         plan: None for a model whose sizes are unknown, which is not checked.
@@ -343,6 +343,6 @@ def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console
 
 
 def least_available() -> Available:
-    """What the rank that has least may use. A collective."""
-    found = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
-    return Available(min(own for own, _ in found), min(host for _, host in found), is_cpu=device().type == "cpu")
+    """Free memory of the rank that has least. A collective."""
+    free = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
+    return Available(min(own for own, _ in free), min(host for _, host in free), is_cpu=device().type == "cpu")

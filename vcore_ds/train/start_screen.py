@@ -1,4 +1,4 @@
-"""The words of a run at its start: parts of the lines on the screen, and the details in start.txt in its folder."""
+"""Describe a run at its start: on the screen, and in detail in start.txt."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -93,8 +93,8 @@ def describe_parallelism() -> str:
 def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
     """Micro-batches of a step on each rank, and the degree of sequence parallelism, of the next steps' main batches."""
     spreads = feed.next_spreads(num_done, num_steps)
-    numbers = [len(found.micro_steps) for found in spreads]
-    degrees = sorted({found.sequence_parallel for found in spreads})
+    numbers = [len(spread.micro_steps) for spread in spreads]
+    degrees = sorted({spread.sequence_parallel for spread in spreads})
     often = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
     return f"gradient accumulation {often}, Ulysses sequence parallelism {' or '.join(map(str, degrees))}"
 
@@ -112,8 +112,8 @@ def describe_use_of_ranks(
     plan: BatchPlan, passes: Mapping[Part, Utilization], memory: MemoryPlan | None
 ) -> Iterator[str]:
     """Balance and cost of the next steps' passes, and the estimated memory."""
-    for part, found in passes.items():
-        yield f"Balance of the {part} batch in the next steps: {found.describe(plan.member)}"
+    for part, utilization in passes.items():
+        yield f"Balance of the {part} batch in the next steps: {utilization.describe(plan.member)}"
     if "probe" in passes:
         share = passes["probe"].time / passes["main"].time
         yield f"Cost of the probe: {share:.0%} of forward and backward of the main batch, predicted"
@@ -139,7 +139,7 @@ def describe_engine(
         yield (
             "Utilities come from the main forward itself"
             if why_not is None
-            else f"Utilities take a forward of their own, since {why_not}"
+            else f"Utilities take a separate forward, since {why_not}"
         )
     if utility.estimator == "finite_difference" and engine.has_dropout:
         yield (

@@ -1,6 +1,6 @@
 """ONE optimizer step, in the order of the paper's Algorithm 1. The file to read first.
 
-What follows what stands here. Everything sharded happens in `engine/` and `utility/`, all mathematics in `method/`.
+Sharded operations are in `engine/` and `utility/`, the mathematics in `method/`.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ def train_step(
     measure_noise: bool = False,
     seed: int = 0,
 ) -> StepMetrics:
-    """Trains on one global batch and says what happened. A collective.
+    """Train on one global batch, and return what was measured. A collective.
 
     Args:
         estimator: gives losses and utilities; keeps the probe direction between steps.
-        recorder: new; collects what this step measures.
+        recorder: a new one.
         measure_noise: with finite differences, measure their signal-to-noise ratio (two more forwards), and search
             for the step again where the recipe says `epsilon: auto`.
-        seed: of what is drawn in this step (dropout, stochastic rounding); the same on all ranks.
+        seed: of the step's random numbers (dropout, stochastic rounding); the same on all ranks.
 
     Raises:
         NonFiniteLoss, NonFiniteGradient: on all ranks alike, before anything was updated.

@@ -22,7 +22,7 @@ from vcore_ds.method.weights import GibbsWeights, segment_sum
 from vcore_ds.train.console import Console
 from vcore_ds.train.token_records import MOST_TOKENS, SequenceTokens, TokenRecord, TraceTokens, write_record
 
-# From the micro-batches of a step on all ranks to one record of its tokens.
+# Records of single tokens.
 
 
 def sequences_of(
@@ -34,7 +34,7 @@ def sequences_of(
     uniform_shares: Tensor,
     alpha: Tensor | float,
 ) -> Iterator[SequenceTokens]:
-    """The sequences of a micro-batch that have supervised tokens. Waits for the device.
+    """Yield the sequences of a micro-batch that have supervised tokens. Waits for the device.
 
     Args:
         weights: `q` `[N]`.
@@ -72,13 +72,13 @@ def record_tokens(
     first_trusted_id: int | None,
     seed: int,
 ) -> None:
-    """Writes the record of an optimizer step into the run's folder, on rank 0. A collective.
+    """Write the record of an optimizer step into the run's folder, on rank 0. A collective.
 
-    A record that cannot be written is a warning: rank 0 must not end while the others train.
+    A record that cannot be written is a warning: rank 0 must not exit while the others train.
 
     Args:
         own: this rank's sequences of the main batch.
-        sequence_parallel: the degree; a group of as many ranks holds the same sequences.
+        sequence_parallel: ranks of a group, which hold the same sequences.
         first_trusted_id: see `TokenRecord`.
         seed: of the run.
     """
@@ -100,22 +100,21 @@ def gather_record(
     seed: int,
 ) -> TokenRecord:
     """The record on every rank, the same at any world size. A collective; see `record_tokens` and `choose`."""
-    # Ranks of a sequence-parallel group hold the same sequences: the first of them speaks.
+    # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
     own = own if layout.rank("sequence", sequence_parallel) == 0 else []
     sizes = layout.gather_objects("shards", [(sequence.sequence_id, len(sequence)) for sequence in own])
-    found = sorted((i, n, rank, k) for rank, part in enumerate(sizes) for k, (i, n) in enumerate(part))
-    lengths = [n for _, n, _, _ in found]
-    chosen = {found[place][2:] for place in choose(lengths, generator(Stream.TOKEN_RECORDS, seed, step), MOST_TOKENS)}
+    known = sorted((i, n, rank, k) for rank, part in enumerate(sizes) for k, (i, n) in enumerate(part))
+    lengths = [n for _, n, _, _ in known]
+    chosen = {known[place][2:] for place in choose(lengths, generator(Stream.TOKEN_RECORDS, seed, step), MOST_TOKENS)}
     here = layout.rank("shards")
-    # What is left out is not sent: a large batch has many times the tokens of a record.
+    # Only recorded sequences are sent: a large batch has many times the tokens of a record.
     parts = layout.gather_objects("shards", [sequence for k, sequence in enumerate(own) if (here, k) in chosen])
     sequences = sorted((sequence for part in parts for sequence in part), key=lambda sequence: sequence.sequence_id)
     return TokenRecord(step, first_trusted_id, len(lengths), sum(lengths), sequences)
 
 
 def choose(lengths: Sequence[int], drawn: np.random.Generator, most_tokens: int) -> list[int]:
-    """Places of the sequences of a record: in random order, as long as the next one fits into `most_tokens`, but at
-    least one."""
+    """Indices of the sequences of a record, in random order: as many as fit into `most_tokens`, but at least one."""
     places: list[int] = []
     total = 0
     for place in drawn.permutation(len(lengths)).tolist():
@@ -128,7 +127,7 @@ def choose(lengths: Sequence[int], drawn: np.random.Generator, most_tokens: int)
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """What one forward gave. Nothing has a graph."""
+    """The results of one forward, without a graph."""
 
     batch: Batch
     tokens: Tokens
@@ -137,11 +136,11 @@ class MicroBatchResult:
     shares: Tensor
     """`[num_sequences]`, of each sequence in the global batch's weighted loss"""
     alpha: Tensor | float
-    """That a sequence `[num_sequences]` or the micro-batch has for itself; 1 where it belongs to the global batch."""
+    """Alpha of each sequence `[num_sequences]` or of the micro-batch; 1 where it belongs to the global batch."""
     weighted_loss: Tensor
     """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
     scaled_loss: Tensor
-    """The same after an alpha that a sequence or a micro-batch has for itself: what was differentiated."""
+    """The same after such an alpha: the loss that was differentiated."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class StepTotals:
     utility_std: float
     """Over the tokens of the batch."""
     num_non_finite: int
-    """Sequences with a loss or utility that is inf or nan."""
+    """Sequences with a loss or utility that is Inf or NaN."""
     utility_moments: Tensor
     """`[5]` fp64, see `method.utility_moments`."""
 
@@ -181,9 +180,9 @@ class StepMetrics:
 
     values: Mapping[str, float | int | None]
     tokens: Sequence[SequenceTokens] | None
-    """This rank's sequences; None unless the recorder was to keep them."""
+    """This rank's sequences; None unless the recorder kept them."""
     followed: Mapping[int, TraceTokens] = field(default_factory=dict)
-    """What this rank has measured of the followed traces, by their places; empty in most steps."""
+    """This rank's followed traces, by their indices; empty in most steps."""
 
 
 class StepRecorder:
@@ -196,7 +195,7 @@ class StepRecorder:
     """
 
     def __init__(self, device: torch.device, *, keep_tokens: bool = False):
-        """`keep_tokens`: hand out the single tokens at the end, which takes waiting for the device."""
+        """`keep_tokens`: return the single tokens too, which waits for the device."""
         self._device = device
         self._results: list[MicroBatchResult] | None = [] if keep_tokens else None
         self.followed: dict[int, TraceTokens] = {}
@@ -225,7 +224,7 @@ class StepRecorder:
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
 
     def add(self, result: MicroBatchResult) -> None:
-        """Takes what the metrics need of a micro-batch."""
+        """Add a micro-batch to the metrics."""
         assert self._method is not None and self._counts is not None  # `begin` comes first
         tokens, gibbs, q = result.tokens, result.weights, result.weights.weights
         index, num_sequences, num_tokens = tokens.sequence_index, tokens.num_sequences, tokens.num_tokens()
@@ -280,7 +279,7 @@ class StepRecorder:
         )
 
     def non_finite_sequence_ids(self) -> list[int]:
-        """This rank's sequences with a loss or utility that is inf or nan."""
+        """This rank's sequences with a loss or utility that is Inf or NaN."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
     def metrics(self, totals: StepTotals, alpha: float | None, **numbers: float | None) -> StepMetrics:

@@ -1,6 +1,6 @@
 """TensorBoard, MLflow, Trackio and SwanLab as sinks, through `accelerate.tracking`.
 
-Each takes its address and credentials from its own environment variables. What is not said there stays on this machine
+Each takes its address and credentials from its own environment variables. Without them, data stay on this machine
 for TensorBoard (`tensorboard --logdir` of the run's folder) and Trackio.
 """
 
@@ -70,7 +70,7 @@ def prepare_accelerate() -> None:
 def open_tracker(
     name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
 ) -> TrackerSink:
-    """A tracker that continues what earlier attempts of the run have sent it; the arguments are those of
+    """A tracker that continues the records of earlier attempts of the run; the arguments are those of
     `start_trackers`. Raises whatever the tracker does."""
     from accelerate import tracking
 
@@ -81,7 +81,7 @@ def open_tracker(
     config = {key: value for key, value in config.items() if value is not None}
     tracker: Any
     if name == "tensorboard":
-        # Events of steps that are taken again are not shown any more.
+        # Hides events of steps that are taken again.
         purge_step = num_done + 1 if num_done else None
         tracker = tracking.TensorBoardTracker("tensorboard", logging_dir=str(folder), purge_step=purge_step)
         tracker.start()
@@ -133,21 +133,21 @@ def read_id(folder: Path, name: str) -> str | None:
 
 
 def keep_id(folder: Path, name: str, run_id: str) -> None:
-    """For the attempts after this one."""
+    """Keep the run's id at a tracker for later attempts."""
     path = folder / TRACKERS / f"{name}_run_id"
     path.parent.mkdir(exist_ok=True)
     with write_atomically(path) as unfinished:
         unfinished.write_text(f"{run_id}\n", encoding="utf-8")
 
 
-# Weights & Biases as a sink. What cannot be sent stays in the run's folder, for `wandb sync`.
+# Weights & Biases. Data that cannot be sent stay in the run's folder, for `wandb sync`.
 
 
 INIT_SECONDS = 60.0
 """Time to reach the server before the first step; after it the run continues offline."""
 
 FINISH_SECONDS = 120.0
-"""Time to send what is left at the end."""
+"""Time to send the remaining data at the end."""
 
 
 class WandbLog:
@@ -210,5 +210,5 @@ class WandbLog:
         self._run.log(dict(values))
 
     def close(self) -> None:
-        """Sends what is left, `FINISH_SECONDS` at most."""
+        """Send the remaining data, `FINISH_SECONDS` at most."""
         self._run.finish()

@@ -1,7 +1,4 @@
-"""Which weights a method gives to tokens, and which alpha to their losses: one dispatch, on plain tensors.
-
-Used by the step, by the experiments and by the tests against the oracle alike.
-"""
+"""The token weights and alphas of each method, on plain tensors; for training, experiments and tests."""
 
 from collections.abc import Sequence
 
@@ -62,8 +59,7 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
 
 
 def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) -> GibbsWeights:
-    """Weights of the sequences of a global batch, tilted by their utility within `method.batch_kl_budget` nats of their
-    shares.
+    """Weights of a global batch's sequences, tilted by utility within `method.batch_kl_budget` nats of their shares.
 
     With the weights of tokens given, these maximise the first-order decrease `sum_i r_i sum_t q[i,t] s[i,t]` subject to
     `KL(r || shares) <= delta`: the paper's problem one level up. They need the whole batch before the first backward.
@@ -102,7 +98,7 @@ def alpha_of_micro_batch(
 
 
 def has_own_alpha(method: MethodConfig) -> bool:
-    """Whether a sequence or a micro-batch has an alpha of its own, instead of one for the global batch."""
+    """Whether alpha belongs to a sequence or a micro-batch, rather than to the global batch."""
     if not method.uses_utilities or method.alpha == "none":
         return False
     return method.alpha == "effective_sample_size" or method.alpha_scope == "micro_batch"
@@ -129,7 +125,7 @@ def alpha_of_global_batch(
     return 1.0
 
 
-# Weights of whole sequences by their utility (`method.scope: sequence_and_batch`), over all ranks.
+# Sequence weights (`method.scope: sequence_and_batch`), over all ranks.
 
 
 def sequence_factors(
@@ -138,7 +134,7 @@ def sequence_factors(
     batches: Sequence[Batch],
     known: Sequence[tuple[Tensor, Tensor]],
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """What the share of each sequence in the global batch's loss is multiplied by. A collective.
+    """Factor of each sequence's share in the global batch's loss. A collective.
 
     Args:
         counts: of the global batch.
@@ -157,20 +153,20 @@ def sequence_factors(
         shares.append(sequence_shares(tokens.num_tokens(), counts, method.normalization))
     own = torch.stack([torch.cat(gains), torch.cat(shares)]).double()
     k = batches[0].sequence_parallel
-    # Ranks of a sequence-parallel group hold the same sequences: the first of them speaks.
+    # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
     of_ranks = layout.gather_objects("shards", own.cpu() if layout.rank("sequence", k) == 0 else own[:, :0].cpu())
     all_gains, all_shares = torch.cat(of_ranks, 1)
     there = all_shares > 0  # an idle row has no tokens, and no share
-    found = sequence_weights(method, all_gains[there], all_shares[there])
+    tilted = sequence_weights(method, all_gains[there], all_shares[there])
     factors = torch.zeros_like(all_shares)
-    factors[there] = found.weights / all_shares[there]
+    factors[there] = tilted.weights / all_shares[there]
     first_of_row = layout.rank("data", k) * k
     start = sum(part.shape[1] for part in of_ranks[:first_of_row])
     sizes = [len(part) for part in gains]
     mine = factors[start : start + sum(sizes)].float().to(own.device)
     measured = {
-        "batch_tau": float(found.temperature),
-        "batch_kl": float(found.kl),
-        "batch_effective_sample_size": float(1.0 / found.weights.square().sum()),
+        "batch_tau": float(tilted.temperature),
+        "batch_kl": float(tilted.kl),
+        "batch_effective_sample_size": float(1.0 / tilted.weights.square().sum()),
     }
     return list(mine.split(sizes)), measured

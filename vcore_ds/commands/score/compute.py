@@ -205,7 +205,7 @@ class Scoring:
                 continue
             if one.checkpoint is not None and one.checkpoint != loaded:
                 mark("loading the checkpoint")
-                checkpoints.read(checkpoints.of_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
+                checkpoints.read(checkpoints.verify_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
                 loaded = one.checkpoint
                 self._check_start(engine, direction)
             self._take_direction(direction, one)
