@@ -151,7 +151,7 @@ def test_all_sequences_longer_than_the_cutoff(refuses: Refuses, setup: TinySetup
 
 
 @pytest.mark.parametrize(
-    "overlong, verb", [("drop", "dropped: longer than 64 tokens"), ("truncate", "kept only to the cutoff")]
+    "overlong, verb", [("drop", "dropped: longer than 64 tokens"), ("truncate", "truncated at the cutoff")]
 )
 def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp_path: Path, overlong: str, verb: str):
     pairs = [("q", "a" * n) for n in (10, 60, 20, 70, 80)]

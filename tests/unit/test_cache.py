@@ -157,7 +157,7 @@ def test_overlong_sequences_are_dropped_or_truncated_and_counted(prepared: Prepa
     assert truncated.lengths.tolist() == [cutoff, cutoff]
     np.testing.assert_array_equal(truncated[1].input_ids, whole[1].input_ids[:cutoff])
     np.testing.assert_array_equal(truncated[1].supervised, whole[1].supervised[:cutoff])
-    assert "1 kept only to the cutoff" in truncated.describe() and "2 of 2 rows kept" in truncated.describe()
+    assert "1 truncated at the cutoff" in truncated.describe() and "2 of 2 rows kept" in truncated.describe()
     assert truncated.manifest["num_supervised_tokens"] == sum(s.supervised.sum() for s in truncated)
 
     with pytest.raises(UserError, match="2 of 2 rows are unusable.*the prompt alone has"):

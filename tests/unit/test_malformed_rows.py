@@ -67,14 +67,15 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(("line", "found"), LINES.values(), ids=LINES.keys())
-def test_line_is_malformed(line: bytes, found: str, tmp_path: Path, tokenizer_folder: Path) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_bytes(b"\n".join([json.dumps(GOOD).encode(), line, json.dumps(GOOD).encode()]))
+def test_lines_are_malformed_and_cost_no_other_row(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source, good = tmp_path / "rows.jsonl", json.dumps(GOOD).encode()
+    source.write_bytes(b"\n".join([good, *(line + b"\n" + good for line, _ in LINES.values())]))
     kept, report = prepared("chat", source, tokenizer_folder)
-    assert kept == [0, 2]
-    (fault,) = report
-    assert fault.startswith(f"{source}:2: ") and found in fault and len(fault) < 1500
+    assert kept == list(range(0, 2 * len(LINES) + 1, 2))
+    faults = dict(fault.split(": ", 1) for fault in report)
+    assert len(report) == len(faults) == len(LINES) and max(map(len, report)) < 1500
+    for number, (_, reason) in enumerate(LINES.values()):
+        assert reason in faults[f"{source}:{2 * number + 2}"]
 
 
 def test_line_of_50_megabytes_is_read(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -84,12 +85,12 @@ def test_line_of_50_megabytes_is_read(tmp_path: Path, tokenizer_folder: Path) ->
     assert kept == [1] and report == [f"{source}:1: found str, expected an object"]
 
 
-@pytest.mark.parametrize("line", [line for line, _ in LINES.values()], ids=LINES.keys())
-def test_line_in_a_recipes_data_is_refused(line: bytes, tmp_path: Path, tokenizer_folder: Path) -> None:
+@pytest.mark.parametrize("name", ["no UTF-8", "key that breaks the template"])  # found while reading, and rendering
+def test_line_in_a_recipes_data_is_refused(name: str, tmp_path: Path, tokenizer_folder: Path) -> None:
     from vcore_ds.data.tokenization import load_tokenizer
 
     source = tmp_path / "rows.jsonl"
-    source.write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
+    source.write_bytes(json.dumps(GOOD).encode() + b"\n" + LINES[name][0])
     with pytest.raises(UserError, match=f"The first: {source}:2: "):
         find_or_make_store(
             str(source),

@@ -1,4 +1,4 @@
-"""From a raw row to a conversation, or the rule that drops it (appendix "Dataset Curation for supervised tasks")."""
+"""Raw rows to conversations, and the rules that drop rows (appendix "Dataset Curation for supervised tasks")."""
 
 from collections.abc import Callable, Collection
 from functools import cache
@@ -16,7 +16,7 @@ NOT_ONE_THINKING = "not exactly one <think> pair with an answer"
 NOT_BOXED = "no \\boxed{} in the answer"
 NOT_EQUIVALENT = "math-verify: not the expected answer"
 UNFINISHED = "math-verify: past the time limit"
-NO_STATEMENT = "the problem's statement is not to be had"
+NO_STATEMENT = "the problem's statement cannot be found"
 RULES = (
     OTHER_PROBLEM_TYPE,
     OTHER_MODEL,
@@ -27,7 +27,7 @@ RULES = (
     UNFINISHED,
     NO_STATEMENT,
 )
-"""Rules in the order in which they are tried: the lines of the table."""
+"""Rules in the order in which they are applied and listed."""
 
 _SPEAKERS = {
     "human": "user",
@@ -42,22 +42,22 @@ _SPEAKERS = {
 
 
 _MAX_INDEX_DIGITS = 12
-"""Digits of a problem's number; int() refuses thousands of them."""
+"""Digits of a problem's number; int() raises for thousands of them."""
 
 
 class Dropped(Exception):
-    """The row is well formed and not wanted; `args[0]` is the rule."""
+    """A rule drops the row, which is well formed; `args[0]` is the rule."""
 
 
 class Malformed(Exception):
-    """The row is not what it should be; `args[0]` says what was found and expected."""
+    """The row has a wrong form; `args[0]` says what was found and expected."""
 
 
 def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
     """The conversation in a row of OpenMathReasoning.
 
     Args:
-        check_answer: (expected, answer) to a verdict, see `AnswerChecker.check`.
+        check_answer: called with (expected, answer); returns a verdict of `AnswerChecker.check`.
     """
     _keep_only(row, "problem_type", "has_answer_extracted", OTHER_PROBLEM_TYPE)
     _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
@@ -76,7 +76,7 @@ def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None
     """The conversation in a row of OpenCodeReasoning-2.
 
     Args:
-        find_statement: (data set, split, index) to the text of a problem, for rows whose `question` is "-".
+        find_statement: called with (data set, split, index) where `question` is "-"; returns the statement.
     """
     _keep_only(row, "judgement", "right", NOT_RIGHT)
     fields = _texts(row, "question", "r1_generation")
@@ -93,11 +93,11 @@ def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None
 
 
 def chat_messages(row: Any) -> tuple[str, list[Message]]:
-    """(shape, messages) of a row in one of three shapes, told by its keys: `messages` (role and content), `ShareGPT`
-    (`conversations` of from and value, or role and content), `Alpaca` (instruction, input, output)."""
+    """Return (shape, messages) of a row in one of three shapes, recognised by its keys: `messages` (role and content),
+    `ShareGPT` (`conversations` of from and value, or role and content), `Alpaca` (instruction, input, output)."""
     if not isinstance(row, dict):
         raise Malformed(f"found {type(row).__name__}, expected an object")
-    row = {key: value for key, value in row.items() if value is not None}  # columns that other rows have
+    row = {key: value for key, value in row.items() if value is not None}  # columns of other rows
     if "messages" in row:
         shape, messages = "messages", row["messages"]
     elif "conversations" in row:
@@ -152,7 +152,7 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
 
 
 def _split_trace(text: str) -> tuple[str, str]:
-    """(thinking, answer); R1 was often prompted with the opening marker, which is then missing."""
+    """Return (thinking, answer). R1 was often prompted with the opening `<think>`, which is then missing."""
     if "<think>" not in text:
         text = "<think>" + text
     parts = split_thinking(text)
@@ -176,29 +176,28 @@ def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
 
 
 def _texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, str]:
-    """Fields of a row that must be texts, and not be empty unless they may."""
+    """Row fields that must be strings; empty only where listed in `empty`."""
     for name in names:
         if name not in row:
             raise Malformed(f"no field `{name}`, found {_names(row)}")
         if not isinstance(row[name], str):
-            raise Malformed(f"`{name}` is {type(row[name]).__name__} ({row[name]!r:.60}), expected a text")
+            raise Malformed(f"`{name}` is {type(row[name]).__name__} ({row[name]!r:.60}), expected a string")
         if not row[name].strip() and name not in empty:
             raise Malformed(f"`{name}` is empty")
     return {name: row[name] for name in names}
 
 
 def _names(row: dict[str, Any]) -> str:
-    """The row's keys for a message, however many and long they are."""
+    """The row's keys for a message, shortened."""
     return f"{', '.join(row):.300}" or "none"
 
 
-# Problem statements that OpenCodeReasoning-2 only refers to: its `question` is "-", its license not being theirs.
-#
-# As its data card prescribes, `dataset`, `split` and `index` of a row lead to the statement in one of four data sets.
+# OpenCodeReasoning-2 lacks the problem statements, whose licenses differ: `question` is "-", and `dataset`, `split` and
+# `index` name the statement in one of four data sets, as its data card says.
 
 
 _PARQUET = "refs/convert/parquet"
-"""The hub's own conversion: two of the data sets are loading scripts, which `datasets` no longer runs."""
+"""The hub's conversion; two of the data sets are loading scripts, which `datasets` no longer runs."""
 
 _HUB: dict[str, dict[str, Any]] = {
     "taco": {"path": "BAAI/TACO", "revision": _PARQUET, "data_dir": "ALL"},
@@ -209,7 +208,7 @@ _HUB: dict[str, dict[str, Any]] = {
 
 
 def find_statement(folder: str | None, dataset: str, split: str, index: int) -> str | None:
-    """The statement of a problem; None where there is no such problem, or it has none.
+    """Look up the statement of a problem; None where there is no such problem or statement.
 
     Args:
         folder: local copies of the data sets, in its subfolders `taco`, `apps`, `code_contests`, `codeforces`; None
@@ -231,7 +230,7 @@ def find_statement(folder: str | None, dataset: str, split: str, index: int) -> 
 
 @cache
 def _rows(folder: str | None, dataset: str, split: str) -> Any:
-    """Mapped, not read."""
+    """The data set, memory-mapped."""
     from datasets import load_dataset
 
     where = _HUB[dataset]
@@ -239,7 +238,7 @@ def _rows(folder: str | None, dataset: str, split: str) -> Any:
         where = {"path": str(Path(folder) / dataset.rpartition("/")[2])}
     try:
         return load_dataset(**where, split=split)
-    except Exception as error:  # offline, gated, no such folder: a dozen exception classes
+    except Exception as error:  # of a dozen classes: offline, gated, no such folder
         raise UserError(
             f"{where['path']}: problem statements of {dataset} ({split}) cannot be loaded: {first_line(error)}; "
             "download the data sets and name their folder with --statements"

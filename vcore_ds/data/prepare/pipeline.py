@@ -1,11 +1,12 @@
-"""`vcore-ds prepare`: raw rows to a token store, in two rounds of shards that survive a kill.
+"""`vcore-ds prepare`: raw rows to a token store, in two passes over shards that resume after a kill.
 
     OUTPUT.unfinished/request.json    the request; another one is refused
     OUTPUT.unfinished/curated/        for each shard of raw rows: the conversations that passed, and a report
     OUTPUT.unfinished/tokenized/      for each block of conversations: their tokens
 
-The next run keeps all finished work. The store does not depend on how the work was divided or interrupted: a sample
-consists of the rows with the smallest keys, and a row's key is a hash of the seed and the row's position.
+The next run continues with the unfinished shards. The store does not depend on the number of processes or on
+interruptions: a sample consists of the rows with the smallest keys, and a key is a hash of the seed and the row's
+position.
 """
 
 import importlib.util
@@ -46,19 +47,17 @@ from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import write_store
 from vcore_ds.data.tokenization import load_tokenizer
 
-# Processes that share work, and end with the one that started them.
-
 
 class Pool:
-    """Processes that end with this one; none for a single one."""
+    """Worker processes, which end with this one; with `processes` of 1 the work is done here."""
 
     def __init__(self, processes: int, preload: list[str]) -> None:
-        """`preload`: modules that each process would import."""
+        """`preload`: modules to import once, before the processes are forked."""
         self.processes = processes
         self._executor = None
         if processes > 1:
             context = multiprocessing.get_context("forkserver")
-            # Forked from a server that has imported everything and started no thread.
+            # The server has imported everything and has no threads, so forking is safe and fast.
             context.set_forkserver_preload(preload)
             self._executor = ProcessPoolExecutor(processes, context, initializer=_end_with_parent)
 
@@ -70,7 +69,7 @@ class Pool:
             self._executor.shutdown(cancel_futures=True)
 
     def run(self, calls: Iterable[Callable[[], Any]]) -> Iterator[Any]:
-        """Results in the order of completion. Calls are taken one by one, when a process is about to be free."""
+        """Yield results as they complete. `calls` is consumed lazily, at most two calls per process ahead."""
         if self._executor is None:
             yield from (call() for call in calls)
             return
@@ -84,8 +83,8 @@ class Pool:
 
 
 def _end_with_parent() -> None:
-    """A process of a pool otherwise outlives a parent that was killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism here
+    """Exit when the parent was killed, which pool processes otherwise survive."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # several processes already run at once
     parent = parent_process()
     if parent is None:
         return
@@ -99,13 +98,13 @@ def _end_with_parent() -> None:
 
 
 _BLOCK = 128
-"""Conversations tokenized as one piece of work."""
+"""Conversations in a block, the unit of tokenization."""
 _ALL_KEYS = 2**64
-"""Key limit that all keys are below."""
+"""Above all keys."""
 
 
 class TooManyFaults(UserError):
-    """More rows are malformed than is allowed, but not all: the others could be used."""
+    """More rows are malformed than allowed, but not all."""
 
     def __init__(self, message: str, share: float):
         super().__init__(message)
@@ -122,18 +121,18 @@ def prepare(
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> PrepareReport | None:
-    """Makes the store `output`. Returns None where it exists already, made by the same request.
+    """Make the store `output`. Returns None where the same request has made it before.
 
     Args:
-        max_malformed_share: largest share of malformed rows; more are refused, with a report of the first ones.
-        again: delete what an earlier attempt has left unfinished.
-        say: takes lines about the work.
-        note: takes what was found in the data, formats of the rows and the table at the end; None for `say`.
+        max_malformed_share: largest allowed share of malformed rows.
+        again: delete the unfinished work of an earlier attempt.
+        say: called with progress.
+        note: called with the formats of the rows and the final table; None for `say`.
 
     Raises:
-        UserError: the request or the data cannot be used, or another process is making `output`.
+        UserError: the request or the data cannot be used, or another process is making `output`. Finished shards are
+            kept, unless the same request can never succeed.
         OSError: `output` cannot be written.
-        Finished work is kept, unless the same request can never succeed.
     """
     output, note = Path(output), note or say
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
@@ -143,15 +142,15 @@ def prepare(
     raw_shards = find_shards(request.sources, request.split)
     if request.kind == "chat":
         _say_shapes(raw_shards, note)
-    made_from = describe_origin(request, raw_shards, tokenizer)
+    origin = describe_origin(request, raw_shards, tokenizer)
     if output.exists():
-        check_finished(output, made_from)
+        check_finished(output, origin)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
-    check_folder(output)  # now, not when the store is whole: the unfinished name may allow what this one does not
+    check_folder(output)  # before the work: the name with `.unfinished` may be allowed where this one is not
     with unfinished_work(output, say) as folder:
         refuse_existing(output, "a new folder")  # another process may have made it since
-        identity = {key: value for key, value in made_from.items() if key != "filters_hash"}  # which says it twice
+        identity = {key: value for key, value in origin.items() if key != "filters_hash"}  # redundant
         resume_or_begin(folder, {"version": __version__, **identity}, say, again=again)
 
         with Pool(processes, [work.__name__]) as pool:
@@ -185,7 +184,7 @@ def prepare(
                 f"{request.cutoff_length:,}, expected {request.sample:,}; raise it, truncate (--overlong truncate), or "
                 f"lower --sample\n{report.describe()}"
             )
-        report.lengths = LengthSummary.of(sorted(sequence.length for sequence in chosen))
+        report.lengths = LengthSummary.summarize(sorted(sequence.length for sequence in chosen))
 
         # Back to the order of the rows, which is the order of their ids.
         chosen.sort(key=lambda sequence: sequence.sequence_id)
@@ -196,12 +195,12 @@ def prepare(
             staged,
             read_sequences(folder / "tokenized", chosen),
             tokenizer,
-            # The store describes its tokenizer itself.
-            **{key: value for key, value in made_from.items() if key != "tokenizer"},
+            # write_store adds the tokenizer.
+            **{key: value for key, value in origin.items() if key != "tokenizer"},
             counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
             lengths=asdict(report.lengths),
             first_rows=[
-                (shard.source, first.of_all)
+                (shard.source, first.overall)
                 for shard, first in zip(raw_shards, first_rows, strict=True)
                 if shard.is_first
             ],
@@ -218,7 +217,7 @@ def prepare(
 def _curate(
     request: PrepareRequest, raw_shards: Sequence[Shard], folder: Path, pool: Pool, say: Callable[[str], None]
 ) -> list[ShardReport]:
-    """Curates the shards that are not finished; returns the reports of all, in order."""
+    """Curate the unfinished shards; return the reports of all, in order."""
     folder.mkdir(exist_ok=True)
     spare = None if request.sample is None else SPARE * request.sample
     best_keys: list[int] = []
@@ -238,7 +237,7 @@ def _curate(
     def calls() -> Iterator[Callable[[], int]]:
         for i, shard in enumerate(raw_shards):
             if i not in finished:
-                # A row with a larger key than this many others cannot be in the sample, and is not written.
+                # Rows with larger keys cannot be in the sample, and are not written.
                 is_full = spare is not None and len(best_keys) == spare
                 key_limit = best_keys[-1] + 1 if is_full else _ALL_KEYS
                 yield partial(work.curate_shard, request, shard, i, folder, key_limit)
@@ -250,12 +249,12 @@ def _curate(
 
 
 def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardReport]) -> list[FirstRow]:
-    first_rows, of_source, of_all = [], 0, 0
+    first_rows, in_source, overall = [], 0, 0
     for shard, report in zip(raw_shards, reports, strict=True):
-        of_source = 0 if shard.is_first else of_source
-        first_rows.append(FirstRow(shard.source, of_source, of_all))
-        of_source += report.num_numbers
-        of_all += report.num_numbers
+        in_source = 0 if shard.is_first else in_source
+        first_rows.append(FirstRow(shard.source, in_source, overall))
+        in_source += report.num_numbers
+        overall += report.num_numbers
     return first_rows
 
 
@@ -267,7 +266,7 @@ def _tokenize(
     pool: Pool,
     say: Callable[[str], None],
 ) -> list[Any]:
-    """Tokenizes all blocks, or as many as the sample needs; returns them in order."""
+    """Tokenize all blocks, or those that the sample needs; return them in order."""
     target = folder / "tokenized"
     target.mkdir(exist_ok=True)
     blocks: list[Any] = []
@@ -290,7 +289,7 @@ def _tokenize(
 
 
 def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None:
-    """Names each source's shape, by its first row that has one; later rows may have others."""
+    """Report each source's shape, that of its first row that has one; later rows may have others."""
     for source, first in {shard.source: shard for shard in reversed(raw_shards)}.items():
         for _, row in islice(first.rows(), 100):
             if row is BLANK or isinstance(row, Broken):
@@ -304,9 +303,9 @@ def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None
 
 
 def _refuse_faults(
-    folder: Path, faults: list[str], num_faults: int, num_rows: int, max_share: float, what: str
+    folder: Path, faults: list[str], num_faults: int, num_rows: int, max_share: float, adjective: str
 ) -> None:
-    """Adds to the list of faults; raises UserError where there are too many."""
+    """Add to the list of faults; raise UserError where there are too many."""
     if not num_faults:
         return
     path = folder / "malformed.txt"
@@ -316,7 +315,7 @@ def _refuse_faults(
         expected = f"at most {max_share:.2%} (--max-malformed)" if max_share else "none"
         advice = "Fix the data" if not max_share else "Fix the data and add --again, or raise --max-malformed to go on"
         message = (
-            f"{num_faults:,} of {num_rows:,} rows are {what} ({num_faults / num_rows:.2%}), expected {expected}. "
+            f"{num_faults:,} of {num_rows:,} rows are {adjective} ({num_faults / num_rows:.2%}), expected {expected}. "
             f"The first: {faults[0]}\nMore of them: {path}. {advice}."
         )
         raise UserError(message) if num_faults == num_rows else TooManyFaults(message, num_faults / num_rows)

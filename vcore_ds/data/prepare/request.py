@@ -1,4 +1,4 @@
-"""A request to `vcore-ds prepare`, and whether a store, finished or not, was made by the same one."""
+"""Requests to `vcore-ds prepare`, and comparison with the request that made a store."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """Everything that decides the bytes of the store."""
+    """Everything that determines the bytes of the store."""
 
     kind: Kind
     sources: tuple[str, ...]
@@ -40,7 +40,7 @@ class PrepareRequest:
     """sequences to keep, chosen at random; None for all"""
     seed: int = 42
     cutoff_length: int = 16384
-    """longest sequence, tokens"""
+    """tokens; longer sequences are dropped or truncated"""
     overlong: Literal["drop", "truncate"] = "drop"
     answer_seconds: int = 5
     """CPU seconds for comparing one answer"""
@@ -51,7 +51,7 @@ class PrepareRequest:
 def describe_origin(
     request: PrepareRequest, raw_shards: Sequence[Shard], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
-    """The manifest's entries on a store's origin: equal for two stores with the same content."""
+    """The manifest's entries on a store's origin; the same origin gives the same content."""
     filters = _filters(request)
     return {
         "kind": request.kind,
@@ -63,14 +63,14 @@ def describe_origin(
     }
 
 
-def check_finished(output: Path, made_from: dict[str, Any]) -> None:
-    """Raises UserError where `output` is no store, or a store of another origin."""
+def check_finished(output: Path, origin: dict[str, Any]) -> None:
+    """Raise UserError where `output` is no store, or a store of another origin."""
     remedy = "name another --output, or delete it"
     try:
         manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"{output}: is there already and is no token store; {remedy}") from None
-    for key, value in made_from.items():
+    for key, value in origin.items():
         if manifest.get(key) != value:
             raise UserError(
                 f"{output}: found a store made with another {key}: {_shorten(manifest.get(key))}, expected "
@@ -79,7 +79,7 @@ def check_finished(output: Path, made_from: dict[str, Any]) -> None:
 
 
 def _filters(request: PrepareRequest) -> dict[str, Any]:
-    """Everything besides data, tokenizer and seed that decides what is in the store."""
+    """Everything besides data, tokenizer and seed that determines the store's content."""
     filters: dict[str, Any] = {key: getattr(request, key) for key in ("split", "sample", "cutoff_length", "overlong")}
     if request.kind == "math":
         filters |= {

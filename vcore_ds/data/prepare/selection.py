@@ -1,4 +1,4 @@
-"""Which of the curated and tokenized rows make up the store."""
+"""Selection of the store's sequences from curated and tokenized rows, and the final table."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,25 +16,22 @@ from vcore_ds.data.prepare.shards import Curated, ShardReport
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence
 
-# The table at the end of `vcore-ds prepare`.
-
-
 PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
 """Average CoT length of the 3,200 examples for Qwen3 (paper, section "Experiments"), in tokens."""
 
 NOTICED = {
-    "truncated": "kept only to the cutoff: their ends, with the answer and the end of the turn, are not learned",
+    "truncated": "truncated at the cutoff: their ends, with the answer and the end of the turn, are not learned",
     "unsupervised_turns": "turns of the assistant are not supervised: with the turns that follow, the chat template "
     "renders them differently from what the model would have generated",
     "empty_thinking": "have no thinking, and the chat template adds an empty <think> block to them: the model learns "
     "from these not to think",
 }
-"""What a user should know about kept sequences: array in a block of tokens, one number a sequence -> its line."""
+"""Observations on kept sequences: array of a block, one number per sequence -> text of its line."""
 
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """Summary of the sequences' lengths, in tokens."""
+    """Distribution of the sequences' lengths, in tokens."""
 
     mean: float
     p50: int
@@ -42,8 +39,8 @@ class LengthSummary:
     max: int
 
     @classmethod
-    def of(cls, sorted_lengths: Sequence[int]) -> Self:
-        """Percentiles are lengths that occur: the smallest that at least 50% (95%) do not exceed."""
+    def summarize(cls, sorted_lengths: Sequence[int]) -> Self:
+        """Percentiles are lengths that occur: the smallest that at least 50% (95%) of all do not exceed."""
         n = len(sorted_lengths)
         p50, p95 = (sorted_lengths[-(-n * percent // 100) - 1] for percent in (50, 95))
         return cls(round(sum(sorted_lengths) / n, 2), p50, p95, sorted_lengths[-1])
@@ -51,7 +48,7 @@ class LengthSummary:
 
 @dataclass
 class PrepareReport:
-    """Where all rows went: `num_rows` is `num_malformed`, all `dropped` and `num_kept` together."""
+    """Outcomes of all rows: `num_rows` is the sum of `num_malformed`, all `dropped`, and `num_kept`."""
 
     kind: Kind
     sample: int | None
@@ -83,7 +80,7 @@ class PrepareReport:
         self.shapes = dict(sorted(shapes.items()))
 
     def count_outcomes(self, outcomes: Counter[int], *, num_kept: int, num_not_sampled: int) -> None:
-        """`outcomes`: number of tokenized conversations by outcome."""
+        """`outcomes`: tokenized conversations by outcome."""
         for outcome, rule in (
             (work.REFUSED, "refused by the chat template"),
             (work.LONG_PROMPT, "prompt alone longer than the cutoff"),
@@ -114,19 +111,19 @@ class PrepareReport:
             if self.kind in PAPER_MEAN_LENGTHS:
                 lines.append(f"{'  the paper (CoT, Qwen3)':<{width}}  {PAPER_MEAN_LENGTHS[self.kind]:>12,.2f}")
             if self.noticed:
-                lines += ["", *(f"{number:,} {what}" for what, number in self.noticed.items())]
+                lines += ["", *(f"{number:,} {text}" for text, number in self.noticed.items())]
             if self.sample is not None and self.num_kept < self.sample:
                 lines += ["", f"Fewer than the {self.sample:,} that were asked for: no more rows passed."]
         return "\n".join(lines)
 
 
 SPARE = 2
-"""curated rows kept for each one of the sample, since some turn out too long"""
+"""curated rows per row of the sample, since some turn out to be too long"""
 
 
 @dataclass(frozen=True)
 class ChosenSequence:
-    """A sequence of the store, and where its tokens are."""
+    """A sequence of the store, and the position of its tokens."""
 
     sequence_id: int
     length: int
@@ -137,7 +134,7 @@ class ChosenSequence:
 
 
 def select(request: PrepareRequest, reports: Sequence[ShardReport], folder: Path) -> list[Curated]:
-    """Curated rows that may be in the store: for a sample by key, twice as many as it needs; else all, in order."""
+    """Curated rows to tokenize: all, in order; for a sample those with the smallest keys, twice its size."""
     rows = (row for i in range(len(reports)) for row in work.read_curated(folder, i))
     if request.sample is None:
         return list(rows)
@@ -145,14 +142,14 @@ def select(request: PrepareRequest, reports: Sequence[ShardReport], folder: Path
 
 
 def read_block(folder: Path, block_number: int) -> dict[str, np.ndarray]:
-    """All but the tokens."""
+    """Read a block without its tokens."""
     with np.load(folder / f"{block_number:05d}.npz") as stored:
         names = ("outcomes", "faults", "lengths", "sequence_ids", *NOTICED)
         return {name: stored[name] for name in names}
 
 
 def choose(request: PrepareRequest, blocks: Sequence[Any], report: PrepareReport) -> list[ChosenSequence]:
-    """The kept sequences, of a sample the first ones; counts what became of the others."""
+    """Choose the kept sequences, of a sample the first ones; count the outcomes of the others in `report`."""
     chosen: list[ChosenSequence] = []
     for block_number, block in enumerate(blocks):
         starts = np.cumsum(block["lengths"]) - block["lengths"]
@@ -160,26 +157,26 @@ def choose(request: PrepareRequest, blocks: Sequence[Any], report: PrepareReport
             chosen.append(ChosenSequence(int(sequence_id), int(length), block_number, int(start)))
     chosen = chosen[: request.sample]
     outcomes = np.concatenate([block["outcomes"] for block in blocks])
-    num_looked_at = len(outcomes)
-    if len(chosen) == request.sample:  # up to the last one of the sample
-        num_looked_at = int(np.flatnonzero(outcomes == work.KEPT)[len(chosen) - 1]) + 1
-    counts = Counter(outcomes[:num_looked_at].tolist())
-    report.count_outcomes(counts, num_kept=len(chosen), num_not_sampled=report.num_curated - num_looked_at)
-    noticed = {what: int(np.concatenate([block[what] for block in blocks])[: len(chosen)].sum()) for what in NOTICED}
-    report.noticed = {text: noticed[what] for what, text in NOTICED.items() if noticed[what]}
+    num_considered = len(outcomes)
+    if len(chosen) == request.sample:  # later ones do not count
+        num_considered = int(np.flatnonzero(outcomes == work.KEPT)[len(chosen) - 1]) + 1
+    counts = Counter(outcomes[:num_considered].tolist())
+    report.count_outcomes(counts, num_kept=len(chosen), num_not_sampled=report.num_curated - num_considered)
+    noticed = {name: int(np.concatenate([block[name] for block in blocks])[: len(chosen)].sum()) for name in NOTICED}
+    report.noticed = {text: noticed[name] for name, text in NOTICED.items() if noticed[name]}
     return chosen
 
 
 def read_sequences(folder: Path, chosen: Sequence[ChosenSequence]) -> Iterator[TokenizedSequence]:
-    """From the blocks; of those of a sample, which are out of order, all are kept in memory."""
+    """Read the chosen sequences from their blocks. A sample, which is out of order, keeps all blocks in memory."""
     blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     last_use = {sequence.block: i for i, sequence in enumerate(chosen)}
     for i, sequence in enumerate(chosen):
         if sequence.block not in blocks:
             with np.load(folder / f"{sequence.block:05d}.npz") as stored:
                 blocks[sequence.block] = stored["ids"], stored["marks"]
-        own = slice(sequence.start, sequence.start + sequence.length)
-        ids, marks = (array[own] for array in blocks[sequence.block])
+        part = slice(sequence.start, sequence.start + sequence.length)
+        ids, marks = (array[part] for array in blocks[sequence.block])
         yield TokenizedSequence(sequence.sequence_id, ids, (marks & SUPERVISED) > 0, (marks & IN_ANSWER) > 0)
         if last_use[sequence.block] == i:
             del blocks[sequence.block]

@@ -1,4 +1,4 @@
-"""One process's work on one shard: rows to conversations, conversations to tokens. Each leaves finished files."""
+"""The work on one shard: rows to conversations, conversations to tokens, each written to files."""
 
 import hashlib
 import json
@@ -24,10 +24,10 @@ from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokeni
 from vcore_ds.data.verification import AnswerChecker
 
 NUM_EXAMPLES_OF_FAULTS = 20
-"""Malformed rows of a shard that are reported with their reason."""
+"""Malformed rows of a shard that are reported with a reason."""
 
 MAX_FAULT_CHARACTERS = 1_000
-"""Longest reason that is reported: it quotes the row, which can be of any size."""
+"""Longest reported reason; reasons quote the row, which can be of any size."""
 
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>")
 
@@ -38,7 +38,7 @@ class ShardReport:
 
     num_rows: int = 0
     num_numbers: int = 0
-    """rows and blank lines, from which the next shard's row numbers continue"""
+    """rows and blank lines; the next shard's row numbers continue from here"""
     dropped: dict[str, int] = field(default_factory=dict)
     """rows by the rule that dropped them"""
     shapes: dict[str, int] = field(default_factory=dict)
@@ -54,18 +54,18 @@ class Curated:
     """A conversation that passed all rules."""
 
     key: int
-    """uniform in 64 bits, from seed, shard and number: a sample is the rows with the smallest keys"""
+    """uniform in 64 bits, see `sample_key`"""
     shard_number: int
     number: int
     offset: int
-    """start of its line in the shard's file of conversations, bytes"""
+    """bytes, of its line in the shard's file of conversations"""
 
 
 def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folder: Path, key_limit: int) -> int:
-    """Applies the rules to all rows of a shard, and writes the rows that pass and have a key below `key_limit`.
+    """Apply the rules to all rows of a shard; write those that pass and have a key below `key_limit`.
 
-    The files `NNNNN.jsonl` (conversations), `NNNNN.npy` (their keys, numbers and offsets) and `NNNNN.json` (the report,
-    written last) replace those of an interrupted run. Returns the shard's number.
+    Writes `NNNNN.jsonl` (conversations), `NNNNN.npy` (their keys, numbers and offsets) and, last, `NNNNN.json` (the
+    report). Returns the shard's number.
     """
     report = ShardReport()
     dropped: Counter[str] = Counter()
@@ -108,23 +108,23 @@ def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folde
 
 
 def sample_key(seed: int, shard_number: int, number: int) -> int:
-    """Of a row, uniform in 64 bits: a sample is the rows with the smallest ones."""
+    """Key of a row, uniform in 64 bits: a sample is the rows with the smallest keys."""
     digest = hashlib.blake2b(f"{seed} {shard_number} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def is_finished(folder: Path, shard_number: int) -> bool:
-    """Whether all files of a shard are there."""
+    """Whether all files of a shard were written."""
     return (folder / f"{shard_number:05d}.json").is_file()
 
 
 def read_report(folder: Path, shard_number: int) -> ShardReport:
-    """The report of a finished shard."""
+    """Read the report of a finished shard."""
     return ShardReport(**json.loads((folder / f"{shard_number:05d}.json").read_text(encoding="utf-8")))
 
 
 def read_curated(folder: Path, shard_number: int) -> list[Curated]:
-    """The rows that a finished shard kept, without their conversations."""
+    """Read the rows that a finished shard kept, without their conversations."""
     index = np.load(folder / f"{shard_number:05d}.npy").tolist()
     return [Curated(key, shard_number, number, offset) for key, number, offset in index]
 
@@ -134,25 +134,25 @@ class FirstRow:
     """The position of a shard's first row."""
 
     source: str
-    of_source: int
+    in_source: int
     """row (or line) of its source, from 0"""
-    of_all: int
+    overall: int
     """row among all sources, from 0"""
 
     def locate(self, number: int) -> str:
-        """For messages: a row of the shard, by its number there."""
-        return f"{self.source}:{self.of_source + number + 1}"
+        """Location, for messages, of the row with this number in the shard."""
+        return f"{self.source}:{self.in_source + number + 1}"
 
 
 OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
-"""Outcomes of a conversation. `REFUSED` by the chat template is a fault of the row, and so is `LONG_PROMPT` where
-sequences are truncated; where long ones are dropped, it counts among them."""
+"""Outcomes of a conversation. `REFUSED` (by the chat template) makes the row malformed, and so does `LONG_PROMPT` where
+sequences are truncated; otherwise it counts as dropped."""
 
 
 def tokenize_block(
     request: PrepareRequest, block_number: int, rows: Sequence[Curated], first_rows: Sequence[FirstRow], folder: Path
 ) -> None:
-    """Writes `tokenized/NNNNN.npz`: the outcome of each row, and the tokens of the kept ones one after another.
+    """Write `tokenized/NNNNN.npz`: the outcome of each row, and the concatenated tokens of the kept ones.
 
     Args:
         rows: curated conversations, in `curated/`.
@@ -165,7 +165,7 @@ def tokenize_block(
     for i, row in enumerate(rows):
         first, messages = first_rows[row.shard_number], _read_messages(folder / "curated", row)
         try:
-            conversation = Conversation(first.of_source + row.number + 1, messages, first.source)
+            conversation = Conversation(first.in_source + row.number + 1, messages, first.source)
             rendered[i] = render_conversation(conversation, tokenizer)
         except UserError as error:
             faults.append(str(error)[:MAX_FAULT_CHARACTERS])
@@ -174,7 +174,7 @@ def tokenize_block(
     for (i, item), sequence in zip(rendered.items(), sequences, strict=True):
         outcomes[i] = _judge(sequence, cutoff, request.overlong)
         if outcomes[i] == KEPT:
-            kept.append((first_rows[rows[i].shard_number].of_all + rows[i].number, item, sequence))
+            kept.append((first_rows[rows[i].shard_number].overall + rows[i].number, item, sequence))
         elif outcomes[i] == LONG_PROMPT and request.overlong == "truncate":
             prompt_length = int(np.flatnonzero(sequence.supervised)[0])
             faults.append(
@@ -192,12 +192,12 @@ def tokenize_block(
             truncated=np.array([len(sequence) > cutoff for _, _, sequence in kept], dtype=np.bool_),
             unsupervised_turns=np.array([item.spans.count(None) for _, item, _ in kept], dtype=np.int64),
             empty_thinking=np.array([_adds_empty_thinking(item) for _, item, _ in kept], dtype=np.bool_),
-            ids=_joined([sequence.input_ids[:cutoff] for _, _, sequence in kept], np.int32),
-            marks=_joined([_marks(sequence)[:cutoff] for _, _, sequence in kept], np.uint8),
+            ids=_concatenate([sequence.input_ids[:cutoff] for _, _, sequence in kept], np.int32),
+            marks=_concatenate([_marks(sequence)[:cutoff] for _, _, sequence in kept], np.uint8),
         )
 
 
-def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
@@ -232,7 +232,7 @@ def _curate(request: PrepareRequest, row: Any, checker: AnswerChecker, shapes: C
 
 
 def _encode(messages: list[Message]) -> bytes:
-    """A line of JSON. Raises `Malformed` for what is no Unicode text, or no JSON (parquet has times and bytes)."""
+    """Return a line of JSON. Raises `Malformed` for invalid Unicode, and for types of parquet that JSON lacks."""
     try:
         json.dumps(messages, ensure_ascii=False).encode()
         return json.dumps(messages).encode() + b"\n"

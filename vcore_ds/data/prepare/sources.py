@@ -1,7 +1,6 @@
-"""Raw rows from files and from the Hugging Face hub, in shards that processes read independently.
+"""Raw rows of files and Hugging Face data sets, in shards that processes read independently.
 
-How a source is cut into shards depends on the source alone, so a row's shard and its number within the shard name it
-for good, whatever the number of processes.
+Shards depend on the source only, so a row's shard and its number in it identify the row for any number of processes.
 """
 
 import glob
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 
 _JSONL_SHARD_BYTES = 32 * 2**20
 _PARQUET_SHARD_ROWS = 10_000
-"""Smallest shard; row groups are not divided."""
+"""Smallest shard; row groups are not split."""
 
 _READABLE = "data that can be read"
-"""What a source has to be, for messages."""
+"""What a source must be, for messages."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,16 @@ class Broken:
 
 
 BLANK = Broken("blank line")
-"""A line that counts for line numbers and is no row."""
+"""A line that counts for line numbers but is no row."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of one source, read from start to end by one process."""
+    """A part of one source, which one process reads."""
 
     kind: str
-    """`lines` (bytes `start` to `stop` of a file, whole lines), `array` (a JSON file that is one list), `parquet` (row
-    groups `start` to `stop`), `hub` (data file number `start` of `stop`)."""
+    """`lines` (that begin in bytes `start` to `stop` of a file), `array` (a JSON file that is one list), `parquet`
+    (row groups `start` to `stop`), `hub` (data file `start` of `stop`)"""
     source: str
     """file, or id on the hub"""
     start: int = 0
@@ -53,28 +52,28 @@ class Shard:
     split: str = ""
     """split of a hub data set"""
     revision: str | None = None
-    """commit of a hub data set, so that a restart reads the same data"""
+    """commit of a hub data set, so that a resumed run reads the same data"""
 
     @property
     def is_first(self) -> bool:
-        """Whether the rows of its source begin here: once for each time that the source is named, as for upsampling."""
+        """Whether this is the first shard of its source; a source named twice has two (upsampling)."""
         return self.start == 0
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """(number within the shard from 0, row or `Broken` or `BLANK`)."""
+        """Yield (number within the shard from 0, row or `Broken` or `BLANK`)."""
         with reading("", Path(self.source), _READABLE):
             yield from {"lines": _lines, "array": _array, "parquet": _parquet, "hub": _hub}[self.kind](self)
 
 
 def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
-    """Shards of files, folders and patterns of files (`.jsonl`, `.json`, `.parquet`), and of data sets on the hub.
+    """List the shards of files, folders and patterns of files (`.jsonl`, `.json`, `.parquet`), and of hub data sets.
 
     Args:
-        split: of those on the hub, which are streamed: one shard a data file. Of a folder that is a copy of such a data
-            set the files named `SPLIT-*`; of other folders all files.
+        split: of hub data sets, which are streamed, one shard per data file. In a folder with files named `SPLIT-*`
+            only those are read.
 
     Raises:
-        UserError: a source is neither a file nor on the hub, or is empty.
+        UserError: a source does not exist, or is empty.
     """
     shards: list[Shard] = []
     for source in sources:
@@ -89,7 +88,7 @@ def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
 
 
 def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """The manifest's entries: each file with a fingerprint, each hub data set with its commit, as often as named."""
+    """The manifest's entries: each file with a fingerprint, each hub data set with its commit; repeated ones too."""
     described = []
     for shard in shards:
         if not shard.is_first:
@@ -103,7 +102,7 @@ def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Hash of size, beginning and end: it changes when a file is made again, and does not read 50 GB."""
+    """Hash of size, beginning and end, so that large files are not read through."""
     size = path.stat().st_size
     with path.open("rb") as file:
         beginning = file.read(2**20)
@@ -112,7 +111,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _files(source: str, split: str) -> list[Path] | None:
-    """None for what can only be an id on the hub."""
+    """List the files of a source; None for a hub id."""
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix.lower() not in DATA_SUFFIXES:
@@ -121,11 +120,11 @@ def _files(source: str, split: str) -> list[Path] | None:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in DATA_SUFFIXES)
         if not files:
-            next(path.iterdir(), None)  # raises where the folder may not be listed, which rglob takes for an empty one
+            next(path.iterdir(), None)  # raises where the folder cannot be listed, which rglob does not
             raise UserError(f"{path}: found no .jsonl, .json or .parquet file in this folder")
         return [file for file in files if file.name.startswith(f"{split}-")] or files
     if any(character in source for character in "*?["):
-        # As a set: with two ** in a pattern glob names a file once for each way to match it.
+        # A set, because glob repeats a file for each way in which two ** match it.
         files = sorted({Path(name) for name in glob.glob(str(path), recursive=True)})
         if not files:
             raise UserError(f"{source}: found no file of this pattern (looked from {Path.cwd()})")
@@ -149,11 +148,11 @@ def _file_shards(path: Path) -> list[Shard]:
 
 
 def _lines(shard: Shard) -> Iterator[tuple[int, Any]]:
-    """A line belongs to the shard that its first byte lies in."""
+    """Read the lines whose first byte lies in the shard."""
     with open(shard.source, "rb") as file:
         if shard.start > 0:
             file.seek(shard.start - 1)
-            file.readline()  # the end of a line of the shard before, or just its line break
+            file.readline()  # the rest of the previous shard's last line, at least its line break
         number = 0
         while file.tell() < shard.stop and (line := file.readline()):
             is_first = shard.start == 0 and number == 0
@@ -174,7 +173,7 @@ def _json_problem(error: ValueError | RecursionError) -> str:
         return f"not JSON ({error.msg} at column {error.colno})"
     if isinstance(error, RecursionError):
         return "not JSON (nested too deeply)"
-    return f"not usable JSON ({first_line(error)})"  # an integer of thousands of digits
+    return f"not usable JSON ({first_line(error)})"  # such as an integer of thousands of digits
 
 
 def _array(shard: Shard) -> Iterator[tuple[int, Any]]:
@@ -221,7 +220,7 @@ def _parquet(shard: Shard) -> Iterator[tuple[int, Any]]:
 
 
 def _batch_rows(batch: "RecordBatch") -> Iterator[Any]:
-    """Rows as Python values; `Broken` for one that holds what is no text or no time."""
+    """Yield rows as Python values; `Broken` for a row with invalid text or times."""
     try:
         yield from batch.to_pylist()
     except (ValueError, OverflowError):
@@ -237,7 +236,7 @@ def _hub_shards(name: str, split: str) -> list[Shard]:
 
     try:
         revision = HfApi().dataset_info(name).sha
-    except Exception as error:  # offline, gated, misspelt: a dozen exception classes of three packages
+    except Exception as error:  # of a dozen classes of three packages: offline, gated, misspelt
         raise UserError(
             f"{name}: no such file, and no data set of that name can be reached on the hub ({first_line(error)}); "
             "download it on a machine with a connection (`hf download --repo-type dataset`) and give the folder"
@@ -247,12 +246,12 @@ def _hub_shards(name: str, split: str) -> list[Shard]:
 
 
 def load_hub(name: str, split: str, revision: str | None) -> "IterableDataset":
-    """Rows of a data set on the hub, that downloads while it is read; `name` may be a folder in the hub's layout."""
+    """Open a hub data set for streaming; `name` may be a folder in the hub's layout."""
     from datasets import get_dataset_config_names, load_dataset
 
     try:
         configs = get_dataset_config_names(name, revision=revision)
-        # Splits that are configurations of their own (OpenCodeReasoning-2 has had both layouts).
+        # Some data sets have a configuration per split (OpenCodeReasoning-2 has had both layouts).
         config = split if split in configs else None
         return load_dataset(name, config, split=split, streaming=True, revision=revision)
     except Exception as error:
@@ -269,11 +268,8 @@ def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
     yield from enumerate(dataset.shard(num_shards=shard.stop, index=shard.start))
 
 
-# Rows of problems with their answers, from files or the hub, as evaluation and reinforcement learning read them.
-
-
 def problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | Broken]]:
-    """(place of a row, for messages; its columns, or what is wrong with it) for each row that is not blank.
+    """Yield (location for messages, columns or `Broken`) of each row that is not blank, for evaluation and RL.
 
     Args:
         source: a file, folder or pattern (.jsonl, .json, .parquet), or a hub id.
@@ -293,7 +289,7 @@ def problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] 
 
 
 def find_text(row: dict[str, Any], *names: str) -> str | None:
-    """The first of the columns with a text or a number in it, as text without white space around it; None without."""
+    """Return the first of the columns that has text or a number, as stripped text; None where none has."""
     for name in names:
         value = row.get(name)
         if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
@@ -302,9 +298,9 @@ def find_text(row: dict[str, Any], *names: str) -> str | None:
 
 
 def require_text(row: dict[str, Any], *names: str) -> str:
-    """The same for columns of which a row must have one. Raises ValueError where it has none, or nothing in them."""
+    """Return the same; raise ValueError where none of the columns has text."""
     text = find_text(row, *names)
     if text is None:
-        found = ", ".join(map(str, row)) or "none"
-        raise ValueError(f"found no {' or '.join(f'`{name}`' for name in names)} (its columns: {found:.200})")
+        columns = ", ".join(map(str, row)) or "none"
+        raise ValueError(f"found no {' or '.join(f'`{name}`' for name in names)} (its columns: {columns:.200})")
     return text
