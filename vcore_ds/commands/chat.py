@@ -22,9 +22,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="RUN|MODEL", help="folder of a run, an adapter or a model, or a hub id")
-    add(
-        "--prompt", choices=["plain", "math", "code"], default="plain", help="wrap questions as `vcore-ds prepare` does"
-    )
+    add("--prompt", choices=["plain", "math", "code"], default="plain", help="wrap questions as `vcore-ds prepare`")
     add("--system", metavar="TEXT", help="a system message before the conversation")
     add("--max-new-tokens", type=positive, default=2048, metavar="N", help="longest answer in tokens (default 2048)")
     add("--temperature", type=temperature, metavar="T", help="0 for greedy decoding (default: the model's setting)")
