@@ -18,7 +18,7 @@ const shape = (name, attributes = {}, ...children) => fill(document.createElemen
 const needsExponent = (value) => value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3);
 const withExponent = (value, digits) => Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
 
-// About four digits, or as many as are asked for, without an exponent where a person would not write one.
+// Four significant digits, or the given number, without an exponent where a person would not write one.
 function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size === 0) return "0";
@@ -27,7 +27,7 @@ function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-// Labels of an axis, of any spacing: four digits, or as many as it takes to place each within a tenth of the distance
+// Labels of an axis, of any spacing: four digits, or the number that places each within a tenth of the distance
 // to the next; all with an exponent where one needs it.
 function labels(values) {
   const sorted = [...new Set(values)].sort((a, b) => a - b);
@@ -107,7 +107,7 @@ const visible = (text) => text.replace(HIDDEN, "\ufffd").replaceAll("\n", "⏎\n
 
 const TOKENS_OF_PAGE = 2500;
 
-// Traces by the page that they are shown on: as many as have so many tokens together, at least one.
+// Split traces into pages with a maximum number of tokens, at least one trace each.
 function pagesOf(chosen) {
   const pages = [[]];
   let numTokens = 0;
