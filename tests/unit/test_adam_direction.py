@@ -1,4 +1,4 @@
-"""The direction matched to Adam against autograd through a written-out update, and against torch's own optimizer."""
+"""The probe direction for Adam against autograd through its written-out update, and against torch.optim.AdamW."""
 
 import pytest
 import torch

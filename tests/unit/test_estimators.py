@@ -1,4 +1,4 @@
-"""What the two estimators measure, on a tiny model in fp64 and one process: the derivative of each token's loss."""
+"""Both estimators against the derivative of each token loss, on a tiny model in fp64 and one process."""
 
 import itertools
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def uniform_gradient(model: TokenLossModel, batch: Batch) -> Parameters:
 
 
 def forward_mode(model: TokenLossModel, direction: Parameters, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(losses, utilities) as the engine takes them: dual parameters, attention that carries a tangent."""
+    """(losses, utilities) as in the engine: dual parameters, and attention that carries tangents."""
     config = model.base.config
     before, config._attn_implementation = config._attn_implementation, FORWARD_MODE_ATTENTION
     with torch.no_grad(), forward_ad.dual_level():
@@ -64,7 +64,7 @@ def forward_mode(model: TokenLossModel, direction: Parameters, batch: Batch) -> 
 
 
 def token_gradients(model: TokenLossModel, batch: Batch) -> Iterator[tuple[float, list[Tensor]]]:
-    """Loss of one token after the other and its gradient, from logits: no code of ours but the model's weights."""
+    """Loss and gradient of each token, from logits of the Hugging Face model."""
     hidden = model.decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # under eager attention
     logits = nn.functional.linear(hidden, model.base.get_output_embeddings().weight)
     for row, column in (batch.labels[:, 1:] != IGNORED_LABEL).nonzero().tolist():

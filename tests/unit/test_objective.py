@@ -1,4 +1,4 @@
-"""From weights to the loss of a step: shares, alpha, and one weighted loss worked out by hand."""
+"""Sequence shares, alpha and the weighted loss of a step: hand-computed numbers and properties."""
 
 import math
 

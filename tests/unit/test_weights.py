@@ -1,4 +1,4 @@
-"""Utilities to weights: numbers worked out by hand, and what holds for every input."""
+"""Weights from utilities: hand-computed numbers, and properties for all inputs."""
 
 import math
 
@@ -28,7 +28,7 @@ def index_of(lengths: list[int]) -> Tensor:
 
 
 def kl_to_uniform(weights: Tensor, index: Tensor, num_sequences: int) -> Tensor:
-    """From the weights alone: `sum q log(n q)`."""
+    """`KL(q || u)` from the weights: `sum q log(n q)`."""
     num_tokens = torch.bincount(index, minlength=num_sequences).to(weights)
     terms = torch.special.xlogy(weights, weights * num_tokens[index])
     return segment_sum(terms, index, num_sequences)
@@ -114,7 +114,7 @@ def test_a_base_measure_by_hand() -> None:
 @settings(deadline=None)
 @given(ragged(min_length=1, scales=(-4, 2)), st.floats(0.01, 120), st.floats(0.001, 2.0), st.integers(0, 2**31))
 def test_the_budget_to_any_base_measure(drawn, spread: float, budget: float, seed: int) -> None:
-    """Losses up to hundreds of nats, so that a token of large utility may have next to no base weight."""
+    """Losses up to hundreds of nats, so that a token of large utility may have almost no base weight."""
     utilities, index, num_sequences = drawn
     losses = torch.rand(len(index), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
     log_base = log_probability_base(losses, index, num_sequences)
@@ -335,14 +335,14 @@ def test_sequences_do_not_see_each_other(drawn, budget: float) -> None:
 
 @pytest.mark.parametrize("gap", [1e-9, 1e-13, 1e-15])
 def test_a_budget_that_needs_to_tell_near_ties_apart_is_met(gap: float) -> None:
-    """Found by the property test: a temperature of 1e12 in units of the spread was not always enough."""
+    """A temperature of 1e12, relative to the spread, was not always enough."""
     utilities = torch.tensor([1.0, 1.0 - gap, 0.3, 0.0], dtype=torch.float64)
     found = gibbs_weights_for_budget(utilities, torch.zeros(4, dtype=torch.long), 1, 1.2)
     assert float(found.kl[0]) == pytest.approx(1.2, abs=KL_ACCURACY) and not found.saturated[0]
 
 
 def test_the_budget_is_solved_without_asking_the_device():
-    """A fake tensor has no values: whatever the host would read from a device, and wait for, is an error."""
+    """A fake tensor has no values, so a host-device synchronisation is an error."""
     with FakeTensorMode():
         found = gibbs_weights_for_budget(torch.randn(12), torch.arange(12) // 4, 3, 0.05, torch.full((12,), 0.25).log())
     assert found.weights.shape == (12,) and found.temperature.shape == (3,)
