@@ -1,4 +1,4 @@
-"""How the global batch, the probe batch and the gradient-free passes are spread over the ranks of a job."""
+"""The layout of the global batch, the probe batch and the gradient-free passes on the ranks of a job."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from vcore_ds.planning.spread import (
     summarize,
 )
 
-# Which degrees of tensor, expert and sequence parallelism are possible, and what is said of one that is not.
+# Possible parallel sizes, and refusals of impossible ones.
 
 
 def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shape: ModelShape, model: str) -> None:
@@ -209,7 +209,7 @@ class BatchPlan:
 
     @property
     def member(self) -> Member:
-        """What has rows of its own, in words: `rank`, or `group` with tensor parallelism."""
+        """The word for a member of the data-parallel group: `rank`, or `group` with tensor parallelism."""
         return member_of(self.tensor)
 
     @property

@@ -35,7 +35,7 @@ class Traffic:
     """Bytes that one rank receives."""
 
     inside: float = 0.0
-    """From ranks of its own node."""
+    """From ranks of the same node."""
     between: float = 0.0
     """From other nodes, through its share of the node's adapters."""
 

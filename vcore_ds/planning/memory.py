@@ -44,7 +44,7 @@ class MemorySettings:
     probe_tokens: int = 0
     """The same of the probe batch; 0 for a method without one."""
     utility_tokens: int = 0
-    """The same of a gradient-free pass of its own; 0 without one."""
+    """The same of a separate gradient-free pass; 0 without one."""
     tensor: int = 1
     """Ranks of a tensor-parallel group, which all have the micro-batches of the group."""
     expert: int = 1
@@ -227,7 +227,7 @@ class _Model:
         self.b = settings.number_bytes
         self.embedding = shape.vocabulary_size * shape.hidden_size
         num_embeddings = 1 if shape.is_tied else 2
-        # A rank has a layer with all of its own experts, whichever of them tokens go through.
+        # A rank gathers all of its experts of a layer, whichever of them tokens go through.
         of_active = counts.all - num_embeddings * self.embedding - shape.idle_parameters
         self.layer = max(0, of_active) // shape.num_layers + shape.idle_layer_parameters
         self.layer -= shape.expert_layer_parameters - shape.expert_layer_parameters // settings.expert
@@ -335,7 +335,7 @@ class _Model:
         attention = b * 2 * heads + _FP32 * shape.num_heads
         mlp = 3 * b * self._mlp_width  # gate, its activation, up
         # Outputs of the norms and the product of the MLP: inputs of linear layers whose weights are trained, or whose
-        # adapters take them as they are. Other adapters keep copies of their own; tensor-parallel layers keep both.
+        # adapters take them as they are. Other adapters keep separate copies; tensor-parallel layers keep both.
         inputs = b * (2 * hidden + num_tokens * self._mlp_width)
         if not self.is_full and b < _FP32 and self.settings.tensor == 1:
             inputs = 0

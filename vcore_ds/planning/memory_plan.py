@@ -50,7 +50,7 @@ class Remedy:
     estimate: MemoryEstimate
     overrides: tuple[str, ...] = ()
     num_ranks: int | None = None
-    """Ranks of the job; None for as many as there are."""
+    """Ranks of the job; None for no change."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class MemoryPlan:
             yield _Change(overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
 
     def _fewer_experts(self) -> Iterator[_Change]:
-        """Expert parallelism over the ranks of a node, and over as many as possible."""
+        """Expert parallelism over the ranks of a node, and at the largest possible size."""
         experts, in_node = self.plan.time_model.shape.experts, self.plan.time_model.ranks_per_node
         larger = [n for n in self.expert_degrees if n > self.settings.expert]
         for degree in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
@@ -153,7 +153,7 @@ class MemoryPlan:
         return {key: round(getattr(self.settings, key) * share) for key in keys}
 
     def _more_ranks(self, available: Available, change: _Change | None = None) -> Iterator[Remedy]:
-        """The fewest ranks, twice as many at a time, on which the run fits."""
+        """The fewest ranks on which the run fits, doubling."""
         num_groups = 2 * self.settings.num_ranks
         while (num_ranks := num_groups * self.settings.tensor) <= _MOST_RANKS:
             settings = {**(change.settings if change is not None else {}), "num_ranks": num_groups}
@@ -231,7 +231,7 @@ def _is_offloaded(zero: Mapping[str, Any], key: str) -> bool:
     return isinstance(section, Mapping) and section.get("device") == "cpu"
 
 
-# The memory of a recipe in words: what `vcore-ds check` says of it, and what a run says that does not fit.
+# Memory in words.
 
 
 def describe_memory(plan: MemoryPlan) -> str:

@@ -152,7 +152,7 @@ SIZE_NAMES = {
 """What architectures call a size in config.json; the first name is transformers' own for all of them."""
 
 _NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
-"""How the names of architectures begin whose queries and keys have norms of their own."""
+"""Prefixes of architectures that normalise queries and keys."""
 
 REQUIRED_SIZES = ("num_layers", "num_heads", "hidden_size")
 
@@ -180,7 +180,7 @@ class ModelShape:
     rope_limit: int | None = None
     """Tokens of a sequence up to which they do not; None where they never do."""
     is_alone: bool = False
-    """Whether each sequence needs a forward of its own."""
+    """Whether each sequence needs a separate forward."""
     is_assumed: bool = False
     """The model was not there to be read, and this is another one's shape."""
     hidden_size: int = 0
@@ -192,7 +192,7 @@ class ModelShape:
     is_tied: bool = False
     """Whether input and output embedding are one parameter."""
     normalizes_heads: bool = False
-    """Whether queries and keys have norms of their own, as in Qwen3."""
+    """Whether queries and keys are normalised, as in Qwen3."""
     experts: Experts | None = None
     """None for a dense model."""
 
@@ -240,7 +240,7 @@ class ModelShape:
         return 0 if self.experts is None else self.experts.num_layers * self.expert_layer_parameters
 
     def parameters_elsewhere(self, expert: int) -> int:
-        """What the other ranks of an expert-parallel group of so many have of all layers' experts."""
+        """Expert parameters held by the other ranks of an expert-parallel group."""
         return self.expert_parameters - self.expert_parameters // expert
 
     @property

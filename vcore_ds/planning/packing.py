@@ -1,4 +1,4 @@
-"""Sequences to micro-steps: packed into one row for each group of ranks, of equal cost, or a few in rows of their own.
+"""Assigns sequences to micro-steps: packs of equal cost, one for each group of ranks, or a few unpacked sequences.
 
 A group is a sequence-parallel group, mostly of one rank. There are never more groups here than sequences: what is
 beyond is idle.
@@ -41,8 +41,8 @@ def pack_batch(
 
     Args:
         row_tokens: most tokens of a row; no sequence is longer.
-        work: of a sequence of so many tokens, as in `TimeModel.work`.
-        micro_step_cost: what a further micro-step costs whatever it holds, in the time of so many tokens' linear
+        work: maps the tokens of a sequence to its cost, as `TimeModel.work`.
+        micro_step_cost: fixed cost of another micro-step, in units of one token's linear
             layers; it has to save more.
 
     Returns:
@@ -89,13 +89,13 @@ def group_batch(
     row_time: Callable[[int], float],
     micro_step_time: float,
 ) -> list[list[list[int]]]:
-    """As `split_batch`, with as many sequences in each micro-batch as make the whole batch take least time.
+    """As `split_batch`, with the numbers of sequences per micro-batch that minimise the batch's time.
 
     Sequences that share one save a micro-step and cost padding, since all rows are as long as the longest.
 
     Args:
         most_tokens: of a group's rows in a micro-step, with padding; a single row may have more.
-        row_time: of a row of so many tokens, padding included.
+        row_time: maps the tokens of an unpacked sequence, padding included, to its time.
         micro_step_time: what a further micro-step costs whatever it holds, in the same unit.
     """
     num_groups = min(num_groups, len(lengths))
@@ -183,7 +183,7 @@ class Waste:
     num_computed_tokens: int
     """With padding."""
     mean_work: float
-    """Time that the mean rank works, in the time of so many tokens' linear layers; attention is counted."""
+    """Mean working time of a rank, attention included, in units of one token's linear layers."""
     slowest_work: float
     """The same of the slowest rank of each micro-step, for which all wait."""
     num_idle_ranks: int
@@ -227,8 +227,8 @@ def measure_waste(
 
     Args:
         micro_steps: positions in `lengths` by micro-step and group of ranks; groups beyond the last are idle.
-        work: of a sequence of so many tokens, as in `TimeModel.work`.
-        is_packed: what a group has in a micro-step is one row; else each sequence has a row of its own, as long as the
+        work: maps the tokens of a sequence to its cost, as `TimeModel.work`.
+        is_packed: a group's sequences of a micro-step are one pack; else each is unpacked, padded to the length of the
             longest of them.
     """
     num_tokens = num_computed = 0
@@ -272,7 +272,7 @@ def padded_rows(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bo
 
 # What keeps sequences out of one row, or out of one forward, as far as config.json says it.
 #
-# The rules err on the side of rows of their own: right-padded, these are right for everything that is causal.
+# In doubt sequences are not packed: with padding on the right, losses are right for every causal model.
 
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse", "mlp"})

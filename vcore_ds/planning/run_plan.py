@@ -50,7 +50,7 @@ class RunPlan:
     flops_per_step: float
     """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
     seconds_scoring: float
-    """Seconds in which `vcore-ds score` takes as many traces as a step has, along one trusted set."""
+    """Seconds in which `vcore-ds score` scores the traces of a global batch, along one trusted set."""
 
     @property
     def available(self) -> Available:
@@ -78,12 +78,12 @@ class RunPlan:
         return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
 
     def gpu_hours_scoring(self, num_traces: int) -> float:
-        """Of `vcore-ds score` for so many traces along one trusted set; the set's own gradient is not counted."""
+        """GPU hours of `vcore-ds score` along one trusted set, without the gradient of that set."""
         num_batches = num_traces / self.batch.global_batch_size
         return num_batches * self.seconds_scoring * self.cluster.num_gpus / 3600
 
     def on(self, num_gpus: int) -> "RunPlan":
-        """The same on so many GPUs. Raises RecipeError as `plan_run` does."""
+        """The plan on another number of GPUs. Raises RecipeError as `plan_run` does."""
         cluster = replace(self.cluster, num_gpus=num_gpus)
         return plan_run(self.settings, cluster, self.shape, mean_tokens=self.mean_tokens)
 
@@ -261,7 +261,7 @@ def expert_ways(plan: RunPlan) -> list[Way]:
     return ways
 
 
-# A run's plan in words: one line of it, and the message of a run that a cluster cannot hold.
+# Plans in words.
 
 
 def plan_verdict(plan: RunPlan) -> str:

@@ -1,4 +1,4 @@
-"""The sequence-parallel degree of a pass over a batch, and the sequences of each group: whatever takes least time."""
+"""The layout of a batch on the ranks: sequence-parallel size, and the sequences of each group, that take least time."""
 
 import math
 import random
@@ -62,7 +62,7 @@ class TimeModel:
         but a rank's own share comes over its link) as between nodes (where the node's adapters bring in one copy
         together). It is added to the work although a part of it runs behind it: a step with little work has nothing to
         hide it behind, and in one with much work it is small. In a mixture of experts the weights are all gathered and
-        read, and a token's FLOP are those of a few experts: so many times as many tokens. Expert parallelism gathers
+        read, and a token's FLOP are those of a few experts, which multiplies these tokens. Expert parallelism gathers
         and reads a part of the experts, and adds the latency of a layer's exchanges.
         """
         shape, machine = self.shape, self.machine
@@ -102,7 +102,7 @@ memory for them."""
 
 @dataclass(frozen=True)
 class RowLimit:
-    """What a micro-batch holds: one packed row of so many tokens on each rank of a group, or rows of a sequence."""
+    """Limits of a micro-batch: one pack of at most N tokens per rank of a group, or N unpacked sequences."""
 
     packed_tokens: int | None = None
     """Most tokens of a packed row on each rank of a sequence-parallel group; None where the recipe does not say."""
@@ -140,9 +140,9 @@ class Spread:
     most_tokens: int
     """Tokens of the largest micro-batch on one rank, padding included."""
     is_packed: bool
-    """Whether what a group has in a micro-step is one row; else each sequence has a row of its own."""
+    """Whether a group's sequences of a micro-step are one pack."""
     time: float
-    """Predicted time of a forward, in the time of so many tokens' linear layers."""
+    """Predicted time of a forward, in units of one token's linear layers."""
 
     @property
     def ids(self) -> list[int]:
@@ -225,7 +225,7 @@ def spread(
 def _micro_step_time(
     groups: Sequence[Sequence[int]], lengths: Sequence[int], k: int, limit: RowLimit, time_model: TimeModel
 ) -> float:
-    """In the time of so many tokens' linear layers."""
+    """In units of one token's linear layers."""
     slowest = 0.0
     for positions in groups:
         own = [lengths[i] for i in positions]
@@ -236,15 +236,15 @@ def _micro_step_time(
 
 
 def _row_time(num_tokens: int, k: int, time_model: TimeModel) -> float:
-    """Time of one sequence at sequence-parallel degree k, in the time of so many tokens' linear layers."""
+    """Time of one sequence at sequence-parallel size k, in units of one token's linear layers."""
     return (time_model.work(num_tokens) + time_model.exchange(k) * num_tokens) / k
 
 
-# How much of a cluster a run's batches use, in words.
+# Utilization of the ranks.
 
 
 Member = Literal["rank", "group"]
-"""What has rows of its own: a rank, or a tensor-parallel group."""
+"""A member of the data-parallel group: a rank, or a tensor-parallel group."""
 
 LOW_UTILIZATION = 0.8
 """Share of useful work below which a run warns."""
@@ -272,7 +272,7 @@ class Utilization:
     most_tokens: int
     """Tokens of the largest micro-batch on one rank, padding included."""
     time: float
-    """Predicted time of all passes together, in the time of so many tokens' linear layers."""
+    """Predicted time of all passes together, in units of one token's linear layers."""
 
     @property
     def is_low(self) -> bool:
@@ -324,11 +324,11 @@ def simulated_batches(batch_size: int, longest: int, *, mean: float = SIMULATED_
     return [[length() for _ in range(batch_size)] for _ in range(num_batches)]
 
 
-# Numbers of ranks, and of tensor-parallel groups of ranks, in words.
+# Counts in words.
 
 
 def member_of(tensor: int) -> Member:
-    """What has rows of its own, in words: with tensor parallelism a group of `tensor` ranks."""
+    """The word for a member of the data-parallel group: with tensor parallelism, a group of `tensor` ranks."""
     return "rank" if tensor == 1 else "group"
 
 

@@ -1,7 +1,8 @@
-"""Seconds and bytes of an optimizer step by phase: products, gathers, reductions, exchanges and the update.
+"""Seconds and bytes of an optimizer step by phase: GEMMs, all-gathers, reduce-scatters, exchanges and the update.
 
-Every pass is counted in multiples of one forward. Products run at an assumed share of the peak (`gpus.Achieved`), so
-does everything else; gathers and reductions hide behind a share of them. docs/planning.md has the formulas.
+Every pass is counted in multiples of one forward. Everything runs at an assumed share of the peak
+(`hardware.Achieved`); all-gathers and reduce-scatters hide behind a share of the GEMMs. docs/planning.md has the
+formulas.
 """
 
 import math
@@ -24,7 +25,7 @@ from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import padded_rows
 from vcore_ds.planning.spread import Spread
 
-# Arithmetic of a pass, for the share of a device's speed that a step uses (MFU).
+# FLOP of a pass.
 
 
 def linear_flops_per_token(shape: ModelShape) -> int:
@@ -50,7 +51,7 @@ def attention_flops_per_square(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 1.0, attention: float = 1.0) -> float:
-    """FLOP of the products in one forward over sequences of so many tokens: linear layers, head, causal attention.
+    """FLOP of the GEMMs of one forward over sequences of these lengths: linear layers, head, causal attention.
 
     Args:
         linear, attention: how often a pass takes the products of both.
@@ -60,31 +61,31 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 
     return float(sum(per_token * n + per_square * n * n for n in lengths))
 
 
-# The passes of an optimizer step, each in multiples of what a plain forward does.
+# The passes of an optimizer step, in multiples of a plain forward.
 
 
 @dataclass(frozen=True)
 class PassWork:
-    """What one micro-step of a pass does, in multiples of what a plain forward does."""
+    """One micro-step of a pass, in multiples of a plain forward."""
 
     linear: int
-    """Products of linear layers."""
+    """GEMMs of linear layers."""
     attention: int
-    """Products of attention."""
+    """GEMMs of attention."""
     gathers: int
-    """Gathers of all parameters."""
+    """All-gathers of all parameters."""
     exchanges: int
     """Exchanges of a forward within a sequence-parallel group."""
     runs: int
     """Runs through the layers."""
     tangent_gathers: int = 0
-    """Gathers of the direction of all trained parameters."""
+    """All-gathers of the direction of all trained parameters."""
     reduces: bool = False
     """Whether the gradient is reduced."""
 
     def exchanges_of_hidden_states(self, num_layers: int, *, is_full: bool) -> tuple[int, int]:
         """Exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and tangents
-        travel together, of twice as many: how many there are, and how many hidden states they hold of each token.
+        travel together, twice the hidden states. Returns their number, and the hidden states they hold of each token.
 
         A layer gathers and scatters before and after attention and MLP, once more in a backward, and gathers the inputs
         of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py counts them.
@@ -113,15 +114,15 @@ FORWARD = PassWork(1, 1, 1, 1, 1)
 
 
 def tangents_beside(settings: MemorySettings) -> PassWork:
-    """What tangents add to a forward."""
-    # Products of a weight with the input's tangent and, where it is trained, of its tangent with the input.
+    """The cost that tangents add to a forward."""
+    # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input.
     linear = 2 if settings.adapters is None else 1
     return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOP of the products of an optimizer step, over all ranks."""
+    """FLOP of an optimizer step, over all ranks."""
 
     training: float
     """Forward and backward of the main batch, as in plain fine-tuning."""
@@ -130,7 +131,7 @@ class StepFlops:
 
     @property
     def total(self) -> float:
-        """What plain fine-tuning does, and what the method adds."""
+        """Training and extra FLOP."""
         return self.training + self.extra
 
 
@@ -139,12 +140,12 @@ class StepPasses:
     """The passes of an optimizer step; None for one that it does not have."""
 
     training: PassWork
-    """What plain fine-tuning does with the main batch."""
+    """The main batch in plain fine-tuning."""
     main: PassWork
     """The same, with the tangents where they travel along."""
     probe: PassWork | None = None
     utility: PassWork | None = None
-    """A pass of its own over the main batch."""
+    """A separate pass over the main batch."""
     steps_per_probe: int = 1
 
     @classmethod
@@ -152,7 +153,7 @@ class StepPasses:
         """Args:
         reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
         """
-        # A backward takes the products for the inputs and, where weights are trained, those for the weights.
+        # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
         is_full, again = settings.adapters is None, int(settings.is_checkpointed)
         linear = (3 if is_full else 2) + again
         train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True)
@@ -171,7 +172,7 @@ class StepPasses:
         return cls(train, main, train if has_probe else None, utility, steps_per_probe)
 
     def flops(self, shape: ModelShape, main: Sequence[int], probe: Sequence[int]) -> StepFlops:
-        """FLOP of a step with batches of sequences of so many tokens; without a probe batch none for the probe."""
+        """FLOP of a step with batches of sequences of these lengths; an empty probe batch adds none."""
 
         def of(work: PassWork | None, lengths: Sequence[int]) -> float:
             if work is None:
@@ -191,7 +192,7 @@ SpreadBatch = tuple[Sequence[int], Spread]
 """Lengths in tokens of a batch's sequences, and their spread, whose ids are positions in the lengths."""
 
 _NEVER_HIDDEN = 0.1
-"""Share of gathers and reductions that nothing hides: the first layer's and the last one's."""
+"""Share of all-gathers and reduce-scatters that nothing hides: those of the first and the last layer."""
 
 HOST_LINK = 50e9
 """Bytes a second between a device and its host: 0.8 of PCIe 5.0 x16."""
@@ -207,7 +208,7 @@ class StepCost:
     seconds: Mapping[Phase, float]
     """By phase; 0 for one that the step does not have."""
     parts: Mapping[str, float]
-    """The same seconds by what takes them: products, exchanges, and what of gathers and reductions is not hidden."""
+    """The same seconds by cause: GEMMs, exchanges, all-gathers and reduce-scatters as far as they are not hidden."""
     traffic: Mapping[str, Traffic]
     """Bytes that a rank receives, by kind."""
 
@@ -224,7 +225,7 @@ class StepCost:
 
 @dataclass
 class _Sums:
-    """What the passes of a step add up to, over all batches that were spread."""
+    """Sums over the passes of a step and the batches."""
 
     seconds: dict[Phase, float] = field(
         default_factory=lambda: {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
@@ -277,7 +278,7 @@ class StepModel:
         return sums.seconds["utility"]
 
     def needed_flops(self, passes: StepPasses, main: Sequence[Sequence[int]], probe: Sequence[Sequence[int]]) -> float:
-        """FLOP that a step needs over all ranks, mean over batches of sequences of so many tokens.
+        """FLOP that a step needs over all ranks, mean over batches of sequences of these lengths.
 
         Args:
             passes: without activation checkpoints, since what they compute again is not needed.
@@ -285,8 +286,6 @@ class StepModel:
         of_main = sum(passes.flops(self.shape, lengths, []).total for lengths in main) / max(1, len(main))
         of_probe = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
         return of_main + of_probe / passes.steps_per_probe
-
-    # ---- parts of a step -------------------------------------------------------------------------------------------
 
     def _pass(self, sums: _Sums, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
         """All micro-steps of one pass over one batch."""
@@ -312,7 +311,7 @@ class StepModel:
             compute /= machine.flops
             moved: dict[str, Traffic] = self._parameters(work)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
-                moved["gradients"] = self._of_trained(b)
+                moved["gradients"] = self._move_trained(b)
             hidden = sum((traffic.seconds(machine) for traffic in moved.values()), 0.0)
             hidden += self._host_seconds(work)
             if k > 1:
@@ -356,7 +355,7 @@ class StepModel:
         return of_hidden_states(num_bytes * num_tokens, settings.tensor), num_exchanges
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
-        """Gathers of one micro-step."""
+        """All-gathers of one micro-step."""
         counts, b = self.counts, self.settings.number_bytes
         of_experts = b * self.shape.expert_parameters
         others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - of_experts
@@ -365,7 +364,7 @@ class StepModel:
             moved += self._gathered(*self._again_in_backward(others, of_experts))
         found = {"parameters": moved}
         if work.tangent_gathers:
-            found["tangents"] = self._of_trained(self._bytes_trained) * work.tangent_gathers
+            found["tangents"] = self._move_trained(self._bytes_trained) * work.tangent_gathers
         return found
 
     def _again_in_backward(self, others: float, of_experts: float) -> tuple[float, float]:
@@ -415,14 +414,14 @@ class StepModel:
         if settings.estimator == "finite_difference":  # perturbed and put back
             sums.spend("utility", "update", 2 * shard * (_FP32 + 2 * settings.number_bytes) / memory)
 
-    def _of_trained(self, number_bytes: int) -> Traffic:
-        """A reduction of all gradients, or a gather of the direction."""
+    def _move_trained(self, number_bytes: int) -> Traffic:
+        """A reduce-scatter of all gradients, or an all-gather of the direction."""
         of_experts = self.shape.expert_parameters if self.settings.adapters is None else 0
         others = self.counts.trained - of_experts
         return self._over_shards(number_bytes * others, number_bytes * of_experts)
 
     def _gathered(self, others: float, of_experts: float) -> Traffic:
-        """A gather of parameters: from the ranks of a node where these have a second copy."""
+        """An all-gather of parameters, within a node where its ranks have a second copy."""
         inside = self.settings.ranks_of_second_copy
         if inside > 1:
             return gathered(others + of_experts, inside, inside)
