@@ -22,15 +22,11 @@ from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.jobs import AnyJob, ForkedJob
 from tests.helpers.setups import sums
 from tests.helpers.soak import soak_only
-from vcore_ds.common.random_streams import Stream
-from vcore_ds.data.dataset import MainOrder, RandomDraws
 
 pytestmark = [pytest.mark.e2e, soak_only]
 
 NUM_STEPS = 8
 NUM_SEQUENCES = 32  # each comes once
-RARE = "Z"
-"""A character in one sequence only, which comes in the last step."""
 DISK_BYTES = 96 * 2**20
 WITH_WANDB = "run.wandb_project=chaos"
 NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": 40 * "0", "WANDB_INIT_TIMEOUT": "3"}
@@ -39,19 +35,11 @@ NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": 40 * "0", 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     folder = tmp_path_factory.mktemp("undisturbed")
-    pairs = sums(range(NUM_SEQUENCES))
-    pairs[rare_id()] = (pairs[rare_id()][0] + RARE, pairs[rare_id()][1])
-    run = TinyRun(folder / "run", make_setup(folder, pairs), NUM_STEPS, ("batch.sequence_parallel=2",))
+    setup = make_setup(folder, sums(range(NUM_SEQUENCES)))
+    run = TinyRun(folder / "run", setup, NUM_STEPS, ("batch.sequence_parallel=2",))
     with run.fork() as job:
         assert job.wait() == 0, job.output
     return run
-
-
-def rare_id() -> int:
-    """Id of a sequence in the last step that no probe batch contains."""
-    probe_stream = RandomDraws(NUM_SEQUENCES, 2, 42, Stream.PROBE)
-    probed = {i for k in range(NUM_STEPS) for i in probe_stream.step(k)}
-    return next(i for i in MainOrder(NUM_SEQUENCES, 4, 42).step(NUM_STEPS - 1) if i not in probed)
 
 
 @pytest.fixture(scope="module")

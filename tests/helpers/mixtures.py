@@ -1,23 +1,23 @@
-"""Tiny random mixtures of experts, as folders with the names and files of the hub's."""
+"""Tiny random MoE models of many architectures, as folders with the names and files of those on the hub."""
 
 import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from tests.helpers import tiny
 from tests.helpers.tokenizer import make_tokenizer
 
 _SIZES = dict(
-    vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=128, moe_intermediate_size=16, num_experts_per_tok=2,
-    use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    vocab_size=259, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2,
 )  # fmt: skip
 _MLA = dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4)
 _SHARED = dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)
 MIXTURES = {
-    "qwen3_moe": dict(num_experts=4),
+    "qwen3_moe": dict(num_experts=4, mlp_only_layers=[]),
     "deepseek_v3": dict(_MLA, **_SHARED, q_lora_rank=8, num_nextn_predict_layers=1),
     "glm4_moe": _SHARED,
     "mixtral": dict(num_local_experts=4),
@@ -37,14 +37,8 @@ MIXTURES = {
 """Fields of a configuration, by its type."""
 
 
-def mixture(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: int) -> PreTrainedModel:
-    config = AutoConfig.for_model(name, **{**_SIZES, **MIXTURES[name], **changes})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for key, buffer in model.named_buffers():
-        if "correction_bias" in key:
-            torch.nn.init.normal_(buffer)
-    return model
+def mixture(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> PreTrainedModel:
+    return tiny.mixture(name, dtype=dtype, **{**_SIZES, **MIXTURES[name], **changes})
 
 
 def write_mixture(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:

@@ -30,30 +30,36 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+_MOE_SIZES = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+    num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+)  # fmt: skip
+_MOE_KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(num_key_value_heads=2, head_dim=8, num_experts=6, mlp_only_layers=[0]),
+    "qwen3_moe, idle experts": dict(num_key_value_heads=2, head_dim=8, num_experts=64, mlp_only_layers=[0]),
+    "deepseek_v3": dict(
+        num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=8,
+        n_routed_experts=6, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
 def mixture(
     kind: str = "qwen3_moe", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """A mixture of six experts a layer, two for each token; the first layer is dense.
+    """An MoE model with two experts per token.
 
     Args:
-        kind: `qwen3_moe`; `qwen3_moe, idle experts`, so many that most have no token; or `deepseek_v3`, with latent
-            attention, groups of experts, a bias of its router and a shared expert.
+        kind: `qwen3_moe`, six experts, the first layer dense; `qwen3_moe, idle experts`, 64, most of them without a
+            token; `deepseek_v3`, with latent attention, groups of experts, a bias of its router and a shared expert; or
+            another model type, whose sizes are in `changes`.
     """
-    sizes: dict[str, Any] = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
-        num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
-    )  # fmt: skip
-    kind, _, most_are_idle = kind.partition(", ")
-    if kind == "qwen3_moe":
-        sizes |= dict(num_key_value_heads=2, head_dim=8, num_experts=64 if most_are_idle else 6, mlp_only_layers=[0])
-    else:
-        sizes |= dict(num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=6,
-                      v_head_dim=8, n_routed_experts=6, n_group=2, topk_group=1, n_shared_experts=1,
-                      first_k_dense_replace=1)  # fmt: skip
+    sizes = {**_MOE_SIZES, **_MOE_KINDS.get(kind, {}), **changes}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **changes}, use_cache=False), dtype=dtype)
+    config = CONFIG_MAPPING[kind.partition(", ")[0]](**sizes, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if "correction_bias" in name:
             torch.nn.init.normal_(buffer, std=0.05)
     return model
 

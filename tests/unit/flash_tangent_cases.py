@@ -121,7 +121,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_precision(dtype: torch.dtype) -> None:
-    found = check([[40, 33]], 4, 2, 64, dtype)
+    found = check([[40, 33]], 2, 1, 64, dtype)
     print(f"{dtype}:", ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found, strict=True)))
 
 
@@ -137,9 +137,10 @@ def test_tangents_of_some_inputs_only(moving: str) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_sinks(dtype: torch.dtype) -> None:
-    sinks, d_sinks = drawn_sinks(4)
-    for moving, d_moving in (("qkv", d_sinks), ("qkv", None), ("", d_sinks), ("", None)):
-        found = check([[40, 33]], 4, 2, 16, dtype, moving, sinks=(sinks, d_moving))
+    sinks, d_sinks = drawn_sinks(2)
+    cases = (("qkv", d_sinks), ("qkv", None), ("", d_sinks), ("", None))
+    for moving, d_moving in cases if dtype == torch.float32 else cases[:1]:
+        found = check([[40, 33]], 2, 1, 16, dtype, moving, sinks=(sinks, d_moving))
         print(f"{dtype}:", ", ".join(f"{error:.1e}" for error in found))
 
 
@@ -228,9 +229,13 @@ def test_any_shape_and_strides(
         check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 7, 16, 20, 33])
-@pytest.mark.parametrize("tiles", [(16, 16), (32, 16), (16, 32)], ids=str)
-def test_windows_over_many_blocks(sliding_window: int | None, tiles: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("tiles", "sliding_window"),
+    [((16, 16), None), ((16, 16), 1), ((16, 16), 16), ((32, 16), 7), ((32, 16), 33), ((16, 32), 7), ((16, 32), 20),
+     ((16, 32), 33)],
+    ids=str,
+)  # fmt: skip
+def test_windows_over_many_blocks(tiles: tuple[int, int], sliding_window: int | None) -> None:
     lengths = [[75, 5]]
     check_within_bounds(*drawn(1, 1, 1, 80, 24), [((0, 1, 2, 3), 1, 1)] * 9, lengths, sliding_window, tiles)
 
@@ -257,7 +262,8 @@ def test_tokens_beyond_the_last_end_are_left_alone() -> None:
 
 
 def test_more_sequences_than_are_searched_at_once() -> None:
-    check([[1] * 120, [2] * 60], 1, 1, 16, torch.float32, tiles=(16, 16))
+    # Empty ones cost nothing in the interpreter but the search.
+    check([[1] * 6 + [0] * 124 + [2] * 5], 1, 1, 16, torch.float32, tiles=(16, 16))
 
 
 # ---- the way from the models ---------------------------------------------------------------------------------------

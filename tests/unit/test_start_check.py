@@ -61,7 +61,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "seed_oss": dict(residual_dropout=0.1),
     "opt": dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.1, max_position_embeddings=128),
     "phimoe": EXPERTS,
-    "inkling_text": {},
+    "inkling_text": dict(
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        sliding_window_size=16,
+    ),
     "recurrent_gemma": dict(lru_width=32, num_hidden_layers=3, attention_window_size=64),
 }
 
