@@ -63,6 +63,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phimoe": EXPERTS,
     "inkling_text": dict(
         n_routed_experts=4,
+        num_experts_per_tok=2,
         moe_intermediate_size=16,
         swa_num_attention_heads=4,
         swa_num_key_value_heads=2,

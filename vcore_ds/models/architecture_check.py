@@ -152,7 +152,7 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
 def _count_tensor_shard(
     path: str, config: PretrainedConfig, lora: LoraConfig | None, tensor: int, weights: Mapping[str, torch.Tensor]
 ) -> ParameterCounts:
-    """Count the parameters of the first rank of a tensor group, which has as many as any other.
+    """Count the parameters of the first rank of a tensor group, which no other rank exceeds.
 
     Args:
         weights: the model's weights by name, and those of its adapters by their names in peft.

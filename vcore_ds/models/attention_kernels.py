@@ -51,7 +51,7 @@ class CpuFlash:
 class CudaFlash:
     """Flash attention on a GPU in bf16 or fp16: all rows in one variable-length call without a mask.
 
-    Without `TAKES_GROUPED_HEADS`, keys and values need as many heads as the queries.
+    Without `TAKES_GROUPED_HEADS`, every query head needs its keys and values repeated.
     """
 
     scale: float
