@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.experiments.settings import Setting
-from vcore_ds.commands import statistics
+from vcore_ds.common import statistics
 from vcore_ds.common.statistics import cell
 
 Result = dict[str, Any]
