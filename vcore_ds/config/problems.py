@@ -133,8 +133,11 @@ def nearest_keys(name: str) -> list[str]:
     """Valid dotted names for an unknown section or key, the likeliest first: a similar name in the same section, then
     the same or a similar name elsewhere."""
     parent, _, word = name.rpartition(".")
-    sections = {**{(name,): cls for name, cls in SECTIONS.items()}, **SUBSECTIONS}
-    keys = [*SECTIONS, *(".".join([*names, key]) for names, cls in sections.items() for key in cls.model_fields)]
+    keys = [
+        *SECTIONS,
+        *(f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields),
+        *(f"{section}.{key}.{inner}" for (section, key), cls in SUBSECTIONS.items() for inner in cls.model_fields),
+    ]
     by_word: dict[str, list[str]] = {}
     for key in keys:
         by_word.setdefault(key.rpartition(".")[2], []).append(key)
