@@ -201,7 +201,9 @@ class Bench:
 
     def measure_low_ranks(self, ranks: Sequence[int]) -> Iterator[LowRankDirection]:
         """Compare utilities along low-rank approximations of `self.direction` with those along itself."""
-        full = self.jvp() if ranks else None
+        if not ranks:
+            return
+        full = self.jvp()
         for rank in sorted(ranks):
             low_rank = self.direction.with_rank(rank)
             energy, agreement = low_rank.measure_energy(), self.agreement(self.jvp(low_rank), full)

@@ -15,13 +15,13 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import answer_spans
-from vcore_ds.train.token_records import RecordedTokens, TokenRecord
+from vcore_ds.train.token_records import TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,10 +59,20 @@ class SequenceTexts:
     """int64 [len(words)], sentence number of each word, ascending; a line break also ends a sentence"""
 
 
+class TokenSequence(Protocol):
+    """Tokens of a sequence, whole or its supervised ones: `RecordedTokens` of a run, a trace of a scoring."""
+
+    @property
+    def token_ids(self) -> np.ndarray: ...
+
+    @property
+    def positions(self) -> np.ndarray: ...
+
+
 class TokenTexts:
     """The texts of recorded tokens, from a tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", sequences: Sequence[RecordedTokens]) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", sequences: Sequence[TokenSequence]) -> None:
         """Raises UserError if the sequences, at least one, hold tokens that the tokenizer lacks."""
         ids = np.unique(np.concatenate([sequence.token_ids for sequence in sequences])).tolist()
         if ids[-1] >= len(tokenizer):
@@ -81,7 +91,7 @@ class TokenTexts:
         self._special = special
         self._kinds = {i: KINDS.index("special" if i in special else _classify(text)) for i, text in self.texts.items()}
 
-    def read(self, sequence: RecordedTokens) -> SequenceTexts:
+    def read(self, sequence: TokenSequence) -> SequenceTexts:
         """Read one sequence."""
         ids = sequence.token_ids.tolist()
         # Special tokens separate words, and so do gaps: turns of the user, which are not recorded.
@@ -114,7 +124,7 @@ class TokenTexts:
         words = [word.strip(_EDGES) or word for word in words]
         return SequenceTexts(kinds, in_answer, words, word_of_token, sentences)
 
-    def read_pieces(self, sequence: RecordedTokens) -> list[str]:
+    def read_pieces(self, sequence: TokenSequence) -> list[str]:
         """The visible text of each token. If several tokens form one character, the first has it and the others are
         empty."""
         ids = sequence.token_ids.tolist()
