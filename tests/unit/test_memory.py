@@ -65,6 +65,15 @@ def test_full_vcore_keeps_20_bytes_for_each_parameter(num_ranks: int, gigabytes:
     assert {"direction", "moments"}.isdisjoint(without.persistent) and "probe" not in without.phases
 
 
+def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
+    full, low_rank = memory_of(QWEN3_32B, FULL), memory_of(QWEN3_32B, replace(FULL, probe_rank=64))
+    in_layer = 64 * (2 * (8192 + 5120) + 2 * (1024 + 5120) + 3 * (25600 + 5120))
+    assert low_rank.persistent["factors of the direction"] == 2 * (64 * in_layer + 2 * 64 * (151_936 + 5_120))
+    assert low_rank.persistent_bytes - full.persistent_bytes == low_rank.persistent["factors of the direction"]
+    assert low_rank.phases["utility"]["tangents of the parameters"] == 0
+    assert low_rank.transient_bytes("utility") < full.transient_bytes("utility")
+
+
 def test_peaks_of_the_largest_model() -> None:
     """22 and 12 GB were counted operation by operation, on the meta device and without copies of gathered weights."""
     estimate = memory_of(QWEN3_32B, FULL)

@@ -72,6 +72,23 @@ def test_seconds_of_scoring_by_hand(adapters: AdapterShape | None, linear: int) 
     assert model.scoring_seconds([([16], found)]) == pytest.approx((linear * 5000 * 16 + 3 * 128 * 16**2) / 1e6)
 
 
+def test_a_low_rank_direction_by_hand() -> None:
+    """Rank 4. In a layer, factors of q and o, k and v, and the MLP: 2 x 4 x 42, 2 x 4 x 26, 3 x 4 x 30; of an embedding
+    4 x 60. The matrices of a forward have 3,620 elements."""
+    settings = replace(JVP, probe_rank=4)
+    cost = cost_of(settings, FAST, 1, [16])
+    linear, square = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
+    in_layers = 2 * (336 + 208 + 360)
+    assert cost.seconds["main"] == pytest.approx((4 + (in_layers + 240) / 3620) * linear + 5 * square)
+    assert cost.seconds["probe"] == pytest.approx(3 * (linear + square) + 4 * 4 * 3000 / 1e6)
+    traffic = cost_of(settings, FAST, 16, [16] * 16).traffic
+    assert "tangents" not in traffic
+    # Two sums in fp32, each a reduce-scatter and an all-gather.
+    assert traffic["factors of the direction"].inside == pytest.approx(2 * 4 * (in_layers + 2 * 240) * 7 / 8)
+    separate = StepPasses.of(replace(settings, is_fused=False, tensor=2)).utility
+    assert separate is not None and (separate.linear, separate.num_with_tangents) == (3, 1)
+
+
 def test_adapters_need_no_gradient_of_weights() -> None:
     lora = replace(SFT, adapters=AdapterShape(4))
     assert StepPasses.of(lora).main == PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True)

@@ -53,6 +53,8 @@ class MemorySettings:
     """Tokens that the fullest rank of such a group is sent, over their mean."""
     estimator: Literal["jvp", "finite_difference"] | None = None
     """How utilities are computed; None for a method without them."""
+    probe_rank: int | None = None
+    """Rank of the direction's factors; None for the full-rank direction."""
     is_fused: bool = False
     """Whether the main forward gives the utilities."""
     number_bytes: int = 2
@@ -102,6 +104,15 @@ def _adapted_mlps(shape: ModelShape) -> list[tuple[int, int]]:
 def active_parameters(shape: ModelShape) -> int:
     """Parameters that a token goes through, embeddings included; all of a dense model's."""
     return parameter_counts(shape).all - shape.idle_parameters
+
+
+def count_factors(shape: ModelShape, rank: int, *, active: bool = False) -> int:
+    """Elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices that have a dimension above the rank
+    on both sides; `active` as in `ModelShape.weight_matrices`. The others are not factorized, and count in full."""
+    return sum(
+        number * (rank * (rows + columns) if min(rows, columns) > rank else rows * columns)
+        for number, rows, columns in shape.weight_matrices(active=active)
+    )
 
 
 Phase = Literal["probe", "utility", "main", "step"]
@@ -215,6 +226,8 @@ def _persistent(
         of_optimizer["moments"] = 2 * _FP32 * trained
     if settings.estimator is not None:
         device["direction"] = b_trained * trained
+        if settings.probe_rank is not None:
+            device["factors of the direction"] = b * count_factors(shape, settings.probe_rank)
     device["reduction buffer"] = b * settings.bucket_numel
     return device, host
 
@@ -317,6 +330,8 @@ class _Model:
         name, of_layer, of_loss = "tangents of the parameters", 3 * b * layer, 0
         if self.is_full:
             of_loss = 2 * b * self.embedding
+        if self.settings.probe_rank is not None:  # factors are not all-gathered
+            of_layer = of_loss = 0
         return max(
             {"a layer's forward": self._layer_with_tangents(num_tokens) // (2 if has_values else 1), name: of_layer},
             {"loss": self._loss(num_tokens, has_tangent=True), name: of_loss},

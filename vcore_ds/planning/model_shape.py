@@ -243,6 +243,26 @@ class ModelShape:
         """Expert parameters held by the other ranks of an expert-parallel group."""
         return self.expert_parameters - self.expert_parameters // expert
 
+    def weight_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
+        """The weight matrices of a Llama-like model of this shape: the number of each kind, its rows and columns.
+
+        Args:
+            active: only those that a token is multiplied by, so without input embedding and idle experts.
+        """
+        hidden, experts = self.hidden_size, self.experts
+        num_dense = self.num_layers if experts is None else self.num_layers - experts.num_layers
+        matrices = [
+            (2 * self.num_layers, self.num_heads * self.head_dim, hidden),
+            (2 * self.num_layers, self.num_kv_heads * self.head_dim, hidden),
+            (3 * num_dense, self.intermediate_size, hidden),
+            (1 if self.is_tied or active else 2, self.vocabulary_size, hidden),
+        ]
+        if experts is not None:
+            num_experts = experts.per_token if active else experts.num_experts
+            matrices.append((3 * experts.num_layers * num_experts, experts.width, hidden))
+            matrices.append((3 * experts.num_layers, experts.shared_width, hidden))
+        return [(number, rows, columns) for number, rows, columns in matrices if number * rows * columns > 0]
+
     @property
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention costs as much as its linear layers, P / (A D).

@@ -20,7 +20,7 @@ from vcore_ds.planning.hardware import (
     numbers_to_experts,
     of_hidden_states,
 )
-from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase
+from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase, count_factors
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import padded_rows
 from vcore_ds.planning.spread import Spread
@@ -80,6 +80,9 @@ class PassWork:
     """Runs through the layers."""
     tangent_gathers: int = 0
     """All-gathers of the direction of all trained parameters."""
+    low_rank: int = 0
+    """Rank r of the direction's factors in the GEMMs `Q (B x)`, which replace those of the weights' tangents; 0 for
+    none."""
     reduces: bool = False
     """Whether the gradient is reduced."""
 
@@ -96,7 +99,19 @@ class PassWork:
         in_layers = 4 * self.exchanges + (2 if self.reduces and is_full else 0)
         at_the_ends = 2 * self.runs - (1 if self.reduces and not is_full else 0)
         held = num_layers * in_layers + at_the_ends
-        return held - self.tangent_gathers * (4 * num_layers + 2), held
+        return held - self.num_with_tangents * (4 * num_layers + 2), held
+
+    @property
+    def num_with_tangents(self) -> int:
+        """Forwards in which tangents travel with the values."""
+        return max(self.tangent_gathers, int(self.low_rank > 0))
+
+    def linear_multiple(self, shape: ModelShape) -> float:
+        """GEMMs of linear layers, with those of a low-rank direction's factors, in multiples of a plain forward's."""
+        if self.low_rank == 0:
+            return self.linear
+        num_active = sum(number * rows * columns for number, rows, columns in shape.weight_matrices(active=True))
+        return self.linear + count_factors(shape, self.low_rank, active=True) / num_active
 
     def __add__(self, other: "PassWork") -> "PassWork":
         return PassWork(
@@ -106,6 +121,7 @@ class PassWork:
             self.exchanges + other.exchanges,
             self.runs + other.runs,
             self.tangent_gathers + other.tangent_gathers,
+            max(self.low_rank, other.low_rank),
             self.reduces or other.reduces,
         )
 
@@ -117,6 +133,10 @@ def tangents_beside(settings: MemorySettings) -> PassWork:
     """The cost that tangents add to a forward."""
     # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input.
     linear = 2 if settings.adapters is None else 1
+    if settings.probe_rank is not None:
+        if settings.tensor == 1:  # tensor-parallel layers multiply the factors out, and use the product
+            linear = 1
+        return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, low_rank=settings.probe_rank)
     return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
 
 
@@ -177,7 +197,7 @@ class StepPasses:
         def of(work: PassWork | None, lengths: Sequence[int]) -> float:
             if work is None:
                 return 0.0
-            return forward_flops(shape, lengths, linear=work.linear, attention=work.attention)
+            return forward_flops(shape, lengths, linear=work.linear_multiple(shape), attention=work.attention)
 
         training = of(self.training, main)
         return StepFlops(training, of(self.main, main) - training + of(self.utility, main) + of(self.probe, probe))
@@ -267,6 +287,7 @@ class StepModel:
         if passes.probe is not None:
             for batch in probe:
                 self._pass(sums, "probe", passes.probe, batch, 1 / (len(probe) * passes.steps_per_probe))
+            self._factorize(sums, 1 / passes.steps_per_probe)
         self._update(sums, passes)
         return StepCost(sums.seconds, sums.parts, sums.traffic)
 
@@ -307,8 +328,8 @@ class StepModel:
                 row_linear, row_attention = per_token * sum(rows) / k, per_square * squares / k
                 if row_linear + row_attention > linear + attention:
                     linear, attention, tokens = row_linear, row_attention, sum(rows) / k
-            compute = work.linear * (linear + of_all_weights * machine.half_speed_tokens) + work.attention * attention
-            compute /= machine.flops
+            compute = work.linear_multiple(shape) * (linear + of_all_weights * machine.half_speed_tokens)
+            compute = (compute + work.attention * attention) / machine.flops
             moved: dict[str, Traffic] = self._parameters(work)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
                 moved["gradients"] = self._move_trained(b)
@@ -342,6 +363,23 @@ class StepModel:
             for kind, traffic in moved.items():
                 sums.move(kind, traffic * weight)
 
+    def _factorize(self, sums: _Sums, weight: float) -> None:
+        """The factors of a low-rank direction: two GEMMs with the rank's shard, and the sums of `G Omega` and `Q^T G`
+        over the ranks, in fp32 and not hidden."""
+        rank, shape = self.settings.probe_rank, self._part
+        if rank is None:
+            return
+        experts, of_experts = shape.experts, 0
+        if experts is not None:
+            of_experts = 3 * experts.num_layers * experts.num_experts * rank * (shape.hidden_size + experts.width)
+        others = count_factors(shape, rank) - of_experts
+        # An all-reduce is a reduce-scatter and an all-gather.
+        traffic = self._over_shards(2 * _FP32 * others, 2 * _FP32 * of_experts)
+        sums.move("factors of the direction", traffic * weight)
+        sums.spend("probe", "gathers and reductions", weight * traffic.seconds(self.cluster.machine))
+        flops = 4 * rank * self.counts.trained / self._num_groups
+        sums.spend("probe", "products", weight * flops / self.cluster.machine.flops)
+
     def between_layers(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
         """Exchanges of one micro-step over a tensor-parallel group, and their number. Those of the losses, 8
         bytes for each token and GPU, are left out, and so is the sum of the gradients that all of them have, once a
@@ -351,7 +389,7 @@ class StepModel:
         num_bytes = float(settings.number_bytes * num_hidden * shape.hidden_size)
         if settings.adapters is not None:  # what those of q, k and v make of the tokens, and those of gate and up
             num_bytes += _FP32 * 5 * settings.adapters.rank * shape.num_layers * work.exchanges
-            num_exchanges += 2 * shape.num_layers * (work.exchanges - work.tangent_gathers)
+            num_exchanges += 2 * shape.num_layers * (work.exchanges - work.num_with_tangents)
         return of_hidden_states(num_bytes * num_tokens, settings.tensor), num_exchanges
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
