@@ -34,8 +34,8 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.markdown:
         print(PAGE, end="")
     for section in dict.fromkeys(key.section for key in keys):
-        of_section = [key for key in keys if key.section == section]
-        print((format_markdown if arguments.markdown else format_plain)(section, of_section), end="")
+        section_keys = [key for key in keys if key.section == section]
+        print((format_markdown if arguments.markdown else format_plain)(section, section_keys), end="")
 
 
 def find_keys(names: list[str]) -> list[Key]:

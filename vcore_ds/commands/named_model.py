@@ -161,8 +161,8 @@ def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         UserError: there is none.
     """
-    of_model = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ids = {token for token in (*of_model, tokenizer.eos_token_id) if token is not None}
+    model_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ids = {token for token in (*model_ids, tokenizer.eos_token_id) if token is not None}
     if not ids:
         raise UserError(f"{tokenizer.name_or_path}: found no end-of-sequence token; expected one in the tokenizer")
     return sorted(ids)

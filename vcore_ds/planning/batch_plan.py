@@ -37,12 +37,12 @@ def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shap
         shape: of the whole model.
         model: its path.
     """
-    of_node, kv_heads, width = min(ranks_per_node, num_ranks), shape.num_kv_heads, shape.intermediate_size
+    num_node_ranks, kv_heads, width = min(ranks_per_node, num_ranks), shape.num_kv_heads, shape.intermediate_size
     if num_ranks % tensor:
-        found = f"on {count(num_ranks, 'rank')}; expected a divisor: a tensor-parallel group has as many ranks"
-    elif of_node % tensor:
+        found = f"on {count(num_ranks, 'rank')}; expected a divisor: a tensor-parallel group has that many ranks"
+    elif num_node_ranks % tensor:
         found = (
-            f"with {count(of_node, 'rank')} on a node; expected a divisor: tensor-parallel ranks exchange the "
+            f"with {count(num_node_ranks, 'rank')} on a node; expected a divisor: tensor-parallel ranks exchange the "
             "activations of every layer, which only a node's own connections are fast enough for"
         )
     elif kv_heads % tensor and not shape.is_assumed:
@@ -67,16 +67,16 @@ def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model:
         shape: of the whole model.
         model: its path.
     """
-    experts, of_model = shape.experts, f"together with model.path {model}"
+    experts, beside = shape.experts, f"together with model.path {model}"
     if num_ranks % expert:
-        found = f"on {count(num_ranks, 'rank')}; expected a divisor: an expert-parallel group has as many ranks"
+        found = f"on {count(num_ranks, 'rank')}; expected a divisor: an expert-parallel group has that many ranks"
     elif expert == 1 or shape.is_assumed:
         return
     elif experts is None:
-        found = f"{of_model}, a dense model; expected 1: it has no experts to be divided"
+        found = f"{beside}, a dense model; expected 1: it has no experts to be divided"
     elif experts.num_experts % expert:
         found = (
-            f"{of_model}, whose layers have {experts.num_experts} experts; expected a divisor of "
+            f"{beside}, whose layers have {experts.num_experts} experts; expected a divisor of "
             f"{experts.num_experts}: a rank has whole experts"
         )
     else:
@@ -127,11 +127,11 @@ def sequence_parallel_degrees(
             ]
         )
     else:
-        of_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {settings.model.path}"
-        of_heads += " that a rank has" if of_heads and settings.parallel.tensor > 1 else ""
+        and_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {settings.model.path}"
+        and_heads += " that a rank has" if and_heads and settings.parallel.tensor > 1 else ""
         nearest = " or ".join(str(k) for k in _nearest(possible, wanted))
         raise RecipeError(
-            [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} {one}s{of_heads}: {nearest}"]
+            [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} {one}s{and_heads}: {nearest}"]
         )
     longest, row = settings.cutoff_length, settings.batch.packed_row_tokens
     if row is not None and chosen[-1] * row < longest:
@@ -380,18 +380,18 @@ def check_shared_rows(settings: PlanSettings, shape: ModelShape) -> None:
     Args:
         shape: for sequences of data.cutoff_length (`ModelShape.for_sequences_of`).
     """
-    batch, of_model = settings.batch, f"together with model.path {settings.model.path}"
+    batch, beside = settings.batch, f"together with model.path {settings.model.path}"
     problems = []
     if batch.packed_row_tokens is not None and shape.unpackable is not None:
         problems.append(
-            f"batch.packed_row_tokens: found {batch.packed_row_tokens} {of_model}, {shape.unpackable}; expected null: "
+            f"batch.packed_row_tokens: found {batch.packed_row_tokens} {beside}, {shape.unpackable}; expected null: "
             "packed sequences would change each other's losses"
         )
     if shape.is_alone:
         remedy = f"data.cutoff_length of at most {shape.rope_limit}"
         if shape.rope == "dynamic":
             problems.append(
-                f"data.cutoff_length: found {settings.cutoff_length} {of_model}, whose rotary embedding (dynamic) "
+                f"data.cutoff_length: found {settings.cutoff_length} {beside}, whose rotary embedding (dynamic) "
                 f"then depends on the sequences of earlier forwards; expected at most {shape.rope_limit}"
             )
         sizes = {
@@ -400,7 +400,7 @@ def check_shared_rows(settings: PlanSettings, shape: ModelShape) -> None:
             "utility": settings.utility_micro_batch_size,
         }
         problems += [
-            f"{section}.micro_batch_size_per_rank: found {size} {of_model}, {shape.unpackable}; expected 1, or {remedy}"
+            f"{section}.micro_batch_size_per_rank: found {size} {beside}, {shape.unpackable}; expected 1, or {remedy}"
             for section, size in sizes.items()
             if isinstance(size, int) and size > 1
         ]

@@ -72,8 +72,8 @@ def gathered_weights(
             gathered from those ranks that have the same place in their groups; where there is one group, they are
             whole on the rank.
     """
-    of_place, in_node = num_ranks // expert, max(1, ranks_per_node // expert)
-    return gathered(num_bytes, num_ranks, ranks_per_node) + gathered(num_bytes_experts / expert, of_place, in_node)
+    num_groups, in_node = num_ranks // expert, max(1, ranks_per_node // expert)
+    return gathered(num_bytes, num_ranks, ranks_per_node) + gathered(num_bytes_experts / expert, num_groups, in_node)
 
 
 def exchanged(num_bytes: float, num_sharing: int, ranks_per_node: int) -> Traffic:
@@ -100,7 +100,7 @@ def numbers_to_experts(shape: ModelShape) -> int:
     return 0 if experts is None else 2 * experts.num_layers * experts.per_token * shape.hidden_size
 
 
-def of_hidden_states(num_bytes: float, tensor: int) -> Traffic:
+def hidden_state_traffic(num_bytes: float, tensor: int) -> Traffic:
     """A rank's traffic when hidden states of `num_bytes` are gathered on its tensor-parallel group, or summed over
     it and scattered: all but its own part. They are in one node."""
     return Traffic(inside=num_bytes * (tensor - 1) / tensor)

@@ -218,12 +218,12 @@ def _persistent(
     (host if settings.offloads_parameters else device)["parameters"] = parameters
     if settings.ranks_of_second_copy > 1:
         device["second copy of the parameters"] = b * -(-counts.all // settings.ranks_of_second_copy)
-    of_optimizer = host if settings.offloads_optimizer else device
+    optimizer_home = host if settings.offloads_optimizer else device
     # An offloaded optimizer has the reduced gradient twice: as it is accumulated, and as it is updated from.
-    of_optimizer["gradients"] = _FP32 * trained * (2 if settings.offloads_optimizer else 1)
-    of_optimizer["master weights"] = _FP32 * trained
+    optimizer_home["gradients"] = _FP32 * trained * (2 if settings.offloads_optimizer else 1)
+    optimizer_home["master weights"] = _FP32 * trained
     if settings.has_moments:
-        of_optimizer["moments"] = 2 * _FP32 * trained
+        optimizer_home["moments"] = 2 * _FP32 * trained
     if settings.estimator is not None:
         device["direction"] = b_trained * trained
         if settings.probe_rank is not None:
@@ -241,8 +241,8 @@ class _Model:
         self.embedding = shape.vocabulary_size * shape.hidden_size
         num_embeddings = 1 if shape.is_tied else 2
         # A rank gathers all of its experts of a layer, whichever of them tokens go through.
-        of_active = counts.all - num_embeddings * self.embedding - shape.idle_parameters
-        self.layer = max(0, of_active) // shape.num_layers + shape.idle_layer_parameters
+        active = counts.all - num_embeddings * self.embedding - shape.idle_parameters
+        self.layer = max(0, active) // shape.num_layers + shape.idle_layer_parameters
         self.layer -= shape.expert_layer_parameters - shape.expert_layer_parameters // settings.expert
         # Where one expert-parallel group is all ranks, nothing is left to gather of its experts.
         not_gathered = 1 if settings.expert == settings.num_ranks > 1 else 0
@@ -313,7 +313,7 @@ class _Model:
         return 0 if self.settings.tensor == 1 else num_tokens * self.b * self.shape.hidden_size
 
     def _gathered(self) -> int:
-        """As many parameters as DeepSpeed keeps gathered, and a copy of those that it gathers at the moment."""
+        """The parameters that DeepSpeed keeps gathered, and a copy of those that it gathers now."""
         layer, whole = self.gathered_layer, self.gathered_all
         live = min(whole, max(self.settings.max_live_parameters, 2 * layer, self.embedding))
         return self.b * (live + min(layer, whole))
@@ -327,14 +327,14 @@ class _Model:
         """
         b = self.b if self.is_full else _FP32
         layer = self.gathered_layer if self.is_full else self.trained_layer
-        name, of_layer, of_loss = "tangents of the parameters", 3 * b * layer, 0
+        name, layer_bytes, loss_bytes = "tangents of the parameters", 3 * b * layer, 0
         if self.is_full:
-            of_loss = 2 * b * self.embedding
+            loss_bytes = 2 * b * self.embedding
         if self.settings.probe_rank is not None:  # factors are not all-gathered
-            of_layer = of_loss = 0
+            layer_bytes = loss_bytes = 0
         return max(
-            {"a layer's forward": self._layer_with_tangents(num_tokens) // (2 if has_values else 1), name: of_layer},
-            {"loss": self._loss(num_tokens, has_tangent=True), name: of_loss},
+            {"a layer's forward": self._layer_with_tangents(num_tokens) // (2 if has_values else 1), name: layer_bytes},
+            {"loss": self._loss(num_tokens, has_tangent=True), name: loss_bytes},
             key=lambda stage: sum(stage.values()),
         )
 
@@ -343,9 +343,9 @@ class _Model:
         shape, b = self.shape, self.b
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         # Norms compute in fp32: their input; for the gradient of their weight, what that is multiplied by.
-        of_weight = b if self.is_full else 0
+        weight_bytes = b if self.is_full else 0
         hidden = self._between_layers(num_tokens) * shape.hidden_size
-        norms = (2 * hidden + shape.normalizes_heads * heads * num_tokens) * (_FP32 + of_weight)
+        norms = (2 * hidden + shape.normalizes_heads * heads * num_tokens) * (_FP32 + weight_bytes)
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
         attention = b * 2 * heads + _FP32 * shape.num_heads
         mlp = 3 * b * self._mlp_width  # gate, its activation, up
@@ -405,10 +405,10 @@ class _Model:
     def _layer_forward(self, num_tokens: int) -> int:
         shape, b = self.shape, self.b
         attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        of_adapter = 0 if self.is_full else _FP32 * self._mlp_width  # the output of one, in fp32
+        adapter_bytes = 0 if self.is_full else _FP32 * self._mlp_width  # the output of one, in fp32
         widest = max(4 * self._mlp_width, 2 * attention, int(3 * self._copies + self._on_the_way) * shape.hidden_size)
         hidden = 4 * self._between_layers(num_tokens) * shape.hidden_size
-        return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + of_adapter)
+        return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + adapter_bytes)
 
     def _layer_with_tangents(self, num_tokens: int) -> int:
         """Values and tangents together, as they were found in the forward of small models: six widths of the MLP, or
@@ -417,10 +417,10 @@ class _Model:
         that is about to be put there."""
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        of_adapters = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
-        mlp = num_tokens * (6 * b + of_adapters) * self._mlp_width + 3 * self._exchanged(num_tokens)
+        adapter_bytes = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
+        mlp = num_tokens * (6 * b + adapter_bytes) * self._mlp_width + 3 * self._exchanged(num_tokens)
         mlp += int(2 * self._copies + 2 * self._on_the_way) * b * num_tokens * shape.hidden_size
-        attention = num_tokens * (12 * b * (query_heads + 2 * kv_heads) + of_adapters * query_heads)
+        attention = num_tokens * (12 * b * (query_heads + 2 * kv_heads) + adapter_bytes * query_heads)
         return 4 * b * self._between_layers(num_tokens) * shape.hidden_size + max(mlp, attention)
 
     def _loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
@@ -433,5 +433,5 @@ class _Model:
             return (3 if self.is_full else 2) * block + in_16_bits + 4 * hidden
         if not has_gradient:  # where they are gathered, beside those of the supervised tokens
             return block + in_16_bits + hidden + self._exchanged(num_tokens)
-        of_weight = (_FP32 + b) * self.embedding if self.is_full else 0
-        return block + in_16_bits + 3 * hidden + of_weight
+        weight_bytes = (_FP32 + b) * self.embedding if self.is_full else 0
+        return block + in_16_bits + 3 * hidden + weight_bytes

@@ -195,7 +195,7 @@ def plan_memory(
     main_tokens = tokens.get("main", longest)
     model, lora = settings.model, settings.lora
     has_utility_pass = settings.estimator is not None and not settings.is_fused
-    of_memory = MemorySettings(
+    memory_settings = MemorySettings(
         num_ranks=plan.num_ranks,
         main_tokens=main_tokens,
         probe_tokens=tokens.get("probe", longest) if plan.probe_batch_size_global != 0 else 0,
@@ -220,7 +220,7 @@ def plan_memory(
     )
     degree = passes["main"].typical_degree if "main" in passes else 1
     expert_degrees = other_expert_degrees(settings, plan.num_ranks_of_job, shape)
-    return MemoryPlan(plan, of_memory, degree, settings.cutoff_length, counts, expert_degrees)
+    return MemoryPlan(plan, memory_settings, degree, settings.cutoff_length, counts, expert_degrees)
 
 
 _SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}

@@ -327,10 +327,10 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) ->
     if any(type(config.get(name)) is not int for name in names):
         return None
     shared, nope, rope, value = (config[name] for name in names)
-    of_query, head_dim = config.get("q_lora_rank"), nope + rope
+    query_rank, head_dim = config.get("q_lora_rank"), nope + rope
     query = hidden * num_heads * head_dim
-    if type(of_query) is int:
-        query = of_query * (hidden + num_heads * head_dim)
+    if type(query_rank) is int:
+        query = query_rank * (hidden + num_heads * head_dim)
     return head_dim, query + hidden * (shared + rope) + num_heads * (shared * (nope + value) + value * hidden)
 
 
@@ -348,9 +348,9 @@ def _with_linear_attention(
     if isinstance(kinds, list | tuple):
         num_full = sum(kind == "full_attention" for kind in kinds)
     keys, values = key_heads * key_dim, value_heads * value_dim
-    of_linear = hidden * (2 * keys + 3 * values + 2 * value_heads)
-    of_full = attention + hidden * query_size  # its output is gated
-    return (num_full * of_full + (num_layers - num_full) * of_linear) // num_layers
+    linear = hidden * (2 * keys + 3 * values + 2 * value_heads)
+    full = attention + hidden * query_size  # its output is gated
+    return (num_full * full + (num_layers - num_full) * linear) // num_layers
 
 
 QWEN3_32B = ModelShape(

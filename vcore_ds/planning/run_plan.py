@@ -155,15 +155,16 @@ def plan_run(
                 "expected the configuration of a decoder"
             ]
         )
-    of_memory = memory.settings
-    of_rank = parameter_counts(plan.time_model.shape, of_memory.adapters)
-    unsharded = of_rank.trained - (shape.parameters_elsewhere(of_memory.expert) if of_memory.adapters is None else 0)
-    unsharded *= 4 if of_memory.adapters is not None or of_memory.number_bytes == 4 else 6
+    memory_settings = memory.settings
+    rank_counts = parameter_counts(plan.time_model.shape, memory_settings.adapters)
+    is_full = memory_settings.adapters is None
+    unsharded = rank_counts.trained - (shape.parameters_elsewhere(memory_settings.expert) if is_full else 0)
+    unsharded *= 6 if is_full and memory_settings.number_bytes == 2 else 4
     coalesces = settings.coalesce_gradient_reduction
     if coalesces == "auto":
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
     reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
-    model = StepModel(shape, of_rank, replace(of_memory, coalesces_gradients=coalesces), cluster, int(reuse))
+    model = StepModel(shape, rank_counts, replace(memory_settings, coalesces_gradients=coalesces), cluster, int(reuse))
     main, probe = spreads["main"], spreads.get("probe", [])
     lengths = {"main": [own for own, _ in main], "probe": [own for own, _ in probe]}
     return RunPlan(
@@ -174,10 +175,10 @@ def plan_run(
         plan,
         memory,
         passes,
-        parameter_counts(shape, of_memory.adapters),
-        model.step(derive_passes(settings, of_memory), main, probe),
+        parameter_counts(shape, memory_settings.adapters),
+        model.step(derive_passes(settings, memory_settings), main, probe),
         sum(map(sum, lengths["main"])) / len(main),
-        model.needed_flops(derive_needed_passes(settings, of_memory), lengths["main"], lengths["probe"]),
+        model.needed_flops(derive_needed_passes(settings, memory_settings), lengths["main"], lengths["probe"]),
         model.scoring_seconds(main),
     )
 

@@ -66,11 +66,11 @@ class TimeModel:
         and reads a part of the experts, and adds the latency of a layer's exchanges.
         """
         shape, machine = self.shape, self.machine
-        active, of_experts = shape.num_layers * shape.layer_parameters, shape.expert_parameters
-        others = active + shape.idle_parameters - of_experts
-        moved = gathered_weights(others, of_experts, self.num_ranks, self.ranks_per_node, self.expert)
+        active, expert_parameters = shape.num_layers * shape.layer_parameters, shape.expert_parameters
+        others = active + shape.idle_parameters - expert_parameters
+        moved = gathered_weights(others, expert_parameters, self.num_ranks, self.ranks_per_node, self.expert)
         tokens = machine.flops * _BYTES / 2 * moved.seconds(machine) / active
-        tokens += machine.half_speed_tokens * (others + of_experts / self.expert) / active
+        tokens += machine.half_speed_tokens * (others + expert_parameters / self.expert) / active
         if self.expert > 1:
             tokens += EXCHANGES_OF_EXPERTS * machine.exchange_latency / self._seconds_per_token
         return tokens

@@ -17,8 +17,8 @@ from vcore_ds.planning.hardware import (
     exchanged_numbers,
     gathered,
     gathered_weights,
+    hidden_state_traffic,
     numbers_to_experts,
-    of_hidden_states,
 )
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase, count_factors
 from vcore_ds.planning.model_shape import ModelShape
@@ -304,9 +304,9 @@ class StepModel:
         Args:
             passes: without activation checkpoints, since what they compute again is not needed.
         """
-        of_main = sum(passes.flops(self.shape, lengths, []).total for lengths in main) / max(1, len(main))
-        of_probe = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
-        return of_main + of_probe / passes.steps_per_probe
+        main_flops = sum(passes.flops(self.shape, lengths, []).total for lengths in main) / max(1, len(main))
+        probe_flops = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
+        return main_flops + probe_flops / passes.steps_per_probe
 
     def _pass(self, sums: _Sums, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
         """All micro-steps of one pass over one batch."""
@@ -316,7 +316,7 @@ class StepModel:
         settings = self.settings
         # All ranks of an expert-parallel group wait for the one that is sent most tokens.
         per_token = linear_flops_per_token(shape) + (settings.expert_load - 1) * routed_flops_per_token(shape)
-        of_all_weights = flops_of_all_weights(shape) - 2 * shape.parameters_elsewhere(settings.expert)
+        all_weights_flops = flops_of_all_weights(shape) - 2 * shape.parameters_elsewhere(settings.expert)
         per_square = attention_flops_per_square(shape) / achieved.attention
         reduces_once = self.settings.coalesces_gradients
         for step, groups in enumerate(spread.micro_steps):
@@ -328,7 +328,7 @@ class StepModel:
                 row_linear, row_attention = per_token * sum(rows) / k, per_square * squares / k
                 if row_linear + row_attention > linear + attention:
                     linear, attention, tokens = row_linear, row_attention, sum(rows) / k
-            compute = work.linear_multiple(shape) * (linear + of_all_weights * machine.half_speed_tokens)
+            compute = work.linear_multiple(shape) * (linear + all_weights_flops * machine.half_speed_tokens)
             compute = (compute + work.attention * attention) / machine.flops
             moved: dict[str, Traffic] = self._parameters(work)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
@@ -369,12 +369,12 @@ class StepModel:
         rank, shape = self.settings.probe_rank, self._part
         if rank is None:
             return
-        experts, of_experts = shape.experts, 0
+        experts, expert_part = shape.experts, 0
         if experts is not None:
-            of_experts = 3 * experts.num_layers * experts.num_experts * rank * (shape.hidden_size + experts.width)
-        others = count_factors(shape, rank) - of_experts
+            expert_part = 3 * experts.num_layers * experts.num_experts * rank * (shape.hidden_size + experts.width)
+        others = count_factors(shape, rank) - expert_part
         # An all-reduce is a reduce-scatter and an all-gather.
-        traffic = self._over_shards(2 * _FP32 * others, 2 * _FP32 * of_experts)
+        traffic = self._over_shards(2 * _FP32 * others, 2 * _FP32 * expert_part)
         sums.move("factors of the direction", traffic * weight)
         sums.spend("probe", "gathers and reductions", weight * traffic.seconds(self.cluster.machine))
         flops = 4 * rank * self.counts.trained / self._num_groups
@@ -390,22 +390,22 @@ class StepModel:
         if settings.adapters is not None:  # what those of q, k and v make of the tokens, and those of gate and up
             num_bytes += _FP32 * 5 * settings.adapters.rank * shape.num_layers * work.exchanges
             num_exchanges += 2 * shape.num_layers * (work.exchanges - work.num_with_tangents)
-        return of_hidden_states(num_bytes * num_tokens, settings.tensor), num_exchanges
+        return hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
 
     def _parameters(self, work: PassWork) -> dict[str, Traffic]:
         """All-gathers of one micro-step."""
         counts, b = self.counts, self.settings.number_bytes
-        of_experts = b * self.shape.expert_parameters
-        others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - of_experts
-        moved = self._gathered(others, of_experts) * (work.gathers - work.reduces)
+        expert_part = b * self.shape.expert_parameters
+        others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - expert_part
+        moved = self._gathered(others, expert_part) * (work.gathers - work.reduces)
         if work.reduces:
-            moved += self._gathered(*self._again_in_backward(others, of_experts))
+            moved += self._gathered(*self._again_in_backward(others, expert_part))
         found = {"parameters": moved}
         if work.tangent_gathers:
             found["tangents"] = self._move_trained(self._bytes_trained) * work.tangent_gathers
         return found
 
-    def _again_in_backward(self, others: float, of_experts: float) -> tuple[float, float]:
+    def _again_in_backward(self, others: float, expert_part: float) -> tuple[float, float]:
         """Of the bytes of all parameters but the experts, and of the experts, those that a backward gathers after its
         forward.
 
@@ -419,8 +419,8 @@ class StepModel:
         layer = (self.counts.all - embeddings - shape.parameters_elsewhere(self.settings.expert)) / shape.num_layers
         num_kept = max(1, math.ceil((reuse - head) / layer))
         share = max(0, shape.num_layers - num_kept) / shape.num_layers
-        of_head = b * head if reuse <= 2 * head else 0
-        return share * (others - b * embeddings) + of_head, share * of_experts
+        head_again = b * head if reuse <= 2 * head else 0
+        return share * (others - b * embeddings) + head_again, share * expert_part
 
     def _host_seconds(self, work: PassWork) -> float:
         """Copies of offloaded shards between host and device in one micro-step."""
@@ -454,19 +454,19 @@ class StepModel:
 
     def _move_trained(self, number_bytes: int) -> Traffic:
         """A reduce-scatter of all gradients, or an all-gather of the direction."""
-        of_experts = self.shape.expert_parameters if self.settings.adapters is None else 0
-        others = self.counts.trained - of_experts
-        return self._over_shards(number_bytes * others, number_bytes * of_experts)
+        expert_part = self.shape.expert_parameters if self.settings.adapters is None else 0
+        others = self.counts.trained - expert_part
+        return self._over_shards(number_bytes * others, number_bytes * expert_part)
 
-    def _gathered(self, others: float, of_experts: float) -> Traffic:
+    def _gathered(self, others: float, expert_part: float) -> Traffic:
         """An all-gather of parameters, within a node where its ranks have a second copy."""
         inside = self.settings.ranks_of_second_copy
         if inside > 1:
-            return gathered(others + of_experts, inside, inside)
-        return self._over_shards(others, of_experts)
+            return gathered(others + expert_part, inside, inside)
+        return self._over_shards(others, expert_part)
 
-    def _over_shards(self, others: float, of_experts: float) -> Traffic:
-        return gathered_weights(others, of_experts, self._num_groups, self._groups_per_node, self.settings.expert)
+    def _over_shards(self, others: float, expert_part: float) -> Traffic:
+        return gathered_weights(others, expert_part, self._num_groups, self._groups_per_node, self.settings.expert)
 
     @property
     def _bytes_trained(self) -> int:

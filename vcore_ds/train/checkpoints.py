@@ -257,7 +257,7 @@ class Checkpoints:
             )
             write_state(engine, needed, unfinished / checkpoint_folder.STATE)
             written = run_on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state))
-            records = {name: record for of_rank in written for name, record in of_rank.items()}
+            records = {name: record for rank_records in written for name, record in rank_records.items()}
             folder = run_on_all_ranks(
                 unfinished,
                 lambda: checkpoint_folder.finish(self._folder, step, state.world_size, records) if is_first else None,

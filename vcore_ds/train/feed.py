@@ -274,22 +274,22 @@ def build_feed(
     probe_dataset: source of the probe batch and of the trusted part of main batches; None for the training data.
     """
     num_trusted = plan.num_trusted_global
-    of_probe = dataset if probe_dataset is None else probe_dataset
+    probe_source = dataset if probe_dataset is None else probe_dataset
     probe_stream = trusted_stream = None
     if settings.method.uses_utilities:
-        size = len(of_probe) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
-        probe_stream = RandomDraws(len(of_probe), size, seed, Stream.PROBE)
+        size = len(probe_source) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
+        probe_stream = RandomDraws(len(probe_source), size, seed, Stream.PROBE)
     if num_trusted:
-        trusted_stream = RandomDraws(len(of_probe), num_trusted, seed, Stream.TRUSTED)
+        trusted_stream = RandomDraws(len(probe_source), num_trusted, seed, Stream.TRUSTED)
     main_order = MainOrder(len(dataset), plan.global_batch_size - num_trusted, seed)
     return Feed(
         dataset,
         plan,
         main_order,
         probe_stream,
-        of_probe,
+        probe_source,
         trusted_stream,
-        JoinedDataset(dataset, of_probe) if num_trusted else dataset,
+        JoinedDataset(dataset, probe_source) if num_trusted else dataset,
         pad_token_id,
         probe_every=settings.probe.every,
     )

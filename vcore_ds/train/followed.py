@@ -68,8 +68,8 @@ def choose_traces(
         held_out = {}
     elif method.drops_tokens:
         held_out = {name: keep_random_tokens(d, method.keep_share, seed) for name, d in validation.items()}
-    of_sets = [_drawn(dataset, seed, place, name) for place, (name, dataset) in enumerate(held_out.items(), start=1)]
-    in_turn = (one for of_each in zip_longest(*of_sets) for one in of_each if one is not None)
+    by_set = [_drawn(dataset, seed, place, name) for place, (name, dataset) in enumerate(held_out.items(), start=1)]
+    in_turn = (one for turn in zip_longest(*by_set) for one in turn if one is not None)
     chosen = list(islice(in_turn, number // 2))
     return chosen + list(islice(_drawn(training, seed, 0), number - len(chosen)))
 

@@ -186,7 +186,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
     metrics = None
-    of_checkpoint: dict[str, float] = {}
+    checkpoint_metrics: dict[str, float] = {}
     recorded = set(record_steps(num_steps, settings.num_token_records))
     stops = Stops(run.folder, settings.time_limit_minutes)
     for k in range(num_done, num_steps):
@@ -204,10 +204,10 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
             "epoch": feed.epoch(done),
             **metrics.values,
             **run.log.throughput.compute_rates(batches.main_lengths, batches.probe_lengths, seconds),
-            **of_checkpoint,
+            **checkpoint_metrics,
             **batches.measured,
         }
-        of_checkpoint = {}
+        checkpoint_metrics = {}
         if settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
             losses = validate(run.trainer.engine, run.data, console)
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
@@ -220,7 +220,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         reason = stops.agree_on_reason()
         if reason is not None or run.checkpoints.due(done, num_steps):
             saved = save(run, done)
-            of_checkpoint = saved.metrics  # reported with the next step
+            checkpoint_metrics = saved.metrics  # reported with the next step
             stops.record_save(saved.seconds)
             if reason is not None:
                 console.end_steps()
@@ -308,9 +308,9 @@ def validate(engine: Engine, data: RunData, console: Console) -> dict[str, float
     batches = {
         name: feed.batches(range(len(dataset)), micro_batch_size, dataset) for name, dataset in data.validation.items()
     }
-    num_tokens = sum(batch.input_ids.numel() for of_set in batches.values() for batch in of_set)
+    num_tokens = sum(batch.input_ids.numel() for set_batches in batches.values() for batch in set_batches)
     with console.progress("Evaluating held-out sequences", num_tokens) as progress:
-        return {name: held_out_loss(engine, of_set, progress) for name, of_set in batches.items()}
+        return {name: held_out_loss(engine, set_batches, progress) for name, set_batches in batches.items()}
 
 
 def held_out_loss(engine: Engine, batches: list[Batch], progress: Progress) -> float:

@@ -120,12 +120,12 @@ def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
     """
     folder, scored = selection.keep.scores, selection.scores.data
     made_with = store.manifest["tokenizer"]
-    of_store = {
+    store_values = {
         "another tokenizer": (scored.tokenizer_hash, made_with["hash"]),
         "another chat template": (scored.chat_template_hash, made_with["chat_template_hash"]),
         "other tokens": (scored.digest, store.digest),
     }
-    for what, (found, expected) in of_store.items():
+    for what, (found, expected) in store_values.items():
         if found != expected:
             raise UserError(
                 f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than "

@@ -76,32 +76,32 @@ def build_engine(settings: EngineSettings, ds_config: dict) -> Engine:
 
 def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | ParallelTokenLossModel":
     """Loads the model that gives token losses, sharded, and adds the adapters. A collective."""
-    of_model, lora, say = settings.model, settings.lora, partial(print, flush=True)
-    dtype = DTYPES[of_model.precision]
-    if of_model.provider == "megatron":
+    model_settings, lora, say = settings.model, settings.lora, partial(print, flush=True)
+    dtype = DTYPES[model_settings.precision]
+    if model_settings.provider == "megatron":
         from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
 
         model = load_parallel(
-            of_model.path,
+            model_settings.path,
             ds_config,
             dtype=dtype,
-            gradient_checkpointing=of_model.gradient_checkpointing,
-            activation_offload=of_model.activation_offload,
+            gradient_checkpointing=model_settings.gradient_checkpointing,
+            activation_offload=model_settings.activation_offload,
             say=say,
         )
         if lora is not None:
-            model.add_lora(of_model.path, lora)
+            model.add_lora(model_settings.path, lora)
         return model
     base = load_sharded(
-        of_model.path,
+        model_settings.path,
         ds_config,
         dtype=dtype,
-        attention=of_model.attention,
-        gradient_checkpointing=of_model.gradient_checkpointing,
+        attention=model_settings.attention,
+        gradient_checkpointing=model_settings.gradient_checkpointing,
         say=say,
     )
     return TokenLossModel(
-        base if lora is None else add_lora(base, lora), activation_offload=of_model.activation_offload
+        base if lora is None else add_lora(base, lora), activation_offload=model_settings.activation_offload
     )
 
 

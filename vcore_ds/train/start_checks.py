@@ -76,8 +76,8 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
         comparisons = compare_losses(engine, feed)
     dtypes = {parameter.dtype for parameter in engine.module.parameters()}
     # Kernels may differ between ranks, and all ranks must agree.
-    of_ranks = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
-    for comparison, differences in zip(comparisons, zip(*of_ranks, strict=True), strict=True):
+    by_rank = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
+    for comparison, differences in zip(comparisons, zip(*by_rank, strict=True), strict=True):
         tolerance = max(comparison.tolerances[dtype] for dtype in dtypes)  # adapters may be in fp32 on a model in bf16
         wrong = [number for number in differences if not number <= tolerance]  # also NaN, where one of two losses is
         if wrong:
@@ -85,7 +85,7 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
                 f"model.path: {model_type}: {comparison.problem} (on two short sequences the "
                 f"losses of a token differ by {wrong[0]:.2g} nats in the mean, expected at most {tolerance:g})"
             )
-    largest = max(max(differences) for differences in of_ranks)
+    largest = max(max(differences) for differences in by_rank)
     console.note(
         f"Checks of the model's losses: {len(comparisons)} passed, largest mean difference {largest:.1g} nats, in "
         f"{time.perf_counter() - started:.1f} s"
@@ -102,7 +102,7 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
     engine.seed_dropout(0)
     with refuse_repeated_layers(engine):
         losses = engine.token_losses(together)
-    again, of_alone = engine.token_losses(together), engine.token_losses(alone)
+    again, losses_alone = engine.token_losses(together), engine.token_losses(alone)
     numbers = together.sequence_index().to(losses.device)
     in_one = "one pack" if feed.plan.is_packed else "one forward"
     not_apart = (
@@ -118,15 +118,15 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
             _difference(losses, again),
             SAME_PRODUCTS,
         ),
-        Comparison(not_apart, _difference(losses[numbers == 1], of_alone), OTHER_PRODUCTS),
+        Comparison(not_apart, _difference(losses[numbers == 1], losses_alone), OTHER_PRODUCTS),
     ]
     if feed.plan.is_packed:
         compared.append(Comparison(not_apart, _difference(losses[numbers == 1], losses[numbers == 3]), SAME_PRODUCTS))
     if isinstance(engine.module, TokenLossModel):
         if engine.has_dropout:
             with engine.without_dropout():
-                of_alone = engine.token_losses(alone)
-        is_causal, has_our_losses = _compare_with_own_forward(engine, feed, second, of_alone)
+                losses_alone = engine.token_losses(alone)
+        is_causal, has_our_losses = _compare_with_own_forward(engine, feed, second, losses_alone)
         # A model that is not causal sees padding, so that its sequences are not kept apart either.
         compared = [compared[0], is_causal, *compared[1:], has_our_losses]
     return compared
@@ -300,7 +300,7 @@ def check_low_rank(engine: Engine, estimator: Estimator, feed: Feed, settings: S
     index = batches.main[0].sequence_index()
     pairs = [(exact.cpu()[index == i], approximate.cpu()[index == i]) for i in range(batches.main[0].num_sequences)]
     correlations = [rank_correlation(a.numpy(), b.numpy()) for a, b in pairs]
-    known = [x for of_rank in layout.gather_objects("job", correlations) for x in of_rank if x is not None]
+    known = [x for rank_values in layout.gather_objects("job", correlations) for x in rank_values if x is not None]
     correlation = float(np.mean(known)) if known else 1.0
     agreement = (
         f"probe.rank {rank} keeps {energy:.1%} of |v|^2; its utilities and those of the full-rank direction correlate "

@@ -31,8 +31,8 @@ def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: Paramete
     """
     counts = counts or count_parameters(model.path, lora)
     kind = f"LoRA rank {lora.rank}" if lora is not None else "full-parameter"
-    of_it = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
-    return f"{short(model.path)}: {of_it}, {model.precision}"
+    size = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
+    return f"{short(model.path)}: {size}, {model.precision}"
 
 
 def describe_data(path: str, dataset: Dataset) -> str:

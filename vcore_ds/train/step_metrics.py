@@ -49,11 +49,11 @@ def sequences_of(
     utilities = None if tokens.utilities is None else tokens.utilities.float().cpu()
     alphas = torch.as_tensor(alpha).double().cpu().expand(tokens.num_sequences).tolist()
     shared = zip(batch.sequence_ids, shares.double().tolist(), uniform_shares.double().tolist(), alphas, strict=False)
-    for number, of_sequence in enumerate(shared):  # an idle batch has a row, and no id
+    for number, columns in enumerate(shared):  # an idle batch has a row, and no id
         own = index == number
         if own.any():
             yield SequenceTokens(
-                *of_sequence,
+                *columns,
                 positions=positions[own].numpy(),
                 token_ids=token_ids[own].numpy(),
                 losses=losses[own].numpy(),
@@ -114,7 +114,7 @@ def gather_record(
 
 
 def choose(lengths: Sequence[int], drawn: np.random.Generator, most_tokens: int) -> list[int]:
-    """Indices of the sequences of a record, in random order: as many as fit into `most_tokens`, but at least one."""
+    """Indices of the sequences of a record, in random order: those that fit into `most_tokens`, and at least one."""
     places: list[int] = []
     total = 0
     for place in drawn.permutation(len(lengths)).tolist():

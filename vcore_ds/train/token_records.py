@@ -163,7 +163,7 @@ def record_steps(num_steps: int, num_records: int) -> list[int]:
     steps: list[int] = []
     for i in range(num_records):
         wanted = round(num_steps ** (i / (num_records - 1)))
-        # No step twice: small ones are moved up, so that there are exactly as many records as asked for.
+        # No step twice: small ones are moved up, so that there are exactly `num_records`.
         steps.append(max(wanted, steps[-1] + 1 if steps else 1))
     return steps
 

@@ -154,14 +154,14 @@ def sequence_factors(
     own = torch.stack([torch.cat(gains), torch.cat(shares)]).double()
     k = batches[0].sequence_parallel
     # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
-    of_ranks = layout.gather_objects("shards", own.cpu() if layout.rank("sequence", k) == 0 else own[:, :0].cpu())
-    all_gains, all_shares = torch.cat(of_ranks, 1)
+    by_rank = layout.gather_objects("shards", own.cpu() if layout.rank("sequence", k) == 0 else own[:, :0].cpu())
+    all_gains, all_shares = torch.cat(by_rank, 1)
     there = all_shares > 0  # an idle row has no tokens, and no share
     tilted = sequence_weights(method, all_gains[there], all_shares[there])
     factors = torch.zeros_like(all_shares)
     factors[there] = tilted.weights / all_shares[there]
     first_of_row = layout.rank("data", k) * k
-    start = sum(part.shape[1] for part in of_ranks[:first_of_row])
+    start = sum(part.shape[1] for part in by_rank[:first_of_row])
     sizes = [len(part) for part in gains]
     mine = factors[start : start + sum(sizes)].float().to(own.device)
     measured = {

@@ -86,7 +86,7 @@ def _compute_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: l
     """Position in the data -> log-probability in nats, for the sequences at `positions`. A collective."""
     position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)
-    of_rank: dict[int, float] = {}
+    rank_values: dict[int, float] = {}
     for batch, values in zip(batches, compute_log_probabilities(engine, batches), strict=True):
-        of_rank.update(zip(batch.sequence_ids, values.double().tolist(), strict=False))  # a padding pack has no ids
-    return {position_of[i]: value for part in layout.gather_objects("job", of_rank) for i, value in part.items()}
+        rank_values.update(zip(batch.sequence_ids, values.double().tolist(), strict=False))  # a padding pack has no ids
+    return {position_of[i]: value for part in layout.gather_objects("job", rank_values) for i, value in part.items()}

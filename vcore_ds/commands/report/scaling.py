@@ -348,8 +348,8 @@ def _result_table(
             values = _values_by_seed(by_seed, value_of)
             row.append(cell(list(values.values()), DIGITS) if values else NOTHING)
             if has_references:
-                of_reference = _values_by_seed(by_cell[reference], value_of) if reference is not None else {}
-                differences = paired(values, of_reference)
+                reference_values = _values_by_seed(by_cell[reference], value_of) if reference is not None else {}
+                differences = paired(values, reference_values)
                 row.append(cell(differences, DIGITS, difference=True) if differences else "")
         rows.append(row)
     return Table("Losses, nats", head, rows)

@@ -324,9 +324,9 @@ class _Sums:
                 u = np.full(len(sequence), sequence.uniform_share / len(sequence))
                 utilities = np.zeros(len(sequence)) if sequence.utilities is None else sequence.utilities
                 columns.append(np.stack([u, u * sequence.relative_weights, u * utilities, u * sequence.losses], axis=1))
-            of_record = np.concatenate(columns)
-            values.append(of_record / of_record[:, 0].sum())
-            parts.append(np.full(len(of_record), 0 if place in first else 2 if place in last else 1))
+            columns_of_record = np.concatenate(columns)
+            values.append(columns_of_record / columns_of_record[:, 0].sum())
+            parts.append(np.full(len(columns_of_record), 0 if place in first else 2 if place in last else 1))
         flat = np.concatenate(values)
         has_utilities = all(sequence.utilities is not None for record in records for sequence in record.sequences)
         uniform, weight = flat[:, :2].sum(0).tolist()

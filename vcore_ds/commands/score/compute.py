@@ -263,16 +263,16 @@ class Scoring:
         """Losses and utilities of the sequences at the positions `chunk`, in that order, on all ranks."""
         position_of = {int(self.store.sequence_ids[i]): i for i in chunk}
         batches = self.feed.batches(chunk, self.plan.utility_micro_batch_size_per_rank)
-        of_rank: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        rank_arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for batch, values in zip(batches, compute_jvp_losses_and_utilities(engine, direction, batches), strict=True):
             sizes = batch.num_supervised_tokens().tolist()
             losses, utilities = ([part.cpu().float().numpy() for part in value.split(sizes)] for value in values)
             # not strict: a padding pack has no sequence ids
             for sequence_id, *arrays in zip(batch.sequence_ids, losses, utilities, strict=False):
-                of_rank[position_of[sequence_id]] = (arrays[0], arrays[1])
+                rank_arrays[position_of[sequence_id]] = (arrays[0], arrays[1])
         if layout.rank("sequence", batches[0].sequence_parallel) > 0:
-            of_rank = {}  # the first rank of a sequence-parallel group has the same values
-        scored = {i: arrays for part in layout.gather_objects("job", of_rank) for i, arrays in part.items()}
+            rank_arrays = {}  # the first rank of a sequence-parallel group has the same values
+        scored = {i: arrays for part in layout.gather_objects("job", rank_arrays) for i, arrays in part.items()}
         wrong = [i for i, arrays in scored.items() if not all(np.isfinite(values).all() for values in arrays)]
         if wrong:
             shown = ", ".join(map(str, sorted(wrong)[:8])) + (" ..." if len(wrong) > 8 else "")
