@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.helpers.recipes import problem_of, problems_of, smallest_recipe, write_yaml
 from vcore_ds.config.files import dump_yaml, parse_yaml
 from vcore_ds.config.load import dump_recipe, load_recipe, make_override
-from vcore_ds.config.problems import RecipeError, recipe_keys
+from vcore_ds.config.problems import NAMES_ELSEWHERE, RecipeError, recipe_keys
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe
 from vcore_ds.config.sections import KeepConfig, LoraConfig
@@ -195,6 +195,19 @@ def test_unknown_keys_name_the_nearest(recipe_file: Path) -> None:
     assert "expected a section among method, utility, " in problem_of(recipe_file, "utillity={}")
     assert "expected a key among name, normalization, " in problem_of(recipe_file, "method.zzzzzz=1")
     assert "did you mean" not in problem_of(recipe_file, "method.zzzzzz=1")
+
+
+def test_names_of_other_trainers_are_understood(recipe_file: Path) -> None:
+    keys = {key.dotted: key for key in recipe_keys()}
+    for name, dotted in NAMES_ELSEWHERE.items():
+        assert dotted in keys and name not in {key.rpartition(".")[2] for key in keys}, name
+    problem = problem_of(recipe_file, "optimizer.lr=1e-4")
+    assert '; did you mean "optimizer.learning_rate"? (a number above 0: ' in problem
+    assert keys["optimizer.learning_rate"].meaning.rstrip(".") in problem
+    assert '; did you mean "batch.global_size"? (a whole number' in problem_of(
+        recipe_file, "gradient_accumulation_steps=4"
+    )
+    assert 'did you mean "lora.rank=VALUE"?' in problem_of(recipe_file, "lora_r")
 
 
 def test_keys_are_text_as_written(recipe_file: Path) -> None:

@@ -50,7 +50,12 @@ def test_sections_and_keys_are_looked_up_by_name(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "  probe.every: a whole number of at least 1 (default 1)\n" in out and "parallel.tensor: 1, 2, 4 or 8" in out
     assert "probe.clip" not in out and "optimizer" not in out
+    assert main(["keys", "checkpointing"]) == 0
+    assert "model.gradient_checkpointing: " in capsys.readouterr().out
+    assert main(["keys", "max_seq_length"]) == 0
+    assert capsys.readouterr().out.count("\n  data.") == 1
     for name in ("espilon", "utility.espilon"):
         assert main(["keys", name]) == 2
-        message = f'found {name}; expected a section or section.key; did you mean "utility.epsilon"?\n'
-        assert capsys.readouterr().err.endswith(message)
+        error = capsys.readouterr().err
+        assert f"keys: found {name}; expected a section, section.key or a word of a key's meaning; did" in error
+        assert error.endswith('; did you mean "utility.epsilon"?\n')

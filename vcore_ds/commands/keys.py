@@ -5,12 +5,13 @@ import textwrap
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import markdown_rows
-from vcore_ds.config.problems import Key, did_you_mean, nearest_keys, recipe_keys, section_meaning
+from vcore_ds.config.problems import NAMES_ELSEWHERE, Key, did_you_mean, nearest_keys, recipe_keys, section_meaning
 
 HELP = "list the keys of a recipe: values, default, meaning"
 DESCRIPTION = (
-    "List the keys of a recipe with their allowed values, defaults and meaning. Examples: vcore-ds keys utility; "
-    "vcore-ds keys method.kl_budget"
+    "List the keys of a recipe with their allowed values, defaults and meaning; or those in whose name, values or "
+    "meaning a word occurs, names of other trainers included. Examples: vcore-ds keys utility; vcore-ds keys "
+    "method.kl_budget; vcore-ds keys clip; vcore-ds keys lora_r"
 )
 
 WIDTH = 100
@@ -24,7 +25,7 @@ key in the terminal. How recipes are put together, and the rules between keys: [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a section or section.key (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a section, section.key or word (default: all)")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/keys.md")
     parser.set_defaults(overrides=[])
 
@@ -39,17 +40,28 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def find_keys(names: list[str]) -> list[Key]:
-    """The keys with these dotted names, or in these sections, in the order of the schema; all keys for no name.
+    """The keys with these dotted names, in these sections, or with these words, in the order of the schema; all keys
+    for no name.
 
-    Raises UserError for an unknown name.
+    Raises UserError for a name that no key has or mentions.
     """
     keys = recipe_keys()
-    known = {name for key in keys for name in (key.section, key.dotted)}
+    found: set[str] = set()
     for name in names:
-        if name not in known:
+        hits = {key.dotted for key in keys if f"{key.dotted}.".startswith(f"{name}.")}
+        if not hits and "." not in name:
+            hits = {key.dotted for key in keys if mentions(key, name)}
+        if not hits:
             hint = did_you_mean(nearest_keys(name)) or "; `vcore-ds keys` lists all"
-            raise UserError(f"keys: found {name}; expected a section or section.key{hint}")
-    return [key for key in keys if not names or any(f"{key.dotted}.".startswith(f"{name}.") for name in names)]
+            raise UserError(f"keys: found {name}; expected a section, section.key or a word of a key's meaning{hint}")
+        found |= hits
+    return [key for key in keys if not names or key.dotted in found]
+
+
+def mentions(key: Key, word: str) -> bool:
+    """Whether the word occurs in the key's name, values or meaning, or is another trainer's name for it."""
+    text = f"{key.dotted} {key.values} {key.meaning}".lower()
+    return word.lower() in text or NAMES_ELSEWHERE.get(word) == key.dotted
 
 
 def format_plain(section: str, keys: list[Key]) -> str:

@@ -15,6 +15,41 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
 from vcore_ds.config.sections import REMOVED
 
+_NAMES_ELSEWHERE = {
+    "batch.global_size": "gradient_accumulation_steps gradient_accumulation train_batch_size global_batch_size",
+    "batch.micro_batch_size_per_rank": "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu",
+    "batch.packed_row_tokens": "packing sample_packing",
+    "batch.sequence_parallel": "context_parallel_size sequence_parallel_size sp_size",
+    "checkpoint.every_steps": "save_steps save_interval",
+    "checkpoint.keep_last": "save_total_limit",
+    "data.cutoff_length": "max_seq_length max_seq_len max_length cutoff_len sequence_len seq_length model_max_length",
+    "data.train_path": "dataset datasets dataset_name train_file train_files data_path",
+    "data.validation_path": "eval_dataset validation_file val_files test_file",
+    "engine.deepspeed_config": "deepspeed",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.rank": "r lora_r lora_rank",
+    "lora.target_modules": "lora_target lora_target_modules",
+    "model.attention": "attn_implementation attn_impl flash_attn flash_attention",
+    "model.path": "model_name_or_path base_model pretrained_model_name_or_path",
+    "model.precision": "bf16 fp16 dtype torch_dtype mixed_precision",
+    "optimizer.gradient_clipping": "max_grad_norm clip_grad grad_clip",
+    "optimizer.learning_rate": "lr max_lr",
+    "optimizer.name": "optim",
+    "parallel.expert": "expert_model_parallel_size ep_size",
+    "parallel.tensor": "tensor_model_parallel_size tp_size",
+    "run.validate_every": "eval_steps",
+    "schedule.kind": "lr_scheduler lr_scheduler_type",
+    "schedule.num_epochs": "num_train_epochs epochs",
+    "schedule.num_steps": "max_steps train_iters total_steps",
+    "schedule.warmup_ratio": "warmup_steps num_warmup_steps lr_warmup_iters",
+    "track.trackers": "report_to use_wandb",
+}
+"""Names of our keys in transformers, TRL, LLaMA-Factory, Axolotl, ms-swift, verl, DeepSpeed and Megatron-LM."""
+
+NAMES_ELSEWHERE = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+"""Another trainer's name -> our key."""
+
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
 
@@ -133,6 +168,8 @@ def nearest_keys(name: str) -> list[str]:
     """Valid dotted names for an unknown section or key, the likeliest first: a similar name in the same section, then
     the same or a similar name elsewhere."""
     parent, _, word = name.rpartition(".")
+    if word in NAMES_ELSEWHERE:
+        return [NAMES_ELSEWHERE[word]]
     keys = [
         *SECTIONS,
         *(f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields),
@@ -146,6 +183,14 @@ def nearest_keys(name: str) -> list[str]:
     return list(dict.fromkeys(nearest)) or [
         key for other in difflib.get_close_matches(word, by_word, n=1) for key in by_word[other]
     ]
+
+
+def _explain_name_elsewhere(name: str) -> str:
+    """Values and meaning of the key that other trainers call `name`; empty for other names."""
+    if name not in NAMES_ELSEWHERE:
+        return ""
+    key = next(key for key in recipe_keys() if key.dotted == NAMES_ELSEWHERE[name])
+    return f" ({key.values}: {key.meaning.rstrip('.')})"
 
 
 def field_problems(error: ValidationError, values: Any, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
@@ -181,7 +226,7 @@ def _describe_problem(location: tuple[str, ...], values: Any) -> str:
     known = section_class(*section).model_fields if section else SECTIONS
     if name not in known:
         kind = "key" if section else "section"
-        hint = did_you_mean(nearest_keys(".".join(location)))
+        hint = did_you_mean(nearest_keys(".".join(location))) + _explain_name_elsewhere(name)
         return f"{found} under an unknown name; expected a {kind} among {', '.join(known)}{hint}"
     if not section or location in SUBSECTIONS:
         keys = ", ".join(section_class(*location).model_fields)
