@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.helpers import step_runs, tiny
 from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import soak_only
+from tests.helpers.soak import IS_SOAK, soak_only
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate
@@ -55,6 +55,8 @@ pytestmark = pytest.mark.dist
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EPSILONS = (1e-2, 1e-4)
+NUM_SEQUENCES = 4 if IS_SOAK else 2
+"""Of the main batch and of the probe. README's table is `make soak`'s."""
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 HIGHER_PRECISION = {"bf16": torch.float32, "fp32": torch.float64}
 SETTINGS = ("full", "lora at init", "lora after 3 steps")
@@ -237,7 +239,7 @@ def take_steps(
 
 
 def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Fidelity:
-    probe, main = arithmetic(tokenizer, range(100, 104)), arithmetic(tokenizer, range(4))
+    probe, main = arithmetic(tokenizer, range(100, 100 + NUM_SEQUENCES)), arithmetic(tokenizer, range(NUM_SEQUENCES))
     direction.compute([probe], normalization="sequence", clip=None)
     (jvp,) = compute_jvp_utilities(engine, direction, [main], 1)
     with forward_mode(engine, direction, precision=torch.float32):
