@@ -193,12 +193,12 @@ def test_layers_that_a_node_shares_save_no_bytes_between_nodes() -> None:
 def test_gathers_hide_behind_products() -> None:
     slow = replace(FAST, node_bandwidth=1000.0)  # 3 s for all parameters, 1.5 for the backward, 3 for the gradients
     exposed = cost_of(SFT, slow, 2, [16] * 2)
-    products = exposed.parts["products"]
-    assert exposed.parts["gathers and reductions"] == pytest.approx(7.5)
+    products = exposed.parts["matrix multiplications"]
+    assert exposed.parts["all-gathers and reduce-scatters"] == pytest.approx(7.5)
     half = cost_of(SFT, slow, 2, [16] * 2, hidden=0.5)
-    assert half.parts["gathers and reductions"] == pytest.approx(7.5 - 0.5 * products)
+    assert half.parts["all-gathers and reduce-scatters"] == pytest.approx(7.5 - 0.5 * products)
     many = cost_of(SFT, slow, 2, [16] * 2, compute=1e-3, hidden=0.5)
-    assert many.parts["gathers and reductions"] == pytest.approx(0.75)  # the first layer's are never hidden
+    assert many.parts["all-gathers and reduce-scatters"] == pytest.approx(0.75)  # the first layer's are never hidden
     assert half.seconds_step == pytest.approx(sum(half.parts.values()))
 
 

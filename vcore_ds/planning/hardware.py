@@ -191,7 +191,7 @@ class Achieved:
     node: float = 0.80
     network: float = 0.84
     hidden: float = 0.70
-    """Share of the computation behind which gathers and reductions can hide."""
+    """Share of the computation that all-gathers and reduce-scatters can overlap with."""
     exchange_latency: float = 40e-6
     """Seconds of an all-to-all without contents."""
     layer_overhead: float = 0.8e-3

@@ -354,8 +354,8 @@ class StepModel:
                 )
                 sums.spend(phase, "exchanges", weight * seconds)
             exposed = max(hidden - achieved.hidden * compute, _NEVER_HIDDEN * hidden)
-            sums.spend(phase, "products", weight * compute)
-            sums.spend(phase, "gathers and reductions", weight * exposed)
+            sums.spend(phase, "matrix multiplications", weight * compute)
+            sums.spend(phase, "all-gathers and reduce-scatters", weight * exposed)
             sums.spend(phase, "overhead", weight * work.runs * shape.num_layers * achieved.layer_overhead)
             if self.settings.offloads_checkpoints and work.reduces:
                 checkpoints = b * tokens / self.settings.tensor * shape.hidden_size * (shape.num_layers + 1)
@@ -376,9 +376,9 @@ class StepModel:
         # An all-reduce is a reduce-scatter and an all-gather.
         traffic = self._over_shards(2 * _FP32 * others, 2 * _FP32 * expert_part)
         sums.move("factors of the direction", traffic * weight)
-        sums.spend("probe", "gathers and reductions", weight * traffic.seconds(self.cluster.machine))
+        sums.spend("probe", "all-gathers and reduce-scatters", weight * traffic.seconds(self.cluster.machine))
         flops = 4 * rank * self.counts.trained / self._num_groups
-        sums.spend("probe", "products", weight * flops / self.cluster.machine.flops)
+        sums.spend("probe", "matrix multiplications", weight * flops / self.cluster.machine.flops)
 
     def between_layers(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
         """Exchanges of one micro-step over a tensor-parallel group, and their number. Those of the losses, 8
