@@ -66,7 +66,15 @@ def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFi
     rows = {line[:50].strip(): line.split()[-2:] for line in lines}
     assert rows["moments"] == ["7.63", "7.63"]  # 8 bytes of 32.76e9 parameters over 32, in GiB
     assert rows["direction"] == ["-", "1.91"] and rows["verdict"] == ["fits", "fits"]
-    for name in ("for the whole run", "at the peak", "margin", "main batch", "gradients", "of which matrix multiplications", "total"):
+    for name in (
+        "for the whole run",
+        "at the peak",
+        "margin",
+        "main batch",
+        "gradients",
+        "of which matrix multiplications",
+        "total",
+    ):
         assert name in rows, name
     text = "\n".join(lines)
     assert "main, forward-mode (JVP) pass: tangents of the parameters" in text
