@@ -273,7 +273,8 @@ class _TangentGatherer:
         """Whether the module's forward uses the low-rank factors of `name`; other modules get the full matrix."""
         if uses_our_experts(module):
             return name in EXPERT_WEIGHTS
-        return name == "weight" and (isinstance(module, TokenLossHead) or module in self._replaced_forwards)
+        has_dual_forward = type(module) in _DUAL_FORWARDS and module in self._replaced_forwards
+        return name == "weight" and (isinstance(module, TokenLossHead) or has_dual_forward)
 
     def _restore(self, module: nn.Module) -> None:
         clear_low_rank_tangents(module)
