@@ -64,7 +64,7 @@ done. The two that wait for SLURM, and leave the cores to others, do not come to
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for each core, as far as memory goes."""
+    """`-n auto`: a worker for each core and one for the waits of the others, as far as memory goes."""
     num_cores = float(len(os.sched_getaffinity(0)))
     num_bytes = psutil.virtual_memory().available
     # The limits of a container, which neither of the two knows.
@@ -74,7 +74,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     limit = _control_group("memory.max")
     if limit.isdecimal():
         num_bytes = min(num_bytes, int(limit))
-    return max(1, min(round(num_cores), num_bytes // BYTES_PER_WORKER))
+    return max(1, min(round(num_cores) + 1, num_bytes // BYTES_PER_WORKER))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

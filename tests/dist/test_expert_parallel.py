@@ -224,7 +224,9 @@ def message_of_other_experts_when_recomputed() -> str:
 
 def test_other_experts_in_a_recomputed_layer_are_named(found):
     for of_rank in found:
-        assert of_rank["other experts"].startswith("model.gradient_checkpointing: found a layer whose recomputation routed")
+        assert of_rank["other experts"].startswith(
+            "model.gradient_checkpointing: found a layer whose recomputation routed"
+        )
 
 
 def refused() -> list[str]:

@@ -26,11 +26,11 @@ PASSES = {
     }
 )
 MEMORY_CASES = {
-    "full, checkpointed": Pass(checkpointing=True),
     "full, checkpointed, norms of a kernel": Pass(checkpointing=True, kernel_norm=True),
-    "lora": Pass(lora=True),
 } | soak(
     {
+        "full, checkpointed": Pass(checkpointing=True),
+        "lora": Pass(lora=True),
         "full": Pass(),
         "lora, checkpointed": Pass(lora=True, checkpointing=True),
     }

@@ -125,7 +125,7 @@ def rows_of(output: str, title: str) -> list[list[str]]:
 def test_the_text_says_which_tokens_gained_and_lost(folder: Path, capsys) -> None:
     code, output, _ = print_report(capsys, folder / "vcore", "--top", 3, "--min-count", 2)
     assert code == 0 and "What was learnt" in output and "Seconds of a step" in output
-    assert "of steps 1, 2 (first third of the records: 1; last third: 2)" in output
+    assert "at steps 1, 2 (first third of the records: 1; last third: 2)" in output
     assert "Phrases that lost most" in output and not (folder / "vcore" / "report.html").exists()
     records = read_records(folder / "vcore")
     tables = make_tables(records, load_tokenizer(str(folder / "model")), top=3, min_count=2)
@@ -183,7 +183,7 @@ def test_records_that_the_text_cannot_show(folder: Path, tmp_path: Path, capsys)
         ([copy, "--tokenizer", tmp_path], f"--tokenizer: {tmp_path}: no tokenizer can be loaded from there"),
         (
             [copy, "--tokenizer", tmp_path / "small"],
-            "and a tokenizer of 259 tokens; expected the one that the run was trained with",
+            "and a tokenizer with 259 tokens; expected the one that the run was trained with",
         ),
     ):
         code, output, error = print_report(capsys, *words)

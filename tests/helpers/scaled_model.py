@@ -59,13 +59,13 @@ class Case:
 
 CASES = (
     Case("full"),
-    Case("lora", lora=True),
     Case("packed", checkpoints=True, packed=True),
     Case("k = 2", checkpoints=True, sequence_parallel=2),
     Case("experts / 2", checkpoints=True, model=MIXTURE, expert=2),
     *soak(
         {
             "checkpoints": Case("checkpoints", checkpoints=True),
+            "lora": Case("lora", lora=True),
             "experts": Case("experts", checkpoints=True, model=MIXTURE),
         }
     ).values(),
