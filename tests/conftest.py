@@ -60,7 +60,7 @@ FIRST = (
     "tests/trajectories",
 )
 """Files and folders, roughly from the longest on: a worker takes whole files, so the last one decides when all are
-done. The two that wait for SLURM, and leave the cores to others, do not come together."""
+done."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

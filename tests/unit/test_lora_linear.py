@@ -194,7 +194,7 @@ def test_add_lora_gives_every_adapted_layer_this_forward() -> None:
 
 def test_a_name_that_no_layer_has_is_refused_beside_one_that_some_have() -> None:
     settings = recipes.LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "qproj"])
-    with pytest.raises(UserError, match="lora.target_modules: found qproj, which .*, such as q_proj, k_proj, v_proj"):
+    with pytest.raises(UserError, match="lora.target_modules: found qproj, without .*, such as q_proj, k_proj, v_proj"):
         add_lora(tiny.qwen3(), settings)
 
 
