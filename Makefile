@@ -11,8 +11,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Unit tests that load models, run commands or start processes: several minutes, so `make check` leaves them out.
 LONGER_UNITS := \
 	activation_offload attention cache chat check_command dropout estimators evaluation \
-	evaluation_server export flash_tangent followed gated_silu gradient_sum imports known_models \
-	lora_linear megatron_configuration megatron_weights memory model_folder model_shape norms \
+	evaluation_server export flash_tangent followed gradient_sum imports known_models \
+	lora_linear megatron_configuration megatron_decoder memory model_folder model_shape \
 	peak_memory plan_command power_law preflight provider push report signals slurm_scripts stops sweep
 
 .DEFAULT_GOAL := help

@@ -40,6 +40,12 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float | None:
     return float(np.corrcoef(_ranks(table[0]), _ranks(table[1]))[0, 1])
 
 
+def rank_correlations_within(left: np.ndarray, right: np.ndarray, sequence_index: np.ndarray) -> list[float | None]:
+    """`rank_correlation` of the tokens of each sequence; arrays `[N]`, sequences numbered from 0."""
+    sequences = range(int(sequence_index.max(initial=-1)) + 1)
+    return [rank_correlation(left[sequence_index == i], right[sequence_index == i]) for i in sequences]
+
+
 def _ranks(values: np.ndarray) -> np.ndarray:
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)  # groups in ascending order
     return (np.cumsum(counts) - (counts - 1) / 2)[group]

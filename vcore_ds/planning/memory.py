@@ -107,8 +107,8 @@ def active_parameters(shape: ModelShape) -> int:
 
 
 def count_factors(shape: ModelShape, rank: int, *, active: bool = False) -> int:
-    """Elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices that have a dimension above the rank
-    on both sides; `active` as in `ModelShape.weight_matrices`. The others are not factorized, and count in full."""
+    """Elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices; `active` as in
+    `ModelShape.weight_matrices`. A matrix with a dimension of at most `rank` is not factorized, and counts in full."""
     return sum(
         number * (rank * (rows + columns) if min(rows, columns) > rank else rows * columns)
         for number, rows, columns in shape.weight_matrices(active=active)

@@ -132,11 +132,10 @@ FORWARD = PassWork(1, 1, 1, 1, 1)
 def tangents_beside(settings: MemorySettings) -> PassWork:
     """The cost that tangents add to a forward."""
     # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input.
-    linear = 2 if settings.adapters is None else 1
     if settings.probe_rank is not None:
-        if settings.tensor == 1:  # tensor-parallel layers multiply the factors out, and use the product
-            linear = 1
+        linear = 1 if settings.tensor == 1 else 2  # tensor-parallel layers take the factors' product
         return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, low_rank=settings.probe_rank)
+    linear = 2 if settings.adapters is None else 1
     return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.statistics import rank_correlation
+from vcore_ds.common.statistics import rank_correlations_within
 from vcore_ds.config.sections import EngineConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -277,7 +277,7 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
 
 
 LEAST_RANK_CORRELATION = 0.99
-"""Spearman's correlation below which a low-rank direction is a warning."""
+"""Spearman's correlation within sequences with which a low-rank direction stands in for the full-rank one."""
 
 
 def check_low_rank(engine: Engine, estimator: Estimator, feed: Feed, settings: StepSettings, console: Console) -> None:
@@ -298,8 +298,7 @@ def check_low_rank(engine: Engine, estimator: Estimator, feed: Feed, settings: S
     energy = low_rank.measure_energy()
     (approximate,) = compute_jvp_utilities(engine, low_rank, batches.main[:1])
     index = batches.main[0].sequence_index()
-    pairs = [(exact.cpu()[index == i], approximate.cpu()[index == i]) for i in range(batches.main[0].num_sequences)]
-    correlations = [rank_correlation(a.numpy(), b.numpy()) for a, b in pairs]
+    correlations = rank_correlations_within(exact.cpu().numpy(), approximate.cpu().numpy(), index.cpu().numpy())
     known = [x for rank_values in layout.gather_objects("job", correlations) for x in rank_values if x is not None]
     correlation = float(np.mean(known)) if known else 1.0
     agreement = (

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from vcore_ds.commands.fidelity.choice import JSON_NAME
 from vcore_ds.common.paths import write_atomically, writing
-from vcore_ds.common.statistics import rank_correlation
+from vcore_ds.common.statistics import rank_correlation, rank_correlations_within
 from vcore_ds.common.text import align_columns
 from vcore_ds.method.weights import segment_sum
+from vcore_ds.train.start_checks import LEAST_RANK_CORRELATION
 
 RELIABLE_SPEARMAN = 0.9
 """The lowest rank correlation with which utilities are good enough to train."""
-
-RELIABLE_RANK = 0.99
-"""The lowest rank correlation within a sequence with which a low-rank direction stands in for the full-rank one."""
 
 ProbeLoss = Literal["uniform", "dft"]
 
@@ -135,16 +133,13 @@ def measure_agreement(
     """
     num_sequences = int(sequence_index.max()) + 1
     utilities, reference = utilities.double(), reference.double()
-
-    def correlate(tokens: Tensor | slice) -> float | None:
-        return rank_correlation(utilities[tokens].numpy(), reference[tokens].numpy())
-
+    arrays = utilities.numpy(), reference.numpy()
     error = float((utilities - reference).norm() / reference.norm())
     variation = 0.5 * segment_sum((weights - reference_weights).double().abs(), sequence_index, num_sequences)
     overlap = float((1.0 - variation).mean())
     return Agreement(
-        spearman=correlate(slice(None)),
-        spearman_within_sequences=mean([correlate(sequence_index == i) for i in range(num_sequences)]),
+        spearman=rank_correlation(*arrays),
+        spearman_within_sequences=mean(rank_correlations_within(*arrays, sequence_index.numpy())),
         relative_error=error if math.isfinite(error) else None,
         weight_overlap=overlap if math.isfinite(overlap) else None,
     )
@@ -176,9 +171,8 @@ def _replace_nan(value: Any) -> Any:
 
 def describe(report: FidelityReport) -> str:
     """The tables and the verdict."""
-    verdict = [
-        f"Reliable: Spearman of at least {RELIABLE_SPEARMAN:g}, for probe.rank {RELIABLE_RANK:g} within sequences"
-    ]
+    bounds = f"at least {RELIABLE_SPEARMAN:g}, for probe.rank {LEAST_RANK_CORRELATION:g} within sequences"
+    verdict = [f"Reliable: Spearman of {bounds}"]
     verdict += [f"  {line}" for line in judge(report)]
     parts = [_estimators(report), _low_ranks(report), _probe_sizes(report), _stale_directions(report), verdict]
     return "\n\n".join(filter(None, map("\n".join, parts)))
@@ -248,7 +242,9 @@ def judge(report: FidelityReport) -> Iterator[str]:
         reliable = " ".join(f"{one.epsilon:g}" for one in differences if _is_reliable(one.agreement)) or "none"
         yield f"utility.epsilon: {reliable} of those tried; best {best.epsilon:g}, {show(best.agreement.spearman)}"
     if report.low_ranks:
-        ranks = [one.rank for one in report.low_ranks if (one.spearman_within_sequences or 0.0) >= RELIABLE_RANK]
+        ranks = [
+            one.rank for one in report.low_ranks if (one.spearman_within_sequences or 0.0) >= LEAST_RANK_CORRELATION
+        ]
         yield f"probe.rank: {f'at least {min(ranks)}' if ranks else 'none of those tried'}"
     if report.probe_sizes:
         sizes = [one.batch_size for one in report.probe_sizes if _is_reliable(one)]
