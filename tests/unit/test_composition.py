@@ -266,16 +266,29 @@ def test_a_misspelt_file_gets_the_nearest_name(folder: Path, word: str, hint: st
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("methods/dft", '; did you mean "methods/dft.yaml"?'),
-        ("dft", '; did you mean "methods/dft.yaml"?'),
-        ("whole", '; did you mean "whole.yaml"?'),
+        ("methods/dtf", '; did you mean "methods/dft"?'),
+        ("dft", '; did you mean "methods/dft"?'),
         ("seed", '; did you mean "run.seed=VALUE"?'),
         ("zzzzzzzz", ""),
     ],
 )
-def test_a_fragment_without_its_ending(folder: Path, word: str, hint: str) -> None:
+def test_a_word_that_is_neither_fragment_nor_override(folder: Path, word: str, hint: str) -> None:
     expected = f'override {word}: found "{word}"; expected section.key=value or FILE.yaml{hint}'
     assert problem_of("whole.yaml", word) == expected
+
+
+def test_yaml_may_be_left_out_of_every_name(folder: Path) -> None:
+    write(folder / "mine.yaml", {"base": ["presets/recommended", "whole"], "method": {"kl_budget": None}})
+    (folder / "qwen3_4b_math_lora").mkdir()  # a folder, such as a run's, is no recipe
+    for short, full in (
+        (["qwen3_4b_math_lora"], ["qwen3_4b_math_lora.yaml"]),
+        (["paper/qwen3_1.7b_math_lora", "presets/paper"], ["paper/qwen3_1.7b_math_lora.yaml", "presets/paper.yaml"]),
+        (["mine", "methods/dft", "run.seed=1"], ["mine.yaml", "methods/dft.yaml", "run.seed=1"]),
+    ):
+        assert load_recipe(short[0], short[1:]) == load_recipe(full[0], full[1:])
+    problem = problem_of("qwen3_1.7b_math_lroa")
+    assert problem.startswith("qwen3_1.7b_math_lroa: found no such file; expected a recipe file (YAML); tried ")
+    assert '; did you mean "qwen3_1.7b_math_lora" or "paper/qwen3_1.7b_math_lora"' in problem
 
 
 def test_a_cycle_names_its_chain(folder: Path) -> None:

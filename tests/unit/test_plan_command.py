@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -45,6 +46,22 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
     sft = plan_run(derive_plan_settings(change_method(recipe, "sft")), plan.cluster, shape)
     assert sft.cost.seconds_step < plan.cost.seconds_step
     assert sft.memory.estimate.persistent_bytes < plan.memory.estimate.persistent_bytes
+
+
+def test_recipes_that_fit_are_those_that_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--gpus", "8", "--gpu", "h100"]) == 0
+    heading, *rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert heading.split("  ")[0] == "recipe" and "on 8 H100" in heading
+    verdicts = {name: cells[0] for name, *cells in (re.split(r"  +", row) for row in rows)}
+    assert verdicts.keys() == {path.relative_to(RECIPE.parent).with_suffix("").as_posix() for path in RECIPES}
+    assert {verdict.partition(";")[0] for verdict in verdicts.values()} == {"fits", "does not fit", "not on 8 GPUs"}
+    for name in ("qwen3_4b_math_lora", "qwen3_32b_math_full", "qwen3_30b_a3b_math_full"):
+        (plan,) = (c for c in planned(capsys, name, "--gpus", "8")["columns"] if c["title"] == "vcore")
+        fewest = plan["smallest_cluster"]["gpus"]
+        expected = "fits" if plan["verdict"] == "fits" else f"does not fit; from {fewest} GPUs"
+        assert verdicts[name] == expected
+    assert verdicts["qwen3_235b_a22b_math_full"] == "not on 8 GPUs; from 96 GPUs"  # groups of 32, which share experts
+    assert main(["recipes", "--gpu", "h100"]) == 2 and "expected the number of GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_gpus, sft, difference", [(16, 13.1, 18.6), (64, 3.8, 5.7), (128, 2.3, 3.7)])

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 LARGEST_COUNT = 2**31 - 1
 
-RECIPE_HELP = "YAML file, or the name of a shipped one (`vcore-ds recipes` lists them)"
-OVERRIDE_METAVAR = "FRAGMENT.yaml | section.key=value"
+RECIPE_HELP = "YAML file, or the name of a shipped one such as qwen3_4b_math_lora (`vcore-ds recipes` lists them)"
+OVERRIDE_METAVAR = "FRAGMENT | section.key=value"
 OVERRIDE_HELP = (
-    "FRAGMENT.yaml is merged over the recipe (a file, or a shipped one such as methods/dft.yaml); section.key=value "
+    "FRAGMENT is merged over the recipe (a YAML file, or a shipped one such as methods/dft); section.key=value "
     "replaces one value (batch.global_size=16 lora=null)"
 )
 

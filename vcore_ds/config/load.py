@@ -98,9 +98,10 @@ class Draft:
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retired: bool = False) -> Recipe:
     """Read a recipe with its bases (see `compose`) and apply overrides `section.key=value`, whose values are YAML.
 
-    A word `FILE.yaml` among the overrides is a fragment, merged over the recipe. Fragments come first, in order, then
-    the overrides, in order. `~` is expanded in paths. engine.deepspeed_config becomes `ds_configs/NAME.json` for a
-    shipped file, which every installation finds, and an absolute path otherwise; other paths stay as written.
+    A word `FILE.yaml` among the overrides, or the name of a YAML file without its suffix, is a fragment, merged over
+    the recipe. Fragments come first, in order, then the overrides, in order. `~` is expanded in paths.
+    engine.deepspeed_config becomes `ds_configs/NAME.json` for a shipped file, which every installation finds, and an
+    absolute path otherwise; other paths stay as written.
 
     Args:
         accept_retired: see `read_resolved_recipe`.
@@ -108,7 +109,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retir
     Raises:
         RecipeError: with all problems of files and overrides.
     """
-    fragments = [word for word in overrides if "=" not in word and word.endswith(".yaml")]
+    fragments = [word for word in overrides if _is_fragment(word)]
     draft = compose(path, fragments)
     retired = take_retired_keys(draft.values) if accept_retired else {}
     for word in overrides:
@@ -148,7 +149,7 @@ def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
     """Read a recipe with its bases, then fragments in order, without validation.
 
     A base is looked up in the folder of the file that names it, the recipe and fragments in the working directory, and
-    then each among the shipped recipes. Unreadable files are problems of the draft.
+    then each among the shipped recipes; `.yaml` may be left out. Unreadable files are problems of the draft.
     """
     draft = Draft()
     for name in (str(recipe), *fragments):
@@ -165,11 +166,13 @@ def _read(draft: Draft, name: str, folder: Path, chain: list[Path], prefix: str 
         chain: the files that led to this one as their base, the outermost first.
         prefix: the line that names the file, as the beginning of a message.
     """
-    candidates = [start / os.path.expanduser(name) for start in (folder, SHIPPED_RECIPES)]
-    path = next((path for path in candidates if path.exists()), None)
+    path = _find_file(name, folder)
     if path is None:
-        tried = ", ".join(dict.fromkeys(os.path.abspath(path) for path in candidates))
-        hint = did_you_mean(_nearest_files(name, folder))
+        tried = ", ".join(dict.fromkeys(os.path.abspath(path) for path in _candidates(name, folder)))
+        nearest = [
+            file if name.endswith(".yaml") else file.removesuffix(".yaml") for file in _nearest_files(name, folder)
+        ]
+        hint = did_you_mean(nearest)
         draft.fail(f"{prefix}{name}: found no such file; expected a recipe file (YAML); tried {tried}{hint}")
         return
     draft.file = draft.file or str(path)
@@ -199,9 +202,32 @@ def _read(draft: Draft, name: str, folder: Path, chain: list[Path], prefix: str 
     draft.merge(parsed.value, {key: f"{path}:{line}" for key, line in parsed.lines.items()})
 
 
+def _candidates(name: str, folder: Path) -> list[Path]:
+    """The paths that a name may mean, in order of preference."""
+    suffixes = ("",) if name.endswith(".yaml") else ("", ".yaml")
+    return [start / f"{os.path.expanduser(name)}{suffix}" for start in (folder, SHIPPED_RECIPES) for suffix in suffixes]
+
+
+def _find_file(name: str, folder: Path) -> Path | None:
+    """The file of this name; a folder, for a better message than that there is none, only if there is no file."""
+    # Not Path.exists, which raises for a name that is too long.
+    paths = [path for path in _candidates(name, folder) if os.path.exists(path)]
+    return next((path for path in paths if not path.is_dir()), paths[0] if paths else None)
+
+
+def _is_fragment(word: str) -> bool:
+    """Whether a word among the overrides names a file."""
+    if "=" in word or not word:
+        return False
+    if word.endswith(".yaml"):
+        return True
+    path = _find_file(word, Path())
+    return path is not None and path.suffix == ".yaml"
+
+
 def _nearest_files(name: str, folder: Path) -> list[str]:
     """Files for a missing one: of the same name or else of a similar one, in its folder and among the shipped."""
-    stem = Path(name).stem
+    stem = Path(name).name.removesuffix(".yaml")
     shipped = sorted(SHIPPED_RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     nearest = []
     for files in (
@@ -243,9 +269,8 @@ def _apply_override(draft: Draft, override: str) -> None:
 def _override_hint(key: str, text: str) -> str:
     """The hint for a word that is not an override: a file, or the key that it resembles."""
     bare = key.lstrip("-")
-    files = (
-        [] if text else [name for name in _nearest_files(f"{key}.yaml", Path()) if Path(name).stem == Path(key).name]
-    )
+    nearest = [] if text or not Path(key).name else [name.removesuffix(".yaml") for name in _nearest_files(key, Path())]
+    files = [name for name in nearest if "/" in key or Path(name).name == key]
     if files or not _OVERRIDE_KEY.fullmatch(bare):
         return did_you_mean(files)
     names = [f"{bare}.KEY"] if bare in SECTIONS else [bare] if "." in bare else nearest_keys(bare)
