@@ -62,7 +62,7 @@ def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int 
 
 def measure(num_rounds: int, folder: str) -> dict:
     all_traces = traces(folder)
-    order = MainOrder(len(all_traces), NUM_MAIN, seed=0)
+    order = MainOrder([len(all_traces)], NUM_MAIN, seed=0)
     found: dict[str, dict[str, list[float]]] = {}
     wastes: dict[str, list] = {name: [] for name in LAYOUTS}
     for method, sections in METHODS.items():

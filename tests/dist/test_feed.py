@@ -12,7 +12,7 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.dataset import JoinedDataset
+from vcore_ds.data.mixture import JoinedDataset
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.models.configuration import read_model_shape
@@ -144,9 +144,9 @@ def test_ids_stay_different_where_a_store_has_dropped_rows() -> None:
             replace(sequence, sequence_id=i) for i, sequence in zip(ids, dataset(len(ids), 3), strict=True)
         )
 
-    joined = JoinedDataset(store(4, 11, 7), store(0, 4, 8))
+    joined = JoinedDataset([store(4, 11, 7), store(0, 4, 8)])
     assert [sequence.sequence_id for sequence in joined[:]] == [4, 11, 7, 12, 16, 20]
-    assert joined.first_id_of_second == 12
+    assert joined.first_ids == [0, 12]
 
 
 def test_the_whole_pool_is_a_probe_batch_and_sft_draws_none(monkeypatch) -> None:

@@ -66,6 +66,12 @@ KEPT = {0, 2, 3, 5, 8, 11}
 FOLLOWING = {"num_followed_traces": 2}
 """In some cases only: on these models a pass over two traces takes as long as a step."""
 
+SEVERAL_FILES = {
+    "train_path": [{"path": "train.jsonl", "weight": 3.0}, {"path": "other.jsonl", "weight": 1.0}],
+    "probe_path": "trusted.jsonl",
+}
+"""Two files, both with the trusted trace, which the run leaves out."""
+
 CASES: dict[str, dict[str, Any]] = {
     "vcore_jvp_lora": {"method": VCORE, "lora": LORA, "run": FOLLOWING},
     # Every 3: step 4 probes again, step 8 takes the stored direction. Every 2: both take the stored one.
@@ -86,7 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
         "data": {"probe_path": "pool.jsonl", "trusted_share": 0.25, "keep": KEEP},
     },
     "sft_sgd_full": {"method": {"name": "sft"}, "optimizer": {"name": "sgd", "learning_rate": 0.1}},
-    "sft_lora": {"method": {"name": "sft"}, "lora": LORA, "run": FOLLOWING},
+    "sft_lora": {"method": {"name": "sft"}, "lora": LORA, "run": FOLLOWING, "data": SEVERAL_FILES},
     "iw_sft_full": {"method": {"name": "iw_sft"}, "data": {"keep": KEEP}},
     "random_full": {"method": {"name": "random"}, "data": {"keep": KEEP}},
     "bf16": {
@@ -148,8 +154,11 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
     model = {"path": "model", "precision": "fp32", **sections.get("model", {})}
     sections["model"] = {**model, "path": str(folder / model["path"])}
     data = {
-        key: str(folder / value) if key.endswith("path") else value for key, value in sections.get("data", {}).items()
+        key: str(folder / value) if isinstance(value, str) and key.endswith("path") else value
+        for key, value in sections.get("data", {}).items()
     }
+    if "train_path" in data:
+        data["train_path"] = [file | {"path": str(folder / file["path"])} for file in data["train_path"]]
     if "keep" in data:
         data["keep"] = data["keep"] | {"scores": str(folder / "scores")}
     own = sections.pop("run", {})
@@ -176,6 +185,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "other.jsonl", sums(range(1, 13)))
     write_conversations(folder / "pool.jsonl", sums(range(20, 23)))
+    write_conversations(folder / "trusted.jsonl", sums([3]))
     store = find_or_make_store(
         str(folder / "train.jsonl"),
         load_tokenizer(str(folder / "model")),

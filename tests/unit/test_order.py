@@ -9,7 +9,7 @@ from vcore_ds.data.dataset import MainOrder, RandomDraws
 
 
 def test_each_epoch_is_a_permutation_and_batches_run_across_epochs() -> None:
-    order = MainOrder(num_sequences=10, batch_size=4, seed=42)
+    order = MainOrder([10], batch_size=4, seed=42)
     positions = [i for k in range(15) for i in order.step(k)]
     epochs = [positions[start : start + 10] for start in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -17,26 +17,26 @@ def test_each_epoch_is_a_permutation_and_batches_run_across_epochs() -> None:
 
 
 def test_steps_are_stateless_and_a_batch_may_exceed_the_data() -> None:
-    order = MainOrder(num_sequences=3, batch_size=7, seed=0)
+    order = MainOrder([3], batch_size=7, seed=0)
     forward = [order.step(k) for k in range(6)]
-    backward = [MainOrder(num_sequences=3, batch_size=7, seed=0).step(k) for k in reversed(range(6))]
+    backward = [MainOrder([3], batch_size=7, seed=0).step(k) for k in reversed(range(6))]
     assert forward == backward[::-1]
     assert Counter(i for step in forward for i in step) == {0: 14, 1: 14, 2: 14}
 
 
 def test_the_position_in_the_data_depends_on_sequences_seen_not_on_batch_size() -> None:
-    small, large = MainOrder(100, 8, seed=1), MainOrder(100, 32, seed=1)
+    small, large = MainOrder([100], 8, seed=1), MainOrder([100], 32, seed=1)
     assert [i for k in range(20) for i in small.step(k)] == [i for k in range(5) for i in large.step(k)]
 
 
 def test_order_of_a_seed_does_not_change_between_versions() -> None:
     # A resumed run continues in this order: a change here breaks the runs of others.
-    assert MainOrder(8, 8, seed=42).step(0) == [6, 1, 0, 2, 4, 7, 3, 5]
+    assert MainOrder([8], 8, seed=42).step(0) == [6, 1, 0, 2, 4, 7, 3, 5]
     assert RandomDraws(100, 4, seed=42, stream=Stream.PROBE).step(3) == [43, 76, 15, 31]
 
 
 def test_seeds_differ_also_negative_ones() -> None:
-    assert len({tuple(MainOrder(50, 50, seed).step(0)) for seed in (-1, 0, 1, 42)}) == 4
+    assert len({tuple(MainOrder([50], 50, seed).step(0)) for seed in (-1, 0, 1, 42)}) == 4
     assert len({tuple(RandomDraws(50, 8, seed, Stream.PROBE).step(0)) for seed in (-1, 0, 1, 42)}) == 4
 
 
@@ -51,7 +51,7 @@ def test_probe_is_drawn_without_replacement_and_wraps() -> None:
 
 def test_probe_and_main_order_are_independent() -> None:
     num_steps, num_sequences = 2000, 20
-    main, probe = MainOrder(num_sequences, 4, seed=42), RandomDraws(num_sequences, 4, seed=42, stream=Stream.PROBE)
+    main, probe = MainOrder([num_sequences], 4, seed=42), RandomDraws(num_sequences, 4, seed=42, stream=Stream.PROBE)
     main_before = [main.step(k) for k in range(num_steps)]
     overlap = sum(len(set(main_before[k]) & set(probe.step(k))) for k in range(num_steps)) / num_steps
     # Two independent draws of 4 of 20 share 4 * 4 / 20 on average; the standard error is about 0.017.

@@ -151,7 +151,7 @@ def by_group(ids: list[int], lengths: list[int], num_groups: int, micro_batch_si
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_any_number_of_ranks_sees_the_same_global_batches(num_groups: int, micro_batch_size: int) -> None:
-    order = MainOrder(num_sequences=100, batch_size=32, seed=42)
+    order = MainOrder([100], batch_size=32, seed=42)
     lengths = [(7 * i) % 41 + 1 for i in range(100)]
     for k in range(5):
         ids = order.step(k)

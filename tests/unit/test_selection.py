@@ -109,10 +109,10 @@ def test_a_selection_from_a_folder(setup: Path) -> None:
 
 def test_a_kept_data_set_has_the_sequences_under_their_ids(setup: Path) -> None:
     store = opened_store(setup)
-    kept = KeptDataset(store, np.array([1, 4, 9]), "", {})
+    kept = KeptDataset(store, np.array([1, 4, 9]))
     assert [one.sequence_id for one in kept] == kept.sequence_ids.tolist() == [1, 4, 9]
     assert kept.lengths.tolist() == [len(store[i]) for i in (1, 4, 9)]
-    assert kept.digest != store.digest != KeptDataset(store, np.array([1, 4, 8]), "", {}).digest != kept.digest
+    assert kept.digest != store.digest != KeptDataset(store, np.array([1, 4, 8])).digest != kept.digest
 
 
 def with_other(folder: Path, target: Path, change: Callable) -> str:

@@ -70,6 +70,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(
         f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}",
         *describe_kept(recipe),
+        *describe_trusted(recipe),
         *describe_ranks(recipe, plan, ds_config),
         *describe_missing(recipe),
         sep="\n",
@@ -108,13 +109,25 @@ def describe_kept(recipe: Recipe) -> Iterator[str]:
         yield f"Training data: {selection.describe()}; the run takes {steps:,} steps"
 
 
+def describe_trusted(recipe: Recipe) -> Iterator[str]:
+    """A line on training traces that are trusted data too, where both are on this machine and quickly read."""
+    data = recipe.data
+    if data.probe_path is None:
+        return
+    from vcore_ds.data.overlap import count_shared_on_disk  # imports torch: seconds
+
+    number = count_shared_on_disk([file.path for file in data.train_files()], data.probe_path)
+    if number:
+        does = "leaves out" if data.trusted_overlap == "drop" else "trains on"
+        yield (
+            f"Trusted data: {number:,} of the training traces are in data.probe_path too, which the run {does} "
+            f"(data.trusted_overlap: {data.trusted_overlap})"
+        )
+
+
 def describe_missing(recipe: Recipe) -> Iterator[str]:
     """A line on data paths that are not on this machine: a typo, or data that only the cluster has."""
-    data = recipe.data
-    paths = {"train_path": data.train_path, "probe_path": data.probe_path}
-    paths["keep.scores"] = None if data.keep is None else data.keep.scores
-    paths |= {f"validation_path{name and '.'}{name}": path for name, path in data.validation_paths().items()}
-    missing = [f"data.{key} {path}" for key, path in paths.items() if path is not None and not is_readable(path)]
+    missing = [f"data.{key} {path}" for key, path in recipe.data.paths().items() if not is_readable(path)]
     if missing:
         yield f"Not on this machine, but needed where the recipe runs: {', '.join(missing)}"
 

@@ -13,7 +13,7 @@ class Stream(IntEnum):
     """Ids of the streams, first word of the entropy; never reused. `[2, s]` and `[2, s, 0]` give the same numbers."""
 
     MAIN_ORDER = 0
-    """Place: epoch."""
+    """Place: epoch; then the number of the file in data.train_path, 0 for a single one."""
     PROBE = 1
     """Place: optimizer step."""
     RANDOM_MASK = 2

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
+from vcore_ds.config import sections
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
 from vcore_ds.config.sections import REMOVED
 
@@ -138,6 +139,9 @@ def _describe_values(schema: dict[str, Any]) -> str:
             return f"{'a whole number' if kind == 'integer' else 'a number'} {' and '.join(bounds)}".rstrip()
         case "array" if "prefixItems" in schema:
             return f"[{', '.join(map(_describe_values, schema['prefixItems']))}]"
+        case "array" if "$ref" in schema["items"]:
+            keys = getattr(sections, schema["items"]["$ref"].rpartition("/")[2]).model_json_schema()["properties"]
+            return f"a list of {{{', '.join(f'{key}: {_describe_values(value)}' for key, value in keys.items())}}}"
         case "array":
             return f"a list of {_describe_values(schema['items'])}"
         case "object":

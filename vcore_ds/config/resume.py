@@ -22,9 +22,10 @@ MAY_DIFFER = frozenset(
         "run.time_limit_minutes",
         "run.wandb_project",
         "data.validation_path",
-        # Paths of the data; the checkpoint has digests of its tokens and of the selected traces.
+        # The data; the checkpoint has digests of its tokens, of the weights of files and of the selected traces.
         "data.train_path",
         "data.probe_path",
+        "data.trusted_overlap",
         "data.keep.scores",
         "data.cache_dir",
         # These change results only by rounding.

@@ -219,13 +219,23 @@ class KeepConfig(Section):
     """Apply top to all traces together, or to the traces of each source file, which keeps the data mixture."""
 
 
+class WeightedPath(Section):
+    """One of several training files."""
+
+    path: PathText
+    """As a single data.train_path."""
+    weight: Positive
+    """Its share of the sequences of each batch, relative to the other files' weights."""
+
+
 class DataConfig(Section):
     """The data. Each path is a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a
     folder of them, a glob pattern, or a hub id, with rows of {"messages": [{"role", "content"}, ...]}, ShareGPT or
     Alpaca. Conversations are converted to a store once."""
 
-    train_path: PathText
-    """Training data, relative to the working directory."""
+    train_path: PathText | Annotated[tuple[WeightedPath, ...], Strict(False), Field(min_length=1)]
+    """Training data, relative to the working directory. Several files as [{path: PATH, weight: NUMBER}, ...]: each
+    batch has sequences of all of them in proportion to the weights, and each file is repeated as its share requires."""
     keep: KeepConfig | None = None
     """Train on the traces with the highest scores only (`vcore-ds score`); null for all traces."""
     validation_path: PathText | Annotated[dict[Name, PathText], Field(min_length=1)] | None = None
@@ -237,6 +247,9 @@ class DataConfig(Section):
     trusted_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each batch that is drawn from probe_path instead of the training data, rounded to whole sequences; works
     with any method."""
+    trusted_overlap: Literal["drop", "keep"] = "drop"
+    """Training traces that are in probe_path too, with the same tokens: `drop` leaves them out of the training data,
+    `keep` trains on them."""
     cutoff_length: NumTokens = 16384
     """Longest sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
@@ -246,6 +259,30 @@ class DataConfig(Section):
     that all nodes share; otherwise each node makes a copy."""
     reference_log_probabilities: PathText | None = None
     """For iw_sft with all parameters trained: the file that `vcore-ds reference` wrote for the training data."""
+
+    def train_files(self) -> tuple[WeightedPath, ...]:
+        """The training files; a single path has weight 1."""
+        path = self.train_path
+        return (WeightedPath(path=path, weight=1.0),) if isinstance(path, str) else path
+
+    def train_name(self) -> str:
+        """The training data in a message: the path, or the paths."""
+        return " + ".join(file.path for file in self.train_files())
+
+    def paths(self) -> dict[str, str]:
+        """Path of everything that has to be read, by key within `data`."""
+        files = self.train_files()
+        names = ["train_path"] if len(files) == 1 else [f"train_path[{i}]" for i in range(len(files))]
+        optional = {
+            "probe_path": self.probe_path,
+            "keep.scores": None if self.keep is None else self.keep.scores,
+            "reference_log_probabilities": self.reference_log_probabilities,
+        }
+        return {
+            **{name: file.path for name, file in zip(names, files, strict=True)},
+            **{key: path for key, path in optional.items() if path is not None},
+            **{f"validation_path{name and '.'}{name}": path for name, path in self.validation_paths().items()},
+        }
 
     def validation_paths(self) -> dict[str, str]:
         """Name -> path of the held-out sets; the name is empty for a single path."""

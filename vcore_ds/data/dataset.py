@@ -1,10 +1,10 @@
-"""Data sets of training: a token store, a view that extends its sequences or selects some of them, and the sequences of
-each step."""
+"""Data sets of training: token stores, a view that extends their sequences or selects some of them, and the sequences
+of each step."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -14,6 +14,7 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
 from vcore_ds.common.random_streams import Stream, generator
+from vcore_ds.data.mixture import JoinedStores, Shares
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 from vcore_ds.method.baselines import random_mask
@@ -51,13 +52,23 @@ class ChangedDataset(TokenizedSequences):
 class KeptDataset(TokenizedSequences):
     """A selection of a data set's sequences, with their order and ids."""
 
-    def __init__(self, dataset: "Dataset", positions: np.ndarray, description: str, origin: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        dataset: "Dataset",
+        positions: np.ndarray,
+        *,
+        description: str = "",
+        origin: Mapping[str, Any] | None = None,
+        num_trusted: int = 0,
+    ) -> None:
         """Args:
         positions: int64 [k], at least one, of the kept sequences in `dataset`, ascending.
-        description: of the selection, for the screen.
-        origin: of the selection, for environment.json.
+        description: of the selection by data.keep, for the screen; empty without one.
+        origin: of that selection, for environment.json.
+        num_trusted: sequences that were dropped because they are trusted data too.
         """
         self.dataset, self.positions, self.description, self.origin = dataset, positions, description, origin
+        self.num_trusted = num_trusted
         self.lengths: np.ndarray = dataset.lengths[positions]
         """int32 [k], tokens of each sequence, without reading any."""
         self.sequence_ids: np.ndarray = dataset.sequence_ids[positions]
@@ -75,29 +86,25 @@ class KeptDataset(TokenizedSequences):
         return self.dataset[int(self.positions[i])]
 
 
-class JoinedDataset(TokenizedSequences):
-    """Two data sets, one after the other. The second one's ids are shifted past those of the first, because dropout
-    masks, messages and token records identify a sequence by its id."""
-
-    def __init__(self, first: "Dataset", second: "Dataset") -> None:
-        self.first, self.second = first, second
-        # Not its length: ids are row numbers, and a store may have dropped rows.
-        self.first_id_of_second = int(first.sequence_ids.max()) + 1
-        self.lengths: np.ndarray = np.concatenate([first.lengths, second.lengths])
-        """int32 [n], tokens of each sequence, without reading any."""
-
-    def __len__(self) -> int:
-        return len(self.first) + len(self.second)
-
-    def sequence_at(self, i: int) -> TokenizedSequence:
-        num_first = len(self.first)
-        if i < num_first:
-            return self.first[i]
-        sequence = self.second[i - num_first]
-        return replace(sequence, sequence_id=sequence.sequence_id + self.first_id_of_second)
+Store = TokenStore | JoinedStores
+Dataset = Store | ChangedDataset | KeptDataset
 
 
-Dataset = TokenStore | ChangedDataset | KeptDataset
+def store_behind(dataset: Dataset) -> Store:
+    """The token store, or the joined stores, that a data set is a view of."""
+    while isinstance(dataset, ChangedDataset | KeptDataset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def list_files(dataset: Dataset) -> list[tuple[TokenStore, np.ndarray]]:
+    """The store of each training file, and the positions in it of the data set's sequences, int64, ascending."""
+    store = store_behind(dataset)
+    positions = dataset.positions if isinstance(dataset, KeptDataset) else np.arange(len(dataset))
+    if not isinstance(store, JoinedStores):
+        return [(store, positions)]
+    by_file = np.split(positions, np.searchsorted(positions, store.starts[1:-1]))
+    return [(part, one - start) for part, one, start in zip(store.parts, by_file, store.starts, strict=False)]
 
 
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:
@@ -121,19 +128,42 @@ def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> Change
 
 
 class MainOrder:
-    """The main batches: consecutive slices of shuffled epochs. A batch may span two epochs."""
+    """The main batches: consecutive slices of an endless sequence of draws. It takes the files in proportion to their
+    weights (`Shares`), and each file in shuffled epochs of its own. A batch may span epochs."""
 
-    def __init__(self, num_sequences: int, batch_size: int, seed: int) -> None:
-        """`batch_size`: sequences per optimizer step over all ranks and micro-batches."""
+    def __init__(
+        self, num_sequences: Sequence[int], batch_size: int, seed: int, weights: Sequence[float] = (1.0,)
+    ) -> None:
+        """Args:
+        num_sequences: of each training file; they follow each other in the data set.
+        batch_size: sequences per optimizer step over all ranks and micro-batches.
+        weights: of each training file.
+        """
         self.num_sequences, self.batch_size, self.seed = num_sequences, batch_size, seed
+        self.shares = Shares(weights)
+        self._starts = [0, *accumulate(num_sequences)]
+        self._permutations: dict[int, tuple[int, np.ndarray]] = {}
 
     def step(self, k: int) -> list[int]:
         """Ids [batch_size] of the global batch of optimizer step k, from 0."""
         ids = []
-        for position in range(k * self.batch_size, (k + 1) * self.batch_size):
-            epoch, index = divmod(position, self.num_sequences)
-            ids.append(int(_epoch_permutation(self.num_sequences, self.seed, epoch)[index]))
+        for number in range(k * self.batch_size, (k + 1) * self.batch_size):
+            file, draw = self.shares.locate(number)
+            epoch, index = divmod(draw, self.num_sequences[file])
+            ids.append(self._starts[file] + int(self._permutation(file, epoch)[index]))
         return ids
+
+    def epochs(self, num_steps: int) -> list[float]:
+        """Passes over each file in the first `num_steps` steps."""
+        counts = self.shares.count(num_steps * self.batch_size)
+        return [count / size for count, size in zip(counts, self.num_sequences, strict=True)]
+
+    def _permutation(self, file: int, epoch: int) -> np.ndarray:
+        """The order of an epoch of a file; the last one of each file is kept."""
+        if self._permutations.get(file, (None,))[0] != epoch:
+            drawn = generator(Stream.MAIN_ORDER, self.seed, epoch, file)
+            self._permutations[file] = epoch, drawn.permutation(self.num_sequences[file])
+        return self._permutations[file][1]
 
 
 class RandomDraws:
@@ -152,11 +182,6 @@ class RandomDraws:
             size = min(self.batch_size - len(ids), self.num_sequences)
             ids += drawn.choice(self.num_sequences, size, replace=False).tolist()
         return ids
-
-
-@lru_cache(maxsize=4)  # a step needs one or two epochs, for each data set
-def _epoch_permutation(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
-    return generator(Stream.MAIN_ORDER, seed, epoch).permutation(num_sequences)
 
 
 def select_positions(

@@ -11,6 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.dataset import KeptDataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder
@@ -140,11 +141,15 @@ class Checkpoints:
         for key, digest in _data_digests(feed).items():
             if digest != state.data_digests[key]:
                 data = self._recipe.data
-                path = data.probe_path if key == "data.probe_path" and data.probe_path is not None else data.train_path
+                is_pool = key == "data.probe_path" and data.probe_path is not None
+                path = data.probe_path if is_pool else data.train_name()
+                dropped = isinstance(feed.dataset, KeptDataset) and feed.dataset.num_trusted > 0 and not is_pool
                 raise UserError(
                     f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template, "
-                    "tokenizer or kept traces have changed); expected the same, to resume. Restore them, or set "
-                    "run.output_dir to a new folder"
+                    "tokenizer, weights or kept traces have changed); expected the same, to resume. Restore them, or "
+                    "set run.output_dir to a new folder"
+                    + dropped
+                    * ". Runs of vcore_ds 0.7 and before resume with data.trusted_overlap=keep"
                 )
 
     def load(self, checkpoint: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
@@ -321,4 +326,4 @@ def _shapes(engine: Engine) -> dict[str, list[int]]:
 
 def _data_digests(feed: Feed) -> dict[str, str]:
     """Recipe key -> digest of the tokens, which decide with the step what a batch holds."""
-    return {"data.train_path": feed.dataset.digest, "data.probe_path": feed.probe_dataset.digest}
+    return {"data.train_path": feed.training_digest(), "data.probe_path": feed.probe_dataset.digest}

@@ -1,10 +1,12 @@
 """From data files to the micro-batches of every step, on every rank."""
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
@@ -15,13 +17,17 @@ from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import cache_root, find_or_make_store
 from vcore_ds.data.dataset import (
     Dataset,
-    JoinedDataset,
     KeptDataset,
     MainOrder,
     RandomDraws,
+    Store,
     add_reference,
     keep_random_tokens,
+    list_files,
+    store_behind,
 )
+from vcore_ds.data.mixture import JoinedDataset, JoinedStores
+from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -32,7 +38,7 @@ from vcore_ds.models.configuration import read_vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 from vcore_ds.train.console import Console
-from vcore_ds.train.selection import selection_for
+from vcore_ds.train.selection import Selection, selection_for
 from vcore_ds.train.settings import StepSettings
 
 
@@ -58,7 +64,7 @@ class Feed:
     def first_trusted_id(self) -> int | None:
         """First sequence id of the pool in main batches; None where they do not draw from it."""
         main = self.main_dataset
-        return main.first_id_of_second if isinstance(main, JoinedDataset) else None
+        return main.first_ids[1] if isinstance(main, JoinedDataset) else None
 
     def step(self, k: int) -> StepBatches:
         """Batches of optimizer step k, from 0."""
@@ -95,8 +101,15 @@ class Feed:
         return self._select_for_rank(self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset)), self.probe_dataset)
 
     def epoch(self, num_done: int) -> float:
-        """Passes over the training data after `num_done` steps."""
+        """Passes over the training data after `num_done` steps: sequences drawn over sequences of all files."""
         return num_done * self.main_order.batch_size / len(self.dataset)
+
+    def training_digest(self) -> str:
+        """SHA-256 of the training sequences and of the weights of their files."""
+        weights = self.main_order.shares.weights
+        if len(weights) == 1:
+            return self.dataset.digest
+        return hashlib.sha256(f"{self.dataset.digest} {weights}".encode()).hexdigest()
 
     def utilization(self, num_done: int, num_steps: int) -> dict[Part, Utilization]:
         """How well the next steps, at most 50, use the ranks."""
@@ -157,6 +170,8 @@ class DataReader:
     """model.path."""
     tokenizer: PreTrainedTokenizerBase
     console: Console
+    _stores: dict[str, TokenStore] = field(default_factory=dict, init=False)
+    """By path."""
 
     @property
     def pad_token_id(self) -> int:
@@ -171,15 +186,30 @@ class DataReader:
         Args:
             seed: of the run.
         """
-        store = self.read_store(self.settings.train_path)
+        store = self.read_training_stores()
         dataset: Dataset = store
         if method.drops_tokens:
             dataset = keep_random_tokens(store, method.keep_share, seed)
         elif self.settings.reference_log_probabilities is not None:
             dataset = add_reference(store, self.settings.reference_log_probabilities)
+        selection = self._select(store)
+        positions = np.arange(len(store)) if selection is None else selection.positions
+        remaining = self._drop_trusted(store, positions)
+        if selection is None and len(remaining) == len(store):
+            return dataset
+        return KeptDataset(
+            dataset,
+            remaining,
+            description="" if selection is None else selection.describe(),
+            origin=None if selection is None else selection.origin(),
+            num_trusted=len(positions) - len(remaining),
+        )
+
+    def _select(self, store: Store) -> Selection | None:
+        """The traces that `data.keep` selects; None without it."""
         keep = self.settings.keep
         if keep is None:
-            return dataset
+            return None
         selection = run_first_rank_first(lambda: selection_for(keep, store, self.model))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
         if len(set(layout.gather_objects("job", selection.digest))) > 1:
@@ -189,13 +219,42 @@ class DataReader:
             )
         for line in selection.details():
             self.console.note(line)
-        return KeptDataset(dataset, selection.positions, selection.describe(), selection.origin())
+        return selection
+
+    def _drop_trusted(self, store: Store, positions: np.ndarray) -> np.ndarray:
+        """The positions without those of trusted traces, unless the recipe keeps them."""
+        settings = self.settings
+        if settings.probe_path is None:
+            return positions
+        is_trusted = np.isin(positions, find_shared(store, self.read_store(settings.probe_path)))
+        number = int(is_trusted.sum())
+        if settings.trusted_overlap == "keep":
+            if number:
+                self.console.say(
+                    f"Data: {number:,} of the training traces are in data.probe_path too, and stay "
+                    "(data.trusted_overlap: keep)"
+                )
+            return positions
+        if number == len(positions):
+            raise UserError(
+                f"data.train_path: {settings.train_name()}: found all of its {number:,} traces in data.probe_path too; "
+                "expected others to train on. Set data.trusted_overlap to keep to train on the trusted traces"
+            )
+        return positions[~is_trusted]
+
+    def read_training_stores(self) -> Store:
+        """The token store of data.train_path; of several files, their stores one after another."""
+        files = self.settings.train_files()
+        stores = [self.read_store(file.path) for file in files]
+        return stores[0] if len(stores) == 1 else JoinedStores(stores, [file.weight for file in files])
 
     def read_store(self, path: str) -> TokenStore:
         """The token store at `path`, or the one made of the raw data there, by one process while the others wait.
 
         Raises UserError where it cannot be made, is damaged, or does not fit the model.
         """
+        if path in self._stores:
+            return self._stores[path]
         store = TokenStore(
             run_first_rank_first(lambda: self._find_store(path)),
             self.tokenizer,
@@ -205,6 +264,7 @@ class DataReader:
         self.console.note(f"Data: {path}: {store.describe()}")
         for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
             self.console.warn(f"{path}: {number:,} {what}")
+        self._stores[path] = store
         return store
 
     def _find_store(self, path: str) -> Path:
@@ -225,39 +285,34 @@ class DataReader:
 
 
 def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
-    """Sizes of the data sets, an entry each: see `vcore_ds.train.run_folder.read_data_counts`."""
-    parts = [("training", settings.train_path, feed.dataset)]
+    """Sizes of the data sets, an entry for each file: see `vcore_ds.train.run_folder.read_data_counts`."""
+    files, weights = settings.train_files(), feed.main_order.shares.weights
+    shares = [f", {weight / sum(weights):.0%} of each batch" if len(files) > 1 else "" for weight in weights]
+    parts: list[tuple[str, str, TokenStore, np.ndarray]] = [
+        (f"training{share}", file.path, *one)
+        for share, file, one in zip(shares, files, list_files(feed.dataset), strict=True)
+    ]
     if feed.probe_dataset is not feed.dataset and settings.probe_path is not None:
-        parts.append(("trusted pool", settings.probe_path, feed.probe_dataset))
+        parts.append(("trusted pool", settings.probe_path, *list_files(feed.probe_dataset)[0]))
     for name, dataset in validation.items():
-        parts.append((f"held out{name and ', '}{name}", settings.validation_paths()[name], dataset))
-    return [{"part": part, "path": path, **_counts(dataset)} for part, path, dataset in parts]
+        path = settings.validation_paths()[name]
+        parts.append((f"held out{name and ', '}{name}", path, *list_files(dataset)[0]))
+    return [{"part": part, "path": path, **_counts(store, positions)} for part, path, store, positions in parts]
 
 
-def _counts(dataset: Dataset) -> dict[str, Any]:
-    sources = store_behind(dataset).manifest.get("source", [])
-    num_tokens, num_supervised = num_tokens_of(dataset)
+def _counts(store: TokenStore, positions: np.ndarray) -> dict[str, Any]:
     return {
-        "hub_ids": [source["hub"] for source in sources if "hub" in source],
-        "sequences": len(dataset),
-        "tokens": num_tokens,
-        "supervised_tokens": num_supervised,
+        "hub_ids": [source["hub"] for source in store.manifest.get("source", []) if "hub" in source],
+        "sequences": len(positions),
+        "tokens": int(store.lengths[positions].sum()),
+        "supervised_tokens": int(store.num_supervised_tokens[positions].sum()),
     }
 
 
 def num_tokens_of(dataset: Dataset) -> tuple[int, int]:
     """Tokens and supervised tokens of a data set."""
-    store = store_behind(dataset)
-    if isinstance(dataset, KeptDataset):
-        return int(dataset.lengths.sum()), int(store.num_supervised_tokens[dataset.positions].sum())
-    return store.manifest["num_tokens"], store.manifest["num_supervised_tokens"]
-
-
-def store_behind(dataset: Dataset) -> TokenStore:
-    """The token store that a data set is a view of."""
-    while not isinstance(dataset, TokenStore):
-        dataset = dataset.dataset
-    return dataset
+    counts = [_counts(*file) for file in list_files(dataset)]
+    return sum(one["tokens"] for one in counts), sum(one["supervised_tokens"] for one in counts)
 
 
 def build_feed(
@@ -281,7 +336,15 @@ def build_feed(
         probe_stream = RandomDraws(len(probe_source), size, seed, Stream.PROBE)
     if num_trusted:
         trusted_stream = RandomDraws(len(probe_source), num_trusted, seed, Stream.TRUSTED)
-    main_order = MainOrder(len(dataset), plan.global_batch_size - num_trusted, seed)
+    store = store_behind(dataset)
+    weights = store.weights if isinstance(store, JoinedStores) else (1.0,)
+    sizes = [len(positions) for _, positions in list_files(dataset)]
+    if 0 in sizes:
+        raise UserError(
+            f"data.train_path: found no trace left of file {sizes.index(0) + 1} of the list (data.keep and "
+            "data.trusted_overlap leave traces out); expected at least one of each file. Remove the file from the list"
+        )
+    main_order = MainOrder(sizes, plan.global_batch_size - num_trusted, seed, weights)
     return Feed(
         dataset,
         plan,
@@ -289,7 +352,7 @@ def build_feed(
         probe_stream,
         probe_source,
         trusted_stream,
-        JoinedDataset(dataset, probe_source) if num_trusted else dataset,
+        JoinedDataset([dataset, probe_source]) if num_trusted else dataset,
         pad_token_id,
         probe_every=settings.probe.every,
     )

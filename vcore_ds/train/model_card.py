@@ -109,6 +109,8 @@ def _shorten(value: Any) -> Any:
     """Replace the paths in a value by their last names; hub ids stay."""
     if isinstance(value, dict):
         return {name: _shorten(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_shorten(inner) for inner in value]
     if not isinstance(value, str):
         return value
     is_local = Path(value).expanduser().exists() or Path(value).suffix in (".jsonl", ".json", ".parquet")

@@ -45,9 +45,11 @@ from vcore_ds.train.start_screen import (
     describe_accumulation,
     describe_data,
     describe_engine,
+    describe_files,
     describe_method,
     describe_model,
     describe_parallelism,
+    describe_training,
     describe_use_of_ranks,
     short,
 )
@@ -233,7 +235,9 @@ def describe_run(
             f"Mixture:      {experts.per_token} of {experts.num_experts} experts for a token; no auxiliary loss of the "
             "router, and biases that balance experts stay as they are"
         )
-    lines.append(f"Data:         {describe_data(data.train_path, feed.dataset)}")
+    lines.append(f"Data:         {describe_training(data, feed.dataset)}")
+    if len(files := data.train_files()) > 1:
+        lines += [f"              {line}" for line in describe_files(files, feed.main_order, num_steps)]
     if feed.probe_dataset is not feed.dataset and data.probe_path is not None:
         lines.append(f"Trusted data: {describe_data(data.probe_path, feed.probe_dataset)}")
     if validation:

@@ -14,9 +14,8 @@ from vcore_ds.common.paths import is_readable, reading, unfinished_path
 from vcore_ds.config.problems import did_you_mean
 from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data import scores_folder
-from vcore_ds.data.dataset import select_positions
+from vcore_ds.data.dataset import Store, select_positions
 from vcore_ds.data.scores_folder import Scores
-from vcore_ds.data.store import TokenStore
 from vcore_ds.models.model_identity import RULE, compute_model_digest
 
 
@@ -105,14 +104,14 @@ def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}
     return Selection(keep, scores, digest, positions, sources)
 
 
-def selection_for(keep: KeepConfig, store: TokenStore, model: str) -> Selection:
+def selection_for(keep: KeepConfig, store: Store, model: str) -> Selection:
     """`read_selection` of scores that belong to the run, see `check_belongs`."""
     selection = read_selection(keep)
     check_belongs(selection, store, model)
     return selection
 
 
-def check_belongs(selection: Selection, store: TokenStore, model: str) -> None:
+def check_belongs(selection: Selection, store: Store, model: str) -> None:
     """Raises UserError where the scores were made with other data, tokenizer, template or model than the run's.
 
     Args:

@@ -1,12 +1,12 @@
 """Describe a run at its start: on the screen, and in detail in start.txt."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from vcore_ds.config.sections import EngineConfig, LoraConfig, ModelConfig, ProbeConfig
-from vcore_ds.data.dataset import Dataset, KeptDataset
+from vcore_ds.config.sections import DataConfig, EngineConfig, LoraConfig, ModelConfig, ProbeConfig, WeightedPath
+from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, store_behind
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
@@ -17,7 +17,7 @@ from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.memory_plan import MemoryPlan, describe_memory
 from vcore_ds.planning.run_plan import COALESCING_SHARE
 from vcore_ds.planning.spread import Utilization, count
-from vcore_ds.train.feed import Feed, num_tokens_of, store_behind
+from vcore_ds.train.feed import Feed, num_tokens_of
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.setup import why_separate
 from vcore_ds.utility.direction import Direction
@@ -35,17 +35,34 @@ def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: Paramete
     return f"{short(model.path)}: {size}, {model.precision}"
 
 
+def describe_training(data: DataConfig, dataset: Dataset) -> str:
+    """`describe_data` of the training data, which may be several files."""
+    return describe_data(" + ".join(short(file.path) for file in data.train_files()), dataset)
+
+
 def describe_data(path: str, dataset: Dataset) -> str:
     """Such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: longer than ...`."""
     num_tokens, num_supervised = num_tokens_of(dataset)
-    if isinstance(dataset, KeptDataset):
-        return f"{short(path)}: {dataset.description}, {num_tokens:,} tokens ({num_supervised:,} supervised)"
-    counts = store_behind(dataset).manifest.get("counts", {})
-    dropped = counts.get("dropped", {})
-    size = f"{counts['rows']:,} rows kept" if dropped else "sequences"
-    text = f"{short(path)}: {len(dataset):,} {'of ' * bool(dropped)}{size}, {num_tokens:,} tokens "
-    text += f"({num_supervised:,} supervised)"
-    return "; ".join([text, *(f"{number:,} dropped: {rule}" for rule, number in dropped.items())])
+    tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised)"
+    num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
+    if isinstance(dataset, KeptDataset) and dataset.description:
+        size, dropped = dataset.description, {}
+    else:
+        num_rows, dropped = store_behind(dataset).dropped_rows()
+        is_partial = num_rows is not None and (dropped or num_trusted)
+        size = f"{len(dataset):,} of {num_rows:,} rows kept" if is_partial else f"{len(dataset):,} sequences"
+    if num_trusted:
+        dropped = dropped | {"in data.probe_path too": num_trusted}
+    return "; ".join([f"{short(path)}: {size}, {tokens}", *(f"{n:,} dropped: {rule}" for rule, n in dropped.items())])
+
+
+def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: int) -> Iterator[str]:
+    """A line for each of several training files: its share of a batch, its sequences and its epochs in the run."""
+    weights = order.shares.weights
+    numbers = zip(files, weights, order.num_sequences, order.epochs(num_steps), strict=True)
+    for file, weight, size, epochs in numbers:
+        share = weight / sum(weights)
+        yield f"{share:.3g} of each batch from {short(file.path)}: {size:,} sequences, {epochs:.3g} epochs"
 
 
 def describe_method(settings: StepSettings, probe_path: str | None) -> str:

@@ -57,7 +57,7 @@ from vcore_ds.train.settings import (
 )
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_start
-from vcore_ds.train.start_screen import describe_data, describe_method, describe_model
+from vcore_ds.train.start_screen import describe_data, describe_method, describe_model, describe_training
 from vcore_ds.train.step import take_direction
 from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.direction import Direction
@@ -112,7 +112,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     if not recipe.method.uses_utilities:
         notes.append(f"method {recipe.method.name} has no utilities; measured with method.name=vcore")
     lines = [*(f"Note: {note}" for note in notes), f"Model: {describe_model(recipe.model, recipe.lora, None)}"]
-    lines.append(f"Data: {describe_data(recipe.data.train_path, dataset)}")
+    lines.append(f"Data: {describe_training(recipe.data, dataset)}")
     if trusted is not None and probe_path is not None:
         lines.append(f"Trusted data: {describe_data(probe_path, trusted)}")
     console.say("\n".join([*lines, f"Method: {describe_method(settings, probe_path)}"]))

@@ -265,15 +265,10 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
     except (UserError, OSError, ValueError) as error:
         problem = first_line(error).removeprefix("model.path: ")
         problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
-    data = recipe.data
-    paths = {key: getattr(data, key) for key in ("train_path", "probe_path", "reference_log_probabilities")}
-    paths["keep.scores"] = None if data.keep is None else data.keep.scores
-    for name, path in data.validation_paths().items():
-        paths[f"validation_path{name and '.'}{name}"] = path
-    for key, path in paths.items():
+    for key, path in recipe.data.paths().items():
         # A data set on the hub is read when the run starts. A path whose parent folder exists here is not a hub id.
-        on_hub = path is not None and can_be_hub_id(path) and not Path(path).parent.is_dir()
-        if path is not None and not on_hub and not is_readable(path):
+        on_hub = can_be_hub_id(path) and not Path(path).parent.is_dir()
+        if not on_hub and not is_readable(path):
             problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
     return problems
 

@@ -11,8 +11,7 @@ from vcore_ds.commands.reference import NEW_FILE
 from vcore_ds.common.paths import check_folder, writing
 from vcore_ds.config.load import make_override
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.dataset import write_reference
-from vcore_ds.data.store import TokenStore
+from vcore_ds.data.dataset import Store, write_reference
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
@@ -27,7 +26,7 @@ from vcore_ds.train.model_check import check_model
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_start
-from vcore_ds.train.start_screen import describe_data
+from vcore_ds.train.start_screen import describe_training
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
@@ -48,8 +47,8 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     settings = derive_plan_settings(recipe)
     plan = plan_ranks(settings)
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
-    dataset = reader.read_store(recipe.data.train_path)
-    console.say(f"Data: {describe_data(recipe.data.train_path, dataset)}")
+    dataset = reader.read_training_stores()
+    console.say(f"Data: {describe_training(recipe.data, dataset)}")
     feed = build_feed(derive_step_settings(recipe), plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
     engine = build_engine(derive_engine_settings(recipe), deepspeed_config(settings, plan))
     check_start(engine, feed, console)
@@ -76,13 +75,13 @@ def check_output(output: Path) -> None:
         check_folder(output.parent)
 
 
-def write(output: Path, dataset: TokenStore, log_probabilities: list[float], model: str) -> None:
+def write(output: Path, dataset: Store, log_probabilities: list[float], model: str) -> None:
     """Write the file. Raises UserError if `output` cannot be written."""
     with writing("--output", output, NEW_FILE):
         write_reference(output, dataset, log_probabilities, model)
 
 
-def _compute_group(feed: Feed, dataset: TokenStore, engine: Engine, positions: list[int]) -> dict[int, float]:
+def _compute_group(feed: Feed, dataset: Store, engine: Engine, positions: list[int]) -> dict[int, float]:
     """Position in the data -> log-probability in nats, for the sequences at `positions`. A collective."""
     position_of = {int(dataset.sequence_ids[i]): i for i in positions}
     batches = feed.batches(positions, feed.plan.utility_micro_batch_size_per_rank)

@@ -22,6 +22,8 @@ from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs,
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.dataset import Store
+from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
@@ -43,7 +45,7 @@ from vcore_ds.train.model_check import check_model
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
-from vcore_ds.train.start_screen import describe_data
+from vcore_ds.train.start_screen import describe_data, describe_training
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, compute_jvp_losses_and_utilities
 
@@ -52,7 +54,7 @@ def plan_scoring_memory(
     recipe: Recipe,
     plan: BatchPlan,
     deepspeed_config: Mapping[str, Any],
-    store: TokenStore,
+    store: Store,
     longest: Sequence[int],
     trusted: Sequence[TokenStore],
 ) -> MemoryPlan | None:
@@ -141,11 +143,16 @@ class Scoring:
         recipe = request.recipe
         self.plan = plan_ranks(derive_plan_settings(recipe))
         reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
-        self.store = reader.read_store(recipe.data.train_path)
+        self.store = reader.read_training_stores()
         self.sets = {name: reader.read_store(path) for name, path in request.sets.items()}
-        console.say(f"Data: {describe_data(recipe.data.train_path, self.store)}")
+        console.say(f"Data: {describe_training(recipe.data, self.store)}")
         for name, trusted in self.sets.items():
             console.say(f"Trusted set {name}: {describe_data(request.sets[name], trusted)}")
+            if number := len(find_shared(self.store, trusted)):
+                console.warn(
+                    f"{number:,} of the traces to score are in {name} too: a trace that its own gradient scores ranks "
+                    "high, whatever it is worth to the others. A run leaves out those in data.probe_path"
+                )
         if request.checkpoints:
             console.say(ON_A_TRAINED_MODEL)
         settings = derive_step_settings(recipe)
@@ -306,7 +313,7 @@ class Scoring:
         num_rows, dropped = store.dropped_rows()
         return Scores(
             data=ScoredData(
-                recipe.data.train_path,
+                recipe.data.train_name(),
                 store.digest,
                 len(store),
                 manifest["tokenizer"]["hash"],

@@ -110,6 +110,7 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
     has_moments = run is not None and recipe.probe.direction == "adam"
     probe = {"batch_size": "all", "every": 1}
     data = {"trusted_share": 0.0, "reference_log_probabilities": None, "keep": None, "validation_path": None}
+    data["trusted_overlap"] = "drop"
     changes = {
         "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
         "utility": UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),

@@ -19,6 +19,7 @@ import numpy as np
 from vcore_ds.common.paths import flush, write_json
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import align_columns
+from vcore_ds.data.dataset import Store
 from vcore_ds.data.scores_folder import (
     NUM_SHOWN,
     PAGE,
@@ -112,7 +113,7 @@ class SetInputs:
 
 
 def write_result(
-    folder: Path, output: Path, store: TokenStore, sets: Mapping[str, SetInputs], description: Scores
+    folder: Path, output: Path, store: Store, sets: Mapping[str, SetInputs], description: Scores
 ) -> Scores:
     """Write the folder `output` atomically from the files in `folder`, and return scores.json.
 
@@ -160,7 +161,7 @@ def write_result(
     return scores
 
 
-def _make_columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dict[str, Any], np.ndarray]:
+def _make_columns(store: Store, sets: Mapping[str, SetInputs]) -> tuple[dict[str, Any], np.ndarray]:
     """The columns of scores.parquet, and the number of supervised tokens of each sequence, int64 [n]."""
     num_sequences = len(store)
     num_tokens, loss = np.zeros(num_sequences, dtype=np.int64), np.zeros(num_sequences)
@@ -192,7 +193,7 @@ def _make_columns(store: TokenStore, sets: Mapping[str, SetInputs]) -> tuple[dic
     return columns | utilities, num_tokens
 
 
-def _make_token_rows(store: TokenStore, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
+def _make_token_rows(store: Store, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of tokens.parquet for the sequences at the positions `shown`, in that order."""
     wanted = set(shown)
     losses: dict[int, np.ndarray] = {}

@@ -65,12 +65,9 @@ def changed_inputs(digests: Digests) -> Iterator[str]:
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    values = flat_values(recipe) | {"data.validation_path": None}
-    for key in (*DATA_KEYS, *FILE_KEYS, MODEL_KEY):
-        if (path := values.get(key)) is not None:
-            yield key, path
-    for path in recipe.data.validation_paths().values():
-        yield "data.validation_path", path
+    yield MODEL_KEY, recipe.model.path
+    for key, path in recipe.data.paths().items():
+        yield next(name for name in (*DATA_KEYS, *FILE_KEYS) if f"data.{key}".startswith(name)), path
 
 
 def _digest(key: str, path: str) -> str | None:

@@ -1,0 +1,236 @@
+"""Several training files with weights, and trusted traces in the training data: the order, what a run reads, and what
+is said."""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.recipes import smallest_recipe
+from tests.helpers.setups import sums, write_conversations, write_model
+from vcore_ds.commands.cli import main
+from vcore_ds.common.errors import UserError
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.config.resume import differing_keys, read_resolved_recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import DataConfig, MethodConfig, WeightedPath
+from vcore_ds.data.cache import find_or_make_store
+from vcore_ds.data.dataset import KeptDataset, MainOrder, list_files
+from vcore_ds.data.mixture import JoinedStores, Shares
+from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.distributed import layout
+from vcore_ds.train.console import Console
+from vcore_ds.train.feed import DataReader, build_feed
+from vcore_ds.train.start_screen import describe_files, describe_training
+
+
+def test_which_file_each_draw_comes_from_by_hand() -> None:
+    # 2 : 1. Of t draws, 2t/3 rounded come from the first file: 0 1 1 2 3 3 4.
+    assert [Shares([2, 1]).locate(t) for t in range(6)] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
+    # 1 : 1 : 2 is (1 : 1) : 2. The halves alternate, and the first half's draws alternate between its files.
+    assert [Shares([1, 1, 2]).locate(t)[0] for t in range(8)] == [0, 2, 1, 2, 0, 2, 1, 2]
+
+
+def test_weights_are_decimals_and_only_their_ratios_count() -> None:
+    assert Shares([0.7, 0.3]).weights == Shares([70, 30]).weights == [7, 3]
+    assert Shares([0.1, 0.2]).weights == [1, 2]  # in binary, 0.2 / 0.1 is exact and 0.3 / 0.1 is not
+    assert Shares([0.1, 0.3]).weights == [1, 3]
+    assert Shares([1e-5, 1.0]).weights == [1, 100_000]
+
+
+def test_every_window_has_the_shares_up_to_few_draws() -> None:
+    drawn = np.random.default_rng(0)
+    for num_files in (2, 3, 5, 9):
+        weights = drawn.integers(1, 50, num_files).tolist()
+        shares, exact = Shares(weights), np.array(weights) / sum(weights)
+        counts = np.zeros(num_files, dtype=int)
+        deviations = [np.zeros(num_files)]
+        for t in range(4 * sum(weights)):
+            file, earlier = shares.locate(t)
+            assert earlier == counts[file]
+            counts[file] += 1
+            assert shares.count(t + 1) == counts.tolist()
+            deviations.append(counts - (t + 1) * exact)
+        assert np.abs(deviations).max() <= 1.5
+        assert counts.tolist() == [4 * weight for weight in weights]
+        windows = [np.abs(late - early).max() for early, late in pairwise(deviations[::64])]
+        assert max(windows) <= 3
+
+
+def test_a_mixed_order_takes_each_file_in_its_own_epochs_and_needs_no_state() -> None:
+    order = MainOrder([5, 3], 4, 42, [3, 1])
+    drawn = [i for k in range(20) for i in order.step(k)]
+    assert [MainOrder([5, 3], 4, 42, [3, 1]).step(k) for k in (19, 0, 7)] == [order.step(k) for k in (19, 0, 7)]
+    assert all(sum(i >= 5 for i in order.step(k)) == 1 for k in range(20))
+    # The first file alone, in the same seed: 60 draws, 12 epochs.
+    alone = MainOrder([5], 1, 42)
+    assert [i for i in drawn if i < 5] == [alone.step(k)[0] for k in range(60)]
+    second = [i - 5 for i in drawn if i >= 5]
+    epochs = [second[start : start + 3] for start in range(0, 18, 3)]
+    assert all(sorted(epoch) == [0, 1, 2] for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) > 1
+    assert order.epochs(20) == [12, pytest.approx(20 / 3)]
+    # The size of a batch changes nothing, and a file's order does not depend on its weight.
+    assert [i for k in range(10) for i in MainOrder([5, 3], 8, 42, [3, 1]).step(k)] == drawn
+    assert [i for k in range(60) for i in MainOrder([5, 3], 1, 42, [1, 1]).step(k) if i >= 5][:20] == [
+        i + 5 for i in second
+    ]
+
+
+def test_the_order_of_several_files_does_not_change_between_versions() -> None:
+    # A resumed run continues in this order: a change here breaks the runs of others.
+    assert MainOrder([8, 8], 8, 42, [1, 1]).step(0) == [6, 13, 1, 9, 0, 11, 2, 12]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, files of conversations, and a prepared store."""
+    folder = tmp_path_factory.mktemp("mixture")
+    write_model(folder / "model")
+    write_conversations(folder / "a.jsonl", sums(range(6)))
+    write_conversations(folder / "b.jsonl", sums(range(10, 14)))
+    write_conversations(folder / "trusted.jsonl", sums([3, 12, 99]))
+    find_or_make_store(
+        str(folder / "b.jsonl"),
+        load_tokenizer(str(folder / "model")),
+        cutoff_length=256,
+        overlong="drop",
+        cache_folder=str(folder),
+        say=lambda _: None,
+    ).rename(folder / "store")
+    return folder
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layout.arrange()
+    yield
+    layout._meshes.clear()
+    dist.destroy_process_group()
+
+
+def reader_of(setup: Path, **data: object) -> DataReader:
+    config = DataConfig.model_validate({"cutoff_length": 256, "cache_dir": str(setup / "cache"), **data})
+    return DataReader(config, str(setup / "model"), load_tokenizer(str(setup / "model")), Console(enabled=True))
+
+
+def files(setup: Path, **weights: float) -> list[dict]:
+    names = {"a": "a.jsonl", "b": "b.jsonl", "store": "store"}
+    return [{"path": str(setup / names[name]), "weight": weight} for name, weight in weights.items()]
+
+
+SFT = MethodConfig(name="sft")
+
+
+def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_rank: None) -> None:
+    reader = reader_of(setup, train_path=files(setup, a=3, store=1))
+    data = reader.read_training_data(SFT, 0)
+    assert isinstance(data, JoinedStores) and len(data) == 10
+    parts = [reader.read_store(str(setup / name)) for name in ("a.jsonl", "store")]
+    assert data.lengths.tolist() == [len(sequence) for part in parts for sequence in part]
+    assert [one.sequence_id for one in data] == data.sequence_ids.tolist() == list(range(10))
+    assert all(np.array_equal(data[i].input_ids, parts[i // 6][i % 6].input_ids) for i in range(10))
+    names, rows = data.origins()
+    assert [Path(name).name for name in names] == ["a.jsonl"] * 6 + ["b.jsonl"] * 4
+    assert rows.tolist() == [*range(6), *range(4)]
+    # Converted or prepared, in one order or the other.
+    raw = reader_of(setup, train_path=files(setup, a=1, b=1)).read_training_data(SFT, 0)
+    swapped = reader_of(setup, train_path=files(setup, b=1, a=3)).read_training_data(SFT, 0)
+    assert data.digest == raw.digest != swapped.digest
+    assert describe_training(reader.settings, data).startswith(
+        f"{setup}/a.jsonl + {setup}/store: 10 sequences, {data.lengths.sum():,} tokens ("
+    )
+
+
+def test_one_file_in_a_list_is_that_file(setup: Path, one_rank: None) -> None:
+    plain, listed = (
+        reader_of(setup, train_path=train).read_training_data(SFT, 0)
+        for train in (str(setup / "a.jsonl"), files(setup, a=0.3))
+    )
+    assert type(plain) is type(listed) and plain.digest == listed.digest
+    assert MainOrder([6], 4, 7, [0.3]).step(5) == MainOrder([6], 4, 7).step(5)
+
+
+def feed_of(data) -> object:
+    settings = SimpleNamespace(method=SFT, probe=SimpleNamespace(every=1))
+    plan = SimpleNamespace(num_trusted_global=0, global_batch_size=4)
+    return build_feed(settings, plan, data, 0, seed=42)
+
+
+def test_the_weights_are_part_of_what_is_resumed(setup: Path, one_rank: None) -> None:
+    digests = [
+        feed_of(reader_of(setup, train_path=files(setup, **weights)).read_training_data(SFT, 0)).training_digest()
+        for weights in ({"a": 3, "b": 1}, {"a": 1.5, "b": 0.5}, {"a": 1, "b": 1}, {"a": 3}, {"a": 1})
+    ]
+    assert digests[0] == digests[1] != digests[2] and digests[3] == digests[4]
+    feed = feed_of(reader_of(setup, train_path=files(setup, a=3, b=1)).read_training_data(SFT, 0))
+    assert (feed.epoch(5), feed.main_order.epochs(4)) == (2.0, [2.0, 1.0])
+    assert list(describe_files(reader_of(setup, train_path=files(setup, a=3, b=1)).settings.train_files(),
+                               feed.main_order, 4)) == [
+        f"0.75 of each batch from {setup}/a.jsonl: 6 sequences, 2 epochs",
+        f"0.25 of each batch from {setup}/b.jsonl: 4 sequences, 1 epochs",
+    ]  # fmt: skip
+
+
+def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank: None, capsys) -> None:
+    pool, train = str(setup / "trusted.jsonl"), files(setup, a=1, store=1)
+    data = reader_of(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
+    assert isinstance(data, KeptDataset)
+    assert data.positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 9]  # without 3 of a.jsonl and 12, the third of b.jsonl
+    assert [positions.tolist() for _, positions in list_files(data)] == [[0, 1, 2, 4, 5], [0, 1, 3]]
+    assert describe_training(DataConfig(train_path="x"), data).endswith("; 2 dropped: in data.probe_path too")
+    kept = reader_of(setup, train_path=train, probe_path=pool, trusted_overlap="keep").read_training_data(SFT, 0)
+    assert isinstance(kept, JoinedStores)
+    assert "2 of the training traces are in data.probe_path too, and stay" in capsys.readouterr().out
+    # Without any of them the data set is what it is without a pool.
+    (other,) = files(setup, b=1)
+    apart = reader_of(setup, train_path=other["path"], probe_path=str(setup / "a.jsonl")).read_training_data(SFT, 0)
+    assert apart.digest == reader_of(setup, train_path=other["path"]).read_training_data(SFT, 0).digest
+    same = reader_of(setup, train_path=other["path"], probe_path=other["path"])
+    with pytest.raises(UserError, match=r"found all of its 4 traces in data.probe_path too; .* to keep to train on"):
+        same.read_training_data(SFT, 0)
+
+
+def test_a_file_that_is_left_without_traces_is_refused(setup: Path, one_rank: None) -> None:
+    pool, train = str(setup / "b.jsonl"), files(setup, a=1, b=1)
+    data = reader_of(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
+    with pytest.raises(UserError, match=r"found no trace left of file 2 of the list .* Remove the file"):
+        feed_of(data)
+
+
+def test_check_counts_them_by_messages_or_tokens(setup: Path, capsys) -> None:
+    def say(train: object, pool: Path, *changes: str) -> str:
+        words = [f"data.train_path={json.dumps(train)}", f"data.probe_path={pool}", f"run.output_dir={setup / 'run'}"]
+        assert main(["check", "launch_scripts/recipes/quickstart.yaml", *words, *changes]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return next((line for line in lines if line.startswith("Trusted data:")), "")
+
+    text = "Trusted data: {} of the training traces are in data.probe_path too, which the run {} "
+    text += "(data.trusted_overlap: {})"
+    assert say(files(setup, a=1, b=1), setup / "trusted.jsonl") == text.format(2, "leaves out", "drop")
+    assert say(str(setup / "store"), setup / "store", "data.trusted_overlap=keep") == text.format(
+        4, "trains on", "keep"
+    )
+    assert say(str(setup / "a.jsonl"), setup / "b.jsonl") == say(str(setup / "a.jsonl"), setup / "store") == ""
+
+
+def test_a_list_in_a_recipe(tmp_path: Path, capsys) -> None:
+    data = {"train_path": [{"path": "~/a.jsonl", "weight": 2}, {"path": "b", "weight": 0.5}]}
+    recipe = Recipe.model_validate(smallest_recipe() | {"data": data})
+    assert recipe.data.train_files() == (
+        WeightedPath(path=str(Path("~/a.jsonl").expanduser()), weight=2.0),
+        WeightedPath(path="b", weight=0.5),
+    )
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    again = read_resolved_recipe(tmp_path / "recipe.yaml")
+    assert again == recipe and not differing_keys(again, recipe)
+    assert list(recipe.data.paths()) == ["train_path[0]", "train_path[1]"]
+    for wrong in ("[a.jsonl]", "[]", "[{path: a}]", "[{path: a, weight: 0}]", "[{path: a, weight: 1, share: 2}]"):
+        assert main(["check", "launch_scripts/recipes/quickstart.yaml", f"data.train_path={wrong}"]) == 2
+        message = capsys.readouterr().err
+        assert "expected text or a list of {path: text, weight: a number above 0}" in message, message

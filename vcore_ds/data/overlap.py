@@ -1,0 +1,75 @@
+"""Training traces that are in the trusted data too. Their utility is that of a trace to itself, which says little."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import is_readable
+from vcore_ds.data.dataset import Store
+from vcore_ds.data.prepare.curation import Malformed, chat_messages
+from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.store_checks import MANIFEST
+
+MOST_BYTES = 64 * 2**20
+"""Larger raw files are not read by `count_shared_on_disk`: about two seconds."""
+
+
+def find_shared(store: Store, trusted: TokenStore) -> np.ndarray:
+    """Positions in `store` of the sequences with the same tokens as one of `trusted`, int64 [k], ascending."""
+    # Only sequences of the same size are read.
+    candidates = np.flatnonzero(np.isin(_sizes(store), _sizes(trusted)))
+    if not len(candidates):
+        return candidates
+    tokens = {sequence.input_ids.tobytes() for sequence in trusted}
+    return np.array([i for i in candidates.tolist() if store[i].input_ids.tobytes() in tokens], dtype=np.int64)
+
+
+def _sizes(store: Store) -> np.ndarray:
+    """int64 [n], one number for tokens and supervised tokens of each sequence."""
+    return store.lengths.astype(np.int64) << 32 | store.num_supervised_tokens
+
+
+def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
+    """Training traces that are in the trusted data too, without a tokenizer: token stores are compared by tokens, files
+    of conversations by messages.
+
+    Args:
+        paths: of the training data.
+
+    Returns None where they cannot be compared quickly: not on this machine, of both kinds, on the hub, or large.
+    """
+    if not all(map(is_readable, (*paths, trusted))):
+        return None
+    is_store = {(Path(path) / MANIFEST).is_file() for path in (*paths, trusted)}
+    if is_store == {True}:
+        pool = TokenStore(trusted)
+        return sum(len(find_shared(TokenStore(path), pool)) for path in paths)
+    try:
+        if is_store != {False} or _raw_bytes([*paths, trusted]) > MOST_BYTES:
+            return None
+        pool_messages = set(_read_messages([trusted]))
+        return sum(messages in pool_messages for messages in _read_messages(paths))
+    except UserError:  # the run reports it
+        return None
+
+
+def _raw_bytes(paths: Sequence[str]) -> int:
+    return sum(Path(name).stat().st_size for name in {shard.source for shard in find_shards(paths, "train")})
+
+
+def _read_messages(paths: Sequence[str]) -> list[str]:
+    """The messages of each conversation, as JSON with sorted keys; without malformed rows."""
+    conversations = []
+    for shard in find_shards(paths, "train"):
+        for _, row in shard.rows():
+            if row is BLANK or isinstance(row, Broken):
+                continue
+            try:
+                conversations.append(json.dumps(chat_messages(row)[1], sort_keys=True))
+            except (Malformed, TypeError):
+                continue
+    return conversations
