@@ -43,7 +43,7 @@ ROWS = {
         "method.kl_budget=0.005",
         "method.batch_kl_budget=1.0",
     ),
-    "sft on the pool alone": (*SFT, "data.train_path={data}/trusted.jsonl"),
+    "sft on the pool alone": (*SFT, "data.train_path={data}/trusted.jsonl", "data.trusted_overlap=keep"),
     "dft": ("methods/dft.yaml",),
 }
 """What each row changes in the recipe, in the order in which they are run. Scores are taken with the `sft` run."""

@@ -246,7 +246,12 @@ class DataReader:
         """The token store of data.train_path; of several files, their stores one after another."""
         files = self.settings.train_files()
         stores = [self.read_store(file.path) for file in files]
-        return stores[0] if len(stores) == 1 else JoinedStores(stores, [file.weight for file in files])
+        if len(stores) == 1:
+            return stores[0]
+        joined = JoinedStores(stores, [file.weight for file in files])
+        for file, first in zip(files, joined.first_ids, strict=True):
+            self.console.note(f"Sequence ids of {file.path}: from {first:,}")
+        return joined
 
     def read_store(self, path: str) -> TokenStore:
         """The token store at `path`, or the one made of the raw data there, by one process while the others wait.
