@@ -18,8 +18,9 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import other_expert_degrees, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, gathered_weights
+from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import MemorySettings, memory_of, parameter_counts
-from vcore_ds.planning.model_shape import KNOWN_MODELS, QWEN3_32B, ModelShape, fullest_rank
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, fullest_rank
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import RowLimit, TimeModel, spread

@@ -1,12 +1,15 @@
 """Shapes that are known by name: parameter counts as published, and as transformers builds the models."""
 
+from functools import lru_cache
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from tests.helpers.scaled_model import config_of
+from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, known_model
 from vcore_ds.planning.memory import AdapterShape, parameter_counts
-from vcore_ds.planning.model_shape import KNOWN_MODELS, MIXTURES, known_model
+from vcore_ds.planning.model_shape import QWEN3_32B, shape_of_config
 
 PUBLISHED = {
     "Qwen3-0.6B": (596_049_920, 440_467_456, 5_046_272, 40_370_176),
@@ -33,16 +36,33 @@ def test_parameter_counts_are_exact(name: str) -> None:
     assert parameter_counts(shape, AdapterShape(64)).trained == rank_64
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN_MODELS if name not in MIXTURES])  # those: test_mixtures.py
+EXACT = ("qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "gemma")
+"""Types without biases and without norms that a Llama-like decoder lacks, which a plan leaves out."""
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if KNOWN_MODELS[name].experts is None])
 def test_transformers_builds_as_many_parameters(name: str) -> None:
-    shape = KNOWN_MODELS[name]
-    kinds = {"Qwen3": Qwen3Config, "Mistral": MistralConfig}
-    kind = next((config for prefix, config in kinds.items() if name.startswith(prefix)), LlamaConfig)
+    """MoE models: test_mixtures.py."""
+    config, shape = dict(CONFIGS[name]), KNOWN_MODELS[name]
+    kind = config.pop("model_type")
+    positions = config.pop("max_position_embeddings")
+    expected, first_layer = built(kind, tuple(sorted(config.items())))
+    assert parameter_counts(shape).all == pytest.approx(expected, rel=0 if kind in EXACT else 1e-4, abs=0)
+    assert (shape.hidden_size * shape.intermediate_size) in first_layer
+    assert shape.max_positions == positions
+
+
+@lru_cache
+def built(kind: str, sizes: tuple[tuple[str, Any], ...]) -> tuple[int, set[int]]:
+    """Parameters of the model, and of the matrices of its first layer."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of(shape, kind))
-    sizes = {parameter.numel() for parameter in model.model.layers[0].parameters() if parameter.dim() == 2}
-    assert parameter_counts(shape).all == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.hidden_size * shape.intermediate_size in sizes
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**dict(sizes)))
+    layer = model.model.layers[0]
+    return sum(weight.numel() for weight in model.parameters()), {weight.numel() for weight in layer.parameters()}
+
+
+def test_the_model_that_is_assumed_is_the_known_one() -> None:
+    assert KNOWN_MODELS["Qwen3-32B"] == QWEN3_32B
 
 
 @pytest.mark.parametrize(
@@ -50,11 +70,18 @@ def test_transformers_builds_as_many_parameters(name: str) -> None:
     [
         ("Qwen/Qwen3-32B", "Qwen3-32B"),
         ("models/qwen3-8b-base/", "Qwen3-8B"),
-        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen3-4B"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen3-4B-Instruct-2507"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B-Instruct"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "DeepSeek-R1-Distill-Qwen-7B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-3B", None),
+        ("google/gemma-3-4b-it", "gemma-3-4b"),
+        ("allenai/Olmo-3-7B-Think", "Olmo-3-7B"),
+        ("mistralai/Mistral-7B-v0.3", "Mistral-7B-v0.3"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
         ("runs/quickstart_data/SmolLM2-135M-Instruct", "SmolLM2-135M"),
         ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
-        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "Qwen3-235B-A22B"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "Qwen3-235B-A22B-Instruct-2507"),
         ("zai-org/GLM-4.5", "GLM-4.5"),
         ("zai-org/GLM-4.5-Air-Base", "GLM-4.5-Air"),
         ("Qwen/Qwen3-30B", None),
@@ -64,3 +91,13 @@ def test_transformers_builds_as_many_parameters(name: str) -> None:
 )
 def test_models_by_name(path: str, name: str | None) -> None:
     assert known_model(path) == name
+
+
+def test_positions_that_yarn_adds() -> None:
+    sizes = CONFIGS["Qwen3-8B"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for extended, positions in ((sizes | {"rope_scaling": yarn}, 131_072), (sizes, 40_960)):
+        shape = shape_of_config(extended)
+        assert shape is not None and shape.max_positions == positions
+    without = shape_of_config({key: value for key, value in sizes.items() if key != "max_position_embeddings"})
+    assert without is not None and without.max_positions is None

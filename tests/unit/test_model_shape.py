@@ -42,7 +42,7 @@ LONGROPE = dict(
 
 def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
     sizes = dict(hidden_size=5120, num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=25600)
-    Qwen3Config(num_hidden_layers=64, **sizes).save_pretrained(tmp_path)
+    Qwen3Config(num_hidden_layers=64, max_position_embeddings=40960, **sizes).save_pretrained(tmp_path)
     per_layer = 5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600  # q and o, k and v, the MLP
     assert read_model_shape(str(tmp_path)).attention_length == pytest.approx(per_layer / 8192)
     assert read_model_shape(str(tmp_path)) == shape_on_disk(str(tmp_path)) == QWEN3_32B

@@ -13,8 +13,9 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster
+from vcore_ds.planning.known_models import known_model
 from vcore_ds.planning.memory_plan import describe_memory, plan_memory
-from vcore_ds.planning.model_shape import is_on_disk, known_model, shape_on_disk
+from vcore_ds.planning.model_shape import is_on_disk, shape_on_disk
 from vcore_ds.planning.run_plan import (
     cheapest_ways,
     describe_plan,

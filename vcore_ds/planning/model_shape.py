@@ -195,6 +195,8 @@ class ModelShape:
     """Whether queries and keys are normalised, as in Qwen3."""
     experts: Experts | None = None
     """None for a dense model."""
+    max_positions: int | None = None
+    """Tokens of the longest sequence that the model was made for; None where its configuration does not say."""
 
     def of_part(self, num_parts: int) -> "ModelShape":
         """The part of a rank of a tensor-parallel group: what it computes and holds. A vocabulary that the group
@@ -298,6 +300,7 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
         mlp += (num_layers - experts.num_layers) * 3 * width
         parameters = attention + hidden * mlp // num_layers
     shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *row_obstacles(config))
+    shape = replace(shape, max_positions=_max_positions(config))
     if vocabulary is None:
         return replace(shape, experts=experts)
     return replace(
@@ -309,6 +312,16 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
         normalizes_heads=str(config.get("model_type", "")).startswith(_NORMALIZED_HEADS),
         experts=experts,
     )
+
+
+def _max_positions(config: Mapping[str, Any]) -> int | None:
+    """Positions of the embeddings, or those to which YaRN extends them."""
+    positions = _number(config, ("max_position_embeddings", "n_positions"))
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if positions is None or not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return positions
+    factor, trained = rope.get("factor"), _number(rope, ("original_max_position_embeddings",)) or positions
+    return max(positions, int(factor * trained)) if isinstance(factor, int | float) else positions
 
 
 def layer_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int) -> int:
@@ -355,7 +368,7 @@ def _with_linear_attention(
 
 QWEN3_32B = ModelShape(
     64, 64, 8, 128, layer_parameters(5120, 64, 8, 128, 25600),
-    hidden_size=5120, intermediate_size=25600, vocabulary_size=151936, normalizes_heads=True,
+    hidden_size=5120, intermediate_size=25600, vocabulary_size=151936, normalizes_heads=True, max_positions=40960,
 )  # fmt: skip
 """The model that a plan assumes where it cannot see the real one."""
 
@@ -414,105 +427,3 @@ def shape_of_config(raw: Mapping[str, Any]) -> ModelShape | None:
             return None
         sizes[size] = found[0] if found else None
     return shape_of_sizes(sizes, raw)
-
-
-# Published models by name, for planning without their files.
-
-
-def _shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, width: int, vocabulary: int, *,
-    tied: bool, normalizes_heads: bool,
-) -> ModelShape:  # fmt: skip
-    return ModelShape(
-        layers,
-        heads,
-        kv_heads,
-        head_dim,
-        layer_parameters(hidden, heads, kv_heads, head_dim, width),
-        hidden_size=hidden,
-        intermediate_size=width,
-        vocabulary_size=vocabulary,
-        is_tied=tied,
-        normalizes_heads=normalizes_heads,
-    )
-
-
-_DENSE = {
-    "Qwen3-0.6B": _shape(28, 1024, 16, 8, 128, 3072, 151936, tied=True, normalizes_heads=True),
-    "Qwen3-1.7B": _shape(28, 2048, 16, 8, 128, 6144, 151936, tied=True, normalizes_heads=True),
-    "Qwen3-4B": _shape(36, 2560, 32, 8, 128, 9728, 151936, tied=True, normalizes_heads=True),
-    "Qwen3-8B": _shape(36, 4096, 32, 8, 128, 12288, 151936, tied=False, normalizes_heads=True),
-    "Qwen3-14B": _shape(40, 5120, 40, 8, 128, 17408, 151936, tied=False, normalizes_heads=True),
-    "Qwen3-32B": QWEN3_32B,
-    "Llama-3.1-8B": _shape(32, 4096, 32, 8, 128, 14336, 128256, tied=False, normalizes_heads=False),
-    "Llama-3.1-70B": _shape(80, 8192, 64, 8, 128, 28672, 128256, tied=False, normalizes_heads=False),
-    "Llama-3.2-1B": _shape(16, 2048, 32, 8, 64, 8192, 128256, tied=True, normalizes_heads=False),
-    "Llama-3.2-3B": _shape(28, 3072, 24, 8, 128, 8192, 128256, tied=True, normalizes_heads=False),
-    "Llama-3.3-70B": _shape(80, 8192, 64, 8, 128, 28672, 128256, tied=False, normalizes_heads=False),
-    "Mistral-7B-Instruct-v0.3": _shape(32, 4096, 32, 8, 128, 14336, 32768, tied=False, normalizes_heads=False),
-    "SmolLM2-135M": _shape(30, 576, 9, 3, 64, 1536, 49152, tied=True, normalizes_heads=False),
-}
-
-
-def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, vocabulary: int, width: int) -> dict[str, Any]:
-    return dict(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        intermediate_size=width,
-        tie_word_embeddings=False,
-    )
-
-
-MIXTURES: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": dict(
-        model_type="qwen3_moe", **_sizes(48, 2048, 32, 4, 151936, 6144), head_dim=128,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
-    ),
-    "Qwen3-235B-A22B": dict(
-        model_type="qwen3_moe", **_sizes(94, 4096, 64, 4, 151936, 12288), head_dim=128,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
-    ),
-    "DeepSeek-V3": dict(
-        model_type="deepseek_v3", **_sizes(61, 7168, 128, 128, 129280, 18432), first_k_dense_replace=3,
-        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-        n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
-    ),
-    "GLM-4.5": dict(
-        model_type="glm4_moe", **_sizes(92, 5120, 96, 8, 151552, 12288), first_k_dense_replace=3, head_dim=128,
-        use_qk_norm=True,
-        n_routed_experts=160, num_experts_per_tok=8, moe_intermediate_size=1536, n_shared_experts=1,
-    ),
-    "GLM-4.5-Air": dict(
-        model_type="glm4_moe", **_sizes(46, 4096, 96, 8, 151552, 10944), first_k_dense_replace=1, head_dim=128,
-        n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1,
-    ),
-    "gpt-oss-20b": dict(
-        model_type="gpt_oss", **_sizes(24, 2880, 64, 8, 201088, 2880), head_dim=64,
-        num_local_experts=32, num_experts_per_tok=4,
-    ),
-    "gpt-oss-120b": dict(
-        model_type="gpt_oss", **_sizes(36, 2880, 64, 8, 201088, 2880), head_dim=64,
-        num_local_experts=128, num_experts_per_tok=4,
-    ),
-    "Mixtral-8x7B": dict(
-        model_type="mixtral", **_sizes(32, 4096, 32, 8, 32000, 14336), num_local_experts=8, num_experts_per_tok=2,
-    ),
-}  # fmt: skip
-"""Published mixtures of experts: of their config.json what their parameters depend on."""
-
-KNOWN_MODELS = _DENSE | {name: shape for name, sizes in MIXTURES.items() if (shape := shape_of_config(sizes))}
-"""The models that shipped recipes name, the rest of their families' sizes, and mixtures of experts."""
-
-
-def known_model(path: str) -> str | None:
-    """The name in `KNOWN_MODELS` of a model's folder or hub id, such as `Qwen/Qwen3-8B-Base`; None for others.
-
-    The last part of the path has to begin with the whole name, so that `Qwen3-4B2` is not taken for another size; the
-    longest such name counts.
-    """
-    last = path.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    found = [name for name in KNOWN_MODELS if f"{last}-".startswith(f"{name.lower()}-")]
-    return max(found, key=len, default=None)

@@ -10,9 +10,10 @@ from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster, Gpu, find_gpu
+from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_counts
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
-from vcore_ds.planning.model_shape import KNOWN_MODELS, QWEN3_32B, ModelShape, known_model, shape_on_disk
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, shape_on_disk
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import SIMULATED_MEAN, Utilization, summarize
 from vcore_ds.planning.step_cost import StepCost, StepModel, StepPasses
