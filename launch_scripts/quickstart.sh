@@ -12,7 +12,8 @@ export PATH="$repository/.venv/bin:$PATH"
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 echo "Starting; importing PyTorch and DeepSpeed takes some seconds"
 ranks=()
-if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P "$repository/vcore_ds/commands/quickstart/gpus.py"; then
+accelerator=${DS_ACCELERATOR:-$(python -P "$repository/vcore_ds/commands/quickstart/gpus.py")}
+if [ "$accelerator" = cpu ]; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
 fi

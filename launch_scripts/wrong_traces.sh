@@ -14,7 +14,8 @@ for ((number = 2; ; number++)); do
 done
 data=$folder/data
 ranks=()
-if [ "${DS_ACCELERATOR:-}" = cpu ] || ! python -P vcore_ds/commands/quickstart/gpus.py; then
+accelerator=${DS_ACCELERATOR:-$(python -P vcore_ds/commands/quickstart/gpus.py)}
+if [ "$accelerator" = cpu ]; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)
 fi

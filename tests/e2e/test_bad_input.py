@@ -1,17 +1,23 @@
 """Mistakes of a user: one message that says what to do, exit code 2, and nothing written."""
 
+import io
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import tiny
 from tests.helpers.commands import (
     REPOSITORY,
+    UNUSED_GPU,
     free_port,
     has_control_characters,
     run_command,
+    variables_with_unused_gpu,
 )
+from tests.helpers.jobs import ForkedJob, Job
 from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
@@ -241,3 +247,45 @@ def test_output_folder_that_is_a_file(refuses: Refuses, tmp_path: Path):
     (tmp_path / "output").write_text("notes")
     assert f"run.output_dir: {tmp_path}/output: is not an empty folder" in refuses()
     assert (tmp_path / "output").read_text() == "notes"
+
+
+# GPUs
+
+
+without_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch may be able to use GPUs")
+
+
+@without_cuda
+@pytest.mark.parametrize("command", ["train", "reference", "fidelity", "score", "chat"])
+def test_gpus_that_pytorch_cannot_use_are_not_left_idle(
+    refuses: Refuses, setup: TinySetup, tmp_path: Path, command: str, monkeypatch, capsys, tmp_path_factory
+):
+    for name, value in variables_with_unused_gpu(tmp_path_factory.mktemp("machine")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    if command == "chat":
+        monkeypatch.setattr("sys.stdin", io.StringIO("a question"))
+        assert main([command, str(setup.untied)]) == 2
+        assert capsys.readouterr().err.startswith(f"vcore-ds: {UNUSED_GPU}")
+        return
+    options = {
+        "reference": ["--output", str(tmp_path / "reference.npz")],
+        "score": ["--output", str(tmp_path / "scores")],
+    }.get(command, [])
+    assert UNUSED_GPU in refuses(f"data.probe_path={setup.validation}", command=(command, *options))
+
+
+@without_cuda
+def test_ranks_that_cannot_use_their_gpus_say_so_once(setup: TinySetup, tmp_path: Path):
+    """As typed, under a launcher; and a node of preflight, in its report."""
+    words = [str(FULL), *setup.overrides(tmp_path / "output")]
+    line = (
+        f"python -m vcore_ds.distributed.torchrun --nproc-per-node 2 -m vcore_ds.commands.cli train {' '.join(words)}"
+    )
+    variables = variables_with_unused_gpu(tmp_path)
+    with Job(line, tmp_path / "log", **variables) as job:
+        assert job.wait() == 2 and job.output.count(UNUSED_GPU) == 1, job.output
+    with ForkedJob(main, ["preflight", *words], tmp_path / "preflight", **variables) as job:
+        assert job.wait() == 2 and job.output.count(UNUSED_GPU) == 1, job.output
+    assert "vcore-ds: preflight: the nodes are not ready for this run:\n" in job.output
+    assert f"  {socket.gethostname()}: {UNUSED_GPU}" in job.output and "that PyTorch can use" not in job.output

@@ -53,6 +53,19 @@ def command_environment() -> dict[str, str]:
     return environment
 
 
+UNUSED_GPU = "GPUs: found 1 x NVIDIA H100 80GB HBM3 with driver 570.86.15, which PyTorch"
+"""What commands say with `variables_with_unused_gpu`."""
+
+
+def variables_with_unused_gpu(folder: Path) -> dict[str, str]:
+    """Environment variables with which the driver seems to list a GPU; a PyTorch that is built without CUDA cannot use
+    it."""
+    command = folder / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 570.86.15\n")
+    command.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+
+
 def run_command(
     line: str, *, timeout_seconds: float = HANG_SECONDS, terminal: bool = False
 ) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.benchmark_rows import ROWS, write_rows
-from tests.helpers.commands import command_environment
+from tests.helpers.commands import UNUSED_GPU, command_environment, variables_with_unused_gpu
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import after_training
@@ -205,6 +205,15 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
     assert read_evaluation(tmp_path / "out") == read_evaluation(whole)
     samples = read_samples(whole, "arithmetic")
     assert [sample.sample for sample in samples] == [0, 1, 2] * 4 and len({sample.output for sample in samples}) == 12
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch may be able to use GPUs")
+def test_gpus_that_pytorch_cannot_use_are_not_left_idle(base: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    for name, value in variables_with_unused_gpu(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert main(sampled(base, tmp_path / "evaluation")) == 2
+    assert capsys.readouterr().err.startswith(f"vcore-ds: {UNUSED_GPU}")
 
 
 def test_a_folder_with_something_else_is_refused(base: Path, whole: Path, tmp_path: Path, capsys) -> None:

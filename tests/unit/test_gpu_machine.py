@@ -24,8 +24,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 DECIDE = {
     "vcore_ds/distributed/device.py",  # uses_gpu, for all others
-    "vcore_ds/engine/deepspeed_start.py",  # sets DS_ACCELERATOR where there is no GPU
-    "vcore_ds/commands/quickstart/gpus.py",  # the same, for the launch scripts, before the package is imported
     "vcore_ds/train/run_folder.py",  # on a level without `distributed`
 }
 """Files that ask for GPUs themselves. All others ask `uses_gpu`: with DS_ACCELERATOR=cpu ranks stay on the CPU, and a

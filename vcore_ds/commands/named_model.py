@@ -142,17 +142,18 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
     Raises:
         UserError: the model or its adapter cannot be loaded, or they do not match.
     """
+    on_gpu = uses_gpu()
     try:
         base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
     except UserError as error:
         raise UserError(f"RUN|MODEL: {str(error).removeprefix('model.path: ')}") from None
-    if not uses_gpu():
+    if not on_gpu:
         use_fast_cpu_matmul()
     base.config.use_cache = True
     causal_lm: nn.Module = base
     if model.adapter is not None:
         causal_lm = add_trained_adapter(base, Path(model.adapter), model.weights)
-    return cast(AnsweringModel, causal_lm.to("cuda" if uses_gpu() else "cpu").eval())
+    return cast(AnsweringModel, causal_lm.to("cuda" if on_gpu else "cpu").eval())
 
 
 def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,12 +1,20 @@
 """This rank's device, its total and available memory, and the peak of memory used."""
 
+import functools
 import os
 import resource
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
+
+from vcore_ds.common.errors import first_line
+from vcore_ds.distributed.unused_gpus import refuse_unused_gpus
+
+# PyTorch's warning on every rank about a driver that is too old; `uses_gpu` says what to do about it.
+warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
 
 
 def local_rank() -> int:
@@ -35,8 +43,26 @@ RESET_PEAK = "5"
 
 
 def uses_gpu() -> bool:
-    """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU."""
-    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU.
+
+    Raises:
+        UserError: this machine has GPUs that PyTorch cannot use, with what to do about it.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
+    return torch.cuda.is_available() or not _refuse_unused_gpus()
+
+
+@functools.cache
+def _refuse_unused_gpus() -> bool:
+    reason = ""
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            reason = first_line(error)
+    refuse_unused_gpus(torch.__version__, torch.version.cuda, reason)
+    return True
 
 
 def device() -> torch.device:

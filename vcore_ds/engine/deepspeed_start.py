@@ -6,15 +6,16 @@ The package imports this module first, before any that imports deepspeed.
 import logging
 import os
 
-import torch
+from vcore_ds.distributed.device import uses_gpu
 
-if not torch.cuda.is_available():
+if not uses_gpu():
     # Read by deepspeed when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would see
 # the patched signatures and fail with a TypeError.
 import deepspeed
+import torch
 import torch._dynamo
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups

@@ -44,6 +44,8 @@ class Node:
     free_temporary_bytes: int
     cannot_compile: str | None = None
     """What Triton lacks on the node to launch its first kernel; None for nothing."""
+    unused_gpus: str | None = None
+    """Why PyTorch cannot use the node's GPUs, and what to do; None if it can, or if there are none."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,11 @@ def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
     compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
     problems += [
         f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi "
-        f"there, and that PyTorch is built for its driver (CUDA {node.packages['CUDA of torch']}); or leave the node "
-        f"out with sbatch --exclude={node.host}"
+        f"there, or leave the node out with sbatch --exclude={node.host}"
         for node in nodes
-        if len(node.gpus) != needed.num_gpus
+        if node.unused_gpus is None and len(node.gpus) != needed.num_gpus
     ]
+    problems += [f"{node.host}: {node.unused_gpus}" for node in nodes if node.unused_gpus is not None]
     with_gpus = [node for node in nodes if node.gpus]
     problems += [
         f"{node.host}: compiling kernels: found {node.cannot_compile}, expected a C compiler and Python's headers, "
@@ -213,7 +215,12 @@ def _refuse(what: str, problems: Sequence[str], is_first: bool) -> None:
 def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
     """Report on this node; `mark` is the file that rank 0 has made in the output folder."""
     facts = environment(world_size=1)
-    gpus = tuple(facts["devices"]) if uses_gpu() else ()
+    gpus: tuple[str, ...] = ()
+    unused_gpus = None
+    try:
+        gpus = tuple(facts["devices"]) if uses_gpu() else ()
+    except UserError as error:  # a line of the report, beside those of other nodes
+        unused_gpus = str(error)
     versions = {"python": facts["python"], **facts["packages"], "CUDA of torch": str(torch.version.cuda)}
     return Node(
         host=socket.gethostname(),
@@ -225,6 +232,7 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
         free_output_bytes=shutil.disk_usage(output_folder).free if output_folder.exists() else 0,
         free_temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
         cannot_compile=missing_for_kernels() if recipe.method.uses_utilities else None,
+        unused_gpus=unused_gpus,
     )
 
 

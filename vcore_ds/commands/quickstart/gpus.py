@@ -1,29 +1,32 @@
-"""Exit with 0 where PyTorch can use a GPU, else with 1 and, where nvidia-smi lists GPUs, the reason.
+"""Print `cuda` where PyTorch can use a GPU, else `cpu`. Exits with 2 and a message where there are GPUs that it cannot
+use.
 
-The launch scripts run this file before anything of the package is imported.
+The launch scripts run this file before a launcher.
 """
 
 import importlib.metadata
-import shutil
-import subprocess
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # a checkout need not be installed
+from vcore_ds.common.errors import UserError
+from vcore_ds.distributed.unused_gpus import refuse_unused_gpus
 
 
 def main() -> int:
-    version, built_for = importlib.metadata.version("torch"), None
-    if not version.endswith("+cpu"):  # importing a CPU build takes seconds, and its answer is known
-        import torch
+    try:
+        version = importlib.metadata.version("torch")
+        if version.endswith("+cpu"):  # importing a CPU build takes seconds, and its answer is known
+            refuse_unused_gpus(version, None)
+            print("cpu")
+        else:
+            from vcore_ds.distributed.device import uses_gpu
 
-        if torch.cuda.is_available():
-            return 0
-        built_for = torch.version.cuda
-    command = shutil.which("nvidia-smi")
-    if command is not None and b"GPU " in subprocess.run([command, "-L"], capture_output=True).stdout:
-        reason = f"is a build for CUDA {built_for} that can use none of them; expected a driver that is new enough"
-        if built_for is None:
-            reason = "is a build without CUDA; expected the build that fits the driver, as README.md says"
-        print(f"On the CPU: nvidia-smi lists GPUs, but PyTorch {version} {reason}", file=sys.stderr)
-    return 1
+            print("cuda" if uses_gpu() else "cpu")
+    except UserError as error:
+        print(f"vcore-ds: {error}", file=sys.stderr)
+        return error.EXIT_CODE
+    return 0
 
 
 if __name__ == "__main__":
