@@ -91,7 +91,7 @@ def test_one_bad_line_is_refused_with_file_and_line(prepared: Prepared, tmp_path
 
 def test_rows_of_which_none_can_be_used_are_not_to_be_left_out(prepared: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text('{"prompt": "x", "completion": "y"}\n')
+    path.write_text('{"question": "x", "answer": "y"}\n')
     with pytest.raises(UserError, match="1 of 1 rows are malformed .* rename the keys") as error:
         prepared(path)
     assert "vcore-ds prepare" not in str(error.value)

@@ -158,10 +158,8 @@ def test_a_turn_that_is_refused_as_a_prompt_is_context() -> None:
 
 
 def test_the_first_token_is_no_target() -> None:
-    tokenizer = make_tokenizer(
-        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}", merges=MERGES
-    )
-    (sequence,) = tokenize([conversation("q", "xyz")], tokenizer)
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", merges=MERGES)
+    (sequence,) = tokenize([conversation("", "xyz")], tokenizer)
     assert sequence.supervised.tolist() == [False, True, True]
 
 

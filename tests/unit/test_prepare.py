@@ -19,6 +19,7 @@ from vcore_ds.data.prepare import curation, pipeline, shards, sources
 from vcore_ds.data.prepare.curation import find_statement
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.prepare.rows import Malformed, read_chat_row
 from vcore_ds.data.prepare.selection import LengthSummary, PrepareReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import TokenStore
@@ -231,7 +232,7 @@ def test_a_trace_must_be_one_pair_and_an_answer(checker: AnswerChecker, trace: s
 
 @pytest.mark.parametrize(("row", "found"), MATH_MALFORMED.values(), ids=MATH_MALFORMED.keys())
 def test_malformed_math_rows_say_what_was_found(checker: AnswerChecker, row: Any, found: str) -> None:
-    with pytest.raises(curation.Malformed) as malformed:
+    with pytest.raises(Malformed) as malformed:
         curation.math_messages(row, checker.check)
     assert found in malformed.value.args[0]
 
@@ -284,7 +285,7 @@ def test_code_rows_are_dropped_by_rule(statements: str, row: dict, rule: str) ->
 
 
 def test_statements_that_cannot_be_loaded_are_an_error(statements: str, tmp_path: Path) -> None:
-    with pytest.raises(curation.Malformed, match="`index` is 'x'"):
+    with pytest.raises(Malformed, match="`index` is 'x'"):
         curation.code_messages(code_row(index="x"), partial(find_statement, statements))
     with pytest.raises(UserError, match="problem statements of apps .train. cannot be loaded.*--statements"):
         find_statement(str(tmp_path), "apps", "train", 0)
@@ -308,7 +309,7 @@ CHAT = {
 @pytest.mark.parametrize(("row", "shape"), CHAT.values(), ids=CHAT.keys())
 def test_chat_shapes_are_told_by_their_keys(row: dict, shape: str) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert curation.chat_messages(row) == (shape, messages)
+    assert (read_chat_row(row).shape, read_chat_row(row).messages) == (shape, messages)
 
 
 def test_chat_shapes_with_system_and_history() -> None:
@@ -324,11 +325,11 @@ def test_chat_shapes_with_system_and_history() -> None:
     }
     expected = [("system", "s"), ("user", "q"), ("assistant", "b"), ("user", "do\nthis"), ("assistant", "a")]
     for row in (alpaca, sharegpt):
-        assert [(m["role"], m["content"]) for m in curation.chat_messages(row)[1]] == expected
+        assert [(m["role"], m["content"]) for m in read_chat_row(row).messages] == expected
     thinks = {
         "messages": [*chat_row()["messages"][:1], {"role": "assistant", "content": "a", "reasoning_content": "t"}]
     }
-    assert curation.chat_messages(thinks)[1][1]["reasoning_content"] == "t"
+    assert read_chat_row(thinks).messages[1]["reasoning_content"] == "t"
 
 
 @pytest.mark.parametrize(
@@ -354,8 +355,8 @@ def test_chat_shapes_with_system_and_history() -> None:
     ],
 )
 def test_malformed_chat_rows_say_what_was_found(row: Any, found: str) -> None:
-    with pytest.raises(curation.Malformed) as malformed:
-        curation.chat_messages(row)
+    with pytest.raises(Malformed) as malformed:
+        read_chat_row(row)
     assert found in malformed.value.args[0]
 
 

@@ -1,51 +1,19 @@
 """Conversations rendered with the chat templates of real models: what is supervised, and the prompts of both phases."""
 
 import copy
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import conversations
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.templates import SPECIAL, supervised_runs, tokenizer_of
 from vcore_ds.data.answers import code_prompt, math_prompt
 from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{4}."
 
-# (begin of sequence, end of turn) and the markers that are single tokens in the model's own vocabulary.
-SPECIAL = {
-    "qwen3": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
-    "qwen3_5_think": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
-    "llama3_1": ("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
-    "mistral_nemo": ("<s>", "</s>", ["[INST]", "[/INST]"]),
-    "smollm2": ("<|im_start|>", "<|im_end|>", []),
-    "deepseek_r1_distill": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>"]),
-}
-# How LLaMA 3 and Qwen3 cut text into words: line breaks stay together, whatever follows.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 OPENED_BY_PROMPT = {"qwen3_5_think", "deepseek_r1_distill"}
-
-
-@lru_cache
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """Bytes, and the model's own special tokens and chat template."""
-    begin, end, markers = SPECIAL[name]
-    return make_tokenizer(
-        (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
-        merges=[("Ċ", "Ċ"), ("Ġ", "Ġ"), (":", "Ċ"), (".", "Ċ"), ("Ġ", "I")],
-        word_pattern=WORDS,
-        special_tokens=[token for token in (begin, end, *markers) if token],
-        begin=begin or None,
-        end=end,
-        pad=None,
-    )
 
 
 def tokenize(name: str, *messages: tuple[str, str], **of_last: str):
@@ -53,12 +21,6 @@ def tokenize(name: str, *messages: tuple[str, str], **of_last: str):
     turns[-1] |= of_last
     (sequence,) = conversations.tokenize([Conversation(1, turns, "chat.jsonl")], tokenizer_of(name))
     return sequence
-
-
-def supervised_runs(name: str, sequence) -> list[str]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.supervised, [0]]).astype(int)))
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [tokenizer_of(name).decode(sequence.input_ids[start:end]) for start, end in pairs]
 
 
 @pytest.mark.parametrize("name", SPECIAL)

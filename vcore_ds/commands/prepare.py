@@ -12,8 +12,8 @@ HELP = "filter, sample and tokenize raw data into a token store"
 DESCRIPTION = (
     "Filter, sample and tokenize raw data into a token store, the folder of tokenized sequences that recipes train "
     "on. math: OpenMathReasoning, answers checked by math-verify. code: OpenCodeReasoning-2. chat: rows of messages, "
-    "ShareGPT or Alpaca. After an interruption, the same command resumes. Example: vcore-ds prepare chat data.jsonl "
-    "--tokenizer Qwen/Qwen3-0.6B --output data/chat"
+    "prompt and completion, ShareGPT or Alpaca. After an interruption, the same command resumes. Example: vcore-ds "
+    "prepare chat data.jsonl --tokenizer Qwen/Qwen3-0.6B --output data/chat"
 )
 
 
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)"
+    )
+    parser.add_argument(
+        "--supervise",
+        choices=["all", "last"],
+        default="all",
+        help="chat: learn all turns of the assistant, or the last one alone (default all)",
     )
     parser.add_argument("--split", help="split of hub data (default: math cot, code cpp, chat train)")
     parser.add_argument("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
@@ -85,6 +91,7 @@ def main(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         cutoff_length=arguments.cutoff_length,
         overlong=arguments.overlong,
+        supervise=arguments.supervise,
         answer_seconds=arguments.answer_seconds,
         statements=arguments.statements,
     )

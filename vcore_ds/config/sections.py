@@ -230,8 +230,8 @@ class WeightedPath(Section):
 
 class DataConfig(Section):
     """The data. Each path is a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a
-    folder of them, a glob pattern, or a hub id, with rows of {"messages": [{"role", "content"}, ...]}, ShareGPT or
-    Alpaca. Conversations are converted to a store once."""
+    folder of them, a glob pattern, or a hub id, with rows of {"messages": [{"role", "content"}, ...]}, {"prompt",
+    "completion"}, ShareGPT or Alpaca, with or without `tools`. Conversations are converted to a store once."""
 
     train_path: PathText | Annotated[tuple[WeightedPath, ...], Strict(False), Field(min_length=1)]
     """Training data, relative to the working directory. Several files as [{path: PATH, weight: NUMBER}, ...]: each
@@ -254,6 +254,9 @@ class DataConfig(Section):
     """Longest sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
     """Sequences longer than cutoff_length are dropped, or cut at their end."""
+    supervise: Literal["all", "last"] = "all"
+    """Learn all turns of the assistant, calls included, or the last one alone. `weight`, `loss` or `train` of a message
+    (0 or 1) leaves out single turns."""
     cache_dir: Text | None = None
     """Folder of the stores made from conversations; null for ~/.cache/vcore_ds ($XDG_CACHE_HOME). Best on a file system
     that all nodes share; otherwise each node makes a copy."""

@@ -14,8 +14,8 @@ from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import read_request
 from vcore_ds.common.paths import reading, unfinished_path, writing
-from vcore_ds.data.conversations import check_tokenizer
-from vcore_ds.data.store import MANIFEST
+from vcore_ds.data.conversations import Supervise, check_tokenizer
+from vcore_ds.data.store_checks import MANIFEST, check_supervision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ def find_or_make_store(
     *,
     cutoff_length: int,
     overlong: Literal["drop", "truncate"],
+    supervise: Supervise = "all",
     cache_folder: str | None = None,
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
@@ -45,6 +46,7 @@ def find_or_make_store(
     it and the others wait.
 
     Args:
+        supervise: turns of the assistant that are learned; a store must have been made with the same value.
         cache_folder: see `cache_root`.
         say: called with progress and problems.
         note: called with the formats and counts of the data; None for `say`.
@@ -55,6 +57,7 @@ def find_or_make_store(
     """
     with reading("", Path(path), "data, or a token store, that can be read"):
         if (Path(path) / MANIFEST).is_file():
+            check_supervision(Path(path), supervise)
             return Path(path)
     from vcore_ds.data.prepare.pipeline import TooManyFaults, prepare
     from vcore_ds.data.prepare.request import PrepareRequest, describe_origin
@@ -62,7 +65,9 @@ def find_or_make_store(
 
     check_tokenizer(tokenizer)
     name = str(tokenizer.name_or_path)
-    request = PrepareRequest("chat", (path,), name, "train", cutoff_length=cutoff_length, overlong=overlong)
+    request = PrepareRequest(
+        "chat", (path,), name, "train", cutoff_length=cutoff_length, overlong=overlong, supervise=supervise
+    )
     shards = find_shards(request.sources, request.split)
     # The fingerprint of a large file covers its first and last MiB only; changes in between show in its mtime.
     files = sorted({Path(shard.source) for shard in shards if shard.kind != "hub"})
@@ -94,11 +99,12 @@ def find_or_make_store(
                 note=note,
             )
         except TooManyFaults as error:
+            share = math.ceil(100 * error.share) / 100
+            options = f"--cutoff-length {cutoff_length} --supervise {supervise} --max-malformed {share}"
             raise UserError(
                 f"{error}\nThe data that a recipe names become a token store in {folder.parent} before training. To "
                 "leave out malformed rows, make the store yourself and name it instead of "
-                f"{path}: vcore-ds prepare chat {path} --tokenizer {name} --cutoff-length {cutoff_length} "
-                f"--max-malformed {math.ceil(100 * error.share) / 100} --output STORE"
+                f"{path}: vcore-ds prepare chat {path} --tokenizer {name} {options} --output STORE"
             ) from None
         finally:
             lock.release()

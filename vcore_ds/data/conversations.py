@@ -1,17 +1,39 @@
-"""Conversations: checked messages, and rendering by the tokenizer's chat template."""
+"""Conversations, rendered by the tokenizer's chat template: the text, and which of it the model generates."""
 
-import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError, TemplateRuntimeError
 
 from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.data.messages import TEMPLATE_FIELDS, Message, split_thinking
 
-Message = dict[str, Any]
-"""`role` and `content` are strings; further keys (`reasoning_content`, ...) are for the chat template."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-_EXPECTED = 'Expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+Supervise = Literal["all", "last"]
+"""Which turns of the assistant are learned."""
+
+_DATE = datetime(2024, 7, 26)
+"""The date that LLaMA 3.1's template prints by default. Templates that print today's (LLaMA 3.2, gpt-oss) are given
+this one, because prompts would differ from day to day."""
+
+_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+"""A template's call for today's date, which transformers lets no argument replace."""
+
+
+@lru_cache
+def _with_fixed_date(template: str) -> str:
+    return _TODAY.sub(lambda today: repr(_DATE.strftime(today[2])), template)
+
+
+_PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+_EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 
 
 @dataclass(frozen=True)
@@ -21,72 +43,37 @@ class Conversation:
     row: int
     """Line of a JSON-lines file or row of a parquet file, from 1."""
     messages: list[Message]
-    """At least one of them by the assistant."""
+    """At least one of them by the assistant; see `vcore_ds.data.messages.check_messages`."""
     path: str = ""
     """The file, for error messages."""
+    tools: Sequence[dict[str, Any]] = ()
+    """Schemas of the functions that the assistant may call."""
+    context_turns: Sequence[int] = ()
+    """Positions of the assistant's turns that are not learned."""
 
     @property
     def location(self) -> str:
         """`path:row`, for error messages."""
         return f"{self.path}:{self.row}"
 
-
-def split_thinking(text: str) -> tuple[str, str] | None:
-    """Split a text into (thinking, answer); None unless it is exactly one `<think>` pair and the answer after it."""
-    thinking, closing, answer = text.partition("</think>")
-    before, opening, thinking = thinking.partition("<think>")
-    if before.strip() or not (opening and closing) or "<think>" in thinking + answer or "</think>" in answer:
-        return None
-    return thinking.strip("\n"), answer.lstrip("\n")
+    @property
+    def has_tools(self) -> bool:
+        """Whether there are functions to call, or calls."""
+        return bool(self.tools) or any("tool_calls" in message for message in self.messages)
 
 
-def check_messages(messages: Any) -> list[Message]:
-    """Return the messages without null keys. Raises ValueError where they are no conversation."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`messages` is {_kind(messages)}. {_EXPECTED}.")
-    checked = [_message(message, f"message {i}") for i, message in enumerate(messages, start=1)]
-    if not any(message["role"] == "assistant" for message in checked):
-        roles = ", ".join(message["role"] for message in checked)
-        raise ValueError(f"no turn of the assistant to learn from, found the roles {roles}.")
-    return checked
+@dataclass(frozen=True)
+class RenderedConversation:
+    """A conversation rendered by the chat template."""
 
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f"{where} is {_kind(message)}, expected an object with `role` and `content`.")
-    # A parquet column gives every message all keys that any message has, with null where it has none.
-    message = {key: value for key, value in message.items() if value is not None}
-    for key in ("role", "content"):
-        if key not in message:
-            raise ValueError(f"{where} has no `{key}`, found {', '.join(message) or 'no key at all'}.")
-        if not isinstance(message[key], str):
-            raise ValueError(f"{where}: `{key}` is {_kind(message[key])}, expected a string.")
-    return message
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    kinds |= {int: "a number", float: "a number"}
-    name = "an empty list" if value == [] else kinds.get(type(value), type(value).__name__)
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=repr)
-    except RecursionError:
-        text = "nested too deeply"
-    return f"{name} ({_shorten(text)})"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_TEMPLATE_ARGUMENTS: dict[str, Any] = {"date_string": "26 Jul 2024"}
-"""Some templates (LLaMA 3.2) print today's date unless given one, so prompts would differ from day to day. This is the
-default of LLaMA 3.1's template."""
-
-_PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
+    conversation: Conversation
+    text: str
+    spans: list[tuple[int, int] | None]
+    """Characters that the model generates in each turn that is to be learned; None where it cannot be supervised."""
+    num_without_thinking: int = 0
+    """Supervised turns whose thinking the template leaves out."""
+    ignored: list[str] = field(default_factory=list)
+    """Keys of messages that the template does not read."""
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -108,104 +95,241 @@ def render_prompt(messages: list[Message], tokenizer: "PreTrainedTokenizerBase")
 
     Raises jinja2's `TemplateError` where the chat template refuses the messages.
     """
-    return _render(messages, tokenizer, add_generation_prompt=True)
+    return _Template(tokenizer).render_prompt(messages)
 
 
 @dataclass(frozen=True)
-class RenderedConversation:
-    """A conversation rendered by the chat template."""
+class _Template:
+    """A tokenizer's chat template with the functions of a conversation."""
 
-    conversation: Conversation
-    text: str
-    spans: list[tuple[int, int] | None]
-    """Characters that the model generates in each assistant turn; None where the turn cannot be supervised."""
+    tokenizer: "PreTrainedTokenizerBase"
+    tools: Sequence[dict[str, Any]] = ()
+
+    def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+        """Raises jinja2's `TemplateError` where the template refuses the messages."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(self.tools) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=self.source,
+                date_string=_DATE.strftime("%d %b %Y"),
+            )
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Templates compute with the keys of messages, which may be of any type.
+            raise TemplateRuntimeError(f"{type(error).__name__}: {first_line(error)}") from None
+        assert isinstance(text, str)  # one conversation, not tokenized
+        return text
+
+    def render_prompt(self, messages: list[Message]) -> str:
+        return self.render(messages, add_generation_prompt=True)
+
+    @cached_property
+    def source(self) -> str:
+        """The template, with the fixed date in the place of today's."""
+        return _with_fixed_date(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
+
+    @cached_property
+    def thinking_key(self) -> str | None:
+        """`thinking` for a template that reads thinking from this key (gpt-oss, LFM2), not from `reasoning_content`."""
+        is_read = re.search(r"\.thinking\b|['\"]thinking['\"]", self.source)
+        return "thinking" if is_read and "reasoning_content" not in self.source else None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the template marks thinking otherwise than by `<think>`: gpt-oss's channels."""
+        return self.thinking_key is not None and "<think>" not in self.source
+
+    def adapt(self, message: Message) -> Message:
+        """The message with thinking in the key that the template reads."""
+        thinking, answer = _thinking_and_answer(message)
+        if self.thinking_key is None or message["role"] != "assistant" or not thinking:
+            return message
+        message = {key: value for key, value in message.items() if key != "reasoning_content"}
+        return message | {"content": answer, self.thinking_key: thinking}
+
+    def compose(self, messages: list[Message]) -> tuple[str, int | None]:
+        """Return the text, and where its last turn begins if it was appended to the turn's generation prompt."""
+        adapted = [self.adapt(message) for message in messages]
+        text = self.render(adapted)
+        as_generated = self._last_turn_as_generated(adapted, messages[-1], text)
+        return (text, None) if as_generated is None else ("".join(as_generated), len(as_generated[0]))
+
+    def _last_turn_as_generated(self, messages: list[Message], unadapted: Message, text: str) -> tuple[str, str] | None:
+        """Return (prompt, last turn) where `text` differs from what the model would see and generate; else None.
+
+        The R1 distillations' template drops thinking from every turn, templates that do not know thinking drop
+        `reasoning_content`, Mistral's moves the system message once an answer follows, and gpt-oss's drops the thinking
+        before calls. Some generation prompts already end in `<think>`.
+        """
+        *before, last = messages
+        if last["role"] != "assistant" or not before:
+            return None
+        thinking, answer = _thinking_and_answer(unadapted)
+        has_calls = "tool_calls" in last
+        try:
+            prompt = self.render_prompt(before)
+            if text.startswith(prompt):
+                num_pairs = text.count("<think>") - self.render(before).count("<think>") if thinking else 0
+                expected = 0 if self.has_channels else 1
+                if not thinking or (num_pairs == expected and thinking.strip() in text):
+                    return None
+            if self.has_channels or has_calls:
+                question = [{"role": "user", "content": _PLACEHOLDER}]
+                start, turn = self.render_prompt(question), self.render([*question, last])
+                if not turn.startswith(start):
+                    return None
+                turn = turn.removeprefix(start)
+            else:
+                plain = self.render([*before, {"role": "assistant", "content": _PLACEHOLDER}])
+        except TemplateError:
+            return None
+        if self.has_channels:
+            return prompt, turn
+        opened_by_prompt = prompt.rstrip().endswith("<think>")
+        if opened_by_prompt and not thinking:  # the model would have to think first, and the row has no thinking
+            return None
+        opening = "" if opened_by_prompt and prompt.endswith("\n") else "\n" if opened_by_prompt else "<think>\n"
+        block = f"{opening}{thinking}\n</think>\n\n" if thinking else ""
+        if has_calls:
+            return None if "<think>" in turn else (prompt, block + turn)
+        header, _, end_of_turn = plain.rpartition(_PLACEHOLDER)
+        # Some templates put a space between a prompt and its answer.
+        space = header[len(header.rstrip()) :] if prompt.endswith(header.rstrip()[-8:]) else ""
+        return prompt, space + block + answer + end_of_turn
 
 
-def render_conversation(conversation: Conversation, tokenizer: "PreTrainedTokenizerBase") -> RenderedConversation:
+def render_conversation(
+    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", supervise: Supervise = "all"
+) -> RenderedConversation:
     """Render a conversation, and its prefixes to find the characters that the model generates.
 
     A span is None where prompt and turn, rendered alone, are no prefix of the full text, because the template rewrites
     earlier turns (Qwen3 removes their thinking). The last turn is appended to its generation prompt where the template
     would render it differently; its thinking, in one `<think>` pair or as `reasoning_content`, is always kept.
 
-    Raises `UserError` for a conversation that the template refuses.
+    In a conversation with tools, turns without thinking are supervised also where the template adds an empty `<think>`
+    block to a last turn but not to an earlier one.
+
+    Args:
+        supervise: `last` learns the assistant's last turn alone.
+
+    Raises `UserError` for a conversation that the template refuses, or of which it leaves something out.
+    """
+    template, messages = _Template(tokenizer, conversation.tools), conversation.messages
+    adapted = [template.adapt(message) for message in messages]
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    refused = f"{conversation.location}: the chat template of {tokenizer.name_or_path}"
+    try:
+        text, start_of_last = template.compose(messages)
+        spans = {turn: _find_span(turn, template, adapted, text, start_of_last) for turn in turns}
+        if conversation.has_tools:
+            spans = {
+                turn: span or _find_span(turn, template, adapted, text, start_of_last, without_empty_thinking=True)
+                for turn, span in spans.items()
+            }
+        left_out = _find_left_out(template, conversation, text, spans)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"{refused} refuses this conversation (roles {roles}): {error}.") from None
+    if left_out:
+        raise UserError(
+            f"{refused} leaves out {left_out}: the model would learn from another text than the row's. Take a model "
+            "whose template has it, or remove it from the row."
+        )
+    learned = [
+        turn for turn in (turns[-1:] if supervise == "last" else turns) if turn not in conversation.context_turns
+    ]
+    num_without_thinking = sum(
+        thinking.strip() not in text[slice(*span)]
+        for turn in learned
+        if (span := spans[turn]) and (thinking := _thinking_and_answer(messages[turn])[0])
+    )
+    ignored = _find_ignored(template, messages, text)
+    return RenderedConversation(conversation, text, [spans[turn] for turn in learned], num_without_thinking, ignored)
+
+
+def _find_span(
+    turn: int,
+    template: _Template,
+    messages: list[Message],
+    text: str,
+    start_of_last: int | None,
+    *,
+    without_empty_thinking: bool = False,
+) -> tuple[int, int] | None:
+    """Return the characters of `text` that the model generates in a turn of the assistant."""
+    if start_of_last is not None and turn == len(messages) - 1:
+        return start_of_last, len(text.rstrip())
+    if turn == 0:  # without a prompt it cannot be predicted from anything
+        return None
+    try:
+        prompt = template.render_prompt(messages[:turn])
+        prompt_and_turn = template.render(messages[: turn + 1])
+    except TemplateError:  # the template accepts the conversation but not this prefix
+        return None
+    if not prompt_and_turn.startswith(prompt):
+        return None
+    if without_empty_thinking and (block := _EMPTY_THINKING.match(prompt_and_turn, len(prompt))):
+        prompt_and_turn = prompt + prompt_and_turn[block.end() :]
+    # Templates end a turn with the end-of-turn token and a newline, which the model never generates.
+    return (len(prompt), len(prompt_and_turn.rstrip())) if text.startswith(prompt_and_turn) else None
+
+
+def _find_left_out(
+    template: _Template, conversation: Conversation, text: str, spans: dict[int, tuple[int, int] | None]
+) -> str:
+    """Name what of a conversation is not in its text; empty for nothing.
+
+    Thinking is not looked at, nor the assistant's text in turns that cannot be supervised: templates shorten earlier
+    turns on purpose, and these are counted.
     """
     messages = conversation.messages
-    try:
-        text = _render(messages, tokenizer)
-    except TemplateError as error:
-        raise UserError(
-            f"{conversation.location}: the chat template of {tokenizer.name_or_path} refuses this conversation "
-            f"(roles {', '.join(message['role'] for message in messages)}): {error}."
-        ) from None
-    as_generated = _last_turn_as_generated(messages, text, tokenizer)
-    if as_generated is not None:
-        text = "".join(as_generated)
+    contents = {
+        i: answer
+        for i, message in enumerate(messages)
+        if (answer := _thinking_and_answer(message)[1]).strip() and spans.get(i, (0, 0)) is not None
+    }
+    if not conversation.has_tools and all(answer.strip() in text for answer in contents.values()):
+        return ""
+    # Contents may occur elsewhere, and templates rewrite calls. So each is exchanged for a word of its own.
+    words: dict[str, str] = {}
 
-    def span(turn: int) -> tuple[int, int] | None:
-        if as_generated is not None and turn == len(messages) - 1:
-            return len(as_generated[0]), len(text.rstrip())
+    def word_for(what: str) -> str:
+        word = f"QZX{len(words)}ZXQ"
+        words[word] = what
+        return word
+
+    marked = [dict(message) for message in messages]
+    for i, message in enumerate(marked):
+        calls = message.get("tool_calls", [])
+        if i in contents:
+            what = f"message {i + 1} ({message['role']})"
+            before = message["content"].removesuffix(contents[i])
+            message["content"] = before + word_for(f"the text beside the call in {what}" if calls else what)
+        what = f"the call{'s' if len(calls) > 1 else ''} of message {i + 1}"
+        for j, call in enumerate(calls):
+            name, argument = word_for(what), word_for(what)
+            exchanged = {**call, "function": {**call["function"], "name": name, "arguments": {argument: argument}}}
+            message["tool_calls"] = [*message["tool_calls"][:j], exchanged, *message["tool_calls"][j + 1 :]]
+    tools = [{**tool, "function": {**tool["function"], "name": word_for("`tools`")}} for tool in conversation.tools]
+    marked_text, _ = replace(template, tools=tools).compose(marked)
+    return " and ".join(dict.fromkeys(what for word, what in words.items() if word not in marked_text))
+
+
+def _find_ignored(template: _Template, messages: list[Message], text: str) -> list[str]:
+    """Return the keys of messages that make no difference to the text."""
+    unknown = sorted({key for message in messages for key in message} - TEMPLATE_FIELDS)
+
+    def is_ignored(keys: Sequence[str]) -> bool:
         try:
-            prompt = render_prompt(messages[:turn], tokenizer)
-            prompt_and_turn = _render(messages[: turn + 1], tokenizer)
-        except TemplateError:  # the template accepts the conversation but not this prefix
-            return None
-        if not (text.startswith(prompt_and_turn) and prompt_and_turn.startswith(prompt)):
-            return None
-        # Templates end a turn with the end-of-turn token and a newline, which the model never generates.
-        return len(prompt), len(prompt_and_turn.rstrip())
+            without = [{key: value for key, value in message.items() if key not in keys} for message in messages]
+            return template.compose(without)[0] == text
+        except TemplateError:
+            return False
 
-    # A turn without a prompt cannot be predicted from anything.
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    return RenderedConversation(conversation, text, [span(turn) if turn > 0 else None for turn in turns])
-
-
-def _render(
-    messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, add_generation_prompt: bool = False
-) -> str:
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **_TEMPLATE_ARGUMENTS
-        )
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # Templates compute with the keys of messages, which may be of any type.
-        raise TemplateRuntimeError(f"{type(error).__name__}: {first_line(error)}") from None
-    assert isinstance(text, str)  # one conversation, not tokenized
-    return text
-
-
-def _last_turn_as_generated(
-    messages: list[Message], text: str, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[str, str] | None:
-    """Return (prompt, last turn) where `text` differs from what the model would see and generate; else None.
-
-    The R1 distillations' template drops thinking from every turn, templates that do not know thinking drop
-    `reasoning_content`, and Mistral's moves the system message once an answer follows. Some generation prompts already
-    end in `<think>`.
-    """
-    *before, last = messages
-    if last["role"] != "assistant" or not before:
-        return None
-    thinking, answer = _thinking_and_answer(last)
-    try:
-        prompt = render_prompt(before, tokenizer)
-        if text.startswith(prompt):
-            num_pairs = text.count("<think>") - _render(before, tokenizer).count("<think>") if thinking else 0
-            if not thinking or (num_pairs == 1 and thinking.strip() in text):
-                return None
-        plain = _render([*before, {"role": "assistant", "content": _PLACEHOLDER}], tokenizer)
-    except TemplateError:
-        return None
-    opened_by_prompt = prompt.rstrip().endswith("<think>")
-    header, _, end_of_turn = plain.rpartition(_PLACEHOLDER)
-    if thinking:
-        opening = "" if opened_by_prompt and prompt.endswith("\n") else "\n" if opened_by_prompt else "<think>\n"
-        answer = f"{opening}{thinking}\n</think>\n\n{answer}"
-    elif opened_by_prompt:  # the model would have to think first, and the row has no thinking
-        return None
-    # Some templates put a space between a prompt and its answer.
-    space = header[len(header.rstrip()) :] if prompt.endswith(header.rstrip()[-8:]) else ""
-    return prompt, space + answer + end_of_turn
+    return unknown if unknown and is_ignored(unknown) else [key for key in unknown if is_ignored([key])]
 
 
 def _thinking_and_answer(message: Message) -> tuple[str, str]:

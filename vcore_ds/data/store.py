@@ -149,6 +149,7 @@ class TokenStore(TokenizedSequences):
         ]
         lines += [f"{number:,} dropped: {rule}" for rule, number in counts.get("dropped", {}).items()]
         lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
+        lines += counts.get("reading", [])
         return "\n".join(lines)
 
     def __len__(self) -> int:

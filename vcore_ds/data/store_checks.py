@@ -90,6 +90,19 @@ def _check_entries(manifest: dict[str, Any]) -> None:
     for key in ("dropped", "noticed"):
         if not all(type(number) is int for number in counts.get(key, {}).values()):
             raise ValueError(f"counts.{key} is no table of integers")
+    if not all(isinstance(line, str) for line in counts.get("reading", [])):
+        raise ValueError("counts.reading is no list of texts")
+
+
+def check_supervision(folder: Path, supervise: str) -> None:
+    """Raise UserError for a store of conversations that was made with another value of `data.supervise`."""
+    manifest = read_manifest(folder)
+    found = manifest.get("filters", {}).get("supervise", "all")
+    if manifest.get("kind") == "chat" and found != supervise:
+        raise UserError(
+            f"{folder}: found a store made with --supervise {found}, expected {supervise} (data.supervise); set "
+            f"data.supervise={found}, or {REMEDY} and --supervise {supervise}"
+        )
 
 
 def check_files(folder: Path, sizes: dict[str, int]) -> None:

@@ -279,6 +279,7 @@ class DataReader:
             self.tokenizer,
             cutoff_length=settings.cutoff_length,
             overlong=settings.overlong,
+            supervise=settings.supervise,
             cache_folder=settings.cache_dir,
             say=self.console.say,
             note=self.console.note,

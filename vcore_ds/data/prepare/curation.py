@@ -1,13 +1,14 @@
 """Raw rows to conversations, and the rules that drop rows (appendix "Dataset Curation for supervised tasks")."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.data.answers import answer_spans, code_prompt, math_prompt
-from vcore_ds.data.conversations import Message, check_messages, split_thinking
+from vcore_ds.data.messages import Message, split_thinking
+from vcore_ds.data.prepare.rows import Malformed, check_object, find_names, find_texts
 
 OTHER_PROBLEM_TYPE = 'problem_type is not "has_answer_extracted"'
 OTHER_MODEL = 'generation_model is not "DeepSeek-R1"'
@@ -29,28 +30,12 @@ RULES = (
 )
 """Rules in the order in which they are applied and listed."""
 
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
-
-
 _MAX_INDEX_DIGITS = 12
 """Digits of a problem's number; int() raises for thousands of them."""
 
 
 class Dropped(Exception):
     """A rule drops the row, which is well formed; `args[0]` is the rule."""
-
-
-class Malformed(Exception):
-    """The row has a wrong form; `args[0]` says what was found and expected."""
 
 
 def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
@@ -61,7 +46,7 @@ def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Mes
     """
     _keep_only(row, "problem_type", "has_answer_extracted", OTHER_PROBLEM_TYPE)
     _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
-    fields = _texts(row, "problem", "generated_solution", "expected_answer")
+    fields = find_texts(row, "problem", "generated_solution", "expected_answer")
     thinking, answer = _split_trace(fields["generated_solution"])
     spans = answer_spans(answer)
     if not spans:
@@ -79,76 +64,17 @@ def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None
         find_statement: called with (data set, split, index) where `question` is "-"; returns the statement.
     """
     _keep_only(row, "judgement", "right", NOT_RIGHT)
-    fields = _texts(row, "question", "r1_generation")
+    fields = find_texts(row, "question", "r1_generation")
     thinking, answer = _split_trace(fields["r1_generation"])
     statement: str | None = fields["question"].strip()
     if statement == "-":
-        where = _texts(row, "dataset", "split", "index")
+        where = find_texts(row, "dataset", "split", "index")
         if not where["index"].isdecimal() or len(where["index"]) > _MAX_INDEX_DIGITS:
             raise Malformed(f"`index` is {where['index']!r:.60}, expected the number of the problem")
         statement = find_statement(where["dataset"], where["split"], int(where["index"]))
     if not statement:
         raise Dropped(NO_STATEMENT)
     return _messages(code_prompt(statement), thinking, answer)
-
-
-def chat_messages(row: Any) -> tuple[str, list[Message]]:
-    """Return (shape, messages) of a row in one of three shapes, recognised by its keys: `messages` (role and content),
-    `ShareGPT` (`conversations` of from and value, or role and content), `Alpaca` (instruction, input, output)."""
-    if not isinstance(row, dict):
-        raise Malformed(f"found {type(row).__name__}, expected an object")
-    row = {key: value for key, value in row.items() if value is not None}  # columns of other rows
-    if "messages" in row:
-        shape, messages = "messages", row["messages"]
-    elif "conversations" in row:
-        shape, messages = "ShareGPT", _sharegpt(row)
-    elif "instruction" in row and "output" in row:
-        shape, messages = "Alpaca", _alpaca(row)
-    else:
-        raise Malformed(
-            f"found the keys {_names(row)}; expected `messages`, `conversations`, or `instruction` and `output`: "
-            "rename the keys (a question to `instruction`, its answer to `output`)"
-        )
-    try:
-        checked = check_messages(messages)
-    except ValueError as error:
-        raise Malformed(str(error)) from None
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in checked[1:]):
-        raise Malformed("no turn of the assistant that answers something")
-    return shape, checked
-
-
-def _sharegpt(row: dict[str, Any]) -> list[Message]:
-    if not isinstance(row["conversations"], list):
-        raise Malformed(f"`conversations` is {type(row['conversations']).__name__}, expected a list")
-    messages = []
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        messages.append({"role": "system", "content": row["system"]})
-    for number, turn in enumerate(row["conversations"], start=1):
-        if not isinstance(turn, dict):
-            raise Malformed(f"turn {number} is {type(turn).__name__}, expected an object with `from` and `value`")
-        turn = {key: value for key, value in turn.items() if value is not None}
-        speaker, text = turn.pop("from", turn.pop("role", None)), turn.pop("value", turn.pop("content", None))
-        if not isinstance(speaker, str) or speaker.lower() not in _SPEAKERS:
-            raise Malformed(f"turn {number} is from {speaker!r:.60}, expected one of {', '.join(_SPEAKERS)}")
-        messages.append({**turn, "role": _SPEAKERS[speaker.lower()], "content": text})
-    return messages
-
-
-def _alpaca(row: dict[str, Any]) -> list[Message]:
-    fields = _texts(
-        {"input": "", "system": "", **row}, "instruction", "input", "output", "system", empty={"input", "system"}
-    )
-    messages = [{"role": "system", "content": fields["system"]}] if fields["system"].strip() else []
-    history = row.get("history") or []
-    if not isinstance(history, list):
-        raise Malformed(f"`history` is {type(history).__name__}, expected a list of pairs")
-    for pair in history:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise Malformed("`history` has an entry that is no pair of question and answer")
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    question = "\n".join(text for text in (fields["instruction"], fields["input"]) if text)
-    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": fields["output"]}]
 
 
 def _split_trace(text: str) -> tuple[str, str]:
@@ -167,29 +93,11 @@ def _messages(prompt: str, thinking: str, answer: str) -> list[Message]:
 
 
 def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
-    if not isinstance(row, dict):
-        raise Malformed(f"found {type(row).__name__}, expected an object")
+    check_object(row)
     if name not in row:
-        raise Malformed(f"no field `{name}`, found {_names(row)}")
+        raise Malformed(f"no field `{name}`, found {find_names(row)}")
     if row[name] != value:
         raise Dropped(rule)
-
-
-def _texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, str]:
-    """Row fields that must be strings; empty only where listed in `empty`."""
-    for name in names:
-        if name not in row:
-            raise Malformed(f"no field `{name}`, found {_names(row)}")
-        if not isinstance(row[name], str):
-            raise Malformed(f"`{name}` is {type(row[name]).__name__} ({row[name]!r:.60}), expected a string")
-        if not row[name].strip() and name not in empty:
-            raise Malformed(f"`{name}` is empty")
-    return {name: row[name] for name in names}
-
-
-def _names(row: dict[str, Any]) -> str:
-    """The row's keys for a message, shortened."""
-    return f"{', '.join(row):.300}" or "none"
 
 
 # OpenCodeReasoning-2 lacks the problem statements, whose licenses differ: `question` is "-", and `dataset`, `split` and

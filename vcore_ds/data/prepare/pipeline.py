@@ -30,9 +30,9 @@ from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_wor
 from vcore_ds.common.paths import check_folder, flush, refuse_existing
 from vcore_ds.common.progress import Progress
 from vcore_ds.data.conversations import check_tokenizer
-from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.request import PrepareRequest, check_finished, describe_origin
+from vcore_ds.data.prepare.rows import Malformed, find_names, read_chat_row
 from vcore_ds.data.prepare.selection import (
     SPARE,
     LengthSummary,
@@ -197,7 +197,13 @@ def prepare(
             tokenizer,
             # write_store adds the tokenizer.
             **{key: value for key, value in origin.items() if key != "tokenizer"},
-            counts={**counts, "kept": len(chosen), "noticed": report.noticed, "shapes": report.shapes},
+            counts={
+                **counts,
+                "kept": len(chosen),
+                "noticed": report.noticed,
+                "shapes": report.shapes,
+                "reading": report.describe_reading(),
+            },
             lengths=asdict(report.lengths),
             first_rows=[
                 (shard.source, first.overall)
@@ -295,10 +301,10 @@ def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None
             if row is BLANK or isinstance(row, Broken):
                 continue
             try:
-                shape, _ = curation.chat_messages(row)
-            except curation.Malformed:
+                shape = read_chat_row(row, from_table=first.is_table).shape
+            except Malformed:
                 continue
-            say(f"{source}: format {shape}, by the keys of its rows ({', '.join(row)})")
+            say(f"{source}: format {shape}, by the keys of its rows ({find_names(row)})")
             break
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import code_prompt, math_prompt
+from vcore_ds.data.conversations import Supervise
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.sources import Shard, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
@@ -23,6 +24,9 @@ SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
 """Default split of hub data."""
 HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
 """Default sources."""
+
+_ROWS_VERSION = 2
+"""How rows of conversations are read. 1 dropped `tools`, calls, and the weights of messages."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class PrepareRequest:
     cutoff_length: int = 16384
     """tokens; longer sequences are dropped or truncated"""
     overlong: Literal["drop", "truncate"] = "drop"
+    supervise: Supervise = "all"
+    """turns of the assistant that are learned, of chat data"""
     answer_seconds: int = 5
     """CPU seconds for comparing one answer"""
     statements: str | None = None
@@ -70,6 +76,12 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
         manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"{output}: is there already and is no token store; {remedy}") from None
+    filters, expected_filters = manifest.get("filters", {}), origin["filters"]
+    if filters.get("rows_version", 1) != expected_filters.get("rows_version", 1):
+        raise UserError(
+            f"{output}: found a store made by an earlier version of vcore_ds, which dropped `tools`, calls and weights "
+            f"of messages; prepare it again: {remedy}"
+        )
     for key, value in origin.items():
         if manifest.get(key) != value:
             raise UserError(
@@ -81,6 +93,8 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
 def _filters(request: PrepareRequest) -> dict[str, Any]:
     """Everything besides data, tokenizer and seed that determines the store's content."""
     filters: dict[str, Any] = {key: getattr(request, key) for key in ("split", "sample", "cutoff_length", "overlong")}
+    if request.kind == "chat":
+        filters |= {"supervise": request.supervise, "rows_version": _ROWS_VERSION}
     if request.kind == "math":
         filters |= {
             "prompt": math_prompt("{ORIGINAL QUESTION}"),

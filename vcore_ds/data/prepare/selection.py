@@ -1,7 +1,8 @@
 """Selection of the store's sequences from curated and tokenized rows, and the final table."""
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from pathlib import Path
@@ -23,6 +24,7 @@ NOTICED = {
     "truncated": "truncated at the cutoff: their ends, with the answer and the end of the turn, are not learned",
     "unsupervised_turns": "turns of the assistant are not supervised: with the turns that follow, the chat template "
     "renders them differently from what the model would have generated",
+    "dropped_thinking": "turns of the assistant are learned without their thinking, which the chat template leaves out",
     "empty_thinking": "have no thinking, and the chat template adds an empty <think> block to them: the model learns "
     "from these not to think",
 }
@@ -65,6 +67,10 @@ class PrepareReport:
     num_kept: int = 0
     noticed: dict[str, int] = field(default_factory=dict)
     """kept sequences by observation, see `NOTICED`"""
+    num_context_turns: int = 0
+    """turns of the assistant that the rows exclude from learning"""
+    ignored: dict[str, int] = field(default_factory=dict)
+    """kept rows by columns, and by keys of messages, that had no effect"""
     lengths: LengthSummary | None = None
 
     def count_shards(self, reports: Sequence[ShardReport]) -> None:
@@ -84,7 +90,7 @@ class PrepareReport:
         for outcome, rule in (
             (work.REFUSED, "refused by the chat template"),
             (work.LONG_PROMPT, "prompt alone longer than the cutoff"),
-            (work.UNSUPERVISED, "no turn that the model would generate"),
+            (work.UNSUPERVISED, "no turn to learn"),
             (work.OVERLONG, f"longer than {self.cutoff_length:,} tokens"),
         ):
             if outcomes[outcome]:
@@ -92,6 +98,15 @@ class PrepareReport:
         if num_not_sampled:
             self.dropped["not in the sample"] = num_not_sampled
         self.num_kept = num_kept
+
+    def describe_reading(self) -> list[str]:
+        """Lines on turns that rows exclude, and on fields that had no effect."""
+        lines = []
+        if self.num_context_turns:
+            lines.append(f"turns of the assistant with weight 0, or in a prompt: {self.num_context_turns:,}")
+        if self.ignored:
+            lines.append(f"ignored: {describe_ignored(self.ignored)}")
+        return lines
 
     def describe(self) -> str:
         """The table."""
@@ -102,6 +117,7 @@ class PrepareReport:
         lines = [f"{name:<{width}}  {value:>12}" for name, value in rows]
         if self.shapes:
             lines.append("formats: " + ", ".join(f"{shape} {number:,}" for shape, number in self.shapes.items()))
+        lines += self.describe_reading()
         if self.lengths is not None:
             lines += ["", f"{'tokens per sequence':<{width}}  {'mean':>12}{'p50':>8}{'p95':>8}{'max':>8}"]
             values = self.lengths
@@ -116,6 +132,17 @@ class PrepareReport:
                 lines += ["", f"Fewer than the {self.sample:,} that were asked for: no more rows passed."]
         return "\n".join(lines)
 
+
+def describe_ignored(ignored: Mapping[str, int]) -> str:
+    """Fields with the number of rows that have them, the most frequent ones first."""
+    fields = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"`{name}` {number:,}" for name, number in fields[:_MAX_SHOWN]]
+    others = [f"{len(fields) - _MAX_SHOWN:,} others"] if len(fields) > _MAX_SHOWN else []
+    return ", ".join([*shown, *others])
+
+
+_MAX_SHOWN = 10
+"""Ignored fields that are named."""
 
 SPARE = 2
 """curated rows per row of the sample, since some turn out to be too long"""
@@ -144,7 +171,7 @@ def select(request: PrepareRequest, reports: Sequence[ShardReport], folder: Path
 def read_block(folder: Path, block_number: int) -> dict[str, np.ndarray]:
     """Read a block without its tokens."""
     with np.load(folder / f"{block_number:05d}.npz") as stored:
-        names = ("outcomes", "faults", "lengths", "sequence_ids", *NOTICED)
+        names = ("outcomes", "faults", "lengths", "sequence_ids", "context_turns", "ignored", *NOTICED)
         return {name: stored[name] for name in names}
 
 
@@ -162,8 +189,14 @@ def choose(request: PrepareRequest, blocks: Sequence[Any], report: PrepareReport
         num_considered = int(np.flatnonzero(outcomes == work.KEPT)[len(chosen) - 1]) + 1
     counts = Counter(outcomes[:num_considered].tolist())
     report.count_outcomes(counts, num_kept=len(chosen), num_not_sampled=report.num_curated - num_considered)
-    noticed = {name: int(np.concatenate([block[name] for block in blocks])[: len(chosen)].sum()) for name in NOTICED}
+
+    def concatenate(name: str) -> np.ndarray:
+        return np.concatenate([block[name] for block in blocks])[: len(chosen)]
+
+    noticed = {name: int(concatenate(name).sum()) for name in NOTICED}
     report.noticed = {text: noticed[name] for name, text in NOTICED.items() if noticed[name]}
+    report.num_context_turns = int(concatenate("context_turns").sum())
+    report.ignored = dict(Counter(name for names in concatenate("ignored").tolist() for name in json.loads(names)))
     return chosen
 
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import write_atomically, write_json
-from vcore_ds.data.conversations import Conversation, Message, RenderedConversation, render_conversation
+from vcore_ds.data.conversations import Conversation, RenderedConversation, render_conversation
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import find_statement
 from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.prepare.rows import Malformed, read_chat_row
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
@@ -28,6 +29,12 @@ NUM_EXAMPLES_OF_FAULTS = 20
 
 MAX_FAULT_CHARACTERS = 1_000
 """Longest reported reason; reasons quote the row, which can be of any size."""
+
+MESSAGE_FIELD = "messages."
+"""Before the name of an ignored field of messages; columns of rows have none."""
+
+_MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
+"""Ignored fields of a row that are counted by name, and the characters of a name."""
 
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>")
 
@@ -84,11 +91,11 @@ def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folde
                     continue
                 report.num_rows += 1
                 try:
-                    line = _encode(_curate(request, row, checker, shapes))
+                    line = _encode(_curate(request, row, shard, checker, shapes))
                 except curation.Dropped as reason:
                     dropped[reason.args[0]] += 1
                     continue
-                except curation.Malformed as reason:
+                except Malformed as reason:
                     report.num_malformed += 1
                     if len(report.faults) < NUM_EXAMPLES_OF_FAULTS:
                         report.faults.append((number, reason.args[0][:MAX_FAULT_CHARACTERS]))
@@ -162,19 +169,24 @@ def tokenize_block(
     outcomes = np.full(len(rows), REFUSED, dtype=np.uint8)
     faults: list[str] = []
     rendered: dict[int, RenderedConversation] = {}
+    unknown_columns: dict[int, list[str]] = {}
     for i, row in enumerate(rows):
-        first, messages = first_rows[row.shard_number], _read_messages(folder / "curated", row)
+        first, curated = first_rows[row.shard_number], _read_curated_row(folder / "curated", row)
+        unknown_columns[i] = curated.pop("unknown_columns", [])
         try:
-            conversation = Conversation(first.in_source + row.number + 1, messages, first.source)
-            rendered[i] = render_conversation(conversation, tokenizer)
+            conversation = Conversation(first.in_source + row.number + 1, path=first.source, **curated)
+            rendered[i] = render_conversation(conversation, tokenizer, request.supervise)
         except UserError as error:
             faults.append(str(error)[:MAX_FAULT_CHARACTERS])
     sequences = tokenize_rendered(list(rendered.values()), tokenizer) if rendered else []
     kept: list[tuple[int, RenderedConversation, TokenizedSequence]] = []
+    ignored: list[str] = []
     for (i, item), sequence in zip(rendered.items(), sequences, strict=True):
         outcomes[i] = _judge(sequence, cutoff, request.overlong)
         if outcomes[i] == KEPT:
             kept.append((first_rows[rows[i].shard_number].overall + rows[i].number, item, sequence))
+            fields = [*unknown_columns[i], *(f"{MESSAGE_FIELD}{key}" for key in item.ignored)]
+            ignored.append(json.dumps([name[:_MAX_NAME_CHARACTERS] for name in fields[:_MAX_IGNORED]]))
         elif outcomes[i] == LONG_PROMPT and request.overlong == "truncate":
             prompt_length = int(np.flatnonzero(sequence.supervised)[0])
             faults.append(
@@ -192,6 +204,9 @@ def tokenize_block(
             truncated=np.array([len(sequence) > cutoff for _, _, sequence in kept], dtype=np.bool_),
             unsupervised_turns=np.array([item.spans.count(None) for _, item, _ in kept], dtype=np.int64),
             empty_thinking=np.array([_adds_empty_thinking(item) for _, item, _ in kept], dtype=np.bool_),
+            dropped_thinking=np.array([item.num_without_thinking for _, item, _ in kept], dtype=np.int64),
+            context_turns=np.array([len(item.conversation.context_turns) for _, item, _ in kept], dtype=np.int64),
+            ignored=np.array(ignored, dtype=np.str_),
             ids=_concatenate([sequence.input_ids[:cutoff] for _, _, sequence in kept], np.int32),
             marks=_concatenate([_marks(sequence)[:cutoff] for _, _, sequence in kept], np.uint8),
         )
@@ -219,30 +234,38 @@ def _judge(sequence: TokenizedSequence, cutoff_length: int, overlong: str) -> in
     return OVERLONG if overlong == "drop" and len(sequence) > cutoff_length else KEPT
 
 
-def _curate(request: PrepareRequest, row: Any, checker: AnswerChecker, shapes: Counter[str]) -> list[Message]:
+def _curate(
+    request: PrepareRequest, row: Any, shard: Shard, checker: AnswerChecker, shapes: Counter[str]
+) -> dict[str, Any]:
+    """Return the arguments of a `Conversation` besides its place, and `unknown_columns`."""
     if isinstance(row, Broken):
-        raise curation.Malformed(row.reason)
+        raise Malformed(row.reason)
     if request.kind == "math":
-        return curation.math_messages(row, checker.check)
+        return {"messages": curation.math_messages(row, checker.check)}
     if request.kind == "code":
-        return curation.code_messages(row, partial(find_statement, request.statements))
-    shape, messages = curation.chat_messages(row)
-    shapes[shape] += 1
-    return messages
+        return {"messages": curation.code_messages(row, partial(find_statement, request.statements))}
+    chat = read_chat_row(row, from_table=shard.is_table)
+    shapes[chat.shape] += 1
+    return {
+        "messages": chat.messages,
+        "tools": chat.tools,
+        "context_turns": chat.context_turns,
+        "unknown_columns": chat.unknown,
+    }
 
 
-def _encode(messages: list[Message]) -> bytes:
+def _encode(curated: dict[str, Any]) -> bytes:
     """Return a line of JSON. Raises `Malformed` for invalid Unicode, and for types of parquet that JSON lacks."""
     try:
-        json.dumps(messages, ensure_ascii=False).encode()
-        return json.dumps(messages).encode() + b"\n"
+        json.dumps(curated, ensure_ascii=False).encode()
+        return json.dumps(curated).encode() + b"\n"
     except UnicodeEncodeError as error:
-        raise curation.Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
+        raise Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
     except (TypeError, RecursionError) as error:
-        raise curation.Malformed(f"a message that cannot be written as JSON ({first_line(error)})") from None
+        raise Malformed(f"a message that cannot be written as JSON ({first_line(error)})") from None
 
 
-def _read_messages(folder: Path, row: Curated) -> list[Message]:
+def _read_curated_row(folder: Path, row: Curated) -> dict[str, Any]:
     with (folder / f"{row.shard_number:05d}.jsonl").open("rb") as file:
         file.seek(row.offset)
         return json.loads(file.readline())

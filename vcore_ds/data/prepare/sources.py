@@ -59,6 +59,11 @@ class Shard:
         """Whether this is the first shard of its source; a source named twice has two (upsampling)."""
         return self.start == 0
 
+    @property
+    def is_table(self) -> bool:
+        """Whether nested objects have the keys of all rows, with null where a row lacks them."""
+        return self.kind in ("parquet", "hub")
+
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (number within the shard from 0, row or `Broken` or `BLANK`)."""
         with reading("", Path(self.source), _READABLE):

@@ -1,0 +1,51 @@
+"""Tokenizers with the chat templates of real models."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from tests.helpers.tokenizer import make_tokenizer
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+
+# (begin of sequence, end of turn) and the markers that are single tokens in the model's own vocabulary.
+SPECIAL = {
+    "qwen3": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
+    "qwen3_5_think": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
+    "llama3_1": ("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
+    "mistral_nemo": ("<s>", "</s>", ["[INST]", "[/INST]"]),
+    "smollm2": ("<|im_start|>", "<|im_end|>", []),
+    "deepseek_r1_distill": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>"]),
+}
+WITH_CHANNELS = {
+    "gpt_oss": ("<|startoftext|>", "<|return|>", ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"])
+}
+"""Templates that mark thinking otherwise than by `<think>`."""
+# How LLaMA 3 and Qwen3 cut text into words: line breaks stay together, whatever follows.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@lru_cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """Bytes, and the model's own special tokens and chat template."""
+    begin, end, markers = (SPECIAL | WITH_CHANNELS)[name]
+    return make_tokenizer(
+        (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
+        merges=[("Ċ", "Ċ"), ("Ġ", "Ġ"), (":", "Ċ"), (".", "Ċ"), ("Ġ", "I")],
+        word_pattern=WORDS,
+        special_tokens=[token for token in (begin, end, *markers) if token],
+        begin=begin or None,
+        end=end,
+        pad=None,
+    )
+
+
+def supervised_runs(name: str, sequence) -> list[str]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.supervised, [0]]).astype(int)))
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [tokenizer_of(name).decode(sequence.input_ids[start:end]) for start, end in pairs]

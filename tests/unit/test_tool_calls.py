@@ -1,0 +1,304 @@
+"""Rows with functions and calls, against transformers' rendering by the chat templates of real models."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.helpers.templates import supervised_runs, tokenizer_of
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.prepare.rows import Malformed, read_chat_row
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Temperature of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "unit": {"type": "string", "enum": ["C", "F"]}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}},
+]
+ASK = {"role": "user", "content": "How warm is Paris?"}
+FINAL = {"role": "assistant", "content": "It has 18 degrees."}
+
+
+def call(name: str = "weather", arguments: Any = None, **turn: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": {"city": "Paris"} if arguments is None else arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]} | turn
+
+
+def result(text: str = "18") -> dict[str, Any]:
+    return {"role": "tool", "content": text}
+
+
+def sequence_of(template: str, row: dict[str, Any], supervise: Any = "all") -> TokenizedSequence:
+    chat = read_chat_row(row)
+    conversation = Conversation(1, chat.messages, "rows.jsonl", chat.tools, chat.context_turns)
+    (sequence,) = tokenize_rendered(
+        [render_conversation(conversation, tokenizer_of(template), supervise)], tokenizer_of(template)
+    )
+    return sequence
+
+
+def reference_ids(template: str, messages: list[dict[str, Any]], tools: Any = TOOLS, **options: Any) -> list[int]:
+    """Token ids by transformers alone; of gpt-oss's, which prints today's date, with ours."""
+    tokenizer = tokenizer_of(template)
+    if template == "gpt_oss":
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        text = re.sub(r"Current date: [0-9-]+", "Current date: 2024-07-26", text)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **options)
+
+
+QWEN3_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
+QWEN3_FINAL = "It has 18 degrees.<|im_end|>"
+EMPTY = "<think>\n\n</think>\n\n"
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Paris"}}<|eot_id|>'
+LLAMA_FINAL = "It has 18 degrees.<|eot_id|>"
+GPT_OSS_CALL = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'
+GPT_OSS_FINAL = "<|channel|>final<|message|>It has 18 degrees.<|return|>"
+SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHT = {"reasoning_content": "Look it up."}
+
+# template, messages, the assistant's turns as the model generates them.
+RENDERED: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
+    "qwen3": ("qwen3", [ASK, call(), result(), FINAL], [QWEN3_CALL, EMPTY + QWEN3_FINAL]),
+    "qwen3, two steps": (
+        "qwen3",
+        [SYSTEM, ASK, call(), result(), call("now", {}), result("12:00"), FINAL],
+        [QWEN3_CALL, QWEN3_CALL.replace("weather", "now").replace('{"city": "Paris"}', "{}"), EMPTY + QWEN3_FINAL],
+    ),
+    "qwen3, thinking in both steps": (
+        "qwen3",
+        [ASK, call(**THOUGHT), result(), FINAL | THOUGHT],
+        [f"<think>\nLook it up.\n</think>\n\n{turn}" for turn in (QWEN3_CALL, QWEN3_FINAL)],
+    ),
+    "qwen3, a call at the end": ("qwen3", [ASK, call()], [EMPTY + QWEN3_CALL]),
+    "qwen3, text beside the call": ("qwen3", [ASK, call(content="Let me see.")], [f"{EMPTY}Let me see.\n{QWEN3_CALL}"]),
+    "qwen3, a second question": (
+        "qwen3",
+        [ASK, call(), result(), FINAL, ASK, call(), result(), FINAL],
+        [QWEN3_CALL, QWEN3_FINAL, QWEN3_CALL, EMPTY + QWEN3_FINAL],
+    ),
+    "llama3_1": ("llama3_1", [ASK, call(), result(), FINAL], [LLAMA_CALL, LLAMA_FINAL]),
+    "llama3_1, a call at the end": ("llama3_1", [SYSTEM, ASK, call()], [LLAMA_CALL]),
+    "llama3_1, a second question": (
+        "llama3_1",
+        [ASK, call(), result(), FINAL, ASK, FINAL],
+        [LLAMA_CALL, LLAMA_FINAL, LLAMA_FINAL],
+    ),
+    "gpt_oss": ("gpt_oss", [SYSTEM, ASK, call(), result(), FINAL], [GPT_OSS_CALL, GPT_OSS_FINAL]),
+    "gpt_oss, thinking at the end": (
+        "gpt_oss",
+        [ASK, call(), result(), {**FINAL, "thinking": "So 18."}],
+        [GPT_OSS_CALL, f"<|channel|>analysis<|message|>So 18.<|end|><|start|>assistant{GPT_OSS_FINAL}"],
+    ),
+    "gpt_oss, thinking before a call": (
+        "gpt_oss",
+        [ASK, call(thinking="Look it up.")],
+        [f"<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant{GPT_OSS_CALL}"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "messages", "turns"), RENDERED.values(), ids=RENDERED)
+def test_tools_and_calls_are_rendered_as_by_transformers_and_calls_are_supervised(
+    template: str, messages: list[dict[str, Any]], turns: list[str]
+) -> None:
+    sequence = sequence_of(template, {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    assert sequence.input_ids.tolist() == reference_ids(template, messages)
+    assert supervised_runs(template, sequence) == turns
+    # Each is predicted from the prompt that the model is given at inference.
+    starts = np.flatnonzero(np.diff(sequence.supervised.astype(int)) == 1) + 1
+    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for start, turn in zip(starts, assistant, strict=True):
+        if turn == assistant[-1] or template != "gpt_oss":
+            expected = reference_ids(template, messages[:turn], add_generation_prompt=True)
+            assert sequence.input_ids[:start].tolist() == expected
+
+
+def test_thinking_before_a_call_of_gpt_oss_is_context_of_its_answer_as_at_inference() -> None:
+    """Its template drops such thinking once an answer follows, but not from the prompt of this answer."""
+    messages = [ASK, call(thinking="Look it up."), result(), FINAL]
+    sequence = sequence_of("gpt_oss", {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    prompt = reference_ids("gpt_oss", messages[:-1], add_generation_prompt=True)
+    assert sequence.input_ids[: len(prompt)].tolist() == prompt
+    analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
+    assert supervised_runs("gpt_oss", sequence) == [analysis + GPT_OSS_CALL, GPT_OSS_FINAL]
+
+
+def test_thinking_of_gpt_oss_without_tools_goes_to_its_channel() -> None:
+    for turn in (
+        {**FINAL, "reasoning_content": "So 18."},
+        {**FINAL, "thinking": "So 18."},
+        {**FINAL, "content": f"<think>\nSo 18.\n</think>\n\n{FINAL['content']}"},
+    ):
+        sequence = sequence_of("gpt_oss", {"messages": [ASK, turn]})
+        expected = reference_ids("gpt_oss", [ASK, {**FINAL, "thinking": "So 18."}], None)
+        assert sequence.input_ids.tolist() == expected
+        (target,) = supervised_runs("gpt_oss", sequence)
+        assert target == f"<|channel|>analysis<|message|>So 18.<|end|><|start|>assistant{GPT_OSS_FINAL}"
+    assert "Current date: 2024-07-26" in render_prompt([ASK], tokenizer_of("gpt_oss"))
+
+
+def test_a_question_that_follows_takes_thinking_out_of_calls_and_these_are_context() -> None:
+    messages = [ASK, call(**THOUGHT), result(), FINAL | THOUGHT, ASK, FINAL | THOUGHT]
+    sequence = sequence_of("qwen3", {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    assert sequence.input_ids.tolist() == reference_ids("qwen3", messages)
+    assert supervised_runs("qwen3", sequence) == [f"<think>\nLook it up.\n</think>\n\n{QWEN3_FINAL}"]
+
+
+FUNCTION = {"name": "weather", "arguments": '{"city":"Paris"}'}
+OTHER_FORMS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+    "OpenAI: arguments as text, content null": (
+        [
+            ASK,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": FUNCTION}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "18"}]},
+            FINAL,
+        ],
+        TOOLS,
+    ),
+    "OpenAI's older function_call": (
+        [
+            ASK,
+            {"role": "assistant", "content": None, "function_call": FUNCTION},
+            {"role": "function", "name": "weather", "content": "18"},
+            FINAL,
+        ],
+        TOOLS,
+    ),
+    "no content, bare functions": (
+        [ASK, {"role": "assistant", "tool_calls": [FUNCTION]}, result(), FINAL],
+        [tool["function"] for tool in TOOLS],
+    ),
+    "ms-swift: turns of calls, tools as text": (
+        [ASK, {"role": "tool_call", "content": json.dumps(FUNCTION)}, {**result(), "role": "tool_response"}, FINAL],
+        json.dumps(TOOLS),
+    ),
+}
+
+
+@pytest.mark.parametrize("template", ["qwen3", "llama3_1", "gpt_oss"])
+@pytest.mark.parametrize(("messages", "tools"), OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_forms_of_calls_and_tools_are_equivalent(template: str, messages: list[dict[str, Any]], tools: Any) -> None:
+    expected = sequence_of(template, {"messages": [ASK, call(), result(), FINAL], "tools": TOOLS})
+    sequence = sequence_of(template, {"messages": messages, "tools": tools})
+    np.testing.assert_array_equal(sequence.input_ids, expected.input_ids)
+    np.testing.assert_array_equal(sequence.supervised, expected.supervised)
+
+
+def test_calls_in_sharegpt_and_several_calls_of_a_turn() -> None:
+    turns = [
+        {"from": "human", "value": ASK["content"]},
+        {"from": "gpt", "value": "Let me see."},
+        {"from": "function_call", "value": json.dumps(FUNCTION)},
+        {"from": "function_call", "value": json.dumps({"name": "now", "arguments": {}})},
+        {"from": "observation", "value": "18"},
+        {"from": "observation", "value": "12:00"},
+        {"from": "gpt", "value": FINAL["content"]},
+    ]
+    both = call(content="Let me see.")
+    both["tool_calls"].extend(call("now", {})["tool_calls"])
+    messages = [ASK, both, result(), result("12:00"), FINAL]
+    sequence = sequence_of("qwen3", {"conversations": turns, "tools": json.dumps(TOOLS)})
+    assert sequence.input_ids.tolist() == reference_ids("qwen3", messages)
+    first, _ = supervised_runs("qwen3", sequence)
+    assert first.startswith("Let me see.\n<tool_call>") and first.count("<tool_call>") == 2
+
+
+LEFT_OUT = {
+    "no calls in the template": ("smollm2", [ASK, call(), result(), FINAL], TOOLS, "the call of message 2 and `tools`"),
+    "no tools in the template": ("smollm2", [ASK, FINAL], TOOLS, "leaves out `tools`"),
+    "calls alone": ("deepseek_r1_distill", [ASK, call(), result(), FINAL], None, "the call of message 2"),
+    "text beside a call": (
+        "llama3_1",
+        [ASK, call(content="Let me see."), result(), FINAL],
+        TOOLS,
+        "the text beside the call in message 2 (assistant)",
+    ),
+    "second call": (
+        "gpt_oss",
+        [ASK, call(tool_calls=call()["tool_calls"] * 2), result(), FINAL],
+        TOOLS,
+        "the calls of message 2",
+    ),
+    "two calls": (
+        "llama3_1",
+        [ASK, call(tool_calls=call()["tool_calls"] * 2), result(), FINAL],
+        TOOLS,
+        "refuses this conversation (roles user, assistant, tool, assistant): This model only supports single tool-c",
+    ),
+    "role": ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK, FINAL], None, "message 1 (developer)"),
+}
+
+
+@pytest.mark.parametrize(("template", "messages", "tools", "found"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_a_template_cannot_render_is_refused_with_the_row(
+    template: str, messages: list[dict[str, Any]], tools: Any, found: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        sequence_of(template, {"messages": copy.deepcopy(messages), "tools": tools})
+    assert str(error.value).startswith("rows.jsonl:1: the chat template of ") and found in str(error.value)
+
+
+MALFORMED = {
+    "arguments": ([ASK, call(arguments="{city")], None, "message 2: `arguments` of the call of weather is no JSON"),
+    "list": (
+        [ASK, call(arguments=[1])],
+        None,
+        "`arguments` of the call of weather is a list ([1]), expected an object",
+    ),
+    "no name": ([ASK, call(name=None)], None, "message 2: a call is an object"),
+    "calls of the user": ([{**call(), "role": "user"}, FINAL], None, "found `tool_calls` in a turn of the user"),
+    "tools": ([ASK, FINAL], "weather", "`tools` is no JSON (weather)"),
+    "no schema": ([ASK, FINAL], [{"description": "x"}], "tool 1 is an object"),
+}
+
+
+@pytest.mark.parametrize(("messages", "tools", "found"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_calls_and_tools_say_what_was_found(messages: Any, tools: Any, found: str) -> None:
+    with pytest.raises(Malformed) as malformed:
+        read_chat_row({"messages": copy.deepcopy(messages), "tools": tools})
+    assert found in malformed.value.args[0]
+
+
+def test_tools_in_parquet_and_json_lines_are_the_same(tmp_path: Path) -> None:
+    """Parquet gives every object the keys of all, with null where a row has none; in JSON a null is an argument."""
+    tokenizer_of("qwen3").save_pretrained(tmp_path / "tokenizer")
+    rows = [
+        {"messages": [ASK, call("weather", {"city": "Paris"}), result(), FINAL], "tools": TOOLS},
+        {"messages": [ASK, call("now", {"zone": "UTC"}), result("12:00"), FINAL], "tools": TOOLS[1:]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts = []
+    for source in ("rows.parquet", "rows.jsonl"):
+        request = PrepareRequest("chat", (str(tmp_path / source),), str(tmp_path / "tokenizer"), "train")
+        prepare(request, tmp_path / f"{source}.store", say=lambda _: None)
+        store = TokenStore(tmp_path / f"{source}.store")
+        texts.append([tokenizer_of("qwen3").decode(sequence.input_ids) for sequence in store])
+    assert texts[0] == texts[1] and '{"name": "now", "arguments": {"zone": "UTC"}}' in texts[0][1]
+    with_null = sequence_of("qwen3", {"messages": [ASK, call(arguments={"city": None}), result(), FINAL]})
+    assert '"arguments": {"city": null}' in tokenizer_of("qwen3").decode(with_null.input_ids)
