@@ -9,7 +9,7 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.data.dataset import Store
-from vcore_ds.data.prepare.curation import Malformed, chat_messages
+from vcore_ds.data.prepare.rows import Malformed, read_chat_row
 from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import MANIFEST
@@ -62,14 +62,15 @@ def _raw_bytes(paths: Sequence[str]) -> int:
 
 
 def _read_messages(paths: Sequence[str]) -> list[str]:
-    """The messages of each conversation, as JSON with sorted keys; without malformed rows."""
+    """Messages and tools of each conversation, as JSON with sorted keys; without malformed rows."""
     conversations = []
     for shard in find_shards(paths, "train"):
         for _, row in shard.rows():
             if row is BLANK or isinstance(row, Broken):
                 continue
             try:
-                conversations.append(json.dumps(chat_messages(row)[1], sort_keys=True))
+                chat = read_chat_row(row, from_table=shard.is_table)
+                conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))
             except (Malformed, TypeError):
                 continue
     return conversations
