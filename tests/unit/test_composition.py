@@ -1,5 +1,6 @@
 """Recipes from several files: what wins, where a value comes from, and what cannot be read."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from tests.helpers.recipes import write_yaml as write
 from vcore_ds.commands.cli import launch, main
 from vcore_ds.commands.quickstart import session
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
-from vcore_ds.commands.quickstart.session import load_with_pool, without_chosen
+from vcore_ds.commands.quickstart.session import load_with_additions, prepare_files, without_chosen
+from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import compose, dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
@@ -352,11 +354,54 @@ def test_the_quickstart_keeps_what_a_fragment_or_an_override_chose(folder: Path)
 @pytest.mark.parametrize("checkout", ["/src/vcore_ds", "/my #1 repo", "/a: b", "/[x]"])
 def test_the_quickstart_runs_in_any_checkout(checkout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "DATA", data := Path(checkout, "runs", "quickstart_data"))
-    recipe, pool = load_with_pool(["presets/trusted.yaml", "data.trusted_share=0.25"])
+    recipe, pool = load_with_additions(["presets/trusted.yaml", "data.trusted_share=0.25"])
     assert recipe.data.probe_path == str(data / "trusted.jsonl") and len(pool) == 1
-    assert load_with_pool([])[1] == [] == load_with_pool(["presets/trusted.yaml", "data.probe_path=mine.jsonl"])[1]
+    assert (
+        load_with_additions([])[1]
+        == []
+        == load_with_additions(["presets/trusted.yaml", "data.probe_path=mine.jsonl"])[1]
+    )
     with pytest.raises(RecipeError, match="run.seeed"):
-        load_with_pool(["run.seeed=1", "presets/trusted.yaml"])
+        load_with_additions(["run.seeed=1", "presets/trusted.yaml"])
     values = {"data.train_path": str(data / "train.jsonl"), "data.validation_path": {"correct": str(data / "a.jsonl")}}
+    assert load_with_additions(["schedule.num_epochs=2"])[0].schedule.num_epochs == 2  # alone, instead of the steps
     loaded = load_recipe(QUICKSTART, [*pool, *without_chosen(values, load_recipe(QUICKSTART), [])]).data
     assert {"data.train_path": loaded.train_path, "data.validation_path": loaded.validation_path} == values
+
+
+def test_the_quickstart_on_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """An epoch of it, a tenth of its rows held out, and the rows of both copies where they are in the file."""
+    monkeypatch.setattr(session, "DATA", folder / "data")
+    monkeypatch.setattr(session, "REPOSITORY", folder)
+    rows = [json.dumps({"messages": [{"role": "user", "content": str(i)}]}) for i in range(40)]
+
+    def load(*given: str) -> Recipe:
+        words = ["model.path=m", *given]
+        recipe, added = load_with_additions(words)
+        return load_recipe(QUICKSTART, [*words, *added, *prepare_files(recipe, words)])
+
+    for name, text in {
+        "mine.jsonl": "\n".join([rows[0], "", *rows[1:]]) + "\n",
+        "mine.json": json.dumps([json.loads(row) for row in rows]),
+    }.items():
+        (folder / name).write_text(text)
+        made = load(f"data.train_path={folder / name}")
+        assert (made.schedule.num_steps, made.schedule.num_epochs) == (None, 1)
+        assert made.data.cutoff_length == session.OWN_CUTOFF_LENGTH > load_recipe(QUICKSTART).data.cutoff_length
+        training, held_out = (
+            Path(path).read_text().split("\n") for path in (made.data.train_path, made.data.validation_path)
+        )
+        lines = text.split("\n") if name.endswith("l") else rows
+        assert [one or other for one, other in zip(training, held_out, strict=True)] == lines
+        assert sum(map(bool, held_out)) == 4 and sum(map(bool, training)) == 36
+        assert "40 rows, 4 of them held out" in capsys.readouterr().out
+    before = Path(made.data.train_path).stat()
+    chosen = load(f"data.train_path={folder / name}", "schedule.num_steps=8", "data.cutoff_length=99")
+    assert Path(made.data.train_path).stat() == before  # so that its token store is found again
+    assert (chosen.schedule.num_steps, chosen.data.cutoff_length) == (8, 99)
+    mine = load(f"data.train_path={folder / name}", "data.validation_path=null", "schedule.num_epochs=3")
+    assert (mine.data.validation_path, mine.data.train_path) == (None, str(folder / name))
+    assert (mine.schedule.num_steps, mine.schedule.num_epochs) == (None, 3)
+    assert load(f"data.train_path={folder}").data.validation_path is None
+    with pytest.raises(UserError, match=r"typo\.jsonl: there is no such file"):
+        load(f"data.train_path={folder / 'typo.jsonl'}")

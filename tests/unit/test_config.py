@@ -320,7 +320,7 @@ RULES: list[tuple[list[str], str, list[str]]] = [
     ),
     (
         ["data.trusted_share=0.01", POOL],
-        "data.trusted_share: found 0.01 together with batch.global_size 32, which is 0 trusted sequence(s); expected "
+        "data.trusted_share: found 0.01 together with batch.global_size 32, which is 0 trusted sequences; expected "
         "between 1 and 31",
         ["data.trusted_share=0.1"],
     ),

@@ -11,10 +11,10 @@ from vcore_ds.train.loop import LONG_SECONDS, say_rest
     ("seconds", "advice", "begin"),
     [
         (59.0, SHORTER, ""),
-        (60.0, SHORTER, "Time: the other 9 step(s) take about 1m00s, until 2"),
-        (LONG_SECONDS, SHORTER, "Time: the other 9 step(s) take about 15m00s, until 2"),
-        (LONG_SECONDS + 1, SHORTER, "warning: the other 9 step(s) take about 15m01s, until 2"),
-        (LONG_SECONDS + 1, "", "Time: the other 9 step(s) take about 15m01s, until 2"),
+        (60.0, SHORTER, "Time: 9 more steps in about 1m00s, until 2"),
+        (LONG_SECONDS, SHORTER, "Time: 9 more steps in about 15m00s, until 2"),
+        (LONG_SECONDS + 1, SHORTER, "warning: 9 more steps in about 15m01s, until 2"),
+        (LONG_SECONDS + 1, "", "Time: 9 more steps in about 15m01s, until 2"),
     ],
 )
 def test_a_long_run_is_told_at_once(

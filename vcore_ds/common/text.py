@@ -33,6 +33,11 @@ def align_columns(rows: Sequence[Sequence[str]], left: Collection[str] = (), *, 
     ]
 
 
+def count(number: float, noun: str) -> str:
+    """Such as `1 rank`, `2,000 ranks` or `0.2 epochs`."""
+    return f"{number:,.12g} {noun}{'s' * (number != 1)}"
+
+
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a Markdown table; the second row, of `---` and `---:`, aligns the columns."""
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from vcore_ds.common.text import count
 from vcore_ds.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -244,7 +245,8 @@ def _data_rules(recipe: Recipe) -> Iterator[BrokenRule]:
         yield BrokenRule(
             ("data.trusted_share", "batch.global_size"),
             f"between 1 and {size - 1} of them" if size > 1 else "batch.global_size 2 or more",
-            f"{data.trusted_share} together with batch.global_size {size}, which is {num_trusted} trusted sequence(s)",
+            f"{data.trusted_share} together with batch.global_size {size}, which is "
+            + count(num_trusted, "trusted sequence"),
         )
     if data.trusted_share > 0 and (method.drops_tokens or method.reads_reference):
         yield BrokenRule(

@@ -104,6 +104,15 @@ class Batch:
         supervised = self.supervised()
         return supervised.nonzero()[:, 0] if self.segments is None else self.segments[:, 1:][supervised]
 
+    def prompts(self) -> list[torch.Tensor]:
+        """int64 [p] of each sequence with an id: its tokens before the first supervised one, if it has one."""
+        prompts = []
+        for number in range(len(self.sequence_ids)):
+            mask = torch.arange(len(self.labels)) == number if self.segments is None else self.segments == number
+            is_target = self.labels[mask].flatten() != IGNORED_LABEL
+            prompts.append(self.input_ids[mask].flatten()[: int(is_target.int().argmax())])
+        return prompts
+
     def tokens(self, losses: Tensor, utilities: Tensor | None = None) -> Tokens:
         """Supervised tokens with the losses and utilities `[N]` of a forward pass; detached, on the losses' device."""
         device, reference = losses.device, self.reference_log_probability

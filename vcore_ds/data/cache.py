@@ -29,6 +29,16 @@ def cache_root(cache_folder: str | None) -> Path:
     return Path(cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds")).expanduser()
 
 
+def check_source(path: str) -> None:
+    """Raise UserError where `path` is neither data, nor a token store, nor possibly an id on the hub, which is not
+    asked."""
+    with reading("", Path(path), "data, or a token store, that can be read"):
+        if not (Path(path) / MANIFEST).is_file():
+            from vcore_ds.data.prepare.sources import find_files
+
+            find_files(path, "train")
+
+
 def find_or_make_store(
     path: str,
     tokenizer: "PreTrainedTokenizerBase",

@@ -115,6 +115,7 @@ class JoinedStores(JoinedDataset):
             "tokenizer": manifests[0]["tokenizer"],
             "source": [source for manifest in manifests for source in manifest.get("source", [])],
             **{key: sum(manifest[key] for manifest in manifests) for key in ("num_tokens", "num_supervised_tokens")},
+            "longest": max(manifest.get("longest", 0) for manifest in manifests),
         }
 
     @property

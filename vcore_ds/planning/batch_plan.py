@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vcore_ds.common.text import count
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, differences_refused
@@ -17,7 +18,6 @@ from vcore_ds.planning.spread import (
     Spread,
     TimeModel,
     Utilization,
-    count,
     count_ranks,
     member_of,
     possible_degrees,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vcore_ds.common.text import gib
+from vcore_ds.common.text import count, gib
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_plan import BatchPlan, Part, other_expert_degrees
 from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, ParameterCounts, memory_of
@@ -270,7 +270,7 @@ def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = ""
     phase = estimate.peak_phase
     lines = [
         f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, by an estimate for "
-        f"{plan.plan.num_ranks_of_job:,} rank(s) and {plan.settings.main_tokens:,} tokens in a micro-batch on a "
+        f"{count(plan.plan.num_ranks_of_job, 'rank')} and {plan.settings.main_tokens:,} tokens in a micro-batch on a "
         f"{plan.plan.member}:",
         *_table("for the whole run", estimate.persistent),
         *_table(f"at the peak, in {phase}", estimate.phases[phase]),

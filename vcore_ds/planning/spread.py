@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from vcore_ds.common.text import count
 from vcore_ds.planning.hardware import (
     EXCHANGES_OF_EXPERTS,
     Machine,
@@ -335,8 +336,3 @@ def member_of(tensor: int) -> Member:
 def count_ranks(number: int, tensor: int) -> str:
     """Such as `8 ranks`, or `4 tensor-parallel groups of 2 ranks`."""
     return count(number, "rank") if tensor == 1 else f"{count(number, 'tensor-parallel group')} of {tensor} ranks"
-
-
-def count(number: int, noun: str) -> str:
-    """Such as `1 rank` or `2 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -9,6 +9,7 @@ from typing import Any
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import discard, unfinished_path
+from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import KeptDataset
@@ -167,7 +168,7 @@ class Checkpoints:
         self._console.say(f"Resumed after step {state.step} from {folder}, read in {seconds:.1f} s")
         if state.world_size != layout.size("job"):
             self._console.say(
-                f"The checkpoint is of {state.world_size} rank(s), this is {layout.size('job')}: the steps see "
+                f"The checkpoint is of {count(state.world_size, 'rank')}, this is {layout.size('job')}: the steps see "
                 "the same sequences, and differ by rounding"
             )
         self.validation_losses_before, self.wandb_run_id = state.validation_losses_before, state.wandb_run_id

@@ -24,7 +24,14 @@ from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed, batches_of_rank
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.step_metrics import StepRecorder
-from vcore_ds.train.token_records import FollowedRecord, Origin, TraceTokens, most_tokens_of_trace, write_followed
+from vcore_ds.train.token_records import (
+    MOST_PROMPT_TOKENS,
+    FollowedRecord,
+    Origin,
+    TraceTokens,
+    most_tokens_of_trace,
+    write_followed,
+)
 from vcore_ds.train.weighting import token_weights
 from vcore_ds.utility.estimators import Estimator
 
@@ -134,7 +141,7 @@ def _tokens_of(
     losses, entropies, weights = losses.float().cpu(), entropies.float().cpu(), weights.float().cpu()
     utilities = None if utilities is None else utilities.float().cpu()
     traces = {}
-    for number, place in enumerate(batch.sequence_ids):
+    for number, (place, prompt) in enumerate(zip(batch.sequence_ids, batch.prompts(), strict=True)):
         mask = index == number
         traces[place] = TraceTokens(
             int(mask.sum()),
@@ -144,6 +151,7 @@ def _tokens_of(
             entropies=entropies[mask].numpy(),
             utilities=None if utilities is None else utilities[mask].numpy(),
             weights=weights[mask].numpy(),
+            prompt_ids=prompt[-MOST_PROMPT_TOKENS:].int().numpy(),
         )
     return traces
 

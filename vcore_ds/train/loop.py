@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from vcore_ds.common.errors import RunStopped
 from vcore_ds.common.progress import Progress, duration
+from vcore_ds.common.text import count
 from vcore_ds.config.sections import RunConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
@@ -261,7 +262,7 @@ def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: st
     if seconds < 60:
         return
     end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
-    rest = f"the other {num_left:,} step(s) take about {duration(seconds)}, until {end}"
+    rest = f"{count(num_left, 'more step')} in about {duration(seconds)}, until {end}"
     if advice_if_long and seconds > LONG_SECONDS:
         console.warn(f"{rest}. {advice_if_long}")
     else:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import writing
+from vcore_ds.common.text import count
 from vcore_ds.train.console import Console
 from vcore_ds.train.run_folder import LOST_METRICS, METRICS
 
@@ -220,7 +221,8 @@ def notes_on(
     saturated = sum(int(line.get("num_saturated") or 0) for line in metrics)
     if saturated:
         notes.append(
-            f"The KL budget was out of reach in {saturated:,} sequences, whose weight is on as few tokens as it can be."
+            f"The KL budget was out of reach in {count(saturated, 'sequence')}, whose weight is on as few tokens as it "
+            "can be."
         )
     commit = environment.get("git_commit")
     if isinstance(commit, str) and commit.endswith("-dirty"):

@@ -9,9 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import RunLock
 from vcore_ds.common.paths import writing
+from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.cache import check_source
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
@@ -84,6 +86,9 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
         RunStopped: on all ranks alike, after a checkpoint.
     """
     resumes = can_resume(recipe)
+    for key, path in recipe.data.paths().items():
+        if key not in ("keep.scores", "reference_log_probabilities"):
+            check_source(path)  # before a hub is asked for the model, which takes a minute without a connection
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
     lock = RunLock(Path(recipe.run.output_dir))
@@ -241,15 +246,16 @@ def describe_run(
     if feed.probe_dataset is not feed.dataset and data.probe_path is not None:
         lines.append(f"Trusted data: {describe_data(data.probe_path, feed.probe_dataset)}")
     if validation:
-        sets = ", ".join(f"{name} {len(dataset):,}".strip() for name, dataset in validation.items())
-        lines.append(f"Held out:     {sets} sequences")
+        sets = ", ".join(f"{name} {count(len(one), 'sequence')}".strip() for name, one in validation.items())
+        lines.append(f"Held out:     {sets}")
     left = f", {num_done:,} of them done" if num_done else ""
+    epochs = count(float(f"{feed.epoch(num_steps):.3g}"), "epoch")
     lines += [
         f"Method:       {describe_method(derive_step_settings(recipe), data.probe_path)}",
         f"Parallelism:  {describe_parallelism()}",
         f"Batch:        {feed.plan.describe()}; {describe_accumulation(feed, num_done, num_steps)}",
-        f"Steps:        {num_steps:,}{left} ({feed.epoch(num_steps):.3g} epochs), {optimizer.name}, learning rate "
-        f"{optimizer.learning_rate:g} ({recipe.schedule.kind})",
+        f"Steps:        {num_steps:,}{left} ({epochs}), {optimizer.name}, learning rate {optimizer.learning_rate:g} "
+        f"({recipe.schedule.kind})",
         f"Output:       {short(recipe.run.output_dir)} (details in start.txt)",
     ]
     return "\n".join(lines)
@@ -262,7 +268,7 @@ def begin_folder(recipe: Recipe, feed: Feed, num_done: int, checkpoints: Checkpo
     num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), num_done, kept)
     run_folder.add_start(folder, num_done, "\n".join(console.notes))
     if num_lost_lines:
-        console.say(f"{num_lost_lines} line(s) of later steps moved to {folder / run_folder.LOST_METRICS}")
+        console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
     sinks = []
     if recipe.run.wandb_project is not None:
         values = recipe.model_dump(mode="json")

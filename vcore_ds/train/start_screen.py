@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from vcore_ds.common.text import count
 from vcore_ds.config.sections import DataConfig, EngineConfig, LoraConfig, ModelConfig, ProbeConfig, WeightedPath
 from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, store_behind
+from vcore_ds.data.store_checks import MANIFEST
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
@@ -16,7 +19,7 @@ from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.memory_plan import MemoryPlan, describe_memory
 from vcore_ds.planning.run_plan import COALESCING_SHARE
-from vcore_ds.planning.spread import Utilization, count
+from vcore_ds.planning.spread import Utilization
 from vcore_ds.train.feed import Feed, num_tokens_of
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.setup import why_separate
@@ -43,17 +46,21 @@ def describe_training(data: DataConfig, dataset: Dataset) -> str:
 def describe_data(path: str, dataset: Dataset) -> str:
     """Such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: longer than ...`."""
     num_tokens, num_supervised = num_tokens_of(dataset)
-    tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised)"
+    tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
     num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
     if isinstance(dataset, KeptDataset) and dataset.description:
         size, dropped = dataset.description, {}
     else:
         num_rows, dropped = store_behind(dataset).dropped_rows()
         is_partial = num_rows is not None and (dropped or num_trusted)
-        size = f"{len(dataset):,} of {num_rows:,} rows kept" if is_partial else f"{len(dataset):,} sequences"
+        size = f"{len(dataset):,} of {num_rows:,} rows kept" if is_partial else count(len(dataset), "sequence")
     if num_trusted:
         dropped = dropped | {"in data.probe_path too": num_trusted}
-    return "; ".join([f"{short(path)}: {size}, {tokens}", *(f"{n:,} dropped: {rule}" for rule, n in dropped.items())])
+    parts = [f"{n:,} dropped: {rule}" for rule, n in dropped.items()]
+    longest = store_behind(dataset).manifest.get("longest", 0)
+    if any("longer than" in rule for rule in dropped) and longest and not (Path(path) / MANIFEST).is_file():
+        parts.append(f"data.cutoff_length={longest} keeps all")
+    return "; ".join([f"{short(path)}: {size}, {tokens}", *parts])
 
 
 def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: int) -> Iterator[str]:
@@ -62,7 +69,10 @@ def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: i
     numbers = zip(files, weights, order.num_sequences, order.epochs(num_steps), strict=True)
     for file, weight, size, epochs in numbers:
         share = weight / sum(weights)
-        yield f"{share:.3g} of each batch from {short(file.path)}: {size:,} sequences, {epochs:.3g} epochs"
+        yield (
+            f"{share:.3g} of each batch from {short(file.path)}: {count(size, 'sequence')}, "
+            + count(float(f"{epochs:.3g}"), "epoch")
+        )
 
 
 def describe_method(settings: StepSettings, probe_path: str | None) -> str:

@@ -20,7 +20,14 @@ from vcore_ds.method.objective import GlobalCounts, effective_sample_size, seque
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import GibbsWeights, segment_sum
 from vcore_ds.train.console import Console
-from vcore_ds.train.token_records import MOST_TOKENS, SequenceTokens, TokenRecord, TraceTokens, write_record
+from vcore_ds.train.token_records import (
+    MOST_PROMPT_TOKENS,
+    MOST_TOKENS,
+    SequenceTokens,
+    TokenRecord,
+    TraceTokens,
+    write_record,
+)
 
 # Records of single tokens.
 
@@ -49,6 +56,7 @@ def sequences_of(
     utilities = None if tokens.utilities is None else tokens.utilities.float().cpu()
     alphas = torch.as_tensor(alpha).double().cpu().expand(tokens.num_sequences).tolist()
     shared = zip(batch.sequence_ids, shares.double().tolist(), uniform_shares.double().tolist(), alphas, strict=False)
+    prompts = batch.prompts()
     for number, columns in enumerate(shared):  # an idle batch has a row, and no id
         own = index == number
         if own.any():
@@ -59,6 +67,7 @@ def sequences_of(
                 losses=losses[own].numpy(),
                 utilities=None if utilities is None else utilities[own].numpy(),
                 weights=own_weights[own].numpy(),
+                prompt_ids=prompts[number][-MOST_PROMPT_TOKENS:].int().numpy(),
             )
 
 

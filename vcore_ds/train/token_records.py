@@ -22,6 +22,8 @@ from vcore_ds.train.run_folder import TOKENS, followed_path, token_record_path
 FORMAT = 1
 MOST_TOKENS = 131_072
 """Tokens of a file, unless its only sequence has more: about 2 MB, so that a run's files stay near 20 MB each."""
+MOST_PROMPT_TOKENS = 2_048
+"""Maximum prompt tokens of a sequence in a file."""
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
@@ -72,6 +74,9 @@ class RecordedTokens:
     """fp32 [n], along the direction of the step; None for methods without"""
     weights: np.ndarray = field(kw_only=True)
     """fp32 [n], `q[i,t]`, within the whole sequence"""
+    prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), kw_only=True)
+    """int32 [p], the tokens before the first supervised one, the last `MOST_PROMPT_TOKENS` of them; none in records of
+    0.7 and before"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -86,18 +91,30 @@ def join_tokens(sequences: Sequence[RecordedTokens]) -> dict[str, np.ndarray]:
     a sequence does not have."""
     columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TOKEN_ARRAYS}
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
-    return {"num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64), **joined}
+    prompts = [sequence.prompt_ids for sequence in sequences]
+    return {
+        "num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64),
+        "num_prompt_tokens": np.array([len(prompt) for prompt in prompts], dtype=np.int64),
+        "prompt_ids": np.concatenate(prompts),
+        **joined,
+    }
 
 
 def split_tokens(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     """The fields of `RecordedTokens` of each sequence, from the arrays of a file. Raises ValueError where lengths do
     not add up, KeyError where an array is missing."""
-    ends = np.cumsum(arrays["num_tokens"]).tolist()
-    columns = {name: arrays[name] for name in _TOKEN_ARRAYS if name in arrays or name not in _MAY_BE_ABSENT}
-    if any(len(column) != ends[-1] for column in columns.values()):
+    lengths = arrays["num_tokens"]
+    names = [name for name in _TOKEN_ARRAYS if name in arrays or name not in _MAY_BE_ABSENT]
+    parts = {name: _split(arrays[name], lengths) for name in names}
+    if "prompt_ids" in arrays:
+        parts["prompt_ids"] = _split(arrays["prompt_ids"], arrays["num_prompt_tokens"])
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    if len(column) != lengths.sum():
         raise ValueError("arrays of different lengths")
-    slices = [slice(*bounds) for bounds in zip([0, *ends], ends, strict=False)]
-    return [{name: column[part] for name, column in columns.items()} for part in slices]
+    return np.split(column, np.cumsum(lengths)[:-1])
 
 
 @dataclass(frozen=True, eq=False)

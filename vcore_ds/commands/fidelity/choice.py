@@ -7,6 +7,7 @@ from pathlib import Path
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import check_folder, writing
 from vcore_ds.common.random_streams import Stream, generator
+from vcore_ds.common.text import count
 
 JSON_NAME = "fidelity.json"
 MAX_DRAWS = 4
@@ -112,7 +113,8 @@ def choose_sequences(
         key, expected = ("train_path", 3) if num_trusted is None else ("probe_path", 2)
         num_sequences = num_training if num_trusted is None else num_trusted
         raise UserError(
-            f"data.{key}: found {num_sequences} sequence(s) within data.cutoff_length; expected at least {expected}: "
+            f"data.{key}: found {count(num_sequences, 'sequence')} within data.cutoff_length; "
+            f"expected at least {expected}: "
             + ("one to measure, " if num_trusted is None else "")
             + "one as probe, one as the probe that this is compared with"
         )

@@ -1,17 +1,23 @@
-"""The quickstart: train a pretrained model on recorded solutions, with model and data prepared on the way."""
+"""The quickstart: train a pretrained model on recorded solutions or on the user's file, prepared on the way."""
 
+import hashlib
 import itertools
+import json
+import random
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.commands.quickstart.traces import prepare_model, prepare_quickstart_data, write_if_new
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import reading, writing
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.cache import check_source
+from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.train.setup import start_ranks
@@ -21,10 +27,14 @@ DATA = REPOSITORY / "runs" / "quickstart_data"
 RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
 SCRIPT = "launch_scripts/quickstart.sh"
 SHORTER = (
-    "Shorter: schedule.num_steps=3 takes fewer steps; data.cutoff_length=208 and batch.global_size=4 make each smaller "
+    "Shorter: schedule.num_steps=3 takes fewer steps; data.cutoff_length=208 and batch.global_size=2 make each smaller "
     f"(Ctrl-C, then bash {SCRIPT} with any of them)"
 )
 """Advice for a slow machine."""
+OWN_CUTOFF_LENGTH = 2_048
+"""data.cutoff_length for the user's data, in tokens."""
+MOST_HELD_OUT = 16
+"""Most rows of the user's file that are held out; a tenth of a small file."""
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
@@ -32,44 +42,96 @@ def prepare(overrides: Sequence[str]) -> list[str]:
 
     Raises UserError where the overrides are wrong, or model and data cannot be made or written.
     """
-    recipe, pool = load_with_pool(overrides)
+    recipe, added = load_with_additions(overrides)
     start_ranks(recipe.engine, recipe.parallel)
-
-    def prepare_and_override() -> list[str]:
-        data = prepare_quickstart_data(DATA)
-        folder = REPOSITORY / recipe.run.output_dir
-        folders = itertools.chain([folder], (folder.with_name(f"{folder.name}_{i}") for i in itertools.count(2)))
-        values = {
-            "model.path": str(data.model),
-            "data.train_path": str(data.train),
-            "data.validation_path": {"correct": str(data.correct), "incorrect": str(data.incorrect)},
-            "run.output_dir": str(next(path for path in folders if not path.exists())),
-        }
-        return pool + without_chosen(values, recipe, overrides)
-
-    words: list[str] = layout.gather_objects("job", run_on_first_rank(prepare_and_override))[0]
-    return words
+    words: list[str] = layout.gather_objects("job", run_on_first_rank(lambda: prepare_files(recipe, overrides)))[0]
+    return added + words
 
 
-def load_with_pool(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """Load the recipe, and the override with the trusted traces where it needs them (presets/trusted.yaml)."""
+def load_with_additions(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """Load the recipe, and overrides that the user's need: no steps beside epochs, and the quickstart's trusted traces
+    for its data (presets/trusted.yaml)."""
+    given = {override.partition("=")[0] for override in overrides}
+    added = []
+    if "schedule.num_epochs" in given and "schedule.num_steps" not in given:
+        added.append(make_override("schedule.num_steps", None))
     try:
-        return load_recipe(RECIPE, overrides), []
+        return load_recipe(RECIPE, [*added, *overrides]), added
     except UserError:
-        pool = [make_override("data.probe_path", str(DATA / "trusted.jsonl"))]
+        pool = [*added, make_override("data.probe_path", DATA / "trusted.jsonl")]
         with suppress(UserError):
-            return load_recipe(RECIPE, [*pool, *overrides]), pool
+            if "data.train_path" not in given:
+                return load_recipe(RECIPE, [*pool, *overrides]), pool
         raise
 
 
-def without_chosen(values: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Turn `values` into overrides, leaving out keys that the user set in an override or a fragment."""
-    chosen = {override.partition("=")[0] for override in overrides}
+def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Make model and data, and return overrides with their paths and an unused output folder."""
+    folder = REPOSITORY / recipe.run.output_dir
+    folders = itertools.chain([folder], (folder.with_name(f"{folder.name}_{i}") for i in itertools.count(2)))
+    values: dict[str, Any] = {"run.output_dir": next(path for path in folders if not path.exists())}
+    if not is_chosen("data.train_path", recipe, overrides):
+        data = prepare_quickstart_data(DATA)
+        values |= {"model.path": data.model, "data.train_path": data.train}
+        values["data.validation_path"] = {"correct": str(data.correct), "incorrect": str(data.incorrect)}
+        return without_chosen(values, recipe, overrides)
+    for file in recipe.data.train_files():
+        check_source(file.path)  # before anything that takes long
+    if not is_chosen("model.path", recipe, overrides):
+        values["model.path"] = prepare_model(DATA)
+    if not is_chosen("schedule.num_steps", recipe, overrides):
+        values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
+    values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
+    split = {} if is_chosen("data.validation_path", recipe, overrides) else split_rows(recipe.data.train_name())
+    return without_chosen(values, recipe, overrides) + [make_override(key, value) for key, value in split.items()]
+
+
+def is_chosen(key: str, recipe: Recipe, overrides: Sequence[str]) -> bool:
+    """Whether the user has set a key, in an override or a fragment."""
     shipped, wanted = flat_values(load_recipe(RECIPE)), flat_values(recipe)
-    return [make_override(k, v) for k, v in values.items() if k not in chosen and wanted[k] == shipped[k]]
+    return wanted[key] != shipped[key] or any(override.partition("=")[0] == key for override in overrides)
+
+
+def without_chosen(values: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Turn `values` into overrides, leaving out keys that the user has set."""
+    return [make_override(key, value) for key, value in values.items() if not is_chosen(key, recipe, overrides)]
+
+
+def split_rows(source: str) -> dict[str, Any]:
+    """Copy a file of conversations in two: rows to train on, and a tenth to hold out, `MOST_HELD_OUT` at most. Blank
+    lines in the place of the others keep the rows' numbers. Returns the copies as values of a recipe; other data than
+    a single file are not split."""
+    path = Path(source)
+    if not path.is_file():
+        print(f"{source}: not a single file, so nothing is held out; data.validation_path names data to hold out")
+        return {"data.validation_path": None}
+    with reading("", path, "conversations that can be read"):
+        if path.suffix.lower() == ".jsonl":
+            lines = path.read_bytes().split(b"\n")
+        else:
+            rows = (row for shard in find_shards([source], "train") for _, row in shard.rows())
+            lines = [json.dumps(row, default=str).encode() for row in rows]
+    numbers = [i for i, line in enumerate(lines) if line.strip()]
+    size = min(MOST_HELD_OUT, max(1, len(numbers) // 10), len(numbers) - 1)
+    held_out = set(random.Random(0).sample(numbers, max(0, size)))
+    folder = DATA / f"{path.stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    copies = {"data.train_path": folder / f"{path.stem}.jsonl"}
+    if held_out:
+        copies["data.validation_path"] = folder / f"{path.stem}_held_out.jsonl"
+    for key, copy in copies.items():
+        is_here = [(i in held_out) == (key == "data.validation_path") for i in range(len(lines))]
+        content = b"\n".join(line if here else b"" for line, here in zip(lines, is_here, strict=True))
+        with writing("the quickstart's folder", copy):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_if_new(copy, content)
+    print(f"{source}: {len(numbers):,} rows, {len(held_out)} of them held out (data.validation_path names other data)")
+    return {"data.validation_path": None, **copies}
 
 
 def say_what_next() -> None:
-    """Print, on rank 0, a command to continue with."""
+    """Print, on rank 0, commands to continue with."""
     if layout.is_first():
-        print(f"Next: bash {SCRIPT} schedule.num_steps=100  # trains longer; more in README.md")
+        print(
+            f"Next: bash {SCRIPT} schedule.num_steps=100  # trains longer\n"
+            f"      bash {SCRIPT} data.train_path=my_traces.jsonl  # trains on your traces; more in README.md"
+        )

@@ -82,6 +82,19 @@ def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
 
     Raises UserError where a package is missing or the folder cannot be written.
     """
+    folder, model = Path(folder).expanduser(), prepare_model(folder)
+    print("Choosing traces by their length", flush=True)
+    chosen = _choose_traces(model)
+    with writing("the quickstart's folder", folder):
+        for name, traces in chosen.items():
+            lines = (json.dumps(trace, ensure_ascii=False) + "\n" for trace in traces)
+            write_if_new(folder / f"{name}.jsonl", "".join(lines).encode())
+    print(f"Traces: {', '.join(f'{len(traces)} {name}' for name, traces in chosen.items())}", flush=True)
+    return QuickstartData(model, *(folder / f"{name}.jsonl" for name in chosen))
+
+
+def prepare_model(folder: str | Path) -> Path:
+    """Write the model into `folder` unless it is there, and return its path. Raises UserError as above."""
     folder = Path(folder).expanduser()
     model = folder / MODEL_NAME
     with writing("the quickstart's folder", folder):
@@ -90,14 +103,14 @@ def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
             if not (model / "config.json").is_file():
                 print(f"Converting {MODEL_NAME} from GGUF to {model}, once: half a minute", flush=True)
                 _convert_model(model)
-            print("Choosing traces by their length", flush=True)
-            chosen = _choose_traces(model)
-            for name, traces in chosen.items():
-                with write_atomically(folder / f"{name}.jsonl") as unfinished:
-                    lines = (json.dumps(trace, ensure_ascii=False) + "\n" for trace in traces)
-                    unfinished.write_text("".join(lines), encoding="utf-8")
-    print(f"Traces: {', '.join(f'{len(traces)} {name}' for name, traces in chosen.items())}", flush=True)
-    return QuickstartData(model, *(folder / f"{name}.jsonl" for name in chosen))
+    return model
+
+
+def write_if_new(path: Path, content: bytes) -> None:
+    """Write a file unless it has this content: token stores are made again for a file that is newer."""
+    if not path.is_file() or path.read_bytes() != content:
+        with write_atomically(path, several_writers=True) as unfinished:
+            unfinished.write_bytes(content)
 
 
 def _package_folder(module: str, package: str) -> Path:

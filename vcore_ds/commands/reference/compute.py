@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vcore_ds.commands.reference import NEW_FILE
 from vcore_ds.common.paths import check_folder, writing
+from vcore_ds.common.text import count
 from vcore_ds.config.load import make_override
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import Store, write_reference
@@ -66,7 +67,7 @@ def _compute_and_write(recipe: Recipe, output: Path) -> None:
     run_on_first_rank(lambda: write(output, dataset, values, recipe.model.path))
     engine.close()
     override = shlex.quote(make_override("data.reference_log_probabilities", output))
-    console.say(f"Written: {output}, {num_sequences:,} sequences. Train with: methods/iw_sft.yaml {override}")
+    console.say(f"Written: {output}, {count(num_sequences, 'sequence')}. Train with: methods/iw_sft.yaml {override}")
 
 
 def check_output(output: Path) -> None:

@@ -119,6 +119,22 @@ _ELSEWHERE = (
 """Prefixes of keys without a curve: x axes, counts, and times that are shown by phase."""
 
 
+_ON_THE_SCALE_OF_UTILITIES = ("tau", "utility_mean", "utility_std", "direction_norm", "quantiles")
+
+
+def _omits_first_step(run: ReportedRun, key: str) -> bool:
+    """Whether a curve leaves out step 1: Adam's direction has no state there, and utilities another scale, often a
+    hundred times smaller, beside which all other steps would be a flat line."""
+    is_adam = run.recipe.method.uses_utilities and run.recipe.probe.direction == "adam"
+    return is_adam and key in _ON_THE_SCALE_OF_UTILITIES and len(run.metrics) > 1
+
+
+def _add_note(groups: Sequence[Group], key: str, note: str) -> str:
+    if not any(_omits_first_step(run, key) for group in groups for run in group.runs):
+        return note
+    return f"{note}{note and '. '}Without step 1, where Adam has no state yet and utilities another scale"
+
+
 def make_charts(groups: Sequence[Group]) -> list[Chart]:
     """Charts in the order of `SECTIONS`: all numbers of metrics.jsonl, including constants, and the distribution of
     the recorded tokens' utilities."""
@@ -130,7 +146,8 @@ def make_charts(groups: Sequence[Group]) -> list[Chart]:
         series = [_metric_series(group, i, measure) for i, group in enumerate(groups)]
         series = [one for one in series if one.steps]
         if series:
-            charts.append(Chart(measure.key, measure.title, measure.unit, measure.section, measure.note, series))
+            note = _add_note(groups, measure.key, measure.note)
+            charts.append(Chart(measure.key, measure.title, measure.unit, measure.section, note, series))
     charts += _utility_charts(groups)
     return sorted(charts, key=lambda chart: SECTIONS.index(chart.section))
 
@@ -148,6 +165,8 @@ def _metric_series(group: Group, place: int, measure: _Measure) -> Series:
     by_run = []
     for run in group.runs:
         values = {int(line["step"] or 0): line.get(measure.key) for line in run.metrics}
+        if _omits_first_step(run, measure.key):
+            values.pop(1, None)
         by_run.append({step: value * measure.scale for step, value in values.items() if value is not None})
     steps = sorted(set.intersection(*map(set, by_run)))
     if not steps:
@@ -160,9 +179,9 @@ def _metric_series(group: Group, place: int, measure: _Measure) -> Series:
 def _utility_charts(groups: Sequence[Group]) -> Iterator[Chart]:
     """Quantiles of utilities at the recorded steps, and the share of negative ones."""
 
-    def series(measure: Callable[[np.ndarray], np.ndarray]) -> Iterator[Series]:
+    def series(key: str, measure: Callable[[np.ndarray], np.ndarray]) -> Iterator[Series]:
         for place, group in enumerate(groups):
-            by_run = [_measure_records(run, measure) for run in group.runs]
+            by_run = [_measure_records(run, key, measure) for run in group.runs]
             steps = sorted(set.intersection(*map(set, by_run)))
             if steps:
                 table = np.array([[values[step] for step in steps] for values in by_run])
@@ -170,18 +189,20 @@ def _utility_charts(groups: Sequence[Group]) -> Iterator[Chart]:
                 pairs = list(zip(edges[::2], edges[1::2], strict=True))
                 yield _make_series(place, np.array(steps), middle, pairs)
 
-    shares = list(series(lambda utilities: np.array([100 * np.mean(utilities < 0)])))
+    shares = list(series("negative", lambda utilities: np.array([100 * np.mean(utilities < 0)])))
     if shares:
         note = "Recorded tokens whose learning raises the probe loss"
         yield Chart("negative", "Negative utilities", "% of tokens", "Utilities", note, shares)
-        quantiles = list(series(lambda utilities: np.quantile(utilities, [0.5, 0.05, 0.95, 0.25, 0.75])))
-        note = "Recorded tokens: median, middle half, and 5% to 95%"
+        quantiles = list(series("quantiles", lambda utilities: np.quantile(utilities, [0.5, 0.05, 0.95, 0.25, 0.75])))
+        note = _add_note(groups, "quantiles", "Recorded tokens: median, middle half, and 5% to 95%")
         yield Chart("quantiles", "Distribution of utilities", "", "Utilities", note, quantiles)
 
 
-def _measure_records(run: ReportedRun, measure: Callable[[np.ndarray], np.ndarray]) -> dict[int, np.ndarray]:
+def _measure_records(run: ReportedRun, key: str, measure: Callable[[np.ndarray], np.ndarray]) -> dict[int, np.ndarray]:
     """Step -> `measure` of the utilities of its recorded tokens."""
     utilities = {record.step: join_utilities(record) for record in run.records}
+    if _omits_first_step(run, key):
+        utilities.pop(1, None)
     return {step: measure(values) for step, values in utilities.items() if values is not None}
 
 

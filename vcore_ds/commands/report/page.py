@@ -15,6 +15,7 @@ from vcore_ds.commands.report.tables import (
     compare_tables,
     difference_table,
     environment_table,
+    explain_results,
     make_phases,
     make_token_tables,
     results_table,
@@ -104,6 +105,7 @@ def _template_variables(
             for run in runs
         ],
         "results": results_table(runs),
+        "about_results": explain_results(runs),
         "phases": make_phases(runs),
         "comparisons": compare_tables(runs),
         "gained": [make_token_tables(run, run.tables) for run in runs if run.tables is not None],

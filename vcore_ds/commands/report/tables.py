@@ -8,7 +8,7 @@ import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun, differences, format_value
 from vcore_ds.commands.report.tokens import Row, TokenTables
-from vcore_ds.common.text import align_columns
+from vcore_ds.common.text import align_columns, count
 
 PHASES = {
     "probe": "seconds_probe",
@@ -114,7 +114,7 @@ def make_token_tables(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
             ("Phrases whose weight fell most over the run", tables.phrases.fell),
         ]
     steps, first, last = map(_join_steps, (tables.steps, tables.first_third, tables.last_third))
-    heading = f"{tables.num_tokens:,} tokens of {tables.num_sequences:,} sequences, at step"
+    heading = f"{count(tables.num_tokens, 'token')} of {count(tables.num_sequences, 'sequence')}, at step"
     heading += f"{'s' if len(tables.steps) > 1 else ''} {steps}"
     if tables.first_third:
         heading += f" (first third of the records: {first}; last third: {last})"
@@ -180,9 +180,14 @@ def environment_table(runs: Sequence[ReportedRun]) -> Table:
     """Commands, versions, commits and devices of the runs."""
     flat = []
     for run in runs:
-        values = {key: value for key, value in run.environment.items() if key not in ("packages", "resumed")}
-        packages = run.environment.get("packages")
-        flat.append(values | (packages if isinstance(packages, dict) else {}))
+        values: dict[str, Any] = {}
+        for key, value in run.environment.items():
+            if isinstance(value, dict):
+                prefix = "" if key == "packages" else f"{key}: "
+                values |= {f"{prefix}{name}": entry for name, entry in value.items()}
+            elif key != "resumed":
+                values[key] = value
+        flat.append(values)
     keys = list(dict.fromkeys(key for values in flat for key in values))
     rows = [[key, *(_format_entry(values.get(key)) for values in flat)] for key in keys]
     return Table("Environment", ["", *(run.name for run in runs)], rows)
@@ -227,12 +232,12 @@ def summary(runs: Sequence[ReportedRun]) -> str:
         return f"{models} fine-tuned with {methods}."
     (run,) = runs
     kind = "all parameters" if run.recipe.lora is None else f"LoRA of rank {run.recipe.lora.rank}"
-    counts = [_count(_num_steps(run), "optimizer step")]
+    counts = [count(_num_steps(run), "optimizer step")]
     for key, name in (("sequences", "sequence"), ("supervised_tokens", "supervised token")):
         if total := run.total(key):
-            counts.append(_count(total, name))
+            counts.append(count(total, name))
     ranks = run.environment.get("world_size")
-    on_ranks = f" on {_count(ranks, 'rank')}" if isinstance(ranks, int) else ""
+    on_ranks = f" on {count(ranks, 'rank')}" if isinstance(ranks, int) else ""
     return f"{models} fine-tuned with {methods}, {kind}: {', '.join(counts)} in {_duration(run)}{on_ranks}."
 
 
@@ -252,6 +257,17 @@ def results_table(runs: Sequence[ReportedRun]) -> Table:
     return Table("What was learnt", ["", "method", "seed", "steps", "training time", *names], rows)
 
 
+def explain_results(runs: Sequence[ReportedRun]) -> str:
+    """What the losses of `results_table` say, and what they do not."""
+    text = (
+        "Losses are in nats per token. They fall, by any method, as the model learns the form of the traces, right or "
+        "wrong. Whether its answers get better is for accuracy to say (vcore-ds eval)"
+    )
+    if all(run.recipe.method.uses_utilities for run in runs):
+        text += ", and what VCORE adds for a report with a run of plain SFT beside it (methods/sft.yaml)"
+    return f"{text}."
+
+
 def _measure_results(run: ReportedRun) -> dict[str, Result]:
     """Name of a measure -> its result."""
     before, after = run.held_out.before, run.held_out.after
@@ -259,7 +275,7 @@ def _measure_results(run: ReportedRun) -> dict[str, Result]:
     losses = [line.get("loss") for line in run.metrics]
     results["training loss, first and last step (nats)"] = Result(losses[0], losses[-1])
     for name, task in run.evaluated.items():
-        title = f"accuracy, {name} ({_count(task.num_problems, 'problem')})"
+        title = f"accuracy, {name} ({count(task.num_problems, 'problem')})"
         results[title] = Result(None, task.accuracy, is_share=True)
     return results
 
@@ -283,10 +299,6 @@ def _duration(run: ReportedRun) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
-def _count(number: float, name: str) -> str:
-    return f"{number:,.0f} {name}{'' if number == 1 else 's'}"
-
-
 def format_text(runs: Sequence[ReportedRun]) -> str:
     """The report as text: the tables of a single run, or those that compare several."""
     return "\n\n".join(_paragraphs(runs))
@@ -295,6 +307,7 @@ def format_text(runs: Sequence[ReportedRun]) -> str:
 def _paragraphs(runs: Sequence[ReportedRun]) -> Iterator[str]:
     yield summary(runs)
     yield results_table(runs).text()
+    yield explain_results(runs)
     for run in runs:
         lines = [f"warning: {note}" for note in run.notes if note != run.why_no_tables]
         lines += [run.why_no_tables] if run.why_no_tables is not None else []

@@ -21,7 +21,7 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import answer_spans
-from vcore_ds.train.token_records import TokenRecord
+from vcore_ds.train.token_records import MOST_PROMPT_TOKENS, RecordedTokens, TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,6 +141,12 @@ class TokenTexts:
                         break
             place = end
         return pieces
+
+    def read_prompt(self, sequence: RecordedTokens) -> str:
+        """The text before the first supervised token, without special tokens; empty where it was not recorded."""
+        text = self._tokenizer.decode(sequence.prompt_ids.tolist(), skip_special_tokens=True)
+        assert isinstance(text, str)  # decode returns a list for a batch only
+        return "… " * (len(sequence.prompt_ids) == MOST_PROMPT_TOKENS) + text.strip()
 
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -2,6 +2,8 @@
 
 import base64
 import gzip
+import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +92,8 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
         "isUniform": are_uniform(run.records),
         "numRecorded": sum(record.num_tokens for record in run.records),
         "sequences": [
-            {
+            prompt
+            | {
                 "step": record.step,
                 "id": sequence.sequence_id - ((record.first_trusted_id or 0) if record.is_trusted(sequence) else 0),
                 "source": SOURCES[record.is_trusted(sequence)],
@@ -98,7 +101,7 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
                 "alpha": float(f"{sequence.alpha:.4g}"),
                 "share": float(f"{sequence.share / sequence.uniform_share:.4g}"),
             }
-            for record, sequence in chosen
+            for prompt, (record, sequence) in zip(description.pop("sequences"), chosen, strict=True)
         ],
     }
     return description, blob
@@ -124,7 +127,8 @@ def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any],
     description |= {
         "isUniform": bool(np.all(np.abs(weights - 1.0) <= UNIFORM_TOLERANCE)),
         "sequences": [
-            {
+            prompt
+            | {
                 "step": step,
                 "id": origin.sequence_id,
                 "source": origin.source,
@@ -132,7 +136,9 @@ def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any],
                 "tokens": len(trace),
                 "wholeTokens": trace.num_supervised_tokens,
             }
-            for (step, origin, _), (_, trace) in zip(followed, chosen, strict=True)
+            for prompt, (step, origin, _), (_, trace) in zip(
+                description.pop("sequences"), followed, chosen, strict=True
+            )
         ],
     }
     return description, blob
@@ -143,7 +149,7 @@ def _encode(
     chosen: Sequence[tuple[int, SequenceTokens | TraceTokens]],
     utilities_of_step: Mapping[int, np.ndarray | None],
 ) -> tuple[dict[str, Any], str]:
-    """Texts and levels for JSON, and the packed tokens.
+    """Texts, prompts and levels for JSON, and the packed tokens.
 
     The bytes are arrays over all tokens, one after the other: index in `texts` (`bytesText` bytes each, little-endian),
     rank in the sequence (`bytesRank`, from 0 for the largest weight), then one byte each: index in the levels of
@@ -157,6 +163,12 @@ def _encode(
     sequences = [sequence for _, sequence in chosen]
     names: dict[str, int] = {}
     texts, flags = zip(*(_encode_text(sequence, run.texts, names) for sequence in sequences), strict=True)
+    prompts = [run.texts.read_prompt(sequence) for sequence in sequences]
+    distinct = list(dict.fromkeys(prompts))
+    beginnings = [
+        prompt or "".join(run.texts.read_pieces(sequence)[:NAME_CHARACTERS])
+        for prompt, sequence in zip(prompts, sequences, strict=True)
+    ]
     weights = np.concatenate([sequence.relative_weights for sequence in sequences])
     losses = np.concatenate([sequence.losses for sequence in sequences])
     levels: dict[str, Any] = {"weight": weight_levels(weights), "loss": loss_levels(losses)}
@@ -185,6 +197,11 @@ def _encode(
     description = {
         "run": run.name,
         "texts": list(names),
+        "prompts": distinct,
+        "sequences": [
+            {"prompt": distinct.index(prompt), "name": name}
+            for prompt, name in zip(prompts, name_by_first_words(beginnings), strict=True)
+        ],
         "kinds": KINDS,
         "bytesText": text_type.itemsize,
         "bytesRank": rank_type.itemsize,
@@ -218,6 +235,24 @@ def _encode_text(sequence: RecordedTokens, texts: TokenTexts, names: dict[str, i
     flags |= IN_ANSWER * read.in_answer.astype(np.uint8)
     flags |= AFTER_GAP * (np.diff(sequence.positions, prepend=sequence.positions[0] - 1) != 1).astype(np.uint8)
     return places, flags
+
+
+NAME_CHARACTERS = 48
+"""Maximum characters of a trace's name."""
+
+
+def name_by_first_words(texts: Sequence[str]) -> list[str]:
+    """Name each text by its first words, without the beginning that all share, such as a system prompt."""
+    shared = os.path.commonprefix(list(texts)) if len(set(texts)) > 1 else ""  # noqa: RUF071  (of strings, not paths)
+    start = shared.rfind("\n") + 1
+    if len(shared) - start > NAME_CHARACTERS // 2:
+        start = max(shared.rfind(" "), shared.rfind("\n")) + 1
+    names = []
+    for text in texts:
+        role, _, rest = text.partition("\n")
+        words = text[start:] if start or " " in role else rest
+        names.append(textwrap.shorten(words, NAME_CHARACTERS, placeholder=" …"))
+    return names
 
 
 def ranks(weights: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest, describe_r
 from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, describe, write_result
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
+from vcore_ds.common.text import count
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import Store
 from vcore_ds.data.overlap import find_shared
@@ -227,7 +228,7 @@ class Scoring:
         mark("gradient of the trusted set")
         recipe, trusted = self.request.recipe, self.sets[one.set_name]
         batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
-        self.console.say(f"Gradient of {one.set_name}: {len(trusted):,} traces{_describe(one.checkpoint)}")
+        self.console.say(f"Gradient of {one.set_name}: {count(len(trusted), 'trace')}{_describe(one.checkpoint)}")
         probe = direction.compute(
             batches,
             normalization=recipe.method.normalization,

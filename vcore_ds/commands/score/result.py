@@ -18,7 +18,7 @@ import numpy as np
 
 from vcore_ds.common.paths import flush, write_json
 from vcore_ds.common.statistics import rank_correlation
-from vcore_ds.common.text import align_columns
+from vcore_ds.common.text import align_columns, count
 from vcore_ds.data.dataset import Store
 from vcore_ds.data.scores_folder import (
     NUM_SHOWN,
@@ -230,7 +230,7 @@ def describe(output: Path, scores: Scores) -> str:
         columns = read_traces(output, ["source", mean_column])
         mean = columns[mean_column].astype(np.float64)
         sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
-        lines += ["", f"Along {name} ({trusted.num_sequences:,} traces, loss {trusted.loss:.4f} nats):"]
+        lines += ["", f"Along {name} ({count(trusted.num_sequences, 'trace')}, loss {trusted.loss:.4f} nats):"]
         table = [("source", "traces", "mean utility", "positive")]
         by_size = np.argsort(-np.bincount(index), kind="stable")[:MAX_SOURCES]
         for label, chosen in [("all", np.ones(len(mean), dtype=bool))] * (len(sources) > 1) + [

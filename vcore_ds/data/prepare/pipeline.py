@@ -204,6 +204,7 @@ def prepare(
                 "shapes": report.shapes,
                 "reading": report.describe_reading(),
             },
+            longest=report.longest,
             lengths=asdict(report.lengths),
             first_rows=[
                 (shard.source, first.overall)

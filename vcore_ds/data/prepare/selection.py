@@ -72,6 +72,8 @@ class PrepareReport:
     ignored: dict[str, int] = field(default_factory=dict)
     """kept rows by columns, and by keys of messages, that had no effect"""
     lengths: LengthSummary | None = None
+    longest: int = 0
+    """tokens of the longest conversation, whether it was kept or not"""
 
     def count_shards(self, reports: Sequence[ShardReport]) -> None:
         dropped: Counter[str] = Counter()
@@ -115,6 +117,8 @@ class PrepareReport:
         rows.append(("kept", f"{self.num_kept:,}"))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value:>12}" for name, value in rows]
+        if self.longest > self.cutoff_length:
+            lines.append(f"The longest has {self.longest:,} tokens; --cutoff-length {self.longest} keeps all whole")
         if self.shapes:
             lines.append("formats: " + ", ".join(f"{shape} {number:,}" for shape, number in self.shapes.items()))
         lines += self.describe_reading()
@@ -171,7 +175,7 @@ def select(request: PrepareRequest, reports: Sequence[ShardReport], folder: Path
 def read_block(folder: Path, block_number: int) -> dict[str, np.ndarray]:
     """Read a block without its tokens."""
     with np.load(folder / f"{block_number:05d}.npz") as stored:
-        names = ("outcomes", "faults", "lengths", "sequence_ids", "context_turns", "ignored", *NOTICED)
+        names = ("outcomes", "num_tokens", "faults", "lengths", "sequence_ids", "context_turns", "ignored", *NOTICED)
         return {name: stored[name] for name in names}
 
 
@@ -188,6 +192,7 @@ def choose(request: PrepareRequest, blocks: Sequence[Any], report: PrepareReport
     if len(chosen) == request.sample:  # later ones do not count
         num_considered = int(np.flatnonzero(outcomes == work.KEPT)[len(chosen) - 1]) + 1
     counts = Counter(outcomes[:num_considered].tolist())
+    report.longest = int(np.concatenate([block["num_tokens"] for block in blocks])[:num_considered].max(initial=0))
     report.count_outcomes(counts, num_kept=len(chosen), num_not_sampled=report.num_curated - num_considered)
 
     def concatenate(name: str) -> np.ndarray:

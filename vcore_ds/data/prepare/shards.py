@@ -166,7 +166,7 @@ def tokenize_block(
         first_rows: of each shard.
     """
     tokenizer, cutoff = _tokenizer(request.tokenizer), request.cutoff_length
-    outcomes = np.full(len(rows), REFUSED, dtype=np.uint8)
+    outcomes, num_tokens = np.full(len(rows), REFUSED, dtype=np.uint8), np.zeros(len(rows), dtype=np.int64)
     faults: list[str] = []
     rendered: dict[int, RenderedConversation] = {}
     unknown_columns: dict[int, list[str]] = {}
@@ -182,7 +182,7 @@ def tokenize_block(
     kept: list[tuple[int, RenderedConversation, TokenizedSequence]] = []
     ignored: list[str] = []
     for (i, item), sequence in zip(rendered.items(), sequences, strict=True):
-        outcomes[i] = _judge(sequence, cutoff, request.overlong)
+        outcomes[i], num_tokens[i] = _judge(sequence, cutoff, request.overlong), len(sequence)
         if outcomes[i] == KEPT:
             kept.append((first_rows[rows[i].shard_number].overall + rows[i].number, item, sequence))
             fields = [*unknown_columns[i], *(f"{MESSAGE_FIELD}{key}" for key in item.ignored)]
@@ -198,6 +198,7 @@ def tokenize_block(
         np.savez(
             file,
             outcomes=outcomes,
+            num_tokens=num_tokens,
             faults=np.array(faults, dtype=np.str_),
             lengths=np.array([min(len(sequence), cutoff) for _, _, sequence in kept], dtype=np.int64),
             sequence_ids=np.array([sequence_id for sequence_id, _, _ in kept], dtype=np.int64),

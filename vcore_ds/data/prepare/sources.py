@@ -83,7 +83,7 @@ def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
     shards: list[Shard] = []
     for source in sources:
         with reading("", Path(source), _READABLE):
-            files = _files(source, split)
+            files = find_files(source, split)
         if files is None:
             shards += _hub_shards(source, split)
         for path in files or []:
@@ -115,7 +115,7 @@ def _fingerprint(path: Path) -> str:
         return hashlib.sha256(f"{size} ".encode() + beginning + file.read()).hexdigest()
 
 
-def _files(source: str, split: str) -> list[Path] | None:
+def find_files(source: str, split: str) -> list[Path] | None:
     """List the files of a source; None for a hub id."""
     path = Path(source).expanduser()
     if path.is_file():

@@ -64,9 +64,11 @@ class Density {
     const correlation = data.spearman === null ? "Utility or loss is constant" : `Rank correlation of utility and loss: ${number(data.spearman)} in the mean over steps`;
     const total = cells.reduce((sum, cell) => sum + cell.count, 0);
     svg.setAttribute("aria-label", `Utility against loss of ${total.toLocaleString("en-US")} tokens. ${correlation}. Arrow keys read it cell by cell.`);
-    for (let bin = 0; bin <= BINS; bin += BINS / 4) {
-      svg.append(shape("text", { x: left + bin * size, y: top + side + 16, "text-anchor": "middle" }, number(edge(data.levels.loss, bin))));
-      svg.append(shape("text", { x: left - 6, y: top + side - bin * size + 4, "text-anchor": "end" }, number(edge(this.axis(), bin))));
+    for (const { bin, value } of roundTicks(data.levels.loss, 5)) {
+      svg.append(shape("text", { x: left + bin * size, y: top + side + 16, "text-anchor": "middle" }, number(value)));
+    }
+    for (const { bin, value } of roundTicks(this.axis(), 3)) {
+      svg.append(shape("text", { x: left - 6, y: top + side - bin * size + 4, "text-anchor": "end" }, number(value)));
     }
     svg.append(shape("text", { x: left + side / 2, y: top + side + 34, "text-anchor": "middle" }, "loss (nats)"));
     svg.append(shape("text", { x: 12, y: top + side / 2, transform: `rotate(-90 12 ${top + side / 2})`, "text-anchor": "middle" }, "utility"));
@@ -115,6 +117,20 @@ class Density {
     const distance = (i) => Math.abs(cells[i].x - x);
     return [...cells.keys()].filter((i) => cells[i].y === row).reduce((best, i) => (distance(i) < distance(best) ? i : best));
   }
+}
+
+// Round numbers on an axis of uneven levels, in bins from its low end: 0, then the largest, `apart` bins from each other.
+function roundTicks(levels, apart) {
+  const powers = Array.from({ length: 12 }, (_, i) => Math.floor(Math.log10(Math.max(levels[255], -levels[0]))) - i);
+  const sizes = powers.flatMap((power) => [5, 2, 1].map((digit) => Number(`${digit}e${power}`)));
+  const ticks = [];
+  for (const value of [0, ...sizes.flatMap((size) => [size, -size])]) {
+    if (value < levels[0] || value > levels[255]) continue;
+    const above = Math.max(1, levels.findIndex((level) => level >= value));
+    const bin = ((above - (levels[above] - value) / (levels[above] - levels[above - 1])) * BINS) / 256;
+    if (ticks.every((tick) => Math.abs(tick.bin - bin) >= apart)) ticks.push({ bin, value });
+  }
+  return ticks;
 }
 
 // The row of each code of a step's utilities.

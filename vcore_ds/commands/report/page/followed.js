@@ -22,7 +22,7 @@ class Followed extends Viewer {
     const distinct = (values) => [...new Set(values)].map((value) => [value, value]);
     const controls = [
       select("Colour by", this.measures(), (value) => this.set("measure")((this.picked = value))),
-      select("Trace", distinct(data.sequences.map(nameOf)), this.set("sequence")),
+      select("Trace", optionsOf(data.sequences), this.set("sequence")),
       select("Step", distinct(data.sequences.map((one) => one.step)), this.set("step")),
     ];
     controls[0][1].value = state.measure;

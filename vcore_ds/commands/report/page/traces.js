@@ -35,9 +35,9 @@ function scaleLabels(data, measure, step) {
   if (measure === "weight") return [`${number(2 ** -report.weightRange, 2)}× or less`, "1× (uniform)", `${number(2 ** report.weightRange, 2)}× or more`];
   if (measure === "utility") {
     const levels = data.levels.utility[step];
-    return levels ? [number(levels[0]), "0", number(levels[255])] : ["lowest of its step", "0", "highest of its step"];
+    return levels ? [number(levels[0], 2), "0", number(levels[255], 2)] : ["lowest of its step", "0", "highest of its step"];
   }
-  return measure === "probability" ? ["0", "", "1"] : ["0", "", `${number(data.levels[measure][255])} nats`];
+  return measure === "probability" ? ["0", "", "1"] : ["0", "", `${number(data.levels[measure][255], 2)} nats`];
 }
 
 // Everything that is known of a token, by name.
@@ -54,6 +54,8 @@ function describe(data, sequence, i) {
 }
 
 const nameOf = ({ source, id }) => `${source}, ${id}`;
+// A choice of traces: each by its first words.
+const optionsOf = (sequences) => [...new Map(sequences.map((one) => [nameOf(one), `${one.name} (${nameOf(one)})`]))];
 
 class Viewer {
   constructor(place) {
@@ -152,15 +154,15 @@ class Viewer {
     }));
   }
 
-  // Names of the traces of the chosen step, or of all.
-  traceNames() {
+  // The traces of the chosen step, or of all.
+  tracesOfStep() {
     const { data, state } = this;
-    return [...new Set(data.sequences.filter((one) => state.step === "" || String(one.step) === state.step).map(nameOf))];
+    return data.sequences.filter((one) => state.step === "" || String(one.step) === state.step);
   }
 
   listTraces() {
-    const names = this.traceNames().sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-    this.traceControl.replaceChildren(...[["", "all"], ...names.map((name) => [name, name])].map(([value, text]) => element("option", { value }, text)));
+    const names = optionsOf(this.tracesOfStep()).sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+    this.traceControl.replaceChildren(...[["", "all"], ...names].map(([value, text]) => element("option", { value }, text)));
     this.traceControl.value = this.state.sequence;
   }
 
@@ -168,7 +170,7 @@ class Viewer {
   changeStep(step) {
     const { state } = this;
     state.step = step;
-    if (state.sequence !== "" && !this.traceNames().includes(state.sequence)) state.sequence = nameOf(this.mostColoured(step));
+    if (state.sequence !== "" && !this.tracesOfStep().some((one) => nameOf(one) === state.sequence)) state.sequence = nameOf(this.mostColoured(step));
     this.listTraces();
     this.set("step")(step);
   }
@@ -236,6 +238,8 @@ class Viewer {
     if ("alpha" in sequence) facts.push(`alpha ${number(sequence.alpha)}`);
     if ("share" in sequence && sequence.share !== 1) facts.push(`${number(sequence.share)}× the uniform share of the batch`);
     const strip = this.strip(sequence);
+    const prompt = data.prompts[sequence.prompt];
+    const asked = prompt === "" ? [] : [element("div", { class: "prompt", role: "note", "aria-label": "Prompt" }, prompt.replace(HIDDEN, "\ufffd"))];
     const tokens = element("div", { class: "tokens", role: "listbox", "aria-label": `Tokens of ${title}` });
     for (let i = sequence.start; i < sequence.end; i++) {
       const span = document.createElement("span");
@@ -249,7 +253,7 @@ class Viewer {
       tokens.append(span);
     }
     (tokens.querySelector("span:not(.dim)") ?? tokens.firstChild).tabIndex = 0;
-    return element("article", { class: "trace" }, element("h4", {}, title, element("small", {}, ` · ${facts.join(", ")}`)), strip, tokens);
+    return element("article", { class: "trace" }, element("h4", {}, title, element("small", {}, ` · ${facts.join(", ")}`)), ...asked, strip, tokens);
   }
 
   // A canvas for the whole trace, which is drawn once it is in the page.

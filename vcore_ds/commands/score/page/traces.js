@@ -41,7 +41,7 @@ class Traces {
     const bar = element("div", { "aria-hidden": "true" });
     bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
     const levels = data.levels[state.measure];
-    const ends = isDiverging ? [number(levels[0]), "0", number(levels[255])] : ["0", "", `${number(levels[255])} nats`];
+    const ends = isDiverging ? [number(levels[0], 2), "0", number(levels[255], 2)] : ["0", "", `${number(levels[255], 2)} nats`];
     this.scale.replaceChildren(bar, ...ends.map((text) => element("span", {}, text)));
     const chosen = this.chosen();
     const pages = pagesOf(chosen.map((sequence) => ({ sequence })));
