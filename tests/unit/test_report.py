@@ -17,7 +17,7 @@ from vcore_ds.commands.html_page import ASSETS, BASE, STYLE, as_json
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts, write_pictures
 from vcore_ds.commands.report.page import SCRIPTS, SOURCES, correlate_with_losses, weight_range
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
-from vcore_ds.commands.report.tables import results_table, summary
+from vcore_ds.commands.report.tables import environment_table, explain_results, results_table, summary
 from vcore_ds.commands.report.tokens import KINDS
 from vcore_ds.commands.report.traces import (
     IN_ANSWER,
@@ -25,6 +25,7 @@ from vcore_ds.commands.report.traces import (
     encode_followed,
     encode_traces,
     loss_levels,
+    name_by_first_words,
     nearest,
     ranks,
     utility_levels,
@@ -112,6 +113,23 @@ def test_the_uniform_weight_and_no_utility_are_exact() -> None:
 
 def test_ranks_begin_with_the_largest() -> None:
     assert ranks(np.array([0.1, 0.5, 0.1, 0.3])).tolist() == [2, 0, 3, 1]
+
+
+def test_a_trace_has_its_prompt_and_is_named_by_what_tells_it_apart(tmp_path: Path) -> None:
+    questions = ["user\nAdd the numbers.\n\nAnn has 7 coins", "user\nAdd the numbers.\n\nAnn has 9 books"]
+    assert name_by_first_words(questions) == ["Ann has 7 coins", "Ann has 9 books"]
+    assert name_by_first_words(questions[:1] * 2) == ["Add the numbers. Ann has 7 coins"] * 2
+    long = "What is the sum of all of the numbers from 1 to "
+    assert name_by_first_words([f"{long}{n} in base {n}?" for n in (10, 20)]) == ["10 in base 10?", "20 in base 20?"]
+    assert name_by_first_words(["", "x"]) == ["", "x"]
+    (shortened,) = name_by_first_words([f"{long}10?"])
+    assert shortened == "What is the sum of all of the numbers from 1 …"
+    ids = [np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32) for text in (*questions, "")]
+    recorded = [replace(random_sequence(IDS, i, seed=i), prompt_ids=prompt) for i, prompt in enumerate(ids)]
+    (run,) = read(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: recorded}))
+    description, _ = encode_traces(run, 10**6)
+    assert [description["prompts"][one["prompt"]] for one in description["sequences"]] == [*questions, ""]
+    assert description["sequences"][2]["name"].startswith("so \\boxed{42}")  # without a prompt, the trace's first words
 
 
 def test_a_page_holds_whole_sequences_up_to_its_size(tmp_path: Path) -> None:
@@ -223,6 +241,21 @@ def test_curves_stand_in_the_order_of_interest(tmp_path: Path) -> None:
     ]
 
 
+def test_adams_first_step_is_not_on_the_scale_of_the_others(tmp_path: Path) -> None:
+    lines = [step_line(step, tau=0.9 if step == 1 else 0.01 / step, utility_mean=1.0 * step) for step in (1, 2, 3)]
+
+    def curve(name: str, key: str, **sections) -> tuple[list[int], str]:
+        run = write_run(tmp_path / name, TOKENIZER, lines, {}, optimizer={"gradient_clipping": 1.0}, **sections)
+        (chart,) = (chart for chart in make_charts(group_runs(read(run))) if chart.key == key)
+        return chart.series[0].steps, chart.note
+
+    adam = {"probe": {"direction": "adam", "clip": 1.0}}
+    steps, note = curve("adam", "tau", **adam)
+    assert steps == [2, 3] and "Without step 1" in note
+    assert curve("adam_alpha", "loss", **adam)[0] == [1, 2, 3]
+    assert curve("sgd", "tau") == ([1, 2, 3], "Mean over sequences")
+
+
 def test_what_does_not_move_has_its_value_instead_of_a_curve(tmp_path: Path) -> None:
     def constants(*folders: Path) -> dict[str, str]:
         groups = group_runs(read(*folders))
@@ -270,6 +303,9 @@ def test_what_one_run_learnt(tmp_path: Path) -> None:
         ["accuracy, arithmetic (40 problems)", "–", "42.5%", "–"],
     ]
     assert summary(runs) == "some/model fine-tuned with vcore, LoRA of rank 4: 4 optimizer steps in 16 s."
+    assert "methods/sft.yaml" in explain_results(runs)
+    sft = read(written(tmp_path / "sft", method={"name": "sft", "kl_budget": None}))
+    assert "methods/sft.yaml" not in explain_results(runs + sft) and "accuracy" in explain_results(runs + sft)
     lines = [step_line(1, loss=None, seconds=5400.0, sequences=8, supervised_tokens=12345)]
     environment = {"world_size": 2}
     run = write_run(
@@ -395,6 +431,8 @@ def test_odd_environments_are_shown(tmp_path: Path) -> None:
     run = written(tmp_path / "run")
     (run / "environment.json").write_text(json.dumps({"devices": 3, "packages": [1], "resumed": "no", "started": None}))
     assert main(["report", str(run)]) == 0
+    (run / "environment.json").write_text(json.dumps({"cpu": {"bf16": "fp32"}, "packages": {"torch": "2"}}))
+    assert environment_table(read(run)).rows == [["cpu: bf16", "fp32"], ["torch", "2"]]
     (run / "environment.json").unlink()
     assert main(["report", str(run)]) == 0
 

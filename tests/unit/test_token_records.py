@@ -52,6 +52,7 @@ def sequence(i: int, n: int, *, utilities: bool = True, share: float = 0.5) -> S
         losses=values[0],
         utilities=values[1] if utilities else None,
         weights=values[2],
+        prompt_ids=np.arange(i, dtype=np.int32),
     )
 
 
@@ -101,6 +102,9 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with np.load(path) as stored:
         arrays = dict(stored)
+    without_prompts = {name: array for name, array in arrays.items() if "prompt" not in name}  # as of version 0.7
+    np.savez(path.open("wb"), **without_prompts)
+    assert [one.prompt_ids.size for one in read_record(path).sequences] == [0]
     for name in ("positions", "token_ids", "losses", "weights"):
         np.savez(path.open("wb"), **{other: array for other, array in arrays.items() if other != name})
         with pytest.raises(UserError, match=f"is damaged: '{name}'"):
@@ -162,6 +166,7 @@ def test_the_tokens_of_a_micro_batch_by_hand(packed: bool, alpha: float | torch.
     assert first.losses.tolist() == pytest.approx([0.1, 0.2]) and second.losses.tolist() == pytest.approx([0.3])
     assert first.utilities.tolist() == [1.0, 2.0] and second.utilities.tolist() == [3.0]
     assert first.weights.tolist() == pytest.approx([0.9, 0.1]) and second.weights.tolist() == [1.0]
+    assert first.prompt_ids.tolist() == [1] and second.prompt_ids.tolist() == [5]
 
 
 def test_an_idle_batch_has_no_tokens_to_record() -> None:

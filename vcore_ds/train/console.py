@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.progress import Progress, duration
 from vcore_ds.common.text import gib
+from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.token_records import SequenceTokens
 
 _NUM_SHOWN = 3
@@ -59,6 +60,19 @@ class Console:
         if self._steps is not None:
             self._steps.__exit__()
             self._steps = None
+
+
+def explain_steps(settings: StepSettings) -> str:
+    """The legend of the lines of steps."""
+    if not settings.method.uses_utilities:
+        return "In each step: loss and weighted loss in nats, |g| gradient norm, lr learning rate"
+    text = (
+        "In each step: loss in nats, alpha factor of the weighted loss, tau sharpness of the weights, kl their "
+        "distance from uniform in nats, s utilities of the tokens (mean±std), |g| gradient norm, lr learning rate"
+    )
+    if settings.probe.direction == "adam":
+        text += ". s and tau of step 1, where Adam has no state yet, have another scale"
+    return text
 
 
 def _short(values: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.step_cost import StepPasses
 from vcore_ds.train.checkpoints import Checkpoints, Saved
-from vcore_ds.train.console import Console
+from vcore_ds.train.console import Console, explain_steps
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.followed import FollowedTraces, record_followed
 from vcore_ds.train.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
@@ -184,6 +184,8 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     """
     settings, console, feed = run.settings, run.log.console, run.data.feed
     num_steps = run.trainer.schedule.num_steps
+    if num_done < num_steps:
+        console.say(explain_steps(run.trainer.settings))
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
     metrics = None

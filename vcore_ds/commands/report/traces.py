@@ -250,7 +250,7 @@ def name_by_first_words(texts: Sequence[str]) -> list[str]:
     names = []
     for text in texts:
         role, _, rest = text.partition("\n")
-        words = text[start:] if start or " " in role else rest
+        words = text[start:] if start or " " in role or not rest else rest
         names.append(textwrap.shorten(words, NAME_CHARACTERS, placeholder=" …"))
     return names
 

@@ -117,10 +117,9 @@ def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PE
         Scoring(request, console, unfinished_path(request.output), chunk_tokens_per_rank).run()
 
 
-ON_A_TRAINED_MODEL = (
-    "Note: to select training data, score with the base model or after a few steps. In our experiments a second "
-    "selection, with the weights from half-way through training, did damage: that model has learnt from all traces, "
-    "good and bad, and its utilities separate them poorly (docs/reports/whole-traces.md)"
+SECOND_SELECTION = (
+    "the run was trained on traces selected by scores (data.keep). In our experiments a second selection with the "
+    "weights of such a run did damage (docs/reports/whole-traces.md): to select data, score with the base model"
 )
 
 
@@ -154,8 +153,8 @@ class Scoring:
                     f"{number:,} of the traces to score are in {name} too: a trace that its own gradient scores ranks "
                     "high, whatever it is worth to the others. A run leaves out those in data.probe_path"
                 )
-        if request.checkpoints:
-            console.say(ON_A_TRAINED_MODEL)
+        if request.trained_on_selection:
+            console.warn(SECOND_SELECTION)
         settings = derive_step_settings(recipe)
         self.feed = build_feed(settings, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed)
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks

@@ -47,6 +47,8 @@ class ScoreRequest:
     output: Path
     again: bool = False
     """Delete the unfinished work of an earlier attempt."""
+    trained_on_selection: bool = False
+    """Whether the run was trained with data.keep."""
 
 
 def make_request(
@@ -85,7 +87,8 @@ def make_request(
         output = Path("runs", "scores", Path(target).stem if run is None else run.resolve().name)
     refuse_existing(output, NEW_FOLDER)
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
-    return ScoreRequest(_scoring_recipe(recipe, run), path_of_set, checkpoints, output, again)
+    selected = run is not None and recipe.data.keep is not None
+    return ScoreRequest(_scoring_recipe(recipe, run), path_of_set, checkpoints, output, again, selected)
 
 
 def _parse_sets(words: Sequence[str]) -> dict[str, str]:
