@@ -173,7 +173,7 @@ def test_the_weights_are_part_of_what_is_resumed(setup: Path, one_rank: None) ->
     assert list(describe_files(reader_of(setup, train_path=files(setup, a=3, b=1)).settings.train_files(),
                                feed.main_order, 4)) == [
         f"0.75 of each batch from {setup}/a.jsonl: 6 sequences, 2 epochs",
-        f"0.25 of each batch from {setup}/b.jsonl: 4 sequences, 1 epochs",
+        f"0.25 of each batch from {setup}/b.jsonl: 4 sequences, 1 epoch",
     ]  # fmt: skip
 
 
