@@ -1,3 +1,34 @@
-"""VCORE: supervised fine-tuning in which every token is weighted by what learning it is worth."""
+"""VCORE: supervised fine-tuning in which every token is weighted by what learning it is worth.
+
+The public Python API is `__all__`, described in docs/python.md; other names may change at any time. Names are imported
+when they are first used: `import vcore_ds` takes no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vcore_ds.common.errors import UserError
+    from vcore_ds.utility.one_process import ProbeDirection, gibbs_weights, probe_direction, token_utilities
 
 __version__ = "0.7.0"
+
+__all__ = ["ProbeDirection", "UserError", "gibbs_weights", "probe_direction", "token_utilities"]
+
+_MODULES = {
+    "ProbeDirection": "vcore_ds.utility.one_process",
+    "UserError": "vcore_ds.common.errors",
+    "gibbs_weights": "vcore_ds.utility.one_process",
+    "probe_direction": "vcore_ds.utility.one_process",
+    "token_utilities": "vcore_ds.utility.one_process",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'vcore_ds' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

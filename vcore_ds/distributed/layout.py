@@ -19,6 +19,8 @@ have different tokens, which they exchange in each MoE layer.
 
 Ranks along `tensor` process the same tokens and have the same losses, so a sum over `data` or `shards` counts each
 token once, and is the same on all of them.
+
+Without a device mesh (`arrange` was not called) the process works alone: every axis has one rank.
 """
 
 from collections.abc import Iterable
@@ -147,16 +149,20 @@ def size(axis: Axis, sequence_parallel: int = 1) -> int:
     """
     if axis == "sequence":
         return sequence_parallel
-    if axis == "expert" and axis not in _meshes:
+    if axis == "data":
+        return size("shards") // sequence_parallel
+    if not _meshes or (axis == "expert" and axis not in _meshes):
         return 1
-    return size("shards") // sequence_parallel if axis == "data" else _meshes[axis].size()
+    return _meshes[axis].size()
 
 
 def rank(axis: Axis, sequence_parallel: int = 1) -> int:
     """This rank's index along an axis, from 0; `sequence_parallel` as in `size`."""
     if axis == "sequence":
         return rank("shards") % sequence_parallel
-    return rank("shards") // sequence_parallel if axis == "data" else _meshes[axis].get_local_rank()
+    if axis == "data":
+        return rank("shards") // sequence_parallel
+    return _meshes[axis].get_local_rank() if _meshes else 0
 
 
 def is_first() -> bool:
@@ -169,6 +175,8 @@ def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> lis
 
     Over `data`, the ranks of a sequence-parallel group have the same values, which count once.
     """
+    if not _meshes:
+        return values
     total = torch.tensor(values, dtype=torch.float64, device=device())
     if axis == "data":
         if rank("sequence", sequence_parallel) != 0:
@@ -186,6 +194,8 @@ def norm_over(axis: Axis, parts: list[Tensor]) -> float:
 
 def gather_objects(axis: Axis, value: Any) -> list[Any]:
     """All-gather a Python object over an axis. A collective."""
+    if not _meshes:
+        return [value]
     gathered: list[Any] = [None] * size(axis)
     dist.all_gather_object(gathered, value, group=group(axis))
     return gathered

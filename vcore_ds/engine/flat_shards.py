@@ -69,6 +69,11 @@ def full_shape(parameter: PartitionedParameter) -> torch.Size:
     return torch.Size([num_local * layout.size("expert"), *rest])
 
 
+def unsharded_shape(parameter: nn.Parameter) -> torch.Size:
+    """The gathered parameter's shape. A parameter that ZeRO-3 has sharded has the shape of an empty tensor."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 class Streams:
     """DeepSpeed's side streams for all-gathers and gradient reductions, and their order with the current stream.
 

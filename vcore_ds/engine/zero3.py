@@ -30,6 +30,7 @@ from vcore_ds.engine.flat_shards import (
     SavedParameters,
     Streams,
     as_partitioned,
+    unsharded_shape,
 )
 from vcore_ds.method.objective import GlobalCounts
 from vcore_ds.models.attention import RowLayout
@@ -97,7 +98,7 @@ def initialize_moments(optimizer: torch.optim.Optimizer, masters: Sequence[Tenso
 
 
 def _num_axes(parameter: nn.Parameter) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))  # a sharded parameter has the shape of an empty tensor
+    return len(unsharded_shape(parameter))
 
 
 if TYPE_CHECKING:  # megatron-core takes seconds
@@ -192,14 +193,17 @@ class Engine:
                 dropout.token_keys = local_keys
         if self._experts:
             mark_padding(self._experts, to_device(take_local_columns(batch.is_token(), k), self.device))
+        return self._call_model(
+            input_ids=to_device(take_local_columns(batch.input_ids, k), self.device),
+            targets=take_local_columns(batch.targets(), k),
+            position_ids=to_device(take_local_columns(positions, k), self.device),
+            row_layout=RowLayout.from_lengths(batch.sequence_lengths(), k, self.device),
+            **options,
+        )
+
+    def _call_model(self, **inputs: Any) -> Any:
         with self._saved_parameters.as_references():
-            return self.deepspeed(
-                input_ids=to_device(take_local_columns(batch.input_ids, k), self.device),
-                targets=take_local_columns(batch.targets(), k),
-                position_ids=to_device(take_local_columns(positions, k), self.device),
-                row_layout=RowLayout.from_lengths(batch.sequence_lengths(), k, self.device),
-                **options,
-            )
+            return self.deepspeed(**inputs)
 
     def seed_dropout(self, seed: int) -> None:
         """Seed the dropout masks of the next forwards, which depend on token and seed only; the same on all ranks."""

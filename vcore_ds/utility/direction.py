@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block
+from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block, unsharded_shape
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
@@ -52,13 +52,15 @@ class Direction:
         norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
     """
 
-    def __init__(self, engine: Engine, rank: int | None = None):
+    def __init__(self, engine: Engine, rank: int | None = None, buffers: list[Tensor] | None = None):
+        """`buffers`: the direction's shards, where it was computed before; None for zeros until `compute`."""
         self.norm: float | None = None
         self.rank = rank
         self._low_rank_seed = 0
         self._tangents: dict[int, Tensor | LowRank] | None = None
         self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
-        self.buffers: list[Tensor] = engine.shards.zeros(engine.trainable[0][1].dtype, engine.device)
+        zeros = engine.shards.zeros
+        self.buffers: list[Tensor] = zeros(engine.trainable[0][1].dtype, engine.device) if buffers is None else buffers
         self._engine = engine
 
     def compute(
@@ -219,7 +221,8 @@ class Direction:
                 numels = [parameter.ds_tensor.numel() for parameter in parameters]
                 flat = [part.reshape(-1) for part in pending.wait().view(-1, sum(numels)).split(numels, 1)]
             for parameter, padded in zip(parameters, flat, strict=True):
-                tensors[id(parameter)] = padded[: parameter.ds_numel].view(parameter.ds_shape)
+                shape = unsharded_shape(parameter)
+                tensors[id(parameter)] = padded[: shape.numel()].view(shape)
         return tensors
 
     def _concatenate_shards(self, parameters: Sequence[PartitionedParameter]) -> Tensor:

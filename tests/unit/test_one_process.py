@@ -1,0 +1,215 @@
+"""`vcore_ds.probe_direction`, `token_utilities` and `gibbs_weights` against plain transformers and `torch.func.jvp`."""
+
+import copy
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+from torch.nn.functional import cross_entropy
+
+import vcore_ds
+from tests.helpers import tiny
+from tests.unit.test_estimators import exact_rms_norm
+
+KINDS = ["full", "tied", "lora", "mixture", "dropout"]
+
+
+def make_model(kind: str) -> nn.Module:
+    """A tiny model in fp64, in training mode; `lora` is peft's, `dropout` peft's with dropout of adapters."""
+    model = tiny.mixture(dtype=torch.float64) if kind == "mixture" else tiny.qwen3(tied=kind == "tied")
+    model.set_experts_implementation("eager")  # transformers' grouped GEMM takes no fp64
+    if kind in ("lora", "dropout"):
+        config = LoraConfig(r=4, lora_dropout=0.5 if kind == "dropout" else 0.0, target_modules="all-linear")
+        model = get_peft_model(model, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.05)
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):  # Hugging Face's computes in fp32 whatever the dtype is
+            module.forward = exact_rms_norm(module)
+    return model.train()
+
+
+def make_batches() -> list[dict[str, Tensor]]:
+    return [{"input_ids": rows.input_ids, "labels": rows.labels} for rows in (tiny.rows(3), tiny.rows(2, seed=5))]
+
+
+def reference(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy of the model for plain transformers, without dropout, and its trained parameters."""
+    plain = copy.deepcopy(model).eval()
+    base = plain.get_base_model() if hasattr(plain, "get_base_model") else plain
+    base.set_attn_implementation("eager")
+    for module, copied in zip(model.modules(), plain.modules(), strict=True):
+        if "forward" in module.__dict__:
+            copied.forward = exact_rms_norm(copied)
+    return plain, {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
+
+
+def losses_at(model: nn.Module, parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Losses `[b, T]` from plain logits, 0 where not supervised."""
+    logits = functional_call(model, parameters, kwargs={"input_ids": batch["input_ids"], "use_cache": False}).logits
+    losses = cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    return nn.functional.pad(losses, (1, 0))
+
+
+def mean_loss(model: nn.Module, parameters: dict[str, Tensor], batches: list[dict[str, Tensor]], by: str) -> Tensor:
+    """Mean over sequences of the mean over tokens, or the mean over all tokens."""
+    losses = [losses_at(model, parameters, batch).sum(1) for batch in batches]
+    counts = [(batch["labels"][:, 1:] != -100).sum(1) for batch in batches]
+    if by == "token":
+        return torch.cat(losses).sum() / torch.cat(counts).sum()
+    return (torch.cat(losses) / torch.cat(counts)).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_utilities_are_the_derivatives_of_plain_losses(kind: str) -> None:
+    model, batches = make_model(kind), make_batches()
+    plain, parameters = reference(model)
+    for by in ("sequence", "token"):
+        wanted = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        loss = mean_loss(plain, wanted, batches, by)
+        gradient = dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
+        gradient = {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in gradient.items()}
+        probe = vcore_ds.probe_direction(model, batches, normalization=by)
+        assert probe.gradient.keys() == gradient.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+        assert probe.loss == pytest.approx(float(loss.detach()), rel=1e-6)  # the losses of a run are fp32
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+        assert probe.gradient_norm == pytest.approx(norm, rel=1e-6)
+        for name, expected in gradient.items():
+            torch.testing.assert_close(probe.gradient[name], expected, rtol=1e-5, atol=1e-7)
+    utilities = vcore_ds.token_utilities(model, batches[0], gradient)
+    _, exact = jvp(lambda p: losses_at(plain, p, batches[0]), (parameters,), (gradient,))
+    error = float((utilities - exact).abs().max() / exact.abs().max())
+    print(f"{kind}: largest error {error:.1e} of the largest utility")
+    assert error < 2e-6
+    assert torch.equal(
+        utilities[batches[0]["labels"] == -100], torch.zeros_like(utilities)[batches[0]["labels"] == -100]
+    )
+
+
+def test_utilities_are_the_limit_of_finite_differences() -> None:
+    model, batches = make_model("full"), make_batches()
+    plain, parameters = reference(model)
+    plain.set_attn_implementation("sdpa")  # eager attention has a softmax in fp32
+    probe = vcore_ds.probe_direction(model, batches[1:])
+    utilities = vcore_ds.token_utilities(model, batches[0], probe)
+    errors = []
+    for epsilon in (1e-2, 1e-3, 1e-4):
+        above, below = (
+            losses_at(
+                plain, {name: p + sign * epsilon * probe.gradient[name] for name, p in parameters.items()}, batches[0]
+            )
+            for sign in (1, -1)
+        )
+        errors.append(float(((above - below) / (2 * epsilon) - utilities).abs().max() / utilities.abs().max()))
+    print("finite differences:", ", ".join(f"{error:.1e}" for error in errors))
+    assert errors[1] < errors[0] / 50  # second order
+    assert errors[2] < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_is_left_as_it_was(kind: str) -> None:
+    model, batches = make_model(kind), make_batches()
+    first = next(p for p in model.parameters() if p.requires_grad)
+    first.grad = torch.ones_like(first)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def state() -> object:
+        config = base.config.get_text_config()
+        modules = [(name, id(m), m.training, sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks))
+                   for name, m in model.named_modules()]  # fmt: skip
+        gradients = [(name, p.grad is None, p.requires_grad) for name, p in model.named_parameters()]
+        return modules, gradients, config._attn_implementation, config._experts_implementation
+
+    before, logits = state(), copy.deepcopy(model).eval()(batches[0]["input_ids"]).logits
+    vcore_ds.token_utilities(model, batches[0], vcore_ds.probe_direction(model, batches))
+    assert state() == before
+    assert first.grad is not None and torch.equal(first.grad, torch.ones_like(first))
+    assert torch.equal(model.eval()(batches[0]["input_ids"]).logits, logits)
+    model.train()
+    bad = {"lm_head.weight": torch.full_like(next(model.parameters()), math.nan)}
+    with pytest.raises((vcore_ds.UserError, RuntimeError)):
+        vcore_ds.token_utilities(model, {**batches[0], "labels": batches[0]["labels"][:, :5]}, bad)
+    assert state() == before
+
+
+def test_padding_changes_no_utility() -> None:
+    model, (batch, _) = make_model("full"), make_batches()
+    probe = vcore_ds.probe_direction(model, [batch])
+    padded = {
+        "input_ids": nn.functional.pad(batch["input_ids"], (0, 7)),
+        "labels": nn.functional.pad(batch["labels"], (0, 7), value=-100),
+        "attention_mask": nn.functional.pad(torch.ones_like(batch["labels"]), (0, 7)),
+    }
+    utilities = vcore_ds.token_utilities(model, batch, probe)
+    torch.testing.assert_close(vcore_ds.token_utilities(model, padded, probe)[:, :-7], utilities, rtol=1e-6, atol=1e-7)
+
+
+def test_weights_have_the_budget_and_the_order_of_utilities() -> None:
+    model, (batch, _) = make_model("full"), make_batches()
+    labels = batch["labels"]
+    utilities = vcore_ds.token_utilities(model, batch, vcore_ds.probe_direction(model, [batch]))
+    weights = vcore_ds.gibbs_weights(utilities, labels, kl_budget=0.05)
+    for q, s, row in zip(weights, utilities, labels, strict=True):
+        q, s = q[row != -100], s[row != -100]
+        assert float(q.sum()) == pytest.approx(1.0)
+        assert float((q * (q * len(q)).log()).sum()) == pytest.approx(0.05, abs=1e-6)
+        assert torch.equal(q.argsort(), s.argsort())
+    assert float(weights[labels == -100].abs().sum()) == 0
+    by_hand = torch.where(labels == -100, -math.inf, 3.0 * utilities).softmax(1)
+    torch.testing.assert_close(vcore_ds.gibbs_weights(utilities, labels, temperature=3.0), by_hand)
+
+
+BATCH = make_batches()[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": BATCH["input_ids"]}, "batch: found no labels"),
+        ({**BATCH, "labels": BATCH["labels"][:, 1:]}, "batch: found input_ids and labels of shapes"),
+        ({**BATCH, "labels": torch.full_like(BATCH["labels"], -100)}, "batch: found no supervised token"),
+        ({**BATCH, "attention_mask": (torch.arange(24) > 2).long().expand(3, 24)}, "batch: found an attention_mask"),
+        ({**BATCH, "position_ids": (torch.arange(24) % 12).expand(3, 24)}, "batch: found position_ids"),
+    ],
+)
+def test_a_batch_that_cannot_be_read_is_refused(batch: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(vcore_ds.UserError, match=message):
+        vcore_ds.probe_direction(make_model("full"), [batch])
+
+
+def test_other_mistakes_have_one_message() -> None:
+    model, batches = make_model("full"), make_batches()
+    with pytest.raises(vcore_ds.UserError, match="batches: found none"):
+        vcore_ds.probe_direction(model, [])
+    with pytest.raises(vcore_ds.UserError, match="model: found a Linear"):
+        vcore_ds.probe_direction(nn.Linear(2, 2), batches)
+    with pytest.raises(vcore_ds.UserError, match="direction: found head.weight"):
+        vcore_ds.token_utilities(model, batches[0], {"head.weight": torch.zeros(1)})
+    with pytest.raises(vcore_ds.UserError, match=r"direction: found lm_head.weight of shape \[1\]"):
+        vcore_ds.token_utilities(model, batches[0], {"lm_head.weight": torch.zeros(1)})
+    with pytest.raises(vcore_ds.UserError, match="inf or NaN"):
+        vcore_ds.token_utilities(model, batches[0], {"lm_head.weight": torch.full((128, 32), math.nan)})
+    with pytest.raises(vcore_ds.UserError, match="kl_budget, temperature: found both or none"):
+        vcore_ds.gibbs_weights(torch.zeros(1, 2), torch.zeros(1, 2))
+    with pytest.raises(vcore_ds.UserError, match=r"kl_budget: found -1"):
+        vcore_ds.gibbs_weights(torch.zeros(1, 2), torch.zeros(1, 2), kl_budget=-1)
+    with pytest.raises(vcore_ds.UserError, match="utilities: found inf or NaN"):
+        vcore_ds.gibbs_weights(torch.full((1, 2), math.nan), torch.zeros(1, 2), kl_budget=0.1)
+    with pytest.raises(vcore_ds.UserError, match=r"found shapes \[1, 2\] and \[1, 3\]"):
+        vcore_ds.gibbs_weights(torch.zeros(1, 2), torch.zeros(1, 3), kl_budget=0.1)
+    with pytest.raises(vcore_ds.UserError, match="model: found no parameter that requires a gradient"):
+        vcore_ds.probe_direction(model.requires_grad_(False), batches)
+
+
+def test_every_public_name_is_there() -> None:
+    code = "import vcore_ds; print([getattr(vcore_ds, name).__name__ for name in vcore_ds.__all__] == vcore_ds.__all__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+    assert set(vcore_ds.__all__) <= set(dir(vcore_ds))
+    with pytest.raises(AttributeError, match="no attribute 'probe'"):
+        vcore_ds.probe  # noqa: B018

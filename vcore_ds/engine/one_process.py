@@ -1,0 +1,138 @@
+"""Any Hugging Face model as an engine of one process, without DeepSpeed's: for the utilities of a notebook or another
+trainer."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.engine.flat_shards import FlatShards, ShardPosition, as_partitioned
+from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.configuration import can_replace_attention
+from vcore_ds.models.experts import OUR_EXPERTS, uses_our_experts
+
+
+class UnshardedVectors(FlatShards):
+    """Vectors over the trained parameters of one process: one flat tensor per parameter."""
+
+    def __init__(self, trainable: Sequence[nn.Parameter]):
+        self._numels = [parameter.numel() for parameter in trainable]
+        self._positions = {
+            id(parameter): ShardPosition(i, 0, numel, numel)
+            for i, (parameter, numel) in enumerate(zip(trainable, self._numels, strict=True))
+        }
+        self._counted_spans = None
+        self._gradients: list[Tensor] = []
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient in fp32 (fp64 for fp64 parameters) of the last accumulation."""
+        return self._gradients
+
+
+class OneProcessEngine(Engine):
+    """Token losses and gradients of a model that this process holds; no optimizer.
+
+    Only what `Direction`, with `optimizer="sgd"`, and `forward_mode` use is there.
+    """
+
+    def __init__(self, model: TokenLossModel):
+        """`model`: in evaluation mode, which has no dropout."""
+        self.module = model
+        self.trainable = [(name, as_partitioned(p)) for name, p in model.named_parameters() if p.requires_grad]
+        self.shards = UnshardedVectors([parameter for _, parameter in self.trainable])
+        self.device = self.trainable[0][1].device
+        self._dropouts = []
+        self._experts = [module for module in model.modules() if uses_our_experts(module)]
+
+    def _call_model(self, **inputs: object) -> Tensor:
+        return self.module(**inputs)
+
+    @contextmanager
+    def accumulation(self, num_backwards: int) -> Iterator[None]:
+        """A context for the `backward` calls of one gradient, which is summed in fp32. The parameters' `grad` is not
+        changed."""
+        parameters = [parameter for _, parameter in self.trainable]
+        before = [parameter.grad for parameter in parameters]
+        sums = [torch.zeros(p.numel(), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+                for p in parameters]  # fmt: skip
+
+        def add(total: Tensor, parameter: Tensor) -> None:
+            assert parameter.grad is not None  # the hook runs after it was written
+            total.add_(parameter.grad.flatten())
+            parameter.grad = None
+
+        for parameter in parameters:
+            parameter.grad = None
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda p, total=total: add(total, p))
+            for parameter, total in zip(parameters, sums, strict=True)
+        ]
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        self.shards._gradients = sums
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`."""
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+
+
+@contextmanager
+def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
+    """A context with an engine around `model`, which is restored on exit.
+
+    Args:
+        model: a causal language model of transformers, or peft's model around one, on one device.
+
+    Raises:
+        UserError: the model is something else, nothing of it is trained, it is on several devices, or its attention
+            has no forward-mode derivative.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
+        raise UserError(
+            f"model: found a {type(model).__name__}; expected a causal language model of transformers, or peft's model "
+            "around one. Unwrap it from DDP, FSDP or a compiled module first"
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise UserError("model: found no parameter that requires a gradient; expected those that training would change")
+    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1 or "meta" in devices:
+        raise UserError(
+            f"model: found parameters on {', '.join(sorted(devices))}; expected one device. For models that one device "
+            "cannot hold, `vcore-ds score` shards parameters over ranks"
+        )
+    if not can_replace_attention(base.config):
+        raise UserError(
+            f"model: found a {type(base).__name__}, whose attention cannot be replaced by one with a forward-mode "
+            "derivative; expected another architecture (docs/models.md)"
+        )
+    modes = {module: module.training for module in model.modules()}
+    dropouts = [(parent, name, child) for parent in modes for name, child in parent.named_children()
+                if type(child) is nn.Dropout]  # fmt: skip
+    head, config = base.get_output_embeddings(), base.config.get_text_config()
+    attention = config._attn_implementation
+    experts = config._experts_implementation
+    model.eval()
+    try:
+        config._attn_implementation = TRAINING_ATTENTION
+        config._experts_implementation = OUR_EXPERTS
+        yield OneProcessEngine(TokenLossModel(model).eval())
+    finally:
+        config._attn_implementation = attention
+        config._experts_implementation = experts
+        base.set_output_embeddings(head)
+        for parent, name, child in dropouts:
+            setattr(parent, name, child)
+        for module, was_training in modes.items():
+            module.training = was_training

@@ -1,0 +1,195 @@
+"""Token utilities of any Hugging Face model in one process, on batches as other trainers make them: the same passes as
+in a run, without sharding. Public through `vcore_ds`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.batches import IGNORED_LABEL, Batch
+from vcore_ds.engine.one_process import OneProcessEngine, one_process_engine
+from vcore_ds.engine.zero3 import NonFiniteLoss
+from vcore_ds.method import weights as method_weights
+from vcore_ds.method.objective import Normalization
+from vcore_ds.utility.direction import Direction
+from vcore_ds.utility.estimators import compute_jvp_utilities
+
+_WRAPPER = "causal_lm."
+"""Prefix that `TokenLossModel` adds to the names of a model's parameters."""
+
+
+@dataclass(frozen=True)
+class ProbeDirection:
+    """The gradient of the mean loss of probe sequences: positive utility means that learning a token lowers it."""
+
+    gradient: Mapping[str, Tensor]
+    """By name of the trained parameter, in its shape and in the dtype of the first trained parameter."""
+    loss: float
+    """Nats."""
+    gradient_norm: float
+    """2-norm over all trained parameters."""
+
+
+def probe_direction(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], *, normalization: Normalization = "sequence"
+) -> ProbeDirection:
+    """Compute the gradient of the loss of all `batches` together, without dropout, in one process.
+
+    Trained are the parameters that require a gradient. The model and its gradients are left as they were. Layers are
+    not recomputed (no activation checkpointing), so use small batches.
+
+    Args:
+        model: a causal language model of transformers, or peft's around one, on one device.
+        batches: each with `input_ids` and `labels`, `[b, T]`, labels -100 where a token is not supervised, not shifted;
+            `attention_mask`, where it is given, is 1 and then 0 in each row.
+        normalization: `sequence` for the mean over sequences of the mean over their tokens, `token` for the mean over
+            all tokens.
+
+    Raises:
+        UserError: the model or a batch cannot be used, or loss or gradient is inf or NaN.
+    """
+    ours = [_read_batch(batch) for batch in batches]
+    if not ours:
+        raise UserError("batches: found none; expected at least one batch of probe sequences")
+    with one_process_engine(model) as engine:
+        direction = Direction(engine)
+        try:
+            probe = direction.compute(ours, normalization=normalization, clip=None)
+        except NonFiniteLoss as error:
+            raise UserError(f"batches: {error}") from None
+        shapes = {name.removeprefix(_WRAPPER): parameter.shape for name, parameter in engine.trainable}
+    pairs = zip(shapes.items(), direction.buffers, strict=True)
+    gradient = {name: flat.view(shape) for (name, shape), flat in pairs}
+    return ProbeDirection(gradient, probe.loss, probe.gradient_norm)
+
+
+def token_utilities(
+    model: nn.Module, batch: Mapping[str, Tensor], direction: ProbeDirection | Mapping[str, Tensor]
+) -> Tensor:
+    """Compute `<v, grad loss>` of each supervised token by one forward-mode (JVP) pass, exact and without dropout.
+
+    Args:
+        model: as in `probe_direction`; it is left as it was.
+        batch: as in `probe_direction`.
+        direction: `v`; or any vector, by names of trained parameters. Parameters that it lacks do not move.
+
+    Returns:
+        fp32 (fp64 for a model in fp64) `[b, T]`, the utility of each token at its position, on the model's device; 0
+        where it is not supervised.
+
+    Raises:
+        UserError: the model, the batch or the direction cannot be used, or a utility is inf or NaN.
+    """
+    ours = _read_batch(batch)
+    gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
+    with one_process_engine(model) as engine:
+        buffers = _read_direction(engine, gradient)
+        (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [ours])
+    if not bool(torch.isfinite(utilities).all()):
+        raise UserError("direction: found a utility that is inf or NaN; expected a finite direction, loss and model")
+    return _scatter(utilities, ours.labels)
+
+
+def gibbs_weights(
+    utilities: Tensor, labels: Tensor, *, kl_budget: float | None = None, temperature: float | None = None
+) -> Tensor:
+    """Token weights `q ~ exp(tau * utility)` within each row; the loss of a row is `sum_t q_t loss_t`.
+
+    Args:
+        utilities: `[b, T]`, from `token_utilities`.
+        labels: `[b, T]`, -100 where a token is not supervised.
+        kl_budget: `KL(q || uniform)` in nats, for which tau is solved in each row.
+        temperature: tau, instead of `kl_budget`; 0 gives uniform weights.
+
+    Returns:
+        `[b, T]`, at the position of each token: 1 in total over a row, 0 where a token is not supervised.
+
+    Raises:
+        UserError: shapes differ, a utility is not finite, or not exactly one of budget and temperature is given.
+    """
+    if utilities.shape != labels.shape or labels.dim() != 2:
+        found = f"{list(utilities.shape)} and {list(labels.shape)}"
+        raise UserError(f"utilities, labels: found shapes {found}; expected the same [b, T]")
+    if (kl_budget is None) == (temperature is None):
+        raise UserError("kl_budget, temperature: found both or none; expected one of them, such as kl_budget=0.005")
+    chosen = kl_budget if temperature is None else temperature
+    name = "temperature" if kl_budget is None else "kl_budget"
+    assert chosen is not None
+    if not (0 <= chosen < float("inf")) or (chosen == 0 and name == "kl_budget"):
+        raise UserError(
+            f"{name}: found {chosen}; expected a {'positive' if name == 'kl_budget' else 'non-negative'} number"
+        )
+    rows, columns = _supervised(labels.to(utilities.device)).nonzero(as_tuple=True)
+    values = utilities[rows, columns]
+    if not bool(torch.isfinite(values).all()):
+        raise UserError("utilities: found inf or NaN at a supervised token; expected finite numbers")
+    if kl_budget is not None:
+        result = method_weights.gibbs_weights_for_budget(values, rows, len(labels), kl_budget)
+    else:
+        result = method_weights.gibbs_weights(values, rows, len(labels), chosen)
+    return _scatter(result.weights, labels)
+
+
+def _supervised(labels: Tensor) -> Tensor:
+    """bool `[b, T]`; the first token of a row is never predicted."""
+    supervised = labels != IGNORED_LABEL
+    supervised[:, 0] = False
+    return supervised
+
+
+def _scatter(values: Tensor, labels: Tensor) -> Tensor:
+    """`[N]` to `[b, T]`, 0 where no token is supervised."""
+    result = values.new_zeros(labels.shape)
+    result[_supervised(labels.to(values.device))] = values
+    return result
+
+
+def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
+    """Raises UserError where the batch is not one of right-padded, unpacked sequences."""
+    if missing := [name for name in ("input_ids", "labels") if name not in batch]:
+        raise UserError(f"batch: found no {missing[0]}; expected input_ids and labels, [b, T]")
+    input_ids, labels = batch["input_ids"].cpu().long(), batch["labels"].cpu().long()
+    if input_ids.dim() != 2 or input_ids.shape != labels.shape:
+        shapes = f"{list(input_ids.shape)} and {list(labels.shape)}"
+        raise UserError(f"batch: found input_ids and labels of shapes {shapes}; expected the same [b, T]")
+    if not bool(_supervised(labels).any()):
+        raise UserError("batch: found no supervised token; expected labels other than -100 behind the first token")
+    columns = torch.arange(labels.shape[1])
+    positions = batch.get("position_ids")
+    if positions is not None and not bool((positions.cpu() == columns).all()):
+        raise UserError("batch: found position_ids of packed or shifted rows; expected one sequence a row, from 0")
+    lengths = None
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        counts = mask.cpu().bool().sum(1)
+        if mask.shape != labels.shape or not torch.equal(mask.cpu().bool(), columns < counts[:, None]):
+            raise UserError(
+                "batch: found an attention_mask with other zeros than at the ends of rows; expected padding on the "
+                "right (tokenizer.padding_side = 'right')"
+            )
+        lengths = counts.tolist()
+    return Batch(list(range(len(labels))), input_ids, labels, row_lengths=lengths)
+
+
+def _read_direction(engine: OneProcessEngine, gradient: Mapping[str, Tensor]) -> list[Tensor]:
+    """A vector in the order of the trained parameters."""
+    parameters = {name.removeprefix(_WRAPPER): parameter for name, parameter in engine.trainable}
+    if unknown := gradient.keys() - parameters.keys():
+        raise UserError(
+            f"direction: found {min(unknown)}, which is no trained parameter of the model; expected names such as "
+            f"{next(iter(parameters))}"
+        )
+    buffers = []
+    for name, parameter in parameters.items():
+        tensor = gradient.get(name)
+        if tensor is None:
+            tensor = torch.zeros_like(parameter)
+        elif tensor.shape != parameter.shape:
+            raise UserError(
+                f"direction: found {name} of shape {list(tensor.shape)}; expected {list(parameter.shape)}: the "
+                "direction is of another model"
+            )
+        buffers.append(tensor.detach().to(parameter.device).flatten())
+    return buffers
