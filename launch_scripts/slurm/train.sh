@@ -40,9 +40,6 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 on_every_node() {
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
         "${srun_options[@]}" bash -c '
-        # Compiled kernels on the disk of the node: on a shared one, ranks of all nodes wait for and overwrite each other.
-        cache=${TMPDIR:-/tmp}/vcore_ds_$(id -u)
-        export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
         exec python -m vcore_ds.distributed.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS_PER_NODE" \
             --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID" \
             -m vcore_ds.commands.cli "$@"' bash "$@"

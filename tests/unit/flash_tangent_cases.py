@@ -8,6 +8,10 @@ written beyond its edge would change.
 import itertools
 import math
 import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers.ranks import run_ranks
+from vcore_ds.distributed.compile_cache import use_local_compile_caches
+from vcore_ds.models import flash_tangent as kernels
 from vcore_ds.models.attention import RowLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
-from vcore_ds.models.flash_tangent import _select_tiles, flash_tangent, launch
+from vcore_ds.models.flash_tangent import TILE, TILES, _select_tiles, flash_tangent, launch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
 
@@ -291,3 +298,50 @@ def test_deterministic_runs_do_not_time_tiles() -> None:
         assert len(_select_tiles([], arguments, **sizes)) == 1
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# ---- one tile on all ranks -----------------------------------------------------------------------------------------
+
+
+def tiles_of_rank(folder: Path, fastest: int) -> dict[str, Any]:
+    """What a rank chooses where its own timing would choose the candidate `fastest + rank`, in launches of two kinds:
+    rank 1 meets the second kind alone."""
+    rank = torch.distributed.get_rank()
+    tempfile.tempdir = str(folder)
+    timed: list[int] = []
+
+    def timing(call: Callable[[], None], quantiles: object) -> list[float]:
+        call()
+        timed.append(len(timed))
+        return [0.0 if timed[-1] % 4 == fastest + rank else 1.0]
+
+    primals, tangents = drawn(1, 1, 1, 16, 16, torch.float16)
+    kernels._tuned._do_bench, kernels.INTERPRETER_TILES = timing, None  # there is no GPU whose clock could time
+    options = dict(cu_seqlens=cu_seqlens_of([[16]]), max_seqlen=16, scale=SCALE)
+    flash_tangent(*primals, tangents, **options)
+    if rank == 1:
+        flash_tangent(*primals, tangents, **options, sliding_window=4)
+    torch.distributed.barrier()
+    with patch.dict(os.environ, {"LOCAL_RANK": str(rank)}):
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        use_local_compile_caches()
+        cache = os.environ["TRITON_CACHE_DIR"]
+    return {"tiles": list(kernels._tiles.values()), "num_timed": len(timed), "cache": cache}
+
+
+def test_ranks_use_the_tile_of_the_first_and_keep_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = run_ranks(tiles_of_rank, 2, tmp_path, 0, start="fork")
+    assert first["tiles"] == second["tiles"][:1]
+    # Each would have chosen another one: rank 1 does for the kind that it alone meets.
+    (own,), (_, alone) = first["tiles"], second["tiles"]
+    names = dict.fromkeys(TILE)
+    candidates = [names | dict(zip(TILE, tile, strict=True)) | {"num_ctas": 1} for tile in TILES[64]]
+    assert own in candidates[:2] and alone == candidates[1]
+    assert sorted([first["num_timed"], second["num_timed"]]) in ([4, 4], [0, 8])
+    assert capfd.readouterr().out.count("Attention with tangents: timed 4 tiles for heads of 16 in") == 2
+    caches = [tmp_path / f"vcore_ds_{os.getuid()}" / "triton" / f"rank_{rank}" for rank in (0, 1)]
+    assert [first["cache"], second["cache"]] == list(map(str, caches))
+    # The next start, where timing would choose others.
+    again = run_ranks(tiles_of_rank, 2, tmp_path, 2, start="fork")
+    assert [one["tiles"] for one in again] == [first["tiles"], second["tiles"]]
+    assert [one["num_timed"] for one in again] == [0, 0]

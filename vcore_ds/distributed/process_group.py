@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,9 +11,11 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.compile_cache import use_local_compile_caches
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import local_rank, num_local_ranks, uses_gpu
 
@@ -24,7 +27,8 @@ _created_group: dist.ProcessGroup | None = None
 
 def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
     """Join the process group of the launcher's environment, or create one of a single process, and make the device
-    mesh. Also gives each rank its share of the cores and, on CPUs, fast matrix multiplications.
+    mesh. Also gives each rank its share of the cores, on GPUs local folders for compiled kernels, and on CPUs fast
+    matrix multiplications.
 
     Works under `deepspeed`, `torchrun` and `srun` + `torchrun`, and without a launcher. Keeps an existing group.
 
@@ -39,7 +43,9 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     share_cores_among_ranks()
-    if not uses_gpu():
+    if uses_gpu():
+        use_local_compile_caches()
+    else:
         use_fast_cpu_matmul()
     global _created_group
     if not dist.is_initialized():
@@ -139,3 +145,25 @@ def run_on_first_rank(work: Callable[[], Result]) -> Result | None:
     """Run `work()` on rank 0 while the others wait; they get None. A collective, with the errors of
     `run_first_rank_first`."""
     return run_first_rank_first(lambda: work() if layout.is_first() else None)
+
+
+ANSWER_POLL_SECONDS = 0.05
+
+
+def take_first_answer(question: str, answer: Callable[[], str]) -> str:
+    """Return `answer()` of the first rank that asks `question`; ranks that ask later wait for it, and get the same.
+
+    Not a collective: ranks ask when they need to, or never. `answer` must not wait for other ranks. Each question has
+    one answer as long as the process group exists.
+    """
+    if not dist.is_initialized():
+        return answer()
+    store = _get_default_store()
+    if store.add(f"{question}: ranks", 1) == 1:
+        text = answer()
+        store.set(f"{question}: answer", text)
+        return text
+    # Not `store.get`: while it blocks, no other thread of this rank can use the store.
+    while not store.check([f"{question}: answer"]):
+        time.sleep(ANSWER_POLL_SECONDS)
+    return store.get(f"{question}: answer").decode()

@@ -9,8 +9,13 @@ Shapes: b rows, A query heads, K key/value heads, T tokens of a row, D head dime
 """
 
 import functools
+import hashlib
+import inspect
+import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +24,9 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import write_atomically
+from vcore_ds.distributed.compile_cache import local_cache_folder
+from vcore_ds.distributed.process_group import take_first_answer
 from vcore_ds.models.block_attention import Sinks
 from vcore_ds.models.flash_tangent_kernel import attend
 
@@ -42,7 +50,7 @@ TILES_FP32 = ((16, 16, 4, 1),)
 TILE = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
 """Triton's names for the numbers of a tile."""
 
-INTERPRETER_TILES = (32, 32)
+INTERPRETER_TILES: tuple[int, ...] | None = (32, 32)
 
 LONG_SEQUENCE = 2048
 """Batches whose longest sequence has at least this many tokens are autotuned separately."""
@@ -135,10 +143,8 @@ def launch(
     elif tiles is None:
         tiles = INTERPRETER_TILES
     with torch.cuda.device_of(primals[0]):
-        if tiles is None:
-            _tuned[grid](*arguments, **constants)
-        else:
-            attend[grid](*arguments, **constants, **dict(zip(TILE, tiles, strict=False)))
+        tile = _tuned_tile(grid, arguments, constants) if tiles is None else dict(zip(TILE, tiles, strict=False))
+        attend[grid](*arguments, **constants, **tile)
 
 
 def kernel_arguments(
@@ -194,6 +200,51 @@ def _check_driver() -> None:
         ) from error
 
 
+_tiles: dict[tuple[Any, ...], dict[str, int]] = {}
+"""Kind of launch -> the tile that all ranks use."""
+
+
+def _tuned_tile(
+    grid: Callable[[dict[str, int]], tuple[int, ...]], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> dict[str, int]:
+    """Return the tile of this kind of launch, the same on all ranks: the first rank that meets the kind times the
+    candidates. On each node the choice is kept for later starts."""
+    query, head_dim, is_long = arguments[0], constants["HEAD_DIM"], arguments[-1]
+    dtypes = tuple(argument.dtype for argument in arguments if isinstance(argument, Tensor))
+    # As the autotuner's key.
+    kind = (head_dim, constants["SLIDING"], is_long, dtypes)
+    if kind in _tiles:
+        return _tiles[kind]
+    candidates = _select_tiles((), {"query": query}, **constants)
+    if len(candidates) == 1:
+        return candidates[0].all_kwargs()
+    gpu = torch.cuda.get_device_name() if query.is_cuda else "interpreter"
+    kernel = Path(inspect.getfile(attend.fn)).read_text()
+    question = str((gpu, triton.__version__, kernel, kind, [str(config) for config in candidates]))
+    digest = hashlib.sha256(question.encode()).hexdigest()
+    folder = local_cache_folder()
+    file = None if folder is None else folder / "tiles" / f"{digest}.json"
+
+    def choose() -> str:
+        if file is not None and file.exists():
+            return file.read_text()
+        _tuned[grid](*arguments, **constants)
+        tile = _tuned.best_config.all_kwargs()
+        print(
+            f"Attention with tangents: timed {len(candidates)} tiles for heads of {head_dim} in "
+            f"{_tuned.bench_time:.1f} s on {gpu}, chose {tile}",
+            flush=True,
+        )
+        return json.dumps(tile)
+
+    text = take_first_answer(f"attention tile {digest}", choose)
+    if file is not None:
+        with suppress(OSError), write_atomically(file, several_writers=True) as unfinished:
+            unfinished.write_text(text)
+    _tiles[kind] = json.loads(text)
+    return _tiles[kind]
+
+
 def _select_tiles(
     configs: Sequence["triton.Config"], arguments: Mapping[str, Any], **constants: Any
 ) -> list["triton.Config"]:
@@ -213,5 +264,4 @@ _tuned = triton.autotune(
     configs=[_config(*tile) for tiles in (*TILES.values(), TILES_FP32) for tile in tiles],
     key=["HEAD_DIM", "SLIDING", "is_long"],  # Triton adds the dtypes of the tensors
     prune_configs_by={"early_config_prune": _select_tiles},
-    cache_results=True,  # on disk, so that a resumed run uses the same tiles
 )(attend)
