@@ -367,6 +367,41 @@ def other_base(folder: Path) -> list[str]:
     return said
 
 
+def longer_and_branched(folder: Path) -> dict[str, Any]:
+    """A run with a decay over the last 4 of 10 steps; a run over 8 steps whose decay begins after 4; a branch from
+    there, and that run itself, each with the schedule of the first."""
+    sections = CASES["sft_lora"]
+    shared: dict[str, Any] = {"kind": "wsd", "warmup_steps": 2, "min_ratio": 0.1}
+    long = {**sections, "schedule": {"num_steps": NUM_STEPS, "decay_ratio": 0.4, **shared}}
+    short = {**sections, "schedule": {"num_steps": 8, "decay_ratio": 0.5, **shared}}
+    expected = resumed_runs.to_the_end(recipe(folder, "long", long))
+    run.train(recipe(folder, "short", short))
+    checkpoint = folder / "short" / "checkpoints" / "step_00000004"
+    branch = {**long, "checkpoint": {"branch_from": str(checkpoint)}}
+    said = {}
+    for name, wrong in {
+        "cosine": {"schedule": {"num_steps": 20}},
+        "warmup": {"schedule": {"num_steps": 20, "kind": "constant", "warmup_ratio": 0.2}},
+        "batch": {"batch": {"global_size": 4}},
+    }.items():
+        try:
+            run.train(recipe(folder, f"branch_{name}" if name == "batch" else "short", {**branch, **wrong}))
+        except UserError as error:
+            said[name] = str(error)
+    left = sorted(path.name for path in (folder / "short").iterdir())
+    resumed_runs.to_the_end(recipe(folder, "branch", branch))
+    longer = resumed_runs.to_the_end(recipe(folder, "short", long))
+    return {
+        "said": said,
+        "finished": left,
+        "branch": resumed_runs.differences(folder / "branch", expected),
+        "longer": resumed_runs.differences(longer, expected),
+        "set aside": sorted(path.name for path in longer.glob("*_step_*")),
+        "lost": [path.name for path in (folder / "branch").glob("*lost*")],
+        "rates": [line["learning_rate"] for line in resumed_runs.timeless_metrics(expected)],
+    }
+
+
 def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
     """The disk of a run is full from its first checkpoint on, up to the page that metrics.jsonl ends in."""
     stopped = recipe(folder, "full_disk", CASES["sft_lora"])
@@ -436,6 +471,7 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
             minutes,
             other_data,
             other_base,
+            longer_and_branched,
         )
     }
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
@@ -593,6 +629,32 @@ def test_nodes_that_do_not_share_the_folder_are_told_so_also_where_one_of_them_h
 
 def test_one_clock_decides_for_all_ranks(found: dict[str, Any]):
     assert found["minutes"] == [False, False, True]
+
+
+def test_a_longer_run_and_a_branch_equal_the_long_run(found: dict[str, Any], setup: Path):
+    outcome = found["longer_and_branched"]
+    assert outcome["branch"] == outcome["longer"] == outcome["lost"] == []
+    stable, decay = [5e-4, *[1e-3] * 5], [1e-3 * (0.1 + 0.9 * share) for share in (1, 0.75, 0.5, 0.25)]
+    assert outcome["rates"] == pytest.approx([*stable, *decay], rel=1e-12)
+    assert outcome["set aside"] == ["adapter_step_00000008"]
+    assert "adapter" in outcome["finished"] and "adapter_step_00000008" not in outcome["finished"]
+
+
+def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(found: dict[str, Any], setup: Path):
+    said = found["longer_and_branched"]["said"]
+    checkpoint = setup / "short" / "checkpoints" / "step_00000008"
+    assert said["cosine"].startswith(
+        f"schedule: found learning rate 0.000992404 for step 4, which {checkpoint} has taken with 0.001, and no "
+        "checkpoint before it"
+    )
+    assert "With cosine each learning rate depends on the number of steps; runs with schedule.kind" in said["cosine"]
+    assert "found learning rate 0.00025 for step 1, which" in said["warmup"]
+    assert "Set schedule.warmup_steps to 2." in said["warmup"]
+    assert said["batch"] == (
+        f"checkpoint.branch_from: {setup}/short/checkpoints/step_00000004: is of a run of another recipe:\n"
+        "  batch.global_size: 2 there, 4 here\n"
+        "expected the same values; keys of schedule may differ. Set these keys as they are there"
+    )
 
 
 def test_other_data_are_refused(found: dict[str, Any]):

@@ -41,10 +41,12 @@ _NAMES_ELSEWHERE = {
     "parallel.expert": "expert_model_parallel_size ep_size",
     "parallel.tensor": "tensor_model_parallel_size tp_size",
     "run.validate_every": "eval_steps",
-    "schedule.kind": "lr_scheduler lr_scheduler_type",
+    "schedule.decay_ratio": "num_decay_steps lr_decay_iters lr_wsd_decay_iters",
+    "schedule.kind": "lr_scheduler lr_scheduler_type lr_decay_style",
+    "schedule.min_ratio": "min_lr min_lr_rate min_lr_ratio lr_end",
     "schedule.num_epochs": "num_train_epochs epochs",
     "schedule.num_steps": "max_steps train_iters total_steps",
-    "schedule.warmup_ratio": "warmup_steps num_warmup_steps lr_warmup_iters",
+    "schedule.warmup_steps": "num_warmup_steps lr_warmup_iters",
     "track.trackers": "report_to use_wandb",
 }
 """Names of our keys in transformers, TRL, LLaMA-Factory, Axolotl, ms-swift, verl, DeepSpeed and Megatron-LM."""

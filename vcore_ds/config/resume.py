@@ -44,8 +44,9 @@ MAY_DIFFER = frozenset(
 )
 """Dotted keys that may change when a run is resumed."""
 
-SECTIONS_THAT_MAY_DIFFER = frozenset({"track", "checkpoint", "engine"})
-"""Sections of which all keys may change."""
+SECTIONS_THAT_MAY_DIFFER = frozenset({"track", "checkpoint", "engine", "schedule"})
+"""Sections of which all keys may change; `schedule` as far as the steps taken keep their learning rates, which a run
+checks."""
 
 
 def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:

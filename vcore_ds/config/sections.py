@@ -337,8 +337,16 @@ class ScheduleConfig(Section):
     """Passes over the training data; or give num_steps."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the steps during which the learning rate rises linearly from 0."""
-    kind: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: `cosine` to 0 at the last step, or `constant`."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Number of these steps, instead of warmup_ratio: for runs that are extended or branched; null for warmup_ratio."""
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up: `cosine` or `linear` decay to the last step, `constant`, or `wsd` (warm-up, stable, decay):
+    constant, then a linear decay over the last decay_ratio of the steps. Runs with `constant` and `wsd` can be
+    extended, and decays branch off from them."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the steps in the decay of `wsd`."""
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate that a decay leads to, as a share of the peak."""
 
 
 class RunConfig(Section):
@@ -399,6 +407,10 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; older ones are deleted once a new one is complete."""
     keep_every_steps: Count | None = None
     """Keep the checkpoints of every multiple of this many optimizer steps permanently; null for none."""
+    branch_from: PathText | None = None
+    """A checkpoint of another run (RUN/checkpoints/step_NNNNNNNN), from which this run begins instead of the first
+    step. The recipes may differ in `schedule`, as long as the learning rates up to there are the same; null for
+    none."""
 
 
 class EngineConfig(Section):

@@ -25,7 +25,7 @@ FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
 _REJECTED = ".rejected"
-"""Suffix of a checkpoint that failed verification when a run resumed from an older one."""
+"""Suffix of a newer checkpoint when a run resumed from an older one."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | None) -> list[Path]:
-    """Delete complete checkpoints except the newest `keep_last` and every `keep_every_steps`-th; return them."""
+def remove_old(
+    checkpoints: Path, *, keep_last: int, keep_every_steps: int | None, keep_step: int | None = None
+) -> list[Path]:
+    """Delete complete checkpoints except the newest `keep_last`, every `keep_every_steps`-th and that of `keep_step`;
+    return them."""
     complete = [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
-    old = [f for f in complete[keep_last:] if keep_every_steps is None or _number(f) % keep_every_steps != 0]
+    old = [
+        folder
+        for folder in complete[keep_last:]
+        if (keep_every_steps is None or _number(folder) % keep_every_steps != 0) and _number(folder) != keep_step
+    ]
     for folder in old:
         remove(folder)
     return old
@@ -147,8 +154,8 @@ def remove_old(checkpoints: Path, *, keep_last: int, keep_every_steps: int | Non
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
     """Rename checkpoints newer than `step`, from which a run resumes; remove unfinished ones. Returns the new paths.
 
-    The newer checkpoints failed verification. Under their old names `remove_old` would keep them as the newest, and
-    delete valid ones.
+    The newer checkpoints failed verification, or are of another schedule. Under their old names `remove_old` would keep
+    them as the newest, and delete valid ones.
     """
     for folder in checkpoints.glob(f"step_*{paths.SUFFIX}"):
         shutil.rmtree(folder)

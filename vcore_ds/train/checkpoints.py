@@ -82,11 +82,14 @@ class Checkpoints:
         validation_losses_before: nats, before the first step, by name of the held-out set; a resumed run cannot measure
             them any more.
         wandb_run_id: the run on Weights & Biases, None without; only rank 0's is saved.
+        branch_step: after which the learning rate of `wsd` decays; its checkpoint is kept, so that the run can be made
+            longer and decays of other lengths can branch off; None for other schedules.
     """
 
     def __init__(self, recipe: Recipe, console: Console):
         self.validation_losses_before: dict[str, float] = {}
         self.wandb_run_id: str | None = None
+        self.branch_step: int | None = None
         self._recipe, self._console = recipe, console
         self._folder = Path(recipe.run.output_dir) / "checkpoints"
         self._last_end = time.monotonic()
@@ -102,9 +105,12 @@ class Checkpoints:
         except UserError:
             return None
 
-    def newest(self) -> tuple[Path, RunState] | None:
+    def newest(self, most_steps: int | None = None) -> tuple[Path, RunState] | None:
         """The newest checkpoint whose files match its manifest, each rank verifying a part of them; None where there is
         no finished one.
+
+        Args:
+            most_steps: leave out later checkpoints; None for all.
 
         Raises:
             UserError: there are checkpoints, and none of them verifies.
@@ -113,6 +119,9 @@ class Checkpoints:
             self._folder,
             lambda: (checkpoint_folder.list_unfinished(self._folder), checkpoint_folder.list_checkpoints(self._folder)),
         )[0]
+        if most_steps is not None:
+            unfinished = []
+            candidates = [f for f in candidates if (checkpoint_folder.parse_step(f) or 0) <= most_steps]
         skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
         newest, problems = checkpoint_folder.find_newest_usable(candidates, self._problem_of)
         skipped += problems
@@ -129,12 +138,12 @@ class Checkpoints:
         return None if newest is None else (newest, self._read_run_state(newest))
 
     def clear_above(self, step: int) -> None:
-        """Rename the checkpoints after `step`, which the resumed run could not verify."""
+        """Rename the checkpoints after `step`, which do not verify or are of another schedule."""
         is_first = layout.is_first()
         for renamed in run_on_all_ranks(
             self._folder, lambda: checkpoint_folder.set_aside_newer(self._folder, step) if is_first else []
         )[0]:
-            self._console.warn(f"renamed a checkpoint that did not verify: {renamed}")
+            self._console.warn(f"renamed a checkpoint of a later step: {renamed}")
 
     def check_data(self, checkpoint: tuple[Path, RunState], feed: Feed) -> None:
         """Raises UserError where the data differ from those that the checkpoint was trained on."""
@@ -171,7 +180,12 @@ class Checkpoints:
                 f"The checkpoint is of {count(state.world_size, 'rank')}, this is {layout.size('job')}: the steps see "
                 "the same sequences, and differ by rounding"
             )
-        self.validation_losses_before, self.wandb_run_id = state.validation_losses_before, state.wandb_run_id
+        self.validation_losses_before = state.validation_losses_before
+        source = self._recipe.checkpoint.branch_from
+        is_start_of_branch = source is not None and folder.name == Path(source).name
+        self.wandb_run_id = (
+            None if is_start_of_branch else state.wandb_run_id
+        )  # else the branch would log to its source
         self._last_end = time.monotonic()
         return state.step
 
@@ -227,7 +241,7 @@ class Checkpoints:
         """Whether to save after `step` steps."""
         settings = self._recipe.checkpoint
         every = [n for n in (settings.every_steps, settings.keep_every_steps) if n is not None]
-        if step == num_steps or any(step % n == 0 for n in every):
+        if step in (num_steps, self.branch_step) or any(step % n == 0 for n in every):
             return True
         if settings.every_minutes is None:
             return False
@@ -287,7 +301,10 @@ class Checkpoints:
         settings = self._recipe.checkpoint
         try:
             checkpoint_folder.remove_old(
-                self._folder, keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps
+                self._folder,
+                keep_last=settings.keep_last,
+                keep_every_steps=settings.keep_every_steps,
+                keep_step=self.branch_step,
             )
         except OSError as error:
             self._console.warn(f"an old checkpoint cannot be deleted: {error}. Delete it where room is short")

@@ -33,6 +33,7 @@ from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train import run_folder
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console, describe_example
+from vcore_ds.train.extension import begin_branch, find_common_checkpoint
 from vcore_ds.train.feed import DataReader, Feed, build_feed, count_data
 from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
@@ -119,7 +120,11 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     checkpoints = Checkpoints(recipe, console)
     checkpoint = None
     if resumes:
-        run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
+        run_first_rank_first(lambda: hold_folder(recipe, lock, True, console))
+    elif recipe.checkpoint.branch_from is not None:
+        run_on_first_rank(lambda: start_branch(recipe, lock, console))
+        resumes = True
+    if resumes:
         checkpoint = checkpoints.newest()
         if checkpoint is None:
             console.say(f"{recipe.run.output_dir} holds this run without a checkpoint: it begins at its first step")
@@ -129,8 +134,12 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     feed, validation = read_data(recipe, plan, reader)
     schedule = derive_schedule(recipe, len(feed.dataset))
     num_steps = schedule.num_steps
+    if schedule.kind == "wsd":
+        checkpoints.branch_step = schedule.first_decay_step
+    newest_step = 0 if checkpoint is None else checkpoint[1].step
     if checkpoint is not None:
         checkpoints.check_data(checkpoint, feed)
+        checkpoint = find_common_checkpoint(checkpoints, checkpoint, schedule, len(feed.dataset), console)
 
     num_done = checkpoint[1].step if checkpoint is not None else 0
     utilization = feed.utilization(num_done, num_steps)
@@ -164,6 +173,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
     if resumes:
         checkpoints.clear_above(num_done)
+        run_on_first_rank(lambda: set_aside_result(recipe, newest_step, console))
     else:  # not earlier: every check comes before the first file
         run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = run_on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
@@ -204,6 +214,20 @@ def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) 
             f"run.output_dir: {recipe.run.output_dir}: another job has worked there since this one began; expected one "
             "job at a time. The same command resumes what is there"
         )
+
+
+def start_branch(recipe: Recipe, lock: RunLock, console: Console) -> None:
+    """Lock the run's folder, and put into it what the run branches off from, on rank 0."""
+    lock.acquire(console.say)
+    console.say(f"This run begins from {recipe.checkpoint.branch_from}")
+    begin_branch(recipe)
+
+
+def set_aside_result(recipe: Recipe, num_steps: int, console: Console) -> None:
+    """Rename the result of a finished run that goes on, on rank 0."""
+    folder = Path(recipe.run.output_dir)
+    for path in run_folder.set_aside_result(folder, num_steps, is_adapter=recipe.lora is not None):
+        console.say(f"The run had finished and goes on: what it had after step {num_steps} is {path}")
 
 
 def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed, dict[str, Dataset]]:

@@ -20,9 +20,11 @@ from pydantic import TypeAdapter
 from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import LOCK
-from vcore_ds.common.paths import check_folder, read_json, reading, unfinished_path, write_atomically, writing
+from vcore_ds.common.paths import check_folder, discard, read_json, reading, unfinished_path, write_atomically, writing
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.engine import checkpoint_folder
+from vcore_ds.train.evaluation_folder import RUN_EVALUATION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,6 +80,20 @@ def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: 
         _record_environment(folder, world_size, num_done, kept)
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
+
+
+def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[Path]:
+    """Rename what a finished run of `num_steps` has left, to `NAME_step_NNNNNNNN`, before the run goes on. On rank 0
+    only. Returns the new paths; empty for an unfinished run."""
+    moved = []
+    with writing("run.output_dir", folder):
+        for path in (export_folder(folder, is_adapter=is_adapter), folder / HELD_OUT, folder / RUN_EVALUATION):
+            if path.exists():
+                target = path.with_name(f"{path.stem}_step_{num_steps:08d}{path.suffix}")
+                discard(target)
+                path.rename(target)
+                moved.append(target)
+    return moved
 
 
 def add_start(folder: Path, num_done: int, text: str) -> None:
@@ -170,7 +186,7 @@ def move_lost_metrics(folder: Path, step: int) -> int:
     kept: list[str] = []
     lost: list[str] = []
     for line in path.read_text(errors="replace").splitlines():
-        (kept if _step_of(line) in range(1, step + 1) else lost).append(line + "\n")
+        (kept if step_of_line(line) in range(1, step + 1) else lost).append(line + "\n")
     if lost:
         with (folder / LOST_METRICS).open("a") as file:
             file.writelines(lost)
@@ -193,8 +209,7 @@ def followed_path(folder: Path, step: int) -> Path:
 def move_lost_tokens(folder: Path, step: int) -> None:
     """Moves the files of later steps than `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
     for path in (folder / TOKENS).glob("*.npz"):
-        match = _TOKEN_RECORD.fullmatch(path.name)
-        if match is not None and int(match[1]) > step:
+        if step_of_record(path) > step:
             (folder / LOST_TOKENS).mkdir(exist_ok=True)
             path.replace(folder / LOST_TOKENS / path.name)
 
@@ -204,7 +219,14 @@ def _replace(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
 
 
-def _step_of(line: str) -> int | None:
+def step_of_record(path: Path) -> int:
+    """Optimizer step of a file in tokens/; 0 for a file of another name."""
+    match = _TOKEN_RECORD.fullmatch(path.name)
+    return 0 if match is None else int(match[1])
+
+
+def step_of_line(line: str) -> int | None:
+    """Optimizer step of a line of metrics.jsonl; None for a damaged one."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -377,19 +399,23 @@ def _holds_this_run(recipe: Recipe) -> bool:
         folder.stat()  # `is_file` is silent about a path that no folder can have: below a file, through a circular link
     is_run = (folder / RECIPE).is_file()
     if recipe.checkpoint.resume == "never" or not is_run:
-        if folder.exists() and (
-            not folder.is_dir() or {path.name for path in folder.iterdir()} - {unfinished_path(Path(RECIPE)).name, LOCK}
-        ):
+        # A branch that was killed before its recipe was there is begun again.
+        begun = {"checkpoints", TOKENS, METRICS, ENVIRONMENT} if recipe.checkpoint.branch_from is not None else set()
+        own = {LOCK, *begun, *(unfinished_path(Path(name)).name for name in (RECIPE, METRICS, ENVIRONMENT))}
+        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - own):
             what = "holds another run" if is_run else "is not an empty folder"
             raise UserError(
                 f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
             )
+        if recipe.checkpoint.branch_from is not None:
+            _check_branch(recipe, Path(recipe.checkpoint.branch_from))
         return False
     result = export_folder(folder, is_adapter=recipe.lora is not None)
-    if result.exists():
+    if result.exists() and not _is_longer(recipe, folder):
         raise UserError(
             f"run.output_dir: {folder}: holds a run that has finished, with its result in "
-            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir"
+            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
+            "schedule.num_steps to make the run longer"
         )
     try:
         there = read_resolved_recipe(folder / RECIPE)
@@ -398,12 +424,40 @@ def _holds_this_run(recipe: Recipe) -> bool:
             f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
             "expected a new folder, or a run of this recipe. Set run.output_dir"
         ) from None
-    differing = differing_keys(there, recipe)
-    if differing:
-        lines = "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())
+    if differing := differing_keys(there, recipe):
         raise UserError(
-            f"run.output_dir: {folder}: holds a run of another recipe:\n{lines}\n"
+            f"run.output_dir: {folder}: holds a run of another recipe:\n{_list_differences(differing)}\n"
             "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
             "run.output_dir" + (_OTHER_LAYERS if differing.keys() & {"model.provider", "parallel.tensor"} else "")
         )
     return True
+
+
+def _is_longer(recipe: Recipe, folder: Path) -> bool:
+    """Whether a schedule has more steps or epochs than that of the run in the folder."""
+    try:
+        there, now = read_resolved_recipe(folder / RECIPE).schedule, recipe.schedule
+    except UserError:
+        return False
+    if there.num_steps is not None and now.num_steps is not None:
+        return now.num_steps > there.num_steps
+    if there.num_epochs is not None and now.num_epochs is not None:
+        return now.num_epochs > there.num_epochs
+    return True  # known when the data are read; a shorter one finds no checkpoint to go on from
+
+
+def _check_branch(recipe: Recipe, checkpoint: Path) -> None:
+    """Raises UserError where a run cannot begin from this checkpoint of another."""
+    where = f"checkpoint.branch_from: {checkpoint}"
+    with reading("checkpoint.branch_from", checkpoint, "a checkpoint that can be read"):
+        if checkpoint_folder.parse_step(checkpoint) is None or not (checkpoint / checkpoint_folder.COMPLETE).is_file():
+            raise UserError(f"{where}: found no finished checkpoint; expected RUN/checkpoints/step_NNNNNNNN")
+    if differing := differing_keys(read_resolved_recipe(checkpoint / RECIPE), recipe):
+        raise UserError(
+            f"{where}: is of a run of another recipe:\n{_list_differences(differing)}\n"
+            "expected the same values; keys of schedule may differ. Set these keys as they are there"
+        )
+
+
+def _list_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    return "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())

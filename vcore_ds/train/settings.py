@@ -6,7 +6,15 @@ from typing import Literal
 
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import LoraConfig, MethodConfig, ModelConfig, OptimizerConfig, ProbeConfig, UtilityConfig
+from vcore_ds.config.sections import (
+    LoraConfig,
+    MethodConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProbeConfig,
+    ScheduleConfig,
+    UtilityConfig,
+)
 from vcore_ds.planning.settings import count_trusted
 
 MEASURE_NOISE_EVERY = 100
@@ -62,21 +70,32 @@ class Schedule:
     num_steps: int
     """Optimizer steps of the whole run."""
     num_warmup_steps: int
+    first_decay_step: int
+    """First step of the decay, from 0, which still has the peak; `num_steps` for none."""
     peak_learning_rate: float
-    kind: Literal["cosine", "constant"]
+    min_ratio: float
+    """Share of the peak that the decay leads to."""
+    kind: Literal["cosine", "linear", "constant", "wsd"]
     seed: int
     """Of the run."""
     measure_noise_every: int | None
     """Optimizer steps between two measurements of a finite difference's noise; None for methods without one."""
 
     def learning_rate(self, k: int) -> float:
-        """Linear warm-up that reaches the peak, then half a cosine to 0 (or constant)."""
+        """Linear warm-up that reaches the peak, constant up to the first step of the decay, then half a cosine or a
+        line, which would reach `min_ratio` in step `num_steps`."""
         if k < self.num_warmup_steps:
             return self.peak_learning_rate * (k + 1) / self.num_warmup_steps
-        if self.kind == "constant":
+        if k < self.first_decay_step:
             return self.peak_learning_rate
-        progress = (k - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
-        return self.peak_learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+        progress = (k - self.first_decay_step) / max(1, self.num_steps - self.first_decay_step)
+        share = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1.0 - progress
+        return self.peak_learning_rate * (self.min_ratio + (1.0 - self.min_ratio) * share)
+
+    def num_common_steps(self, other: "Schedule") -> int:
+        """How many first steps have the same learning rate in both schedules, at most the shorter one's."""
+        shorter = min(self.num_steps, other.num_steps)
+        return next((k for k in range(shorter) if self.learning_rate(k) != other.learning_rate(k)), shorter)
 
     def measures_noise(self, k: int) -> bool:
         """Whether the step measures its finite difference's noise."""
@@ -99,12 +118,24 @@ def derive_schedule(recipe: Recipe, num_sequences: int) -> Schedule:
         assert schedule.num_epochs is not None  # the recipe's rules
         per_step = recipe.batch.global_size - count_trusted(recipe)
         num_steps = max(1, math.ceil(schedule.num_epochs * num_sequences / per_step))
+    num_warmup_steps = schedule.warmup_steps
+    if num_warmup_steps is None:
+        num_warmup_steps = math.ceil(schedule.warmup_ratio * num_steps)
     uses_difference = recipe.method.uses_utilities and recipe.utility.estimator == "finite_difference"
     return Schedule(
         num_steps=num_steps,
-        num_warmup_steps=math.ceil(schedule.warmup_ratio * num_steps),
+        num_warmup_steps=num_warmup_steps,
+        first_decay_step=max(num_warmup_steps, num_steps - _count_decay_steps(schedule, num_steps)),
         peak_learning_rate=recipe.optimizer.learning_rate,
+        min_ratio=schedule.min_ratio,
         kind=schedule.kind,
         seed=recipe.run.seed,
         measure_noise_every=MEASURE_NOISE_EVERY if uses_difference else None,
     )
+
+
+def _count_decay_steps(schedule: ScheduleConfig, num_steps: int) -> int:
+    """Steps of the decay; those of the warm-up are not subtracted."""
+    if schedule.kind == "wsd":
+        return max(1, round(schedule.decay_ratio * num_steps))
+    return 0 if schedule.kind == "constant" else num_steps

@@ -190,7 +190,15 @@ def _huber(residuals: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return (weights * each).sum(1)
 
 
-SIZE_KEYS = ("model.path", "data.train_path", "schedule.num_steps", "schedule.num_epochs", "run.seed", "run.output_dir")
+SIZE_KEYS = (
+    "model.path",
+    "data.train_path",
+    "schedule.num_steps",
+    "schedule.num_epochs",
+    "checkpoint.branch_from",
+    "run.seed",
+    "run.output_dir",
+)
 """Keys in which cells of the same fit may differ."""
 SMALLEST_RANGE = 1.5
 """Minimum ratio of a size's largest to its smallest value; a smaller one counts as constant."""

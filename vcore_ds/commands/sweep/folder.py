@@ -26,6 +26,7 @@ from vcore_ds.config.files import UnreadableFile, dump_yaml, parse_yaml, read_te
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import ScheduleConfig
 from vcore_ds.data.scores_folder import TRACES
 from vcore_ds.planning.sweep import Sweep
 from vcore_ds.train.run_folder import METRICS
@@ -99,7 +100,16 @@ def _digest(key: str, path: str) -> str | None:
 SWEEP, RUN_NAMES = "sweep.yaml", "runs.txt"
 MOST_DIFFERENCES = 20
 """Maximum lines of a message on recipes that differ."""
-FIXED = ("data.train_path", "data.probe_path", "data.validation_path", "data.keep.scores", "run.validate_every")
+FIXED = (
+    "data.train_path",
+    "data.probe_path",
+    "data.trusted_overlap",
+    "data.validation_path",
+    "data.keep.scores",
+    "run.validate_every",
+    "checkpoint.branch_from",
+    *(f"schedule.{key}" for key in ScheduleConfig.model_fields),
+)
 """Keys that a resumed run may change but a sweep may not, because its runs are compared."""
 _CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job script that SLURM has terminated, to cancel or to requeue it."""

@@ -1,0 +1,82 @@
+"""Learning rates of the schedules: by hand, and as transformers' schedulers of the same shape have them."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from tests.helpers.recipes import smallest_recipe
+from vcore_ds.config.schema import Recipe
+from vcore_ds.train.settings import Schedule, derive_schedule
+
+PEAK = 2e-3
+
+
+def schedule_of(**keys: Any) -> Schedule:
+    sections = {"optimizer": {"learning_rate": PEAK}, "schedule": keys}
+    return derive_schedule(Recipe.model_validate(smallest_recipe() | sections), num_sequences=100)
+
+
+def rates(**keys: Any) -> list[float]:
+    schedule = schedule_of(**keys)
+    return [schedule.learning_rate(k) / PEAK for k in range(schedule.num_steps)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"num_steps": 5, "warmup_steps": 0, "kind": "cosine"}, [1, 0.9045085, 0.6545085, 0.3454915, 0.0954915]),
+        ({"num_steps": 6, "warmup_steps": 2, "kind": "linear"}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ({"num_steps": 6, "warmup_steps": 2, "kind": "linear", "min_ratio": 0.2}, [0.5, 1, 1, 0.8, 0.6, 0.4]),
+        ({"num_steps": 4, "warmup_ratio": 0.5, "kind": "constant"}, [0.5, 1, 1, 1]),
+        ({"num_steps": 8, "warmup_steps": 1, "kind": "wsd", "decay_ratio": 0.5}, [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+        # A decay that would begin in the warm-up begins after it.
+        ({"num_steps": 4, "warmup_steps": 2, "kind": "wsd", "decay_ratio": 1.0}, [0.5, 1, 1, 0.5]),
+        ({"num_steps": 3, "warmup_steps": 0, "kind": "wsd", "decay_ratio": 0.01}, [1, 1, 1]),
+        # warmup_steps comes before warmup_ratio.
+        ({"num_steps": 4, "warmup_ratio": 1.0, "warmup_steps": 0, "kind": "constant"}, [1, 1, 1, 1]),
+    ],
+)
+def test_learning_rates_by_hand(keys: dict[str, Any], expected: list[float]) -> None:
+    assert rates(**keys) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "options"),
+    [
+        ({"kind": "cosine"}, "cosine", {}),
+        ({"kind": "cosine", "min_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ({"kind": "linear"}, "linear", {}),
+        ({"kind": "constant"}, "constant_with_warmup", {}),
+        ({"kind": "wsd", "decay_ratio": 0.3}, "warmup_stable_decay", {"num_decay_steps": 12, "decay_type": "linear"}),
+        (
+            {"kind": "wsd", "decay_ratio": 0.3, "min_ratio": 0.1},
+            "warmup_stable_decay",
+            {"num_decay_steps": 12, "decay_type": "linear", "min_lr_ratio": 0.1},
+        ),
+    ],
+)
+def test_learning_rates_are_those_of_transformers(keys: dict[str, Any], name: str, options: dict[str, Any]) -> None:
+    """Theirs begin with a step of rate 0 or `min_lr_ratio`; from the peak on the two are the same."""
+    num_steps, num_warmup = 40, 5
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    theirs = get_scheduler(name, optimizer, num_warmup, num_steps, scheduler_specific_kwargs=options)
+    expected = [function(k) for function in theirs.lr_lambdas for k in range(num_steps)]
+    found = rates(num_steps=num_steps, warmup_steps=num_warmup, **keys)
+    assert found[num_warmup:] == pytest.approx(expected[num_warmup:], rel=1e-12)
+    if "min_lr_ratio" not in options:
+        assert found[:num_warmup] == pytest.approx(expected[1 : num_warmup + 1], rel=1e-12)
+
+
+def test_how_many_steps_two_schedules_share() -> None:
+    def shared(one: dict[str, Any], other: dict[str, Any]) -> int:
+        return schedule_of(warmup_steps=2, **one).num_common_steps(schedule_of(warmup_steps=2, **other))
+
+    constant, wsd = {"kind": "constant", "num_steps": 20}, {"kind": "wsd", "num_steps": 10, "decay_ratio": 0.4}
+    assert shared(constant, wsd) == shared(wsd, constant) == 7  # the first step of a decay still has the peak
+    assert shared(wsd, {**wsd, "num_steps": 20}) == 7  # 12 stable steps
+    assert shared({"num_steps": 10}, {"num_steps": 20}) == 3
+    assert shared(constant, {**constant, "num_steps": 9}) == 9
+    longer = schedule_of(kind="constant", num_steps=20)  # a tenth of the steps is another warm-up
+    assert longer.num_common_steps(schedule_of(kind="constant", num_steps=40)) == 0
