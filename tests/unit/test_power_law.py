@@ -84,6 +84,17 @@ def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> N
         assert row[0] == "A D^-d + E" and row[1].startswith("0.2") and abs(float(row[-1].strip("%"))) < 0.5
 
 
+def test_branches_of_one_run_are_fitted_together(tmp_path: Path) -> None:
+    def branch(steps: int) -> dict[str, object]:
+        schedule = {"num_steps": steps, "kind": "wsd", "warmup_steps": 2}
+        checkpoint = {"branch_from": f"long/checkpoints/step_{steps * 4 // 5:08d}"}
+        return {"tokens": 20 * steps, "schedule": schedule, "checkpoint": checkpoint}
+
+    branches = {f"length_{steps}": branch(steps) for steps in (5, 20, 80, 320, 1280)}
+    (table,) = scaling_tables(cells(tmp_path, **branches), "loss", lambda run: run.metrics[-1]["loss"])
+    assert table.rows[0][0] == "A D^-d + E" and table.rows[0][1].startswith("0.2")
+
+
 def test_models_are_counted_by_their_names(tmp_path: Path) -> None:
     names = [f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")]
     models = {f"model_{i}": {"tokens": 100 * 2**i, "model": {"path": name}} for i, name in enumerate(names)}

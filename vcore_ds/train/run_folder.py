@@ -23,7 +23,6 @@ from vcore_ds.common.locks import LOCK
 from vcore_ds.common.paths import check_folder, discard, read_json, reading, unfinished_path, write_atomically, writing
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.engine import checkpoint_folder
 from vcore_ds.train.evaluation_folder import RUN_EVALUATION
 
 if TYPE_CHECKING:
@@ -448,6 +447,8 @@ def _is_longer(recipe: Recipe, folder: Path) -> bool:
 
 def _check_branch(recipe: Recipe, checkpoint: Path) -> None:
     """Raises UserError where a run cannot begin from this checkpoint of another."""
+    from vcore_ds.engine import checkpoint_folder  # imports deepspeed: seconds
+
     where = f"checkpoint.branch_from: {checkpoint}"
     with reading("checkpoint.branch_from", checkpoint, "a checkpoint that can be read"):
         if checkpoint_folder.parse_step(checkpoint) is None or not (checkpoint / checkpoint_folder.COMPLETE).is_file():
