@@ -124,11 +124,17 @@ def test_a_trace_has_its_prompt_and_is_named_by_what_tells_it_apart(tmp_path: Pa
     assert name_by_first_words(["", "x"]) == ["", "x"]
     (shortened,) = name_by_first_words([f"{long}10?"])
     assert shortened == "What is the sum of all of the numbers from 1 …"
-    ids = [np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32) for text in (*questions, "")]
+    ids = [
+        np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
+        for text in (*(f"{question}\nassistant\n" for question in questions), "")
+    ]
     recorded = [replace(random_sequence(IDS, i, seed=i), prompt_ids=prompt) for i, prompt in enumerate(ids)]
     (run,) = read(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: recorded}))
     description, _ = encode_traces(run, 10**6)
-    assert [description["prompts"][one["prompt"]] for one in description["sequences"]] == [*questions, ""]
+    assert [description["prompts"][one["prompt"]] for one in description["sequences"]] == [
+        *(question.replace("\n\n", "\n") for question in questions),
+        "",
+    ]
     assert description["sequences"][2]["name"].startswith("so \\boxed{42}")  # without a prompt, the trace's first words
 
 

@@ -36,6 +36,7 @@ MOST_TOKENS_OF_CHARACTER = 8
 
 _OPERATORS = frozenset("+-*/=<>^_|&~%·×÷±")
 _LATEX = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z\s])")
+_ANSWERS = re.compile(r"\n(assistant|model)\Z")
 _WORD = re.compile(r"\S+")
 _BREAK = re.compile("\n")
 _SENTENCE_ENDS = ".!?:;"
@@ -143,10 +144,12 @@ class TokenTexts:
         return pieces
 
     def read_prompt(self, sequence: RecordedTokens) -> str:
-        """The text before the first supervised token, without special tokens; empty where it was not recorded."""
+        """The text before the first supervised token, without special tokens, blank lines and the name of the role that
+        answers; empty where it was not recorded."""
         text = self._tokenizer.decode(sequence.prompt_ids.tolist(), skip_special_tokens=True)
         assert isinstance(text, str)  # decode returns a list for a batch only
-        return "… " * (len(sequence.prompt_ids) == MOST_PROMPT_TOKENS) + text.strip()
+        text = _ANSWERS.sub("", re.sub(r"\n\s*\n", "\n", text.strip()))
+        return "… " * (len(sequence.prompt_ids) == MOST_PROMPT_TOKENS) + text
 
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -26,6 +26,7 @@ class Followed extends Viewer {
       select("Step", distinct(data.sequences.map((one) => one.step)), this.set("step")),
     ];
     controls[0][1].value = state.measure;
+    controls[1][0].classList.add("wide");
     this.step = controls[2][1];
     if (report.followed.length > 1) {
       const runs = select("Run", report.followed.map((one, i) => [i, one.run]), (value) => this.open(Number(value)));

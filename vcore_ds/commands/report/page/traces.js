@@ -135,6 +135,7 @@ class Viewer {
     const step = select("Step", [["", "all"], ...distinct(data.sequences.map((one) => one.step))], (value) => this.changeStep(value));
     const trace = select("Trace", [], this.set("sequence"));
     const controls = [measure, step, trace];
+    trace[0].classList.add("wide");
     [measure[1].value, step[1].value, this.traceControl] = [state.measure, state.step, trace[1]];
     this.listTraces();
     this.filters.replaceChildren(...[
