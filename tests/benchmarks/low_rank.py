@@ -65,18 +65,21 @@ def measure(ranks: list[int], num_steps: int) -> list[dict]:
     engine = build_engine(derive_engine_settings(recipe), deepspeed_config(plan_settings, plan))
     batches = feed.batches(list(MEASURED), 1)
 
-    def utilities(optimizer: str, rank: int | None, probe: range = PROBE) -> tuple[list[Tensor], float | None]:
+    def utilities(
+        optimizer: str, rank: int | None, probe: range = PROBE, passes: int = 1
+    ) -> tuple[list[Tensor], float | None]:
         settings = replace(step_settings, probe=step_settings.probe.model_copy(update={"direction": optimizer}))
-        direction = Direction(engine, rank)
-        energy = take_direction(direction, settings, feed.probe_batches(probe), seed=rank or 0).energy
-        return compute_jvp_utilities(engine, direction, batches), energy
+        direction = Direction(engine, rank, passes)
+        taken = take_direction(direction, settings, feed.probe_batches(probe), seed=rank or 0)
+        return compute_jvp_utilities(engine, direction, batches), taken.energy and taken.energy["total"]
 
     rows: list[dict] = []
 
     def compare(state: str, optimizer: str) -> None:
         reference, _ = utilities(optimizer, None)
-        for name, rank, probe in [*((f"rank {r}", r, PROBE) for r in ranks), ("another probe", None, OTHER)]:
-            found, energy = utilities(optimizer, rank, probe)
+        low_ranks = [(f"rank {rank}, {passes} pass", rank, PROBE, passes) for rank in ranks for passes in (1, 2)]
+        for name, rank, probe, passes in [*low_ranks, ("another probe", None, OTHER, 1)]:
+            found, energy = utilities(optimizer, rank, probe, passes)
             within = [float(spearmanr(a, b).statistic) for a, b in zip(found, reference, strict=True)]
             row = dict(state=state, direction=optimizer, name=name, median=statistics.median(within))
             rows.append(row | dict(mean=statistics.fmean(within), least=min(within), energy=energy))

@@ -1,18 +1,23 @@
 """Low-rank directions on 1, 2 and 4 ranks: factors found on shards against those of the whole matrices, and utilities
 along them against plain PyTorch in fp64 along the same matrices."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
-from tests.helpers import step_runs, tiny
+from tests.helpers import megatron, step_runs, tiny
 from tests.helpers.oracle import Reference
 from tests.helpers.ranks import run_ranks
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import is_expert_block
+from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_estimator
@@ -33,8 +38,16 @@ class Case:
     checkpointing: bool = False
     tied: bool = False
     packed: bool = False
+    passes: int = 1
     mixture_of: str | None = None
     sequence_parallel: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def min_ranks(self) -> int:
+        """With tensor or expert parallelism, ZeRO-3 shards each part over two ranks more."""
+        return self.sequence_parallel if self.tensor * self.expert == 1 else 4
 
     def plain_model(self) -> torch.nn.Module:
         return tiny.qwen3(tied=self.tied) if self.mixture_of is None else tiny.mixture(self.mixture_of)
@@ -48,13 +61,23 @@ CASES = {
     "mixture, most experts idle, separate": Case(mixture_of="qwen3_moe, idle experts", fused=False),
     "row of 2 ranks": Case(sequence_parallel=2),
     "no matrix is larger": Case(rank=64),
+    "two passes, mixture, checkpointed": Case(passes=2, mixture_of="qwen3_moe", checkpointing=True),
+    "tensor-parallel, packed": Case(tensor=2, packed=True),
+    "tensor-parallel, tied, separate, checkpointed": Case(tensor=2, tied=True, fused=False, checkpointing=True),
+    "experts on 2 ranks": Case(expert=2, mixture_of="qwen3_moe"),
+    "experts on 2 ranks, most of them idle, separate": Case(
+        expert=2, mixture_of="qwen3_moe, idle experts", fused=False
+    ),
 }
 
 
 def measure(case: Case) -> dict[str, Any]:
-    recipe = step_runs.recipe(probe={"rank": case.rank}, utility={"fused": case.fused})
-    options = dict(checkpointing=case.checkpointing, tied=case.tied, mixture_of=case.mixture_of)
-    engine = step_runs.make_engine(tiny.token_loss_model(**options), recipe)
+    probe_section = {"rank": case.rank, "rank_passes": case.passes}
+    recipe = step_runs.recipe(probe=probe_section, utility={"fused": case.fused})
+    start_process_group(10, case.tensor, case.expert)
+    layout.make_sequence_groups([case.sequence_parallel])
+    model, plain = make_model(case), case.plain_model()
+    engine = step_runs.make_engine(model, recipe)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     direction = estimator.direction
     probe = step_runs.deal(tiny.rows(2, seed=9), 1)
@@ -68,7 +91,7 @@ def measure(case: Case) -> dict[str, Any]:
             sizes = batch.num_supervised_tokens().tolist()
             utilities |= dict(zip(batch.sequence_ids, values.split(sizes), strict=False))
             engine.backward(losses.sum())
-    whole, approximate = {}, {}
+    whole, approximate, replicas = {}, {}, []
     for group in range(len(direction.groups)):
         gathered = direction.finish_gather(direction.start_gather(group))
         for name, parameter in engine.trainable:
@@ -78,9 +101,14 @@ def measure(case: Case) -> dict[str, Any]:
                 whole[key] = gathered[id(parameter)].clone()
                 approximate[key] = tangent.matrix() if isinstance(tangent, LowRank) else tangent.clone()
                 assert isinstance(tangent, LowRank) == has_low_rank(parameter, case.rank)
-                assert not is_expert_block(parameter)
+                if is_expert_block(parameter):
+                    whole[key], approximate[key] = (
+                        torch.cat(layout.gather_objects("expert", x)) for x in (whole[key], approximate[key])
+                    )
+                elif not getattr(parameter, "tensor_model_parallel", False):
+                    replicas.append(key)
     # The same state gives the same factors again, to the last bit: what a resumed run does.
-    resumed = Direction(engine, case.rank)
+    resumed = Direction(engine, case.rank, case.passes)
     for mine, theirs in zip(resumed.buffers, direction.buffers, strict=True):
         mine.copy_(theirs)
     resumed.load_state(direction.state())
@@ -88,14 +116,33 @@ def measure(case: Case) -> dict[str, Any]:
     for parameter, tangent in direction.low_rank_tangents().items():
         both = (x if isinstance(x, LowRank) else (x,) for x in (tangent, again[parameter]))
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    along = megatron.whole(model, plain, approximate) if case.tensor > 1 else approximate
     engine.close()
-    return {"utilities": utilities, "whole": whole, "approximate": approximate, "energy": taken.energy}
+    return {
+        "utilities": utilities,
+        "whole": whole,
+        "approximate": approximate,
+        "along": along,
+        "replicas": replicas,
+        "energy": taken.energy,
+    }
+
+
+def make_model(case: Case) -> torch.nn.Module:
+    options = dict(checkpointing=case.checkpointing)
+    if case.tensor > 1:
+        return megatron.parallel_model(case.plain_model(), **options)
+    model = tiny.token_loss_model(tied=case.tied, mixture_of=case.mixture_of, **options)
+    if case.expert > 1:
+        start_deepspeed()
+        deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config(bf16=False))
+    partition_experts(model)
+    return model
 
 
 def measure_all() -> dict[str, dict[str, Any]]:
     num_ranks = layout.size("shards")
-    layout.make_sequence_groups([1, 2] if num_ranks > 1 else [1])
-    return {name: measure(case) for name, case in CASES.items() if case.sequence_parallel <= num_ranks}
+    return {name: measure(case) for name, case in CASES.items() if case.min_ranks <= num_ranks}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
@@ -105,22 +152,37 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
 
 def test_factors_are_the_projection_of_the_whole_matrices(ranks) -> None:
     for name, case in CASES.items():
-        for found in (of_rank[name] for of_rank in ranks if name in of_rank):
-            kept = total = 0.0
+        if name not in ranks[0]:
+            continue
+        kept: dict[str, float] = defaultdict(float)
+        total: dict[str, float] = defaultdict(float)
+        for i, found in enumerate(of_rank[name] for of_rank in ranks):
             for key, gradient in found["whole"].items():
-                expected = gradient.double()
+                expected, kinds = gradient.double(), ["total"]
                 if gradient.ndim >= 2 and min(gradient.shape[-2:]) > case.rank:
                     width = gradient.shape[-1]
                     generator = torch.Generator().manual_seed(torch_seed(Stream.LOW_RANK_START, SEED, width))
-                    basis = torch.linalg.qr(expected @ torch.randn(width, case.rank, generator=generator).double()).Q
+                    start = torch.randn(width, case.rank, generator=generator).double()
+                    for _ in range(case.passes):
+                        basis = torch.linalg.qr(expected @ start).Q
+                        start = expected.mT @ basis
                     expected = basis @ (basis.mT @ expected)
+                    kinds.append(key.removesuffix(".weight").split(".")[-1])
                 error = float((found["approximate"][key] - expected).norm() / gradient.norm().clamp(min=1e-12))
                 # The fp32 of the sketch, times the condition number of what an expert's few tokens leave.
                 assert error < 5e-5, (name, key, error)
-                kept += float(expected.square().sum())
-                total += float(gradient.double().square().sum())
-            assert found["energy"] == pytest.approx(kept / total, rel=1e-5)
-            assert case.rank == RANK or found["energy"] == pytest.approx(1.0, abs=1e-6)
+                # The ranks of a tensor-parallel group have different matrices; of others one counts.
+                if i == 0 or (i < case.tensor and key not in found["replicas"]):
+                    for kind in kinds:
+                        kept[kind] += float(expected.square().sum())
+                        total[kind] += float(gradient.double().square().sum())
+        energy = {kind: kept[kind] / total[kind] for kind in total}
+        for found in (of_rank[name] for of_rank in ranks):
+            assert found["energy"] == pytest.approx(energy, rel=1e-5)
+        assert case.rank == RANK or energy == pytest.approx({"total": 1.0}, abs=1e-6)
+        # A second pass keeps more.
+        if case.passes == 2:
+            assert energy["total"] > ranks[0]["mixture, packed"]["energy"]["total"] + 0.01
 
 
 def test_utilities_are_exact_along_the_factors(ranks) -> None:
@@ -133,7 +195,7 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
         if case.mixture_of is not None:
             model.set_experts_implementation("eager")
         reference = Reference(model, torch.optim.SGD(model.parameters()))
-        along = {key: tangent.double() for key, tangent in ranks[0][name]["approximate"].items()}
+        along = {key: tangent.double() for key, tangent in ranks[0][name]["along"].items()}
         expected = reference.utilities(tiny.rows(NUM_ROWS), along)
         found: dict[int, torch.Tensor] = {}
         for of_rank in ranks:
@@ -146,9 +208,9 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
 
 def test_no_rank_departs_from_another(ranks) -> None:
     for name in ranks[0]:
-        first = ranks[0][name]["approximate"]
+        first = ranks[0][name]["along"]
         for of_rank in ranks[1:]:
-            assert all(torch.equal(tangent, of_rank[name]["approximate"][key]) for key, tangent in first.items())
+            assert all(torch.equal(tangent, of_rank[name]["along"][key]) for key, tangent in first.items())
 
 
 @pytest.mark.parametrize("kind", ["zeros", "one column", "ill-conditioned", "tiny"])

@@ -187,6 +187,8 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
         )
     if recipe.probe.rank is not None and recipe.lora is not None:
         yield BrokenRule(("probe.rank", "lora.rank"), "null: LoRA adapters have low rank already")
+    if recipe.probe.rank_passes > 1 and recipe.probe.rank is None:
+        yield BrokenRule(("probe.rank_passes", "probe.rank"), "1 without probe.rank (or set probe.rank)")
 
 
 def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:

@@ -135,6 +135,9 @@ class ProbeConfig(Section):
     all-gather of the direction and most FLOPs of the tangents. The metric `direction_energy` is the share of the
     squared norm that is kept. null for the exact direction, which is also used for vectors and for matrices not larger
     than the rank."""
+    rank_passes: Count = 1
+    """Passes of subspace iteration that compute the approximations of `rank`. Each further one costs as much as the
+    first and keeps more: rank 64 in two passes keeps as much of Adam's direction as rank 128 in one."""
     clip: Positive | None = None
     """Upper bound of the probe gradient's 2-norm over all trainable parameters; null for none. With direction adam,
     use the value of optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""

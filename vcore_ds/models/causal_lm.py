@@ -96,6 +96,9 @@ class TokenLossHead(nn.Module):
     that of the input embedding.
     """
 
+    reads_low_rank_tangents = True
+    """See `forward_mode`: the forward takes its weights' tangents by `read_low_rank_tangent`."""
+
     def __init__(self, output_embedding: nn.Linear, transform: LogitTransform, num_tokens: int | None):
         """Args:
         output_embedding: its parameters become this module's.

@@ -121,7 +121,7 @@ def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass:
     """
     if not settings.method.uses_utilities:
         return NoUtilities(engine)
-    direction, utility = Direction(engine, settings.probe.rank), settings.utility
+    direction, utility = Direction(engine, settings.probe.rank, settings.probe.rank_passes), settings.utility
     if utility.estimator == "jvp":
         is_fused = utility.fused is not False and why_separate(settings.method, engine) is None
         return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)

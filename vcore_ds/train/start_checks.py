@@ -291,11 +291,11 @@ def check_low_rank(engine: Engine, estimator: Estimator, feed: Feed, settings: S
     mark("checking the low-rank direction")
     started = time.perf_counter()
     rank, batches = estimator.direction.rank, feed.step(0)
-    full = Direction(engine)
+    full = Direction(engine, rank_passes=estimator.direction.rank_passes)
     take_direction(full, settings, batches.probe)
     (exact,) = compute_jvp_utilities(engine, full, batches.main[:1])
     low_rank = full.with_rank(rank)
-    energy = low_rank.measure_energy()
+    energy = low_rank.measure_energy()["total"]
     (approximate,) = compute_jvp_utilities(engine, low_rank, batches.main[:1])
     index = batches.main[0].sequence_index()
     correlations = rank_correlations_within(exact.cpu().numpy(), approximate.cpu().numpy(), index.cpu().numpy())

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -29,12 +30,16 @@ class Probe:
     """Nats, under the probe's weights."""
     gradient_norm: float
     """2-norm before clipping."""
-    energy: float | None = None
-    """Share of `|v|^2` that the low-rank approximation keeps; None for a full-rank direction."""
+    energy: Mapping[str, float] | None = None
+    """Share of `|v|^2` that the low-rank approximation keeps, see `Direction.measure_energy`; None for a full-rank
+    direction."""
 
     def as_metrics(self) -> dict[str, float | None]:
         """The values under their names in metrics.jsonl."""
-        return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm, "direction_energy": self.energy}
+        values = {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm, "direction_energy": None}
+        for kind, share in (self.energy or {}).items():
+            values["direction_energy" if kind == "total" else f"direction_energy_{kind}"] = share
+        return values
 
 
 class Direction:
@@ -49,13 +54,18 @@ class Direction:
         buffers: the flat shards of `v`, see `FlatShards`.
         groups: the gather groups, each with the module that owns its parameters.
         rank: rank of the approximations `Q B` that a JVP pass uses; None for the full-rank direction.
+        rank_passes: passes of subspace iteration that compute them.
         norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
     """
 
-    def __init__(self, engine: Engine, rank: int | None = None, buffers: list[Tensor] | None = None):
+    def __init__(
+        self, engine: Engine, rank: int | None = None, rank_passes: int = 1, *, buffers: list[Tensor] | None = None
+    ):
         """`buffers`: the direction's shards, where it was computed before; None for zeros until `compute`."""
         self.norm: float | None = None
-        self.rank = rank
+        self.rank, self.rank_passes = rank, rank_passes
+        self.norm: float | None = None
+        self.rank, self.rank_passes = rank, rank_passes
         self._low_rank_seed = 0
         self._tangents: dict[int, Tensor | LowRank] | None = None
         self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
@@ -167,7 +177,9 @@ class Direction:
                 matrices = [p for p in parameters if has_low_rank(p, self.rank)]
                 others = [p for p in parameters if not has_low_rank(p, self.rank)]
                 tangents |= self.finish_gather(self._start_gather(others))
-                tangents |= factorize(self._engine.shards, self.buffers, matrices, self.rank, self._low_rank_seed)
+                tangents |= factorize(
+                    self._engine.shards, self.buffers, matrices, self.rank, self._low_rank_seed, self.rank_passes
+                )
             self._tangents = tangents
         return self._tangents
 
@@ -177,17 +189,27 @@ class Direction:
         other.rank, other._tangents = rank, None
         return other
 
-    def measure_energy(self) -> float:
-        """Share of `|v|^2` that the low-rank approximation keeps. A collective."""
-        tangents, energy = self.low_rank_tangents(), 0.0
-        for _, parameter in self._engine.trainable:
-            # Factors are replicated: one rank counts each of them.
+    def measure_energy(self) -> dict[str, float]:
+        """Share of `|v|^2` that the low-rank approximation keeps: `total` over all parameters, and by kind of matrix
+        (`q_proj`, `down_proj`, ...: the name of the module, or of grouped experts' parameter). A collective."""
+        assert self.rank is not None
+        tangents, kept, full = self.low_rank_tangents(), defaultdict(list), defaultdict(list)
+        zero = torch.zeros((), dtype=torch.float64, device=self._engine.device)
+        for name, parameter in self._engine.trainable:
+            # Factors are on all ranks of a shard group, and parameters that tensor parallelism replicates on all of
+            # its ranks: one rank counts each. The others add zeros, so that all ranks sum the same kinds.
             shard_rank = layout.rank("expert_shards") if is_expert_block(parameter) else layout.rank("shards")
             is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
-            if shard_rank == 0 and not is_replica:
-                energy += squared_norm(tangents[id(parameter)])
-        total = layout.sum_over("job", [energy])[0]
-        return total / self.norm**2 if self.norm else 1.0
+            kinds = ["total"]
+            if has_low_rank(parameter, self.rank):
+                kinds.append(name.removesuffix(".weight").rpartition(".")[2])
+            for kind in kinds:
+                full[kind].append(zero if is_replica else squared_norm(self.shard(parameter)))
+                kept[kind].append(zero if is_replica or shard_rank > 0 else squared_norm(tangents[id(parameter)]))
+        sums = torch.stack([torch.stack(parts[kind]).sum() for parts in (kept, full) for kind in full])
+        totals = layout.sum_over("job", sums.tolist())
+        shares = zip(full, totals[: len(full)], totals[len(full) :], strict=True)
+        return {kind: part / total if total > 0 else 1.0 for kind, part, total in shares}
 
     def start_gather(self, group: int) -> list["ShardGroupGather"]:
         """Start the all-gather of one group; `finish_gather` waits for it. A collective."""

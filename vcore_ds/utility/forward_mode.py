@@ -24,7 +24,6 @@ from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossHead
 from vcore_ds.models.dual_tensors import (
     LowRank,
     clear_low_rank_tangents,
@@ -273,8 +272,9 @@ class _TangentGatherer:
         """Whether the module's forward uses the low-rank factors of `name`; other modules get the full matrix."""
         if uses_our_experts(module):
             return name in EXPERT_WEIGHTS
-        has_dual_forward = type(module) in _DUAL_FORWARDS and module in self._replaced_forwards
-        return name == "weight" and (isinstance(module, TokenLossHead) or has_dual_forward)
+        if getattr(module, "reads_low_rank_tangents", False):
+            return True
+        return name == "weight" and type(module) in _DUAL_FORWARDS and module in self._replaced_forwards
 
     def _restore(self, module: nn.Module) -> None:
         clear_low_rank_tangents(module)

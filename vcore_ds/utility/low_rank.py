@@ -33,17 +33,24 @@ def has_low_rank(parameter: PartitionedParameter, rank: int) -> bool:
 
 
 def factorize(
-    shards: FlatShards, vector: Sequence[Tensor], parameters: Sequence[PartitionedParameter], rank: int, seed: int
+    shards: FlatShards,
+    vector: Sequence[Tensor],
+    parameters: Sequence[PartitionedParameter],
+    rank: int,
+    seed: int,
+    num_passes: int = 1,
 ) -> dict[int, LowRank]:
     """Factorize the direction of each parameter; the factors, by `id(parameter)`, are the same on all its ranks.
 
-    A collective: two all-reduces for each axis over which some of the parameters are sharded.
+    A collective: two all-reduces a pass for each axis over which some of the parameters are sharded.
 
     Args:
         vector: the direction, in the layout of `shards`.
         parameters: parameters for which `has_low_rank` is true.
         rank: number of columns of each `Q`.
         seed: seed of `Omega`, the same on all ranks; equal seeds give equal factors.
+        num_passes: passes of subspace iteration. A further one starts from `B^T` in place of `Omega` (Halko et al.,
+            algorithm 4.4), which lies closer to the leading singular vectors.
 
     Returns:
         `Q` and `B` in the dtype of the vector.
@@ -54,10 +61,13 @@ def factorize(
         if not matrices:
             continue
         shard_rows = [_ShardRows(shards, vector, p, "expert_shards" if with_experts else "shards") for p in matrices]
-        sketches = _sum_over_shards(shard_rows[0].axis, [rows.sketch(rank, seed) for rows in shard_rows])
-        bases = [orthonormalize(sketch) for sketch in sketches]
-        projections = [rows.project(basis) for rows, basis in zip(shard_rows, bases, strict=True)]
-        projections = _sum_over_shards(shard_rows[0].axis, projections)
+        axis, starts = shard_rows[0].axis, [rows.draw_start(rank, seed) for rows in shard_rows]
+        for _ in range(num_passes):
+            sketches = [rows.sketch(start) for rows, start in zip(shard_rows, starts, strict=True)]
+            bases = [orthonormalize(sketch) for sketch in _sum_over_shards(axis, sketches)]
+            projections = [rows.project(basis) for rows, basis in zip(shard_rows, bases, strict=True)]
+            projections = _sum_over_shards(axis, projections)
+            starts = [projection.mT for projection in projections]
         for parameter, basis, projection in zip(matrices, bases, projections, strict=True):
             shape, dtype = parameter.ds_shape, vector[0].dtype
             left = basis.to(dtype).view(*shape[:-1], rank)
@@ -88,16 +98,21 @@ class _ShardRows:
         if len(shard) == 0:
             self.first_row = 0
 
-    def sketch(self, rank: int, seed: int) -> Tensor:
-        """This rank's part of `G Omega`, `[n, out, r]`. Matrices of equal width share an `Omega`: the method only needs
-        it to be independent of each matrix."""
+    def draw_start(self, rank: int, seed: int) -> Tensor:
+        """`Omega`, `[1, in, r]`. Matrices of equal width share it: the method only needs it to be independent of each
+        matrix."""
         generator = torch.Generator(self.rows.device).manual_seed(
             torch_seed(Stream.LOW_RANK_START, seed, self.num_columns)
         )
-        start = torch.randn(self.num_columns, rank, generator=generator, device=self.rows.device)
-        sketch = self.rows.new_zeros(self.num_matrices * self.num_rows, rank)
-        torch.mm(self.rows, start, out=sketch[self.first_row : self.first_row + len(self.rows)])
-        return sketch.view(self.num_matrices, self.num_rows, rank)
+        return torch.randn(1, self.num_columns, rank, generator=generator, device=self.rows.device)
+
+    def sketch(self, start: Tensor) -> Tensor:
+        """This rank's part of `G Omega`, `[n, out, r]`, for `Omega` `[n, in, r]`, or `[1, in, r]` for all matrices."""
+        start = start.expand(self.num_matrices, -1, -1)
+        sketch = self.rows.new_zeros(self.num_matrices, self.num_rows, start.shape[2])
+        for matrix, in_matrix, in_shard in self._matrices():
+            torch.mm(self.rows[in_shard], start[matrix], out=sketch[matrix, in_matrix])
+        return sketch
 
     def project(self, basis: Tensor) -> Tensor:
         """This rank's part of `Q^T G`, `[n, r, in]`."""
@@ -147,6 +162,6 @@ def orthonormalize(sketch: Tensor) -> Tensor:
     return basis.float()
 
 
-def squared_norm(tangent: Tensor | LowRank) -> float:
-    """Squared 2-norm of a tangent. `Q` is orthonormal, so `Q B` has the norm of `B`."""
-    return float((tangent.right if isinstance(tangent, LowRank) else tangent).double().square().sum())
+def squared_norm(tangent: Tensor | LowRank) -> Tensor:
+    """Squared 2-norm of a tangent, in fp64. `Q` is orthonormal, so `Q B` has the norm of `B`."""
+    return (tangent.right if isinstance(tangent, LowRank) else tangent).double().square().sum()

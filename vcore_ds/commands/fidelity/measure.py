@@ -169,7 +169,7 @@ class Bench:
     def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, choice: Choice, say: Say):
         """`recipe`: one with utilities (`_with_utilities`)."""
         self.engine, self.recipe, self.feed, self.choice, self.say = engine, recipe, feed, choice, say
-        self.direction = Direction(engine)
+        self.direction = Direction(engine, rank_passes=recipe.probe.rank_passes)
         self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
         self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
         self.batches = feed.batches(choice.measured, feed.plan.utility_micro_batch_size_per_rank)
@@ -206,7 +206,7 @@ class Bench:
         full = self.jvp()
         for rank in sorted(ranks):
             low_rank = self.direction.with_rank(rank)
-            energy, agreement = low_rank.measure_energy(), self.agreement(self.jvp(low_rank), full)
+            energy, agreement = low_rank.measure_energy()["total"], self.agreement(self.jvp(low_rank), full)
             self.say(f"direction of rank {rank}: Spearman {show(agreement.spearman)}")
             yield LowRankDirection(
                 rank, energy, agreement.spearman, agreement.spearman_within_sequences, agreement.weight_overlap

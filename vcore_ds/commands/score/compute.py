@@ -203,7 +203,7 @@ class Scoring:
 
     def _compute(self, engine: Engine, remaining: Sequence[Sequence[int]]) -> None:
         recipe, console = self.request.recipe, self.console
-        direction = Direction(engine, recipe.probe.rank)
+        direction = Direction(engine, recipe.probe.rank, recipe.probe.rank_passes)
         checkpoints, loaded = Checkpoints(recipe, console), None
         if not self.request.checkpoints:
             self._check_start(engine, direction)

@@ -18,6 +18,7 @@ from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.dual_tensors import read_low_rank_tangent
 from vcore_ds.models.megatron.adapters import (
     AdaptedLayer,
     adapter_slices,
@@ -36,6 +37,8 @@ from vcore_ds.models.token_loss import VocabularyShard, token_entropy, token_los
 class ParallelTokenLossHead(nn.Module):
     """The rank's vocabulary shard of the output embedding, returning losses: see
     `vcore_ds.models.causal_lm.TokenLossHead`."""
+
+    reads_low_rank_tangents = True
 
     def __init__(self, weight: nn.Parameter, num_rows: int, vocabulary: int):
         """Args:
@@ -59,7 +62,8 @@ class ParallelTokenLossHead(nn.Module):
         Args:
             with_entropies: return losses and entropies, both `[N]`.
         """
-        losses = token_loss(hidden, self.weight, targets, shard=self._shard)
+        tangent = read_low_rank_tangent(self, "weight")
+        losses = token_loss(hidden, self.weight, targets, shard=self._shard, weight_tangent=tangent)
         return (losses, token_entropy(hidden, self.weight, shard=self._shard)) if with_entropies else losses
 
 

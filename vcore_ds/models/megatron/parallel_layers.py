@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import unpack_parameter
+from vcore_ds.models.dual_tensors import LowRank, read_low_rank_tangent, unpack_parameter
 from vcore_ds.models.lora_linear import linear_tangent, linear_with_addend
 from vcore_ds.models.megatron.adapters import (
     Adapter,
@@ -50,6 +50,8 @@ class ColumnLinears(nn.Module):
     be freed as soon as it is used.
     """
 
+    reads_low_rank_tangents = True
+
     def __init__(
         self, config: TransformerConfig, num_inputs: int, num_outputs: Mapping[str, int], *, bias: bool = False
     ):
@@ -75,7 +77,7 @@ class ColumnLinears(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         addends, scaling, flat = make_column_addends(self.adapters, x), 1.0, []
         for name in self.names:
-            weight, d_weight = unpack_parameter(self, name)
+            weight, d_weight = _unpack_weight(self, name)
             has_bias = getattr(self, f"{name}_bias") is not None
             bias, d_bias = unpack_parameter(self, f"{name}_bias") if has_bias else (None, None)
             flat += [weight, bias, d_weight, d_bias, *addends.get(name, Addend())]
@@ -90,6 +92,8 @@ class ColumnLinears(nn.Module):
 class RowLinear(RowParallelLinear):
     """Row-parallel linear layer without a bias, `[t, b, I / n]` to `[t / n, b, O]`: a reduce-scatter of tokens."""
 
+    reads_low_rank_tangents = True
+
     def __init__(self, *sizes: int, **options: Any):
         super().__init__(*sizes, **options)
         self.adapter: Adapter | None = None
@@ -97,15 +101,17 @@ class RowLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         scaling = 1.0 if self.adapter is None else self.adapter.scaling
         value, d_value = forward_ad.unpack_dual(x)
-        pair = unpack_parameter(self, "weight")
+        pair = _unpack_weight(self, "weight")
         return make_dual_if_any(*_RowMatmul.apply(scaling, value, d_value, *pair, *make_row_addend(self.adapter, x)))
 
 
 class TokenEmbedding(VocabParallelEmbedding):
     """Vocabulary-parallel embedding, `[b, t]` token ids to `[t / n, b, H]`: a reduce-scatter of tokens."""
 
+    reads_low_rank_tangents = True
+
     def forward(self, ids: Tensor) -> Tensor:
-        weight, d_weight = unpack_parameter(self, "weight")
+        weight, d_weight = _unpack_weight(self, "weight")
         ids = ids.t()
         is_remote = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         rows = (ids - self.vocab_start_index).masked_fill(is_remote, 0)
@@ -113,21 +119,30 @@ class TokenEmbedding(VocabParallelEmbedding):
         d_partial = None
         if d_weight is not None:
             with torch.no_grad():
-                d_partial = embedding(rows, d_weight).masked_fill(is_remote[..., None], 0.0)
+                if isinstance(d_weight, LowRank):
+                    d_partial = embedding(rows, d_weight.left) @ d_weight.right
+                else:
+                    d_partial = embedding(rows, d_weight)
+                d_partial = d_partial.masked_fill(is_remote[..., None], 0.0)
         return scatter_tokens(make_dual_if_any(partial, d_partial))
+
+
+def _unpack_weight(module: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
+    """The value of a weight and its tangent, which may be factors; see `unpack_parameter`."""
+    weight, d_weight = unpack_parameter(module, name)
+    return weight, read_low_rank_tangent(module, name) or d_weight
 
 
 class _ColumnMatmuls(torch.autograd.Function):
     """Computes `x W^T + scaling * addend + b` and its tangent for several layers on the gathered tokens.
 
-    `layers` has for each layer W, b, their tangents, and the four tensors of an `Addend`. Only this rank's tokens are
+    `layers` has for each layer W, b, their tangents (that of W may be `LowRank`), and the four tensors of an `Addend`.
+    Only this rank's tokens are
     saved for the backward, which gathers them again.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, scaling: float, x: Tensor, d_x: Tensor | None, *layers: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, scaling: float, x: Tensor, d_x: Tensor | None, *layers: Any) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)  # otherwise zeros are allocated for each tangent
         ctx.save_for_backward(x, *layers[::8], *layers[4::8], *layers[5::8])
         ctx.scaling = scaling
@@ -181,7 +196,7 @@ class _RowMatmul(torch.autograd.Function):
         x: Tensor,
         d_x: Tensor | None,
         weight: Tensor,
-        d_weight: Tensor | None,
+        d_weight: Tensor | LowRank | None,
         *addend_tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
