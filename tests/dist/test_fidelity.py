@@ -73,6 +73,8 @@ class Fidelity:
     """Standard deviation of the exact utilities."""
     jvp: float
     jvp_relative_error: float
+    with_fp8_tangents: float
+    """Correlation of forward mode with `utility.tangent_precision: fp8`."""
     upcast_relative_error: float
     """Error of forward mode with the parameters of each module in fp32, which the others are compared with, against the
     reference in fp64; over the tokens of the first sequence."""
@@ -115,7 +117,10 @@ def fidelity(on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]
     print(f"\n{'Spearman with the exact utilities':34s}{'jvp':>8s}" + "".join(f"{f'eps {e:g}':>18s}" for e in EPSILONS))
     for setting, found in measured.items():
         differences = [f"{found.finite_difference[e]:.3f} ({found.changed_fraction[e]:.2%})" for e in EPSILONS]
-        print(f"{setting:34s}{found.jvp:8.4f}" + "".join(f"{difference:>18s}" for difference in differences))
+        print(
+            f"{setting:34s}{found.jvp:8.4f} (FP8 tangents {found.with_fp8_tangents:.4f})"
+            + "".join(f"{difference:>18s}" for difference in differences)
+        )
         print(
             f"    {found.num_tokens} tokens, spread {found.exact_spread:.3g}; relative error of jvp "
             f"{found.jvp_relative_error:.3f}, of the fp32 reference {found.upcast_relative_error:.1e}; jvp along the "
@@ -141,6 +146,11 @@ def test_an_adapter_just_off_zero_is_not_lost_in_rounding(model_folder: Path) ->
 def test_forward_mode_orders_tokens_as_the_exact_derivative_does(fidelity: dict[str, Fidelity], setting: str) -> None:
     assert fidelity[setting].exact_spread > 0
     assert fidelity[setting].jvp >= 0.99
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_fp8_tangents_order_tokens_almost_as_well(fidelity: dict[str, Fidelity], setting: str) -> None:
+    assert fidelity[setting].with_fp8_tangents >= 0.98
 
 
 def test_the_bf16_probe_gradient_is_as_good_as_the_exact_one(fidelity: dict[str, Fidelity]) -> None:
@@ -242,6 +252,8 @@ def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenize
     probe, main = arithmetic(tokenizer, range(100, 100 + NUM_SEQUENCES)), arithmetic(tokenizer, range(NUM_SEQUENCES))
     direction.compute([probe], normalization="sequence", clip=None)
     (jvp,) = compute_jvp_utilities(engine, direction, [main], 1)
+    (with_fp8_tangents,) = compute_jvp_utilities(engine, direction.with_rank(None, fp8_tangents=True), [main], 1)
+    assert not torch.equal(jvp, with_fp8_tangents)
     with forward_mode(engine, direction, precision=torch.float32):
         upcast = compute_losses_and_utilities(engine, main)[1]
     differences, changed = {}, {}
@@ -263,6 +275,7 @@ def measure(engine: Engine, direction: Direction, reference: nn.Module, tokenize
         exact_spread=float(upcast.std()),
         jvp=spearman(jvp, upcast),
         jvp_relative_error=step_runs.relative_error(jvp, upcast),
+        with_fp8_tangents=spearman(with_fp8_tangents, upcast),
         upcast_relative_error=step_runs.relative_error(upcast[own], exact),
         jvp_along_exact_gradient=along_exact_gradient,
         finite_difference={epsilon: spearman(found, upcast) for epsilon, found in differences.items()},

@@ -219,7 +219,8 @@ def test_fidelity_is_that_of_hugging_faces_layers(untrained, precision):
     alone, parallel = (of[f"fidelity, {precision}"] for of in untrained)
     assert parallel.num_tokens == alone.num_tokens > 0
     assert parallel.utility_std == pytest.approx(alone.utility_std, rel=1e-5 if precision == "fp32" else 2e-2)
-    for ours, theirs in zip(parallel.estimators, alone.estimators, strict=True):
+    both = [one for one in alone.estimators if "FP8" not in one.estimator]
+    for ours, theirs in zip(parallel.estimators, both, strict=True):
         assert ours.agreement.spearman == pytest.approx(theirs.agreement.spearman, abs=1e-3)
     assert parallel.estimators[0].agreement.spearman > 0.99
     # Each tensor-parallel rank factorizes its own shards, so a low rank keeps more there; the largest keeps everything.

@@ -253,6 +253,21 @@ RULES: list[tuple[list[str], str, list[str]]] = [
         ["utility.fused=auto"],
     ),
     (
+        ["utility.tangent_precision=fp8", "model.precision=fp32"],
+        "utility.tangent_precision: found fp8 together with model.precision fp32; expected null",
+        ["utility.tangent_precision=null", "model.precision=bf16"],
+    ),
+    (
+        ["utility.tangent_precision=fp8", "utility.estimator=finite_difference", "utility.epsilon=auto"],
+        "utility.tangent_precision: found fp8 together with utility.estimator finite_difference; expected null",
+        ["utility.tangent_precision=null"],
+    ),
+    (
+        ["probe.rank_passes=2"],
+        "probe.rank_passes: found 2 together with probe.rank null; expected 1 without probe.rank",
+        ["probe.rank_passes=1"],
+    ),
+    (
         ["utility.rounding=stochastic"],
         "utility.rounding: found stochastic together with utility.estimator jvp; expected nearest",
         ["utility.rounding=nearest"],

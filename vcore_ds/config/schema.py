@@ -209,6 +209,14 @@ def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             ("utility.fused", "utility.estimator"),
             "auto: the second forward of a finite difference needs other weights (or set utility.estimator to jvp)",
         )
+    if utility.tangent_precision is not None:
+        for key, value, expected in (
+            ("utility.estimator", utility.estimator, "jvp"),
+            ("model.precision", recipe.model.precision, "bf16"),
+            ("model.provider", recipe.model.provider, "huggingface"),
+        ):
+            if value != expected:
+                yield BrokenRule(("utility.tangent_precision", key), f"null (or set {key} to {expected})")
     if utility.rounding == "stochastic" and utility.estimator == "jvp":
         yield BrokenRule(
             ("utility.rounding", "utility.estimator"),

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.models.experts import ExpertsAdapter, use_adapter, uses_our_experts
+from vcore_ds.models.fp8_linear import fp8_linear, is_supported
 
 _RANK_MULTIPLE = 8
 """Adapter ranks of experts are padded with zeros to it: the kernels need rows of a multiple of 16 bytes."""
@@ -74,14 +75,22 @@ def linear_tangent(
     d_bias: Tensor | None = None,
     d_addend: Tensor | None = None,
     scaling: float = 1.0,
+    in_fp8: bool = False,
 ) -> Tensor | None:
     """Compute the tangent of `linear_with_addend`, skipping inputs without a tangent; None if none has one.
 
     PyTorch's own rule multiplies by zeros in place of missing tangents, a third of the work of a frozen layer under
     LoRA.
+
+    Args:
+        in_fp8: compute `d_x W^T` by `fp8_linear`, where it takes the weight.
     """
     tangent = None
-    if d_x is not None:
+    if d_x is not None and in_fp8 and is_supported(weight):
+        tangent = fp8_linear(d_x, weight)
+        if d_addend is not None:
+            tangent.add_(d_addend, alpha=scaling)
+    elif d_x is not None:
         tangent = linear_with_addend(d_x, weight, None, d_addend, scaling)
     elif d_addend is not None:
         tangent = scaling * d_addend

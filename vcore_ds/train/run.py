@@ -43,7 +43,7 @@ from vcore_ds.train.model_check import check_model
 from vcore_ds.train.run_folder import can_resume
 from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
-from vcore_ds.train.start_checks import check_derivatives, check_low_rank, check_memory, check_start
+from vcore_ds.train.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import (
     describe_accumulation,
     describe_data,
@@ -169,7 +169,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         num_done = checkpoints.load(checkpoint, engine, estimator)
     check_start(engine, feed, console)
     check_derivatives(engine, estimator, feed, console)
-    check_low_rank(engine, estimator, feed, settings, console)
+    check_approximation(engine, estimator, feed, settings, console)
 
     if resumes:
         checkpoints.clear_above(num_done)

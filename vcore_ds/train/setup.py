@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vcore_ds.config.sections import EngineConfig, MethodConfig, ParallelConfig
+from vcore_ds.common.errors import UserError
+from vcore_ds.config.sections import EngineConfig, MethodConfig, ParallelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
 from vcore_ds.distributed.process_group import run_first_rank_first, start_process_group
@@ -15,6 +16,7 @@ from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.fp8_linear import has_fp8_units
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
@@ -121,12 +123,26 @@ def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass:
     """
     if not settings.method.uses_utilities:
         return NoUtilities(engine)
-    direction, utility = Direction(engine, settings.probe.rank, settings.probe.rank_passes), settings.utility
+    direction, utility = build_direction(engine, settings.probe, settings.utility), settings.utility
     if utility.estimator == "jvp":
         is_fused = utility.fused is not False and why_separate(settings.method, engine) is None
         return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)
     assert utility.epsilon is not None  # the recipe's rules
     return FiniteDifference(engine, direction, batches_per_pass, epsilon=utility.epsilon, rounding=utility.rounding)
+
+
+def build_direction(engine: Engine, probe: ProbeConfig, utility: UtilityConfig) -> Direction:
+    """A new probe direction.
+
+    Raises UserError where utilities need FP8 matrix multiplications that this rank's device does not have.
+    """
+    if utility.tangent_precision == "fp8" and not has_fp8_units():
+        raise UserError(
+            f"utility.tangent_precision: fp8, which {torch.cuda.get_device_name()} cannot multiply; expected null, or "
+            "GPUs from Hopper on"
+        )
+    fp8_tangents = utility.tangent_precision == "fp8"
+    return Direction(engine, probe.rank, probe.rank_passes, fp8_tangents=fp8_tangents)
 
 
 def why_separate(method: MethodConfig, engine: Engine) -> str | None:

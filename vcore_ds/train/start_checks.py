@@ -277,39 +277,47 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
 
 
 LEAST_RANK_CORRELATION = 0.99
-"""Spearman's correlation within sequences with which a low-rank direction stands in for the full-rank one."""
+"""Spearman's correlation within sequences with which approximate utilities stand in for exact ones."""
 
 
-def check_low_rank(engine: Engine, estimator: Estimator, feed: Feed, settings: StepSettings, console: Console) -> None:
-    """Compare utilities along the low-rank direction of the first probe batch with those along the full-rank one, on
-    one micro-batch of each rank. A collective; with a full-rank direction nothing is done.
+def check_approximation(
+    engine: Engine, estimator: Estimator, feed: Feed, settings: StepSettings, console: Console
+) -> None:
+    """Compare utilities along the low-rank direction of the first probe batch, or with FP8 tangents, with exact ones,
+    on one micro-batch of each rank. A collective; where the run's utilities are exact nothing is done.
 
     Parameters, the optimizer's state and the estimator's direction are not affected.
     """
-    if estimator.direction is None or estimator.direction.rank is None:
+    own = estimator.direction
+    if own is None or (own.rank is None and not own.fp8_tangents):
         return
-    mark("checking the low-rank direction")
+    mark("checking approximate utilities")
     started = time.perf_counter()
-    rank, batches = estimator.direction.rank, feed.step(0)
-    full = Direction(engine, rank_passes=estimator.direction.rank_passes)
-    take_direction(full, settings, batches.probe)
-    (exact,) = compute_jvp_utilities(engine, full, batches.main[:1])
-    low_rank = full.with_rank(rank)
-    energy = low_rank.measure_energy()["total"]
-    (approximate,) = compute_jvp_utilities(engine, low_rank, batches.main[:1])
+    batches = feed.step(0)
+    exact = Direction(engine, rank_passes=own.rank_passes)
+    take_direction(exact, settings, batches.probe)
+    (expected,) = compute_jvp_utilities(engine, exact, batches.main[:1])
+    approximate, what, remedies = exact.with_rank(own.rank, fp8_tangents=own.fp8_tangents), [], []
+    if own.rank is not None:
+        what.append(f"probe.rank {own.rank} keeps {approximate.measure_energy()['total']:.1%} of |v|^2")
+        remedies.append(f"probe.rank to {2 * own.rank} or null")
+    if own.fp8_tangents:
+        what.append("tangents are in FP8")
+        remedies.append("utility.tangent_precision to null")
+    (utilities,) = compute_jvp_utilities(engine, approximate, batches.main[:1])
     index = batches.main[0].sequence_index()
-    correlations = rank_correlations_within(exact.cpu().numpy(), approximate.cpu().numpy(), index.cpu().numpy())
+    correlations = rank_correlations_within(expected.cpu().numpy(), utilities.cpu().numpy(), index.cpu().numpy())
     known = [x for rank_values in layout.gather_objects("job", correlations) for x in rank_values if x is not None]
     correlation = float(np.mean(known)) if known else 1.0
     agreement = (
-        f"probe.rank {rank} keeps {energy:.1%} of |v|^2; its utilities and those of the full-rank direction correlate "
-        f"with {correlation:.4f} (Spearman, mean over {len(known)} sequences)"
+        f"{' and '.join(what)}; these utilities and exact ones correlate with {correlation:.4f} (Spearman, mean over "
+        f"{len(known)} sequences)"
     )
-    console.note(f"Low-rank direction: {agreement}, checked in {time.perf_counter() - started:.1f} s")
+    console.note(f"Approximation: {agreement}, checked in {time.perf_counter() - started:.1f} s")
     if correlation < LEAST_RANK_CORRELATION:
-        console.warn(f"{agreement}, expected at least {LEAST_RANK_CORRELATION}. Set it to {2 * rank}, or to null")
+        console.warn(f"{agreement}, expected at least {LEAST_RANK_CORRELATION}. Set {' or '.join(remedies)}")
     else:
-        console.say(f"Low-rank direction: {agreement}")
+        console.say(f"Approximation: {agreement}")
 
 
 def short_batch(engine: Engine, feed: Feed) -> Batch:

@@ -55,17 +55,22 @@ class Direction:
         groups: the gather groups, each with the module that owns its parameters.
         rank: rank of the approximations `Q B` that a JVP pass uses; None for the full-rank direction.
         rank_passes: passes of subspace iteration that compute them.
+        fp8_tangents: whether a JVP pass multiplies the tangents of activations by weights in FP8.
         norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
     """
 
     def __init__(
-        self, engine: Engine, rank: int | None = None, rank_passes: int = 1, *, buffers: list[Tensor] | None = None
+        self,
+        engine: Engine,
+        rank: int | None = None,
+        rank_passes: int = 1,
+        *,
+        fp8_tangents: bool = False,
+        buffers: list[Tensor] | None = None,
     ):
         """`buffers`: the direction's shards, where it was computed before; None for zeros until `compute`."""
         self.norm: float | None = None
-        self.rank, self.rank_passes = rank, rank_passes
-        self.norm: float | None = None
-        self.rank, self.rank_passes = rank, rank_passes
+        self.rank, self.rank_passes, self.fp8_tangents = rank, rank_passes, fp8_tangents
         self._low_rank_seed = 0
         self._tangents: dict[int, Tensor | LowRank] | None = None
         self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
@@ -183,10 +188,10 @@ class Direction:
             self._tangents = tangents
         return self._tangents
 
-    def with_rank(self, rank: int | None) -> "Direction":
+    def with_rank(self, rank: int | None, *, fp8_tangents: bool = False) -> "Direction":
         """A direction that shares the shards of this one, with another rank of the approximations for JVP passes."""
         other = copy.copy(self)
-        other.rank, other._tangents = rank, None
+        other.rank, other.fp8_tangents, other._tangents = rank, fp8_tangents, None
         return other
 
     def measure_energy(self) -> dict[str, float]:

@@ -115,15 +115,21 @@ def _add_tangent_rules_to_hooks(model: nn.Module) -> None:
                 function.jvp = staticmethod(lambda ctx, tangent: tangent.view_as(tangent))
 
 
-def _dual_linear(layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0) -> Tensor:
-    """The forward of `nn.Linear` and `BaseLinear` for dual tensors, without a graph of the tangents."""
+def _dual_linear(
+    layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0, *, in_fp8: bool = False
+) -> Tensor:
+    """The forward of `nn.Linear` and `BaseLinear` for dual tensors, without a graph of the tangents.
+
+    `in_fp8`: see `linear_tangent`.
+    """
     (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
     tangent = read_low_rank_tangent(layer, "weight") or d_weight
     bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
     addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
     out = linear_with_addend(x, weight, bias, addend, scaling)
     with torch.no_grad():
-        d_out = linear_tangent(x, weight, d_x=d_x, d_weight=tangent, d_bias=d_bias, d_addend=d_addend, scaling=scaling)
+        tangents = dict(d_x=d_x, d_weight=tangent, d_bias=d_bias, d_addend=d_addend)
+        d_out = linear_tangent(x, weight, **tangents, scaling=scaling, in_fp8=in_fp8)
     return out if d_out is None else make_dual(out, d_out)
 
 
@@ -166,10 +172,13 @@ class _TangentGatherer:
             self._gathered = self._direction.low_rank_tangents()
         group_of = {id(p): number for number, (_, parameters) in enumerate(groups) for p in parameters}
         group_of_module = {id(module): number for number, (module, _) in enumerate(groups)}
-        for module in engine.module.modules():
+        for name, module in engine.module.named_modules():
             forward = _DUAL_FORWARDS.get(type(module))
             if forward is not None and "forward" not in module.__dict__:
-                self._replace_forward(module, partial(forward, module))
+                # Adapters are a small part of the work, and all of the utility.
+                in_fp8 = self._direction.fp8_tangents and forward is _dual_linear and ".lora_" not in name
+                options = {"in_fp8": True} if in_fp8 and self._precision is None else {}
+                self._replace_forward(module, partial(forward, module, **options))
         for unit, modules in _gather_units(engine.module):
             readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
             if not readers:

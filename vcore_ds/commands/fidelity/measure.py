@@ -39,6 +39,7 @@ from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.fp8_linear import has_fp8_units
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -172,6 +173,9 @@ class Bench:
         self.direction = Direction(engine, rank_passes=recipe.probe.rank_passes)
         self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
         self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
+        self.takes_fp8_tangents = (
+            recipe.model.precision == "bf16" and recipe.model.provider == "huggingface" and has_fp8_units()
+        )
         self.batches = feed.batches(choice.measured, feed.plan.utility_micro_batch_size_per_rank)
         ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
         self.index = torch.unique(self.gather(ids), return_inverse=True)[1]
@@ -187,10 +191,19 @@ class Bench:
         report.loss_error_nats = float((self.gather([base]) - reference_losses).double().square().mean().sqrt())
         report.uniform_weight_overlap = self.agreement(torch.zeros_like(reference), reference).weight_overlap
         self.say(f"reference in {report.reference_precision}")
-        agreement = self.agreement(self.jvp(), reference)
-        report.estimators.append(Estimate("jvp", None, agreement, of_recipe=self.recipe.utility.estimator == "jvp"))
+        agreement, recipe_utility = self.agreement(self.jvp(), reference), self.recipe.utility
+        is_of_recipe = recipe_utility.estimator == "jvp" and recipe_utility.tangent_precision is None
+        report.estimators.append(Estimate("jvp", None, agreement, of_recipe=is_of_recipe))
         self.say(f"jvp: Spearman {show(agreement.spearman)}")
-        recipe_epsilon = self.recipe.utility.epsilon
+        if self.takes_fp8_tangents:
+            fp8 = self.direction.with_rank(None, fp8_tangents=True)
+            agreement, is_of_recipe = (
+                self.agreement(self.jvp(fp8), reference),
+                recipe_utility.tangent_precision == "fp8",
+            )
+            report.estimators.append(Estimate("jvp, FP8 tangents", None, agreement, of_recipe=is_of_recipe))
+            self.say(f"jvp with FP8 tangents: Spearman {show(agreement.spearman)}")
+        recipe_epsilon = recipe_utility.epsilon
         if recipe_epsilon == "auto":
             recipe_epsilon = choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)
             self.say(f"search for epsilon: {recipe_epsilon:.3g}")

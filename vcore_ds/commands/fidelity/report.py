@@ -235,7 +235,8 @@ def _stale_directions(report: FidelityReport) -> Iterator[str]:
 
 def judge(report: FidelityReport) -> Iterator[str]:
     """Yield the reliable values of each setting."""
-    jvp, *differences = report.estimators
+    jvp = report.estimators[0]
+    differences = [one for one in report.estimators if one.epsilon is not None]
     yield f"utility.estimator=jvp: Spearman {show(jvp.agreement.spearman)}"
     if differences:
         best = max(differences, key=lambda one: one.agreement.spearman or 0.0)

@@ -44,7 +44,7 @@ from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.model_check import check_model
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
-from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
+from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import describe_data, describe_training
 from vcore_ds.utility.direction import Direction
@@ -203,7 +203,7 @@ class Scoring:
 
     def _compute(self, engine: Engine, remaining: Sequence[Sequence[int]]) -> None:
         recipe, console = self.request.recipe, self.console
-        direction = Direction(engine, recipe.probe.rank, recipe.probe.rank_passes)
+        direction = build_direction(engine, recipe.probe, recipe.utility)
         checkpoints, loaded = Checkpoints(recipe, console), None
         if not self.request.checkpoints:
             self._check_start(engine, direction)
