@@ -14,6 +14,7 @@ from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.weights import uniform_weights
+from vcore_ds.utility.low_rank import orthonormalize
 
 CLIP = 1.0
 """2-norm of the gradient, and of the probe gradient."""
@@ -67,6 +68,8 @@ class Direction:
     def __init__(self, setting: Setting, parameters: dict[str, Tensor], optimizer: torch.optim.Optimizer):
         self.setting, self.parameters, self.optimizer = setting, parameters, optimizer
         self.num_taken = 0
+        self.random = torch.Generator().manual_seed(setting.seed)
+        """For the random start of a low-rank approximation; no other draw of a run depends on it."""
         self.vector = {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
 
     def take_probe(self, model: PreTrainedModel, traces: Traces) -> None:
@@ -92,6 +95,11 @@ class Direction:
                 moments = (state["exp_avg"], state["exp_avg_sq"])
                 g = adam_direction(g, *moments, step=int(state["step"]) + 1, betas=BETAS, eps=ADAM_EPS)
             self.vector[name].lerp_(g, share)
+        if (rank := self.setting.probe_rank) > 0:
+            for name, matrix in self.vector.items():
+                if matrix.dim() == 2 and min(matrix.shape) > rank:
+                    basis = orthonormalize((matrix @ torch.randn(matrix.shape[1], rank, generator=self.random))[None])
+                    self.vector[name] = basis[0] @ (basis[0].mT @ matrix)
 
     @torch.no_grad()
     def utilities(self, model: PreTrainedModel, traces: Traces) -> Tensor:

@@ -62,6 +62,8 @@ class Setting:
     """Token weights of the probe's loss: uniform; dft, the tokens' probabilities; answer, the answer's digits alone."""
     probe_every: int = 1
     """Steps that share a direction."""
+    probe_rank: int = 0
+    """Rank of the approximation of each matrix of the direction; 0 for the whole direction."""
     probe_decay: float = 0.0
     """Of the running mean over directions."""
     probe_source: str = "batch"
