@@ -85,8 +85,8 @@ RANK_ROWS = (
     "vcore, 0.5 nats within, rank 4",
     "vcore, 0.5 nats within, rank 16",
 )
-"""Matrices are 64 wide. Whether presets take `probe.rank` by default, decided before these ran: they do where the row of
-rank 16 is, in the mean over the seeds, less than 1 point of accuracy below the row of the whole direction with both
+"""Matrices are 64 wide. Whether presets take `probe.rank` by default, decided before these ran: they do where the row
+of rank 16 is, in the mean over the seeds, less than 1 point of accuracy below the row of the whole direction with both
 weightings, and the interval of the difference includes 0. Predicted: rank 16 even, rank 4 less than 2 points below."""
 POOL_ROWS = (
     "sft",
