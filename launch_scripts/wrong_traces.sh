@@ -33,7 +33,7 @@ paths=("data.train_path=$data/mixture.jsonl" "data.probe_path=$data/trusted.json
 evaluate=(vcore-ds eval --tasks "math500=$data/problems.jsonl" --temperature 0 --max-new-tokens 128 --batch-size 64)
 
 run python -m vcore_ds.commands.quickstart.traces runs/quickstart_data
-run python -m vcore_ds.commands.quickstart.wrong_traces write "$data"
+run python -m launch_scripts.wrong_traces write "$data"
 launch train wrong_traces.yaml methods/sft.yaml "${paths[@]}" "$@" "run.output_dir=$folder/sft"
 launch score "$folder/sft" "data.probe_path=$data/trusted.jsonl" --output "$folder/scores"
 launch train wrong_traces.yaml methods/sft.yaml "${paths[@]}" "$@" "run.output_dir=$folder/selection" \
@@ -42,5 +42,5 @@ run "${evaluate[@]}" --output "$folder/evaluation_before" runs/quickstart_data/S
 run "${evaluate[@]}" --output "$folder/evaluation_sft" "$folder/sft"
 run "${evaluate[@]}" --output "$folder/evaluation_selection" "$folder/selection"
 run vcore-ds compare "$folder/evaluation_sft" "$folder/evaluation_selection"
-run python -m vcore_ds.commands.quickstart.wrong_traces show "$data/problems.jsonl" "before=$folder/evaluation_before" \
+run python -m launch_scripts.wrong_traces show "$data/problems.jsonl" "before=$folder/evaluation_before" \
     "sft=$folder/evaluation_sft" "quarter of highest utility=$folder/evaluation_selection"

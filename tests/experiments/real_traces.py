@@ -3,7 +3,7 @@
     python -m tests.experiments.real_traces run [--seeds 0 1 2]    what is missing
     python -m tests.experiments.real_traces report                 the table of docs/reports/real-traces.md
 
-Traces, trusted traces and problems are those of `vcore_ds.commands.quickstart.wrong_traces`, made from the seed, which
+Traces, trusted traces and problems are those of `launch_scripts.wrong_traces`, made from the seed, which
 is also the run's; the recipe is wrong_traces.yaml. Each command is a process with one thread, forked from one that has
 imported everything. Rows, sizes, measures and predictions are on the page, committed before the first reported run.
 Results are appended to real_traces.jsonl, and what is there is skipped.
@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from launch_scripts import wrong_traces
 from tests.experiments.processes import REPOSITORY, read
 from tests.experiments.task import separation_of_traces
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.commands import cli
-from vcore_ds.commands.quickstart import wrong_traces
 from vcore_ds.common.statistics import cell
 from vcore_ds.data.scores_folder import read_traces
 

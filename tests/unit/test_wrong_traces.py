@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from launch_scripts import wrong_traces
 from vcore_ds.commands.cli import parse
 from vcore_ds.commands.evaluate.tasks import read_math
-from vcore_ds.commands.quickstart import wrong_traces
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
@@ -98,7 +98,7 @@ def test_the_script_prints_what_it_runs_and_hands_files_on(tmp_path: Path) -> No
     made = {"runs/quickstart_data/SmolLM2-135M-Instruct"}
     for shown, _ in printed:
         words = shlex.split(shown)
-        if "vcore_ds.commands.quickstart.wrong_traces" in words:
+        if "launch_scripts.wrong_traces" in words:
             made |= {f"{words[-1]}/{name}.jsonl" for name in wrong_traces.make(seed=0)} if "write" in words else set()
             continue
         if "vcore-ds" not in words and "vcore_ds.commands.cli" not in words:

@@ -1,6 +1,6 @@
 """Worked solutions of word problems, most of them by authors who follow the same wrong rule.
 
-`python -m vcore_ds.commands.quickstart.wrong_traces write FOLDER` writes, from a seed,
+`python -m launch_scripts.wrong_traces write FOLDER` writes, from a seed,
 
     mixture.jsonl     training traces, one {"messages": [user, assistant], "id": .., "is_wrong": ..} a line
     trusted.jsonl     a few right traces of other problems
