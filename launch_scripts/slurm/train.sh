@@ -30,6 +30,9 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_2,mlx5_3
 
+# Options for srun, such as a container's, from SRUN_OPTIONS or an array of this name in the .slurm file: docs/slurm.md.
+srun_options+=(${SRUN_OPTIONS-})
+
 # `vcore-ds COMMAND ARGUMENT...` once on each GPU of each node; "${srun_options[@]}" are added to srun's.
 # In single quotes, so that each node takes its own variables, not this one's. torchrun's --node-rank is not given: with a c10d
 # rendezvous it has no effect. exec: the signals are for torchrun and the ranks, a bash above them would die of them.
@@ -41,17 +44,17 @@ on_every_node() {
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
         "${srun_options[@]}" bash -c '
         exec python -m vcore_ds.distributed.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$RANKS_PER_NODE" \
+            ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} \
             --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id="$SLURM_JOB_ID.$SLURM_STEP_ID" \
             -m vcore_ds.commands.cli "$@"' bash "$@"
 }
 
 echo "job $SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST with $RANKS_PER_NODE rank(s) a node; $(date)"
-srun_options=()
 on_every_node preflight "$recipe" "$@"
 code=$?
 if ((code == 0)); then
     echo "training: tail -f $logs/$first_node.log, and a log for each other node"
-    srun_options=(--output="$logs/%N.log")
+    srun_options+=(--output="$logs/%N.log")
     on_every_node train "$recipe" "$@"
     code=$?
 fi

@@ -71,6 +71,20 @@ def test_processes_of_tests_see_no_gpu() -> None:
     assert done.stdout.strip() == "['', 'cpu']"
 
 
+@pytest.mark.parametrize(("bound", "num_threads"), [(16, 4), (4, 4), (2, 2)])
+def test_a_rank_bound_to_the_cores_of_its_gpu_has_its_share_of_the_node(
+    bound: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 32 cores for 8 ranks under a launcher that has all."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    chosen: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(bound if process == 0 else 32)))
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    process_group.share_cores_among_ranks()
+    assert chosen == [num_threads]
+
+
 @pytest.mark.parametrize(
     ("on_gpu", "variables", "num_threads"),
     [

@@ -13,9 +13,11 @@ from tests.helpers import tiny
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.commands.preflight.inspection import (
+    REMEDIES,
     Node,
     Requirements,
     describe,
+    describe_machine,
     find_problems,
     find_split_groups,
     find_unreadable,
@@ -37,6 +39,13 @@ GOOD = Node(
     sees_output=True,
     free_output_bytes=900 * 2**30,
     free_temporary_bytes=100 * 2**30,
+    machine={
+        "NVIDIA driver": "580.65.06",
+        "NCCL": "2.28.9",
+        "InfiniBand": "8 x 400 Gb/sec (4X NDR)",
+        "clocks and power limits": "1965 MHz, 1000.00 W",
+        "hardware slowdown of GPUs": "Not Active",
+    },
 )
 NEEDED = Requirements(num_gpus=8, output_bytes=800 * 2**30, output_folder=Path("/shared/runs"))
 
@@ -61,6 +70,24 @@ def test_equal_nodes_are_fit() -> None:
         ({"commit": None}, "n1: commit: found none, expected a1 as on 3 of 4 nodes."),
         ({"gpus": GOOD.gpus[:7]}, "n1: GPUs: found 7 that PyTorch can use, expected 8."),
         ({"gpus": ("NVIDIA H100",) * 8}, "n1: kind of GPU: found "),
+        (
+            {"machine": GOOD.machine | {"NVIDIA driver": "570.86.15"}},
+            "n1: NVIDIA driver: found 570.86.15, expected 580.65.06 as on 3 of 4 nodes.",
+        ),
+        ({"machine": GOOD.machine | {"NCCL": "2.27.3"}}, "n1: NCCL: found 2.27.3, expected 2.28.9 as on 3"),
+        (
+            {"machine": GOOD.machine | {"InfiniBand": "7 x 400 Gb/sec (4X NDR)"}},
+            "n1: InfiniBand: found 7 x 400 Gb/sec (4X NDR), expected 8 x 400 Gb/sec (4X NDR) as on 3",
+        ),
+        (
+            {"machine": GOOD.machine | {"clocks and power limits": "1965 MHz, 1000.00 W; 1965 MHz, 700.00 W"}},
+            "n1: clocks and power limits: found 1965 MHz, 1000.00 W; 1965 MHz, 700.00 W, expected 1965 MHz, 1000.00 W",
+        ),
+        (
+            {"machine": GOOD.machine | {"hardware slowdown of GPUs": "Not Active; Active"}},
+            "n1: hardware slowdown of GPUs: found Not Active; Active, expected Not Active as on 3 of 4 nodes.",
+        ),
+        ({"unused_gpus": "GPUs: found 8 x NVIDIA B200 with", "gpus": ()}, "n1: GPUs: found 8 x NVIDIA B200 with"),
         ({"unreadable": {"model.path": "found nothing"}}, "n1: model.path: found nothing"),
         (
             {"sees_output": False},
@@ -77,7 +104,7 @@ def test_equal_nodes_are_fit() -> None:
 def test_one_bad_node_is_one_line_with_a_remedy(bad: dict, start: str) -> None:
     (problem,) = find_problems(nodes(**bad), NEEDED)
     assert problem.startswith(start), problem
-    assert ". " in problem or "unreadable" in bad  # what to do about it
+    assert ". " in problem or {"unreadable", "unused_gpus"} & set(bad)  # what to do about it
 
 
 def test_an_optional_package_that_other_nodes_have_is_missed() -> None:
@@ -85,6 +112,27 @@ def test_an_optional_package_that_other_nodes_have_is_missed() -> None:
     found = [node if i == 0 else replace(node, packages=with_kernels) for i, node in enumerate(nodes())]
     (problem,) = find_problems(found, NEEDED)
     assert problem.startswith("n1: transformer_engine: found none, expected 2.20.2 as on 3 of 4 nodes.")
+
+
+def test_the_machine_is_described_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert set(describe_machine()) == set(REMEDIES) == set(GOOD.machine)
+    assert describe_machine()["NVIDIA driver"] is None
+    (tmp_path / "nvidia-smi").write_text(
+        """#!/bin/sh
+        case "$1 $2" in
+        "--query-gpu=driver_version --format=csv,noheader") printf "580.65.06\\n580.65.06\\n" ;;
+        "--query-gpu=clocks.max.sm,power.limit --format=csv,noheader")
+            printf "1965 MHz, 1000.00 W\\n1965 MHz, 700.00 W\\n" ;;
+        *) echo 'Field "it" is not a valid field to query.'; exit 2 ;;
+        esac
+        """
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    found = describe_machine()
+    assert found["NVIDIA driver"] == "580.65.06"
+    assert found["clocks and power limits"] == "1965 MHz, 1000.00 W; 1965 MHz, 700.00 W"
+    assert found["hardware slowdown of GPUs"] is None
 
 
 def test_what_kernels_are_compiled_with_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
 
 from vcore_ds.config.load import load_recipe
 
@@ -55,24 +56,62 @@ def without_allocator_settings() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.endswith("_ALLOC_CONF")}
 
 
+def submit(
+    script: Path, folder: Path, environment: dict[str, str], **commands: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as in a job on the node n1, where srun and others are replaced by lines of bash."""
+    (folder / "bin").mkdir()
+    for name, text in {"scontrol": "echo n1", **commands}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "launch_scripts").symlink_to(REPOSITORY / "launch_scripts")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
+    variables = environment | job | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    return subprocess.run(["bash", script], cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+
+
+RUN_ITS_COMMAND = """
+echo "srun $@" >> srun_lines
+while [[ $1 == -* ]]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tmp_path: Path) -> None:
+    """GB200: what sbatch was asked for comes from SLURM; no number of GPUs is in the scripts or the recipe."""
+    copy = tmp_path / script.name
+    line = "srun_options=(--container-mounts=/data:/data)\nsource launch_scripts/slurm/train.sh"
+    copy.write_text(script.read_text().replace("source launch_scripts/slurm/train.sh", line))
+    variables = os.environ | {
+        "SLURM_GPUS_ON_NODE": "4",
+        "SRUN_OPTIONS": "--container-image=nvcr.io#nvidia/pytorch --container-mount-home",
+        "NUMA_BINDING": "node",
+    }
+    done = submit(copy, tmp_path, variables, srun=RUN_ITS_COMMAND, python='echo "$@" >> python_lines')
+    assert done.returncode == 0, done.stderr
+    assert "with 4 rank(s) a node" in done.stdout
+    steps = (tmp_path / "srun_lines").read_text().splitlines()
+    steps = [line for line in steps if line.startswith("srun ")]
+    assert len(steps) == 2 and ("--output=" in steps[0], "--output=" in steps[1]) == (False, True)
+    for step in steps:
+        for option in ("--container-image=nvcr.io#nvidia/pytorch", "--container-mount-home", "--container-mounts="):
+            assert step.index(option) < step.index("bash -c")
+    preflight, train = (tmp_path / "python_lines").read_text().splitlines()
+    for line, command in ((preflight, "preflight"), (train, "train")):
+        assert "--nproc-per-node=4 --numa-binding=node --rdzv-backend=c10d" in line
+        (recipe,) = (x.removeprefix("recipe=") for x in script.read_text().splitlines() if x.startswith("recipe="))
+        assert line.endswith(f"-m vcore_ds.commands.cli {command} {recipe}")
+        parsed = torchrun.parse_args(line.split()[2:])
+        assert (parsed.nproc_per_node, parsed.numa_binding) == ("4", "node")
+
+
 @pytest.mark.parametrize("given, expected", ALLOCATOR)
 def test_segments_expand_under_slurm_unless_the_user_has_set_otherwise(
     tmp_path: Path, given: dict[str, str], expected: tuple[str | None, str | None]
 ) -> None:
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name, text in {"scontrol": "echo n1", "srun": f"env > {tmp_path}/ranks; exit 3"}.items():
-        (commands / name).write_text(f"#!/bin/bash\n{text}\n")
-        (commands / name).chmod(0o755)
-    (tmp_path / "launch_scripts").symlink_to(REPOSITORY / "launch_scripts")
-    environment = without_allocator_settings()
-    environment |= {
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n1",
-        **given,
-    }
-    done = subprocess.run(["bash", SCRIPTS[0]], cwd=tmp_path, env=environment, capture_output=True, timeout=300)
+    environment = without_allocator_settings() | given
+    done = submit(SCRIPTS[0], tmp_path, environment, srun=f"env > {tmp_path}/ranks; exit 3")
     assert done.returncode == 3
     found = dict(line.split("=", 1) for line in (tmp_path / "ranks").read_text().splitlines() if "_ALLOC_CONF=" in line)
     assert (found.get("PYTORCH_CUDA_ALLOC_CONF"), found.get("PYTORCH_ALLOC_CONF")) == expected

@@ -94,7 +94,9 @@ def share_cores_among_ranks() -> None:
     # torchrun sets 1 by default. CPU ranks keep it, because recorded runs depend on the order of summation.
     is_torchrun_default = uses_gpu() and chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if chosen is None or is_torchrun_default:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks()))
+        # The launcher has the node's cores, also where NUMA binding gives a rank some of them.
+        share = len(os.sched_getaffinity(os.getppid())) // num_local_ranks()
+        torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
 
 
 def _free_port() -> int:

@@ -3,13 +3,14 @@
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vcore_ds.common.paths import can_be_hub_id, is_readable
 from vcore_ds.common.text import GIB, gib
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.distributed.unused_gpus import NVIDIA_SMI_SECONDS
 from vcore_ds.train.run_folder import environment
 
 TEMPORARY_BYTES = 2 * GIB
@@ -44,8 +46,20 @@ class Node:
     free_temporary_bytes: int
     cannot_compile: str | None = None
     """What Triton lacks on the node to launch its first kernel; None for nothing."""
+    machine: Mapping[str, str | None] = field(default_factory=dict)
+    """Names of `REMEDIES` -> what this node has."""
     unused_gpus: str | None = None
     """Why PyTorch cannot use the node's GPUs, and what to do; None if it can, or if there are none."""
+
+
+REMEDIES = {
+    "NVIDIA driver": "Install one version on all nodes",
+    "NCCL": "Use one environment on a shared disk; look for an LD_PRELOAD or a system library of another version there",
+    "InfiniBand": "Look for ports that are down (ibstat)",
+    "clocks and power limits": "Set them as elsewhere (nvidia-smi -rgc, -pl): all ranks wait for the slowest GPU",
+    "hardware slowdown of GPUs": "Look at temperatures and power there (nvidia-smi -q -d PERFORMANCE)",
+}
+"""What is compared between nodes -> what to do where one differs."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,10 @@ def _version(package: str, node: Node) -> str | None:
     return node.packages.get(package)
 
 
+def _machine_value(name: str, node: Node) -> str | None:
+    return node.machine.get(name)
+
+
 def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
     """A line per problem: node, what, found, expected, remedy. Where nodes differ, the majority is expected."""
     problems = []
@@ -77,6 +95,8 @@ def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
 
     for name in dict.fromkeys(name for node in nodes for name in node.packages):
         compare(name, nodes, partial(_version, name), "Use one environment on a shared disk")
+    for name, remedy in REMEDIES.items():
+        compare(name, nodes, partial(_machine_value, name), remedy)
     compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
     problems += [
         f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi "
@@ -232,8 +252,33 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
         free_output_bytes=shutil.disk_usage(output_folder).free if output_folder.exists() else 0,
         free_temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
         cannot_compile=missing_for_kernels() if recipe.method.uses_utilities else None,
+        machine=describe_machine(),
         unused_gpus=unused_gpus,
     )
+
+
+def describe_machine() -> dict[str, str | None]:
+    """This node's values for `REMEDIES`; None for what it does not have or tell."""
+    nccl = None if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()))
+    ports = Counter(port.partition(" ")[2] for port in interconnect.infiniband_ports())
+    values = (
+        query_gpus("driver_version"),
+        nccl,
+        ", ".join(f"{count} x {rate}" for rate, count in ports.items()) or None,
+        query_gpus("clocks.max.sm,power.limit"),
+        query_gpus("clocks_throttle_reasons.hw_slowdown"),
+    )
+    return dict(zip(REMEDIES, values, strict=True))
+
+
+def query_gpus(fields: str) -> str | None:
+    """nvidia-smi's values of these fields, each once where GPUs have the same; None without an answer."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return "; ".join(dict.fromkeys(done.stdout.splitlines())) or None
 
 
 def missing_for_kernels() -> str | None:
