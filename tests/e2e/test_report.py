@@ -123,7 +123,7 @@ def test_a_token_shows_what_was_recorded(browser: "Browser", one: Path, runs: Pa
     order = np.argsort(-sequence.relative_weights, kind="stable").tolist()
     with opened(browser, one) as page:
         show_all(page)
-        tokens = page.locator(".tokens").first.locator("span")
+        tokens = page.locator("#viewer .tokens").first.locator("span")
         assert tokens.count() == len(sequence)
         for i in (order[0], order[-1], order[len(order) // 2]):
             tokens.nth(i).hover()
@@ -163,7 +163,7 @@ def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) 
         assert count(page) == (num_tokens, sum(len(record.sequences) for record in records))
         control(page, "Step").select_option("2")
         assert count(page) == (records[1].num_tokens, len(records[1].sequences))
-        assert page.locator(".trace h4").all_inner_texts()[0].startswith("Step 2, training data")
+        assert page.locator("#viewer .trace h4").all_inner_texts()[0].startswith("Step 2, training data")
         few = sum(int(np.ceil(0.05 * len(sequence))) for sequence in records[1].sequences)
         for extreme in ("most", "least"):
             control(page, "Weights").select_option(extreme)

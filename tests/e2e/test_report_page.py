@@ -56,7 +56,7 @@ def test_text_of_a_run_is_text(browser: "Browser", report: Path) -> None:
         assert "hacked" not in page.title().replace("'hacked'", "")
         assert page.locator("img, svg[onload], b:not(#tip b)").count() == 0
         assert page.locator("script").count() == 4  # JSON, tokens, followed traces, and the page's own
-        tokens = page.locator(".tokens").first
+        tokens = page.locator("#viewer .tokens").first
         for text in HOSTILE[:4]:
             assert text in tokens.inner_text()
         assert "\u202e" not in tokens.inner_text()
@@ -67,7 +67,7 @@ def test_text_of_a_run_is_text(browser: "Browser", report: Path) -> None:
 
 def test_a_character_of_several_tokens_is_whole(browser: "Browser", report: Path) -> None:
     with opened(browser, report) as page:
-        spans = page.locator(".tokens").first.locator("span")
+        spans = page.locator("#viewer .tokens").first.locator("span")
         texts = spans.evaluate_all("spans => spans.map(span => span.textContent)")
         place = texts.index("😀")
         assert texts[place : place + 5] == ["😀", "·", "·", "·", " "]
@@ -239,7 +239,7 @@ const contrast = (...colours) => {
 """
 """WCAG's contrast of two colours of any notation."""
 CONTRASTS = f"""() => {{ {CONTRAST}
-  const span = document.querySelector('.tokens span');
+  const span = document.querySelector('#viewer .tokens span');
   const own = span.className;
   const found = [...Array(256).keys()].map((code) => {{
     span.className = 'c' + code;
@@ -303,7 +303,7 @@ def test_on_a_phone(browser: "Browser", report: Path) -> None:
     options = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2)
     with opened(browser, report, **options) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == 390
-        page.locator(".tokens span").nth(2).tap()
+        page.locator("#viewer .tokens span").nth(2).tap()
         box = page.locator("#tip").bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
         small = page.evaluate(
@@ -317,7 +317,10 @@ def test_printed(browser: "Browser", report: Path) -> None:
         page.emulate_media(media="print", color_scheme="dark")
         assert not page.locator("nav").is_visible() and not page.locator(".controls").first.is_visible()
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert page.locator("figure[data-chart=loss] svg").is_visible() and page.locator(".tokens").first.is_visible()
+        assert (
+            page.locator("figure[data-chart=loss] svg").is_visible()
+            and page.locator("#viewer .tokens").first.is_visible()
+        )
         assert page.pdf(format="A4").startswith(b"%PDF")
 
 
@@ -331,18 +334,17 @@ def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Pa
             reached.append(
                 page.evaluate("document.activeElement.closest('label')?.firstChild?.textContent.trim() ?? ''")
             )
-            if page.evaluate("document.activeElement.parentElement?.className === 'tokens'"):
+            if page.evaluate("document.activeElement.parentElement?.matches('#viewer .tokens')"):
                 break
         assert {"Colour by", "Step", "Trace", "Weights", "Answer"} <= set(reached)
         # One stop a trace, not one a token: the next one is the next trace.
         page.locator("#viewer").get_by_role("combobox", name="Trace").select_option("")
         page.locator("#viewer .tokens [tabindex='0']").first.focus()
         page.keyboard.press("Tab")
-        stops = (
-            "[...document.querySelectorAll('.tokens')].map(trace => trace.querySelectorAll('[tabindex=\"0\"]').length)"
-        )
+        stops = "(trace) => trace.querySelectorAll('[tabindex=\"0\"]').length"
+        stops = f"[...document.querySelectorAll('#viewer .tokens')].map({stops})"
         assert set(page.evaluate(stops)) == {1}
-        place = "[...document.querySelectorAll('.tokens')].indexOf(document.activeElement.parentElement)"
+        place = "[...document.querySelectorAll('#viewer .tokens')].indexOf(document.activeElement.parentElement)"
         assert page.evaluate(place) == 1
         unnamed = page.evaluate(
             "[...document.querySelectorAll('svg[role=img], [role=listbox], [role=region], select, button')]"

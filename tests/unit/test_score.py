@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.helpers.recipes import smallest_recipe
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.report.tokens import TokenTexts
+from vcore_ds.commands.score.compute import passed_checks
 from vcore_ds.commands.score.page import ShownTrace, encode_traces
 from vcore_ds.commands.score.request import describe_request, make_request
 from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, write_result
@@ -58,6 +60,46 @@ def run(tmp_path: Path, recipe: Path) -> Path:
     lines = [json.dumps({"step": k, "learning_rate": k / 8}) for k in range(1, 6)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def test_a_second_selection_is_told(run: Path, recipe: Path) -> None:
+    words = ["data.probe_path=t.jsonl"]
+    assert not make_request(str(run), words, [], None, None).trained_on_selection
+    selected = [*words, "data.keep.scores=runs/scores/x", "data.keep.top=0.5"]
+    assert make_request(str(run), selected, [], None, None).trained_on_selection
+    assert not make_request(str(recipe), selected, [], None, None).trained_on_selection
+
+
+def test_checks_are_not_repeated_where_the_run_has_passed_them(run: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    os.utime(model / "config.json", (1.7e9, 1.7e9))
+    here = {"python": "3", "packages": {"torch": "2"}, "git_commit": "1", "devices": ["x"], "cpu": {}, "host": "a"}
+    there = json.dumps({**here, "started": "2026-11-24T12:00:00Z", "host": "b"})
+    values = json.loads((run / "recipe.yaml").read_text())
+    values["model"]["path"] = str(model)
+    (run / "recipe.yaml").write_text(json.dumps(values))
+    (run / "environment.json").write_text(there)
+
+    def is_passed(*words: str, **changes: Any) -> bool:
+        request = make_request(str(run), ["data.probe_path=t.jsonl", *words], [], None, None)
+        return passed_checks(run, request.recipe, here | changes)
+
+    assert is_passed() and is_passed("data.train_path=other.jsonl", host="c")
+    assert not is_passed("model.precision=fp32") and not is_passed("model.path=some/model")
+    assert not is_passed("lora.rank=2", "lora.alpha=4.0")
+    assert not is_passed(packages={"torch": "3"}) and not is_passed(devices=["y"]) and not is_passed(git_commit="2")
+    (run / "environment.json").write_text(there.replace('"git_commit": "1"', '"git_commit": "1-dirty"'))
+    assert not is_passed(git_commit="1-dirty")
+    (run / "environment.json").write_text(there)
+    (model / "config.json").write_text("{}")
+    os.utime(model / "config.json", (1.8e9, 1.8e9))  # after the run
+    assert not is_passed()
+    os.utime(model / "config.json", (1.7e9, 1.7e9))
+    values["method"] = {"name": "sft"}
+    (run / "recipe.yaml").write_text(json.dumps(values))
+    assert not is_passed()  # no utilities, so no check of derivatives
 
 
 TRUSTED = ["data.probe_path=trusted.jsonl"]

@@ -37,6 +37,8 @@ HELD_OUT = "held_out.json"
 """Held-out losses before and after training, by name of the set; written just before the result."""
 DATA = "data.json"
 """How much data the run reads: for the model card, whose result may be exported where the data are not."""
+STARTED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+"""Of `started` in environment.json, UTC."""
 START = "start.txt"
 """The first lines on the screen, and details on data, balance, memory and passes, of each start."""
 REPORT = "report.html"
@@ -165,7 +167,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapping[str, Any] | None) -> None:
-    now = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **environment(world_size)}
+    now = {"started": time.strftime(STARTED_FORMAT, time.gmtime()), **environment(world_size)}
     if kept is not None:
         now |= {"kept": kept}
     first = read_environment(folder)

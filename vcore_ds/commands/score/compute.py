@@ -6,6 +6,7 @@ checkpoints is TracInCP (Pruthi et al. 2020, arXiv:2002.08484); with Adam's dire
 from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
 """
 
+import calendar
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,6 +44,7 @@ from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.model_check import check_model
+from vcore_ds.train.run_folder import STARTED_FORMAT, environment, read_environment, read_recipe_of
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
@@ -121,6 +123,30 @@ SECOND_SELECTION = (
     "the run was trained on traces selected by scores (data.keep). In our experiments a second selection with the "
     "weights of such a run did damage (docs/reports/whole-traces.md): to select data, score with the base model"
 )
+
+
+def passed_checks(run: Path, recipe: Recipe, here: Mapping[str, Any]) -> bool:
+    """Whether a run with a checkpoint, which passed both checks of its start, ran with this model, code and hardware.
+
+    False also where it cannot be told: uncommitted changes of the code; a model on the hub, where it may have changed.
+
+    Args:
+        here: `environment` of this process.
+    """
+    trained, there = read_recipe_of(run), read_environment(run)
+    there = (there.get("resumed") or [there])[-1]
+    config = Path(recipe.model.path) / "config.json"
+    if not config.is_file() or "started" not in there:
+        return False
+    started = calendar.timegm(time.strptime(there["started"], STARTED_FORMAT))
+    return (
+        (trained.method.uses_utilities and trained.utility.estimator == "jvp")
+        and all(getattr(trained, part) == getattr(recipe, part) for part in ("model", "lora", "parallel", "batch"))
+        and trained.engine.deepspeed_config == recipe.engine.deepspeed_config
+        and all(there.get(key) == here[key] for key in ("python", "packages", "git_commit", "devices", "cpu"))
+        and not str(here["git_commit"]).endswith("-dirty")
+        and config.stat().st_mtime < started
+    )
 
 
 @dataclass(frozen=True)
@@ -205,8 +231,7 @@ class Scoring:
         recipe, console = self.request.recipe, self.console
         direction = build_direction(engine, recipe.probe, recipe.utility)
         checkpoints, loaded = Checkpoints(recipe, console), None
-        if not self.request.checkpoints:
-            self._check_start(engine, direction)
+        is_checked = self._is_checked()
         for one, positions in zip(self.passes, remaining, strict=True):
             if not positions:
                 continue
@@ -214,13 +239,20 @@ class Scoring:
                 mark("loading the checkpoint")
                 checkpoints.read(checkpoints.verify_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
                 loaded = one.checkpoint
-                self._check_start(engine, direction)
+            if not is_checked:
+                check_start(engine, self.feed, console)
+                check_derivatives(engine, ForwardMode(engine, direction), self.feed, console)
+                is_checked = True
             self._take_direction(direction, one)
             self._score(engine, direction, one, positions)
 
-    def _check_start(self, engine: Engine, direction: Direction) -> None:
-        check_start(engine, self.feed, self.console)
-        check_derivatives(engine, ForwardMode(engine, direction), self.feed, self.console)
+    def _is_checked(self) -> bool:
+        """Whether the run whose checkpoints are scored passed the checks of its start with this model, code and
+        hardware."""
+        recipe, is_checked = self.request.recipe, False
+        if self.request.checkpoints and layout.is_first():
+            is_checked = passed_checks(Path(recipe.run.output_dir), recipe, environment(layout.size("job")))
+        return layout.gather_objects("job", is_checked)[0]
 
     def _take_direction(self, direction: Direction, one: ScoringPass) -> None:
         """Compute the gradient of the loss of the pass's trusted set, over all its traces."""
