@@ -19,7 +19,7 @@ from vcore_ds.data.prepare import curation, pipeline, shards, sources
 from vcore_ds.data.prepare.curation import find_statement
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
-from vcore_ds.data.prepare.rows import Malformed, read_chat_row
+from vcore_ds.data.prepare.rows import Malformed
 from vcore_ds.data.prepare.selection import LengthSummary, PrepareReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import TokenStore
@@ -289,75 +289,6 @@ def test_statements_that_cannot_be_loaded_are_an_error(statements: str, tmp_path
         curation.code_messages(code_row(index="x"), partial(find_statement, statements))
     with pytest.raises(UserError, match="problem statements of apps .train. cannot be loaded.*--statements"):
         find_statement(str(tmp_path), "apps", "train", 0)
-
-
-CHAT = {
-    "messages": ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "messages"),
-    "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": None}], "id": "7"},
-        "ShareGPT",
-    ),
-    "ShareGPT of roles": (
-        {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "messages": None},
-        "ShareGPT",
-    ),
-    "Alpaca": ({"instruction": "q", "input": "", "output": "a"}, "Alpaca"),
-    "Alpaca without input": ({"instruction": "q", "output": "a", "input": None}, "Alpaca"),
-}
-
-
-@pytest.mark.parametrize(("row", "shape"), CHAT.values(), ids=CHAT.keys())
-def test_chat_shapes_are_told_by_their_keys(row: dict, shape: str) -> None:
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert (read_chat_row(row).shape, read_chat_row(row).messages) == (shape, messages)
-
-
-def test_chat_shapes_with_system_and_history() -> None:
-    alpaca = {"instruction": "do", "input": "this", "output": "a", "system": "s", "history": [["q", "b"]]}
-    sharegpt = {
-        "system": "s",
-        "conversations": [
-            {"from": "human", "value": "q"},
-            {"from": "gpt", "value": "b"},
-            {"from": "user", "value": "do\nthis"},
-            {"from": "ASSISTANT", "value": "a"},
-        ],
-    }
-    expected = [("system", "s"), ("user", "q"), ("assistant", "b"), ("user", "do\nthis"), ("assistant", "a")]
-    for row in (alpaca, sharegpt):
-        assert [(m["role"], m["content"]) for m in read_chat_row(row).messages] == expected
-    thinks = {
-        "messages": [*chat_row()["messages"][:1], {"role": "assistant", "content": "a", "reasoning_content": "t"}]
-    }
-    assert read_chat_row(thinks).messages[1]["reasoning_content"] == "t"
-
-
-@pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        ("text", "found str, expected an object"),
-        ({"prompt": "x", "answer": None}, "found the keys prompt; expected `messages`, `conversations`"),
-        ({"messages": []}, "`messages` is an empty list"),
-        ({"messages": [{"role": "user"}]}, "message 1 has no `content`"),
-        ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "no turn of the assistant that answers something"),
-        (
-            {"messages": [chat_row()["messages"][0], {"role": "assistant", "content": " "}]},
-            "no turn of the assistant",
-        ),
-        ({"conversations": "q"}, "`conversations` is str, expected a list"),
-        ({"conversations": ["q"]}, "turn 1 is str"),
-        ({"conversations": [{"from": "narrator", "value": "q"}]}, "turn 1 is from 'narrator', expected one of human"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "`content` is a number"),
-        ({"instruction": "", "output": "a"}, "`instruction` is empty"),
-        ({"instruction": "q", "output": ["a"]}, "`output` is list"),
-        ({"instruction": "q", "output": "a", "history": ["x"]}, "`history` has an entry that is no pair"),
-    ],
-)
-def test_malformed_chat_rows_say_what_was_found(row: Any, found: str) -> None:
-    with pytest.raises(Malformed) as malformed:
-        read_chat_row(row)
-    assert found in malformed.value.args[0]
 
 
 # Sources

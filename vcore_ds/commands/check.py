@@ -73,6 +73,7 @@ def main(arguments: argparse.Namespace) -> None:
         *describe_kept(recipe),
         *describe_trusted(recipe),
         *describe_ranks(recipe, plan, ds_config),
+        *describe_rows(recipe),
         *describe_missing(recipe),
         sep="\n",
     )
@@ -124,6 +125,20 @@ def describe_trusted(recipe: Recipe) -> Iterator[str]:
             f"Trusted data: {number:,} of the training traces are in data.probe_path too, which the run {does} "
             f"(data.trusted_overlap: {data.trusted_overlap})"
         )
+
+
+def describe_rows(recipe: Recipe) -> Iterator[str]:
+    """Lines on how the rows of data on this machine are read, or were when their token store was made."""
+    for key, path in recipe.data.paths().items():
+        if key.startswith(("keep.", "reference")) or not is_readable(path):
+            continue
+        from vcore_ds.data.prepare import summary  # reads files: not where there are none
+
+        try:
+            lines = summary.describe_reading(path)
+        except UserError as error:  # the run reports it, too
+            lines = [str(error)]
+        yield from (f"Data: {line}" for line in lines)
 
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:

@@ -6,6 +6,9 @@ from typing import Any
 
 from vcore_ds.data.messages import SPEAKERS, TEMPLATE_FIELDS, WEIGHTS, Message, check_messages, check_tools
 
+MESSAGE_FIELD = "messages."
+"""Before the name of an ignored field of messages; columns of rows have none."""
+
 _EXPECTED = (
     "expected `messages`, `conversations`, `prompt` and `completion`, or `instruction` and `output`: rename the keys "
     "(a question to `prompt`, its answer to `completion`)"
@@ -33,7 +36,8 @@ class ChatRow:
     @property
     def unknown_fields(self) -> list[str]:
         """Keys of messages that only a chat template could read."""
-        return sorted({key for message in self.messages for key in message} - TEMPLATE_FIELDS)
+        keys = {key for message in self.messages for key in message} - TEMPLATE_FIELDS
+        return [f"{MESSAGE_FIELD}{key}" for key in sorted(keys)]
 
 
 def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from pathlib import Path
@@ -14,6 +14,7 @@ from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import RULES
 from vcore_ds.data.prepare.request import Kind, PrepareRequest
 from vcore_ds.data.prepare.shards import Curated, ShardReport
+from vcore_ds.data.prepare.summary import list_fields
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence
 
@@ -107,7 +108,7 @@ class PrepareReport:
         if self.num_context_turns:
             lines.append(f"turns of the assistant with weight 0, or in a prompt: {self.num_context_turns:,}")
         if self.ignored:
-            lines.append(f"ignored: {describe_ignored(self.ignored)}")
+            lines.append(f"ignored: {list_fields(self.ignored)}")
         return lines
 
     def describe(self) -> str:
@@ -136,17 +137,6 @@ class PrepareReport:
                 lines += ["", f"Fewer than the {self.sample:,} that were asked for: no more rows passed."]
         return "\n".join(lines)
 
-
-def describe_ignored(ignored: Mapping[str, int]) -> str:
-    """Fields with the number of rows that have them, the most frequent ones first."""
-    fields = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"`{name}` {number:,}" for name, number in fields[:_MAX_SHOWN]]
-    others = [f"{len(fields) - _MAX_SHOWN:,} others"] if len(fields) > _MAX_SHOWN else []
-    return ", ".join([*shown, *others])
-
-
-_MAX_SHOWN = 10
-"""Ignored fields that are named."""
 
 SPARE = 2
 """curated rows per row of the sample, since some turn out to be too long"""

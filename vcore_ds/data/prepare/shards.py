@@ -18,7 +18,7 @@ from vcore_ds.data.conversations import Conversation, RenderedConversation, rend
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import find_statement
 from vcore_ds.data.prepare.request import PrepareRequest
-from vcore_ds.data.prepare.rows import Malformed, read_chat_row
+from vcore_ds.data.prepare.rows import MESSAGE_FIELD, Malformed, read_chat_row
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
@@ -29,9 +29,6 @@ NUM_EXAMPLES_OF_FAULTS = 20
 
 MAX_FAULT_CHARACTERS = 1_000
 """Longest reported reason; reasons quote the row, which can be of any size."""
-
-MESSAGE_FIELD = "messages."
-"""Before the name of an ignored field of messages; columns of rows have none."""
 
 _MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
 """Ignored fields of a row that are counted by name, and the characters of a name."""

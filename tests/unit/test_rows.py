@@ -1,0 +1,268 @@
+"""Rows of conversations as other trainers have them: how they are read, which turns are learned, what is ignored."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.helpers.templates import tokenizer_of
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.cache import find_or_make_store
+from vcore_ds.data.conversations import Conversation, render_conversation
+from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.prepare.rows import Malformed, read_chat_row
+from vcore_ds.data.prepare.sources import Shard
+from vcore_ds.data.prepare.summary import describe_reading
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.store_checks import MANIFEST
+
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+
+CHAT = {
+    "messages": ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "messages"),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": None}], "id": "7"},
+        "ShareGPT",
+    ),
+    "ShareGPT of roles": (
+        {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "messages": None},
+        "ShareGPT",
+    ),
+    "TRL": ({"prompt": "q", "completion": "a"}, "prompt and completion"),
+    "Alpaca": ({"instruction": "q", "input": "", "output": "a"}, "Alpaca"),
+    "Alpaca without input": ({"instruction": "q", "output": "a", "input": None}, "Alpaca"),
+}
+
+
+@pytest.mark.parametrize(("row", "shape"), CHAT.values(), ids=CHAT.keys())
+def test_chat_shapes_are_told_by_their_keys(row: dict, shape: str) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert (read_chat_row(row).shape, read_chat_row(row).messages) == (shape, messages)
+
+
+def test_chat_shapes_with_system_and_history() -> None:
+    alpaca = {"instruction": "do", "input": "this", "output": "a", "system": "s", "history": [["q", "b"]]}
+    sharegpt = {
+        "system": "s",
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "gpt", "value": "b"},
+            {"from": "user", "value": "do\nthis"},
+            {"from": "ASSISTANT", "value": "a"},
+        ],
+    }
+    expected = [("system", "s"), ("user", "q"), ("assistant", "b"), ("user", "do\nthis"), ("assistant", "a")]
+    for row in (alpaca, sharegpt):
+        assert [(m["role"], m["content"]) for m in read_chat_row(row).messages] == expected
+    thinks = {"messages": [QUESTION, {"role": "assistant", "content": "a", "reasoning_content": "t"}]}
+    assert read_chat_row(thinks).messages[1]["reasoning_content"] == "t"
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ("text", "found str, expected an object"),
+        ({"prompt": "x", "answer": None}, "found the keys prompt; expected `messages`, `conversations`"),
+        ({"messages": []}, "`messages` is an empty list"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no `content`"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no turn of the assistant that answers something"),
+        (
+            {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
+            "no turn of the assistant",
+        ),
+        ({"conversations": "q"}, "`conversations` is str, expected a list"),
+        ({"conversations": ["q"]}, "turn 1 is str"),
+        ({"conversations": [{"from": "narrator", "value": "q"}]}, "turn 1 is from 'narrator', expected one of human"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "`content` is a number"),
+        ({"instruction": "", "output": "a"}, "`instruction` is empty"),
+        ({"instruction": "q", "output": ["a"]}, "`output` is list"),
+        ({"instruction": "q", "output": "a", "history": ["x"]}, "`history` has an entry that is no pair"),
+    ],
+)
+def test_malformed_chat_rows_say_what_was_found(row: Any, found: str) -> None:
+    with pytest.raises(Malformed) as malformed:
+        read_chat_row(row)
+    assert found in malformed.value.args[0]
+
+
+# Turns that are learned
+
+
+def test_turns_of_a_prompt_are_context_as_in_trl() -> None:
+    row = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [{"role": "assistant", "content": "b"}]}
+    chat = read_chat_row(row)
+    assert [message["content"] for message in chat.messages] == ["q", "a", "q", "b"]
+    assert chat.context_turns == [1]
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train"])
+@pytest.mark.parametrize(("value", "context"), [(0, [1]), (False, [1]), (1, []), (True, []), (0.0, [1]), (None, [])])
+def test_weights_of_messages_are_read_and_kept_from_the_template(key: str, value: Any, context: list[int]) -> None:
+    chat = read_chat_row({"messages": [QUESTION, {**ANSWER, key: value}, QUESTION, ANSWER]})
+    assert chat.context_turns == context
+    assert chat.messages == [QUESTION, ANSWER, QUESTION, ANSWER] and not chat.unknown_fields
+    turns = [{"from": "human", "value": "q", key: False}, {"from": "gpt", "value": "a", key: value}] * 2
+    assert read_chat_row({"conversations": turns}).context_turns == ([1, 3] if context else [])
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({**ANSWER, "weight": 0.5}, "message 2: `weight` is a number (0.5), expected 0 or 1"),
+        ({**ANSWER, "train": "yes"}, "message 2: `train` is a string"),
+        ({**ANSWER, "weight": 1, "loss": False}, "message 2: `weight` and `loss` contradict each other"),
+        ({**QUESTION, "train": True}, "`train` asks to learn a turn of the user"),
+        ({**ANSWER, "thinking": 3}, "`thinking` is a number (3), expected a string"),
+        ({**ANSWER, "thinking": "x", "reasoning_content": "y"}, "differ, expected one of them"),
+    ],
+)
+def test_weights_and_thinking_that_cannot_be_followed_are_refused(message: dict, found: str) -> None:
+    with pytest.raises(Malformed) as malformed:
+        read_chat_row({"messages": [QUESTION, message, ANSWER]})
+    assert found in malformed.value.args[0]
+
+
+Prepare = Callable[..., tuple[Path, list[str]]]
+
+
+@pytest.fixture
+def prepare_rows(tmp_path: Path) -> Prepare:
+    """Returns the store and what was said."""
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+
+    def run(
+        rows: list[dict[str, Any]], output: str = "store", tokenizer: str = "tokenizer", **request: Any
+    ) -> tuple[Path, list[str]]:
+        source, said = tmp_path / "rows.jsonl", []
+        source.write_text("\n".join(map(json.dumps, rows)))
+        made = PrepareRequest("chat", (str(source),), str(tmp_path / tokenizer), "train", **request)
+        prepare(made, tmp_path / output, say=said.append)
+        return tmp_path / output, said
+
+    return run
+
+
+def learned(store: Path) -> list[str]:
+    return [make_tokenizer().decode(sequence.input_ids[sequence.supervised]) for sequence in TokenStore(store)]
+
+
+TALK = [{"messages": [QUESTION, {"role": "assistant", "content": "first"}, QUESTION, ANSWER]}]
+
+
+def test_turns_with_weight_0_and_earlier_turns_are_not_learned(prepare_rows: Prepare) -> None:
+    assert learned(prepare_rows(TALK, "all")[0]) == ["first<|im_end|>a<|im_end|>"]
+    assert learned(prepare_rows(TALK, "last", supervise="last")[0]) == ["a<|im_end|>"]
+    weighted = [{"messages": [*TALK[0]["messages"][:3], {**ANSWER, "weight": 0}]}, *TALK]
+    store, said = prepare_rows(weighted, "weighted")
+    assert learned(store) == ["first<|im_end|>", "first<|im_end|>a<|im_end|>"]
+    assert "\nturns of the assistant with weight 0, or in a prompt: 1\n" in said[-1]
+    # Of the first row nothing is left: its last turn has weight 0.
+    store, said = prepare_rows(weighted, "both", supervise="last")
+    assert learned(store) == ["a<|im_end|>"] and "no turn to learn" in said[-1]
+
+
+def open_store(path: Path, supervise: Any) -> Path:
+    return find_or_make_store(
+        str(path),
+        make_tokenizer(),
+        cutoff_length=1000,
+        overlong="drop",
+        supervise=supervise,
+        cache_folder=str(path.parent / "cache"),
+    )
+
+
+def test_a_store_is_opened_with_the_supervision_that_it_was_made_with(prepare_rows: Prepare) -> None:
+    store, _ = prepare_rows(TALK)
+    assert open_store(store, "all") == store
+    with pytest.raises(UserError, match="found a store made with --supervise all, expected last .data.supervise"):
+        open_store(store, "last")
+    last, _ = prepare_rows(TALK, "last", supervise="last")
+    with pytest.raises(UserError, match="set data.supervise=last, or make it again"):
+        open_store(last, "all")
+
+
+def test_a_store_of_an_earlier_version_is_readable_and_made_again_on_demand(prepare_rows: Prepare) -> None:
+    """Its manifest says nothing of how rows were read."""
+    store, _ = prepare_rows(TALK)
+    manifest = json.loads((store / MANIFEST).read_text())
+    del manifest["filters"]["supervise"], manifest["filters"]["rows_version"]
+    (store / MANIFEST).write_text(json.dumps(manifest))
+    assert open_store(store, "all") == store and learned(store) == ["first<|im_end|>a<|im_end|>"]
+    with pytest.raises(UserError, match="made by an earlier version of vcore_ds, which dropped .*prepare it again"):
+        prepare_rows(TALK)
+
+
+# Fields that have no effect
+
+
+def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(
+    prepare_rows: Prepare, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.role + ", "m.role + (m.name or '') + ")
+    named = {**QUESTION, "name": "Ann", "mood": "good"}
+    rows = [{"messages": [named, ANSWER], "id": 1, "source": "x"}, {"messages": [QUESTION, ANSWER], "id": 2}]
+    store, said = prepare_rows(rows, "plain")
+    assert "\nignored: `id` 2, `messages.mood` 1, `messages.name` 1, `source` 1\n" in said[-1]
+    tokenizer.save_pretrained(tmp_path / "reads_names")
+    store, said = prepare_rows(rows, tokenizer="reads_names")
+    line = "ignored: `id` 2, `messages.mood` 1, `source` 1"
+    assert line in said[-1].splitlines() and line in TokenStore(store).describe().splitlines()
+    assert "userAnn" in tokenizer.decode(TokenStore(store)[0].input_ids)
+    # `check` knows no tokenizer.
+    assert describe_reading(str(store)) == [f"{store}: {line}"]
+    assert describe_reading(str(tmp_path / "rows.jsonl")) == [
+        f"{tmp_path / 'rows.jsonl'}: 2 rows; format messages 2; ignored: `id` 2, `source` 1; "
+        "ignored unless the chat template reads it: `messages.mood` 1, `messages.name` 1"
+    ]
+
+
+def test_thinking_that_a_template_leaves_out_of_earlier_turns_is_counted() -> None:
+    thought = {**ANSWER, "reasoning_content": "hm"}
+    messages = [QUESTION, thought, QUESTION, thought]
+    rendered = render_conversation(Conversation(1, messages), tokenizer_of("llama3_1"))
+    assert rendered.num_without_thinking == 1 and rendered.text.count("hm") == 1
+    rendered = render_conversation(Conversation(1, messages), tokenizer_of("qwen3"))
+    assert rendered.num_without_thinking == 0 and rendered.spans.count(None) == 1  # counted as not supervised
+
+
+# Files
+
+
+PEERS = {
+    "TRL": {"prompt": "q", "completion": "a"},
+    "TRL, messages": {"prompt": [QUESTION], "completion": [ANSWER]},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "Alpaca": {"instruction": "q", "input": "", "output": "a"},
+    "OpenAI": {"messages": [QUESTION, {**ANSWER, "weight": 1}]},
+}
+
+
+@pytest.mark.parametrize("row", PEERS.values(), ids=PEERS)
+def test_files_of_other_trainers_are_read_as_they_are(row: dict[str, Any], tmp_path: Path) -> None:
+    """JSON lines, a list, Parquet, a folder, and `datasets` as for the hub; a line says how each was read."""
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
+    (tmp_path / "rows.json").write_text(json.dumps([row, row]))
+    (tmp_path / "folder").mkdir()
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "rows.parquet")
+    pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "folder" / "train-00000-of-00001.parquet")
+    expected = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    for name in ("rows.jsonl", "rows.json", "rows.parquet", "folder"):
+        said: list[str] = []
+        request = PrepareRequest("chat", (str(tmp_path / name),), str(tmp_path / "tokenizer"), "train")
+        prepare(request, tmp_path / f"{name}.store", say=said.append)
+        store = TokenStore(tmp_path / f"{name}.store")
+        assert [make_tokenizer().decode(sequence.input_ids) for sequence in store] == [expected] * 2
+        assert f": format {read_chat_row(row).shape}, by the keys of its rows ({', '.join(row)})" in said[0]
+    streamed = [row for _, row in Shard("hub", str(tmp_path / "folder"), 0, 1, "train").rows()]
+    assert [read_chat_row(row, from_table=True).messages for row in streamed] == [[QUESTION, ANSWER]] * 2
