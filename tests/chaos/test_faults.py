@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.e2e, soak_only]
 NUM_STEPS = 8
 NUM_SEQUENCES = 32  # each comes once
 DISK_BYTES = 96 * 2**20
-WITH_WANDB = "run.wandb_project=chaos"
+WITH_WANDB = "track.trackers=[wandb]"
 NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": 40 * "0", "WANDB_INIT_TIMEOUT": "3"}
 
 
@@ -78,7 +78,7 @@ def check_struck(run: TinyRun, job: AnyJob, fault: Fault, resumed_after: int | N
 
 def check_offline(run: TinyRun, job: AnyJob) -> None:
     """Checks that what would have been sent is kept on disk."""
-    assert job.output.count("warning: run.wandb_project: Weights & Biases cannot be reached (") == 1, job.output
+    assert job.output.count("warning: track.trackers: Weights & Biases cannot be reached (") == 1, job.output
     assert list((run.folder / "wandb").glob("offline-run-*/run-*.wandb")), job.output
 
 

@@ -64,7 +64,7 @@ def check_scalars(found: EventAccumulator, lines: list[dict[str, Any]]) -> None:
 
 def test_tensorboard_and_wandb_have_the_lines_also_of_a_resumed_run(setup: TinySetup, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    changes = ("run.wandb_project=offline", "track.group=the_group", "track.tags=[first_tag,second_tag]")
+    changes = ("track.trackers=[tensorboard,wandb]", "track.group=the_group", "track.tags=[first_tag,second_tag]")
     output = start(setup, folder, tmp_path / "1.log", 2, *changes, **OFFLINE)
     assert "warning: " not in output and "Weights & Biases: offline" in output
     lines = read_metrics(folder)

@@ -45,12 +45,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_bases_merge_key_by_key_and_the_file_itself_comes_last(folder: Path) -> None:
     assert compose("whole.yaml").values == smallest_recipe()
-    write(folder / "common.yaml", {"run": {"seed": 0, "wandb_project": "w"}})
+    write(folder / "common.yaml", {"run": {"seed": 0, "validate_every": 3}})
     write(folder / "a.yaml", {"base": "common.yaml", "run": {"seed": 1, "log_every": 1}, "model": {"path": "a"}})
     write(folder / "b.yaml", {"base": "common.yaml", "run": {"log_every": 2}, "data": {"train_path": "b"}})
     write(folder / "c.yaml", {"base": ["a.yaml", "b.yaml"], "run": {"output_dir": "c"}})
     assert compose("c.yaml").values == {
-        "run": {"seed": 0, "wandb_project": "w", "log_every": 2, "output_dir": "c"},  # b.yaml's own base wins over a
+        "run": {"seed": 0, "validate_every": 3, "log_every": 2, "output_dir": "c"},  # b.yaml's own base wins over a
         "model": {"path": "a"},
         "data": {"train_path": "b"},
     }

@@ -141,6 +141,8 @@ FIELD_PROBLEMS = [
     ("data.validation_path={}", "found {}; expected text, {NAME: text, ...} or null, not empty"),
     ("probe.decay=0.9", "found 0.9; expected no such key: the running mean over directions was removed after 0.6"),
     ("probe.source=previous_step", "expected no such key: the direction is always the gradient of a probe batch"),
+    ("run.wandb_project=mine", 'found "mine"; expected no such key: Weights & Biases became one of the trackers after'),
+    ("run.wandb_project=mine", "Write track.trackers=[wandb], and this project as track.project"),
     ("model.path=my #1 model", 'found a comment in "my #1 model"; expected quotes'),
     ("model.path=my #1 model", 'model.path="my #1 model"'),
 ]

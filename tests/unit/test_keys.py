@@ -1,14 +1,19 @@
-"""`vcore-ds keys`: every key of the schema, and docs/keys.md with them."""
+"""`vcore-ds keys`: every key of the schema, docs/keys.md with them, and the JSON Schema for editors."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
 from vcore_ds.commands.cli import main
+from vcore_ds.config.files import SHIPPED_RECIPES, parse_yaml
 from vcore_ds.config.problems import recipe_keys
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
+JSON_SCHEMA = SHIPPED_RECIPES / "recipe.schema.json"
 
 
 def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,3 +64,80 @@ def test_sections_and_keys_are_looked_up_by_name(capsys: pytest.CaptureFixture[s
         error = capsys.readouterr().err
         assert f"keys: found {name}; expected a section, section.key or a word of a key's meaning; did" in error
         assert error.endswith('; did you mean "utility.epsilon"?\n')
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft7Validator:
+    schema = json.loads(JSON_SCHEMA.read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema)
+
+
+def test_the_json_schema_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "--json-schema"]) == 0
+    remedy = "write it anew: vcore-ds keys --json-schema > launch_scripts/recipes/recipe.schema.json"
+    assert capsys.readouterr().out == JSON_SCHEMA.read_text(), remedy
+    assert main(["keys", "method", "--json-schema"]) == 2
+
+
+def test_the_json_schema_has_every_key_with_default_and_meaning(validator: jsonschema.Draft7Validator) -> None:
+    schema: dict[str, Any] = validator.schema
+
+    def properties(node: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a section, which may be null."""
+        (reference,) = (branch["$ref"] for branch in node.get("anyOf", [node]) if "$ref" in branch)
+        return schema["$defs"][reference.rpartition("/")[2]]["properties"]
+
+    for key in recipe_keys():
+        *sections, name = key.dotted.split(".")
+        keys = schema["properties"]
+        for section in sections:
+            keys = properties(keys[section])
+        assert keys[name]["description"] == key.meaning
+        default = keys[name].get("default", "required")
+        assert (default if isinstance(default, str) else json.dumps(default)) == (key.default or "required")
+
+
+def test_every_shipped_file_follows_the_json_schema(validator: jsonschema.Draft7Validator) -> None:
+    for path in SHIPPED_RECIPES.rglob("*.yaml"):
+        validator.validate(parse_yaml(path.read_text()).value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lora: null",
+        "base: [presets/paper, mine.yaml]",
+        "method: {kl_budget: 1}",
+        "utility: {epsilon: auto}",
+        "data: {validation_path: {a_set: file.jsonl}, keep: {scores: folder, top: 0.5}}",
+        "optimizer: {betas: [0.9, 0.95]}",
+    ],
+)
+def test_what_editors_accept(validator: jsonschema.Draft7Validator, text: str) -> None:
+    assert validator.is_valid(parse_yaml(text).value)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("methods: {kl_budget: 1}", ""),
+        ("method: {kl_bugdet: 1}", "method"),
+        ("method: {kl_budget: 0}", "method.kl_budget"),
+        ("batch: {global_size: '32'}", "batch.global_size"),
+        ("batch: {global_size: 0}", "batch.global_size"),
+        ("batch: {global_size: 1.5}", "batch.global_size"),
+        ("parallel: {tensor: 3}", "parallel.tensor"),
+        ("lora: 8", "lora"),
+        ("lora: {rank: null}", "lora"),
+        ("data: {keep: {top: 2}}", "data.keep"),
+        ("data: {validation_path: {a/b: file.jsonl}}", "data.validation_path"),
+        ("optimizer: {betas: [0.9]}", "optimizer.betas"),
+        ("engine: {memory_check: 1}", "engine.memory_check"),
+        ("track: {trackers: [wadnb]}", "track.trackers.0"),
+        ("base: 1", "base"),
+    ],
+)
+def test_what_editors_mark(validator: jsonschema.Draft7Validator, text: str, place: str) -> None:
+    (error,) = validator.iter_errors(parse_yaml(text).value)
+    assert ".".join(map(str, error.path)) == place

@@ -3,6 +3,7 @@ paper says."""
 
 import functools
 import json
+import os
 import re
 from itertools import product
 from pathlib import Path
@@ -311,7 +312,10 @@ def test_deepspeed_json_leaves_the_recipes_keys_alone_and_fits_its_precision(pat
 def test_a_file_starts_with_what_it_is_and_ends_with_a_line() -> None:
     for path in FOLDER.rglob("*.yaml"):
         text = path.read_text()
-        assert text.startswith("# ") and text.endswith("\n") and max(map(len, text.splitlines())) <= 120, path
+        for_editors, first, *_ = text.splitlines()
+        schema = os.path.relpath(FOLDER / "recipe.schema.json", path.parent)
+        assert for_editors == f"# yaml-language-server: $schema={schema}" and first.startswith("# "), path
+        assert text.endswith("\n") and max(map(len, text.splitlines())) <= 120, path
 
 
 def test_a_recipe_copies_nothing() -> None:
@@ -320,6 +324,7 @@ def test_a_recipe_copies_nothing() -> None:
         written = yaml.safe_load(path.read_text())
         assert "base" in written
         if path not in (QUICKSTART, WRONG_TRACES):
-            assert written.keys() <= {"base", "method", "utility", "run"} and len(path.read_text().splitlines()) <= 13
+            assert written.keys() <= {"base", "method", "utility", "run"}
+            assert len(path.read_text().splitlines()) <= 1 + 13  # the line for editors
             for section in written.keys() & {"method", "utility", "run"}:
                 assert len(written[section]) == 1, path  # temperature, epsilon, output_dir

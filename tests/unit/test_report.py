@@ -461,4 +461,4 @@ def test_pictures_without_matplotlib(
     run = written(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     message = refused(capsys, run, "--png", tmp_path / "pictures")
-    assert "--png: " in message and "pip install matplotlib" in message
+    assert "--png: " in message and "pip install 'vcore_ds[pictures]'" in message

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 RETIRED = {"probe.source": ("source: previous_step", "previous_step"), "probe.decay": ("decay: 0.9", 0.9)}
 
 
-def as_version_0_6_wrote_it(run: Path, line: str) -> Path:
+def as_version_0_6_wrote_it(run: Path, line: str, section: str = "probe") -> Path:
     recipe = run / "recipe.yaml"
     text = recipe.read_text()
-    assert text.count("\nprobe:\n") == 1
-    recipe.write_text(text.replace("\nprobe:\n", f"\nprobe:\n  {line}\n"))
+    assert text.count(f"\n{section}:\n") == 1
+    recipe.write_text(text.replace(f"\n{section}:\n", f"\n{section}:\n  {line}\n"))
     return run
 
 
@@ -111,3 +111,19 @@ def test_training_and_check_refuse_it(run: Path, key: str, capsys: pytest.Captur
     (run / "model").rename(run / "elsewhere")  # as a run that was stopped
     with pytest.raises(UserError, match="ends with vcore_ds 0.6"):
         can_resume(recipe)
+
+
+@pytest.mark.parametrize("value", ["null", "mine"])
+def test_a_run_with_a_wandb_project_is_read_and_resumed(tmp_path: Path, value: str) -> None:
+    """The key changed nothing that a run computes."""
+    run = as_version_0_6_wrote_it(finished_run(tmp_path / "run"), f"wandb_project: {value}", "run")
+    recipe = read_resolved_recipe(run / "recipe.yaml")
+    assert recipe == read_resolved_recipe(run / "recipe.yaml", accept_retired=True) and recipe.retired == {}
+    (run / "model").rename(run / "elsewhere")  # as a run that was stopped
+    assert can_resume(recipe)
+    assert len(group_runs(read_runs([run, finished_run(tmp_path / "other")], top=5, tokenizer_path=None))) == 1
+    if value == "mine":
+        with pytest.raises(UserError, match="Write track.trackers="):
+            load_recipe(run / "recipe.yaml")
+    else:
+        assert load_recipe(run / "recipe.yaml") == recipe

@@ -1,10 +1,12 @@
 """`vcore-ds keys`: every key of a recipe, from the schema."""
 
 import argparse
+import json
 import textwrap
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import markdown_rows
+from vcore_ds.config.json_schema import make_json_schema
 from vcore_ds.config.problems import NAMES_ELSEWHERE, Key, did_you_mean, nearest_keys, recipe_keys, section_meaning
 
 HELP = "list the keys of a recipe: values, default, meaning"
@@ -26,12 +28,22 @@ key in the terminal. How recipes are put together, and the rules between keys: [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a section, section.key or word (default: all)")
-    parser.add_argument("--markdown", action="store_true", help="print the page docs/keys.md")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--markdown", action="store_true", help="print the page docs/keys.md")
+    shown.add_argument(
+        "--json-schema", action="store_true", help="print the JSON Schema of recipes, for editors (docs/recipes.md)"
+    )
     parser.set_defaults(overrides=[])
 
 
 def main(arguments: argparse.Namespace) -> None:
-    keys = find_keys([*arguments.names, *arguments.overrides])
+    names = [*arguments.names, *arguments.overrides]
+    if arguments.json_schema:
+        if names:
+            raise UserError(f"keys: found {names[0]} with --json-schema; expected no name: the schema has all keys")
+        print(json.dumps(make_json_schema(), indent=1))
+        return
+    keys = find_keys(names)
     if arguments.markdown:
         print(PAGE, end="")
     for section in dict.fromkeys(key.section for key in keys):

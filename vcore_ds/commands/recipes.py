@@ -106,9 +106,9 @@ def shipped_names(folder: str) -> list[str]:
 
 
 def read_summary(path: Path) -> str:
-    """The first sentence of the leading comment of a shipped file."""
+    """The first sentence of the leading comment of a shipped file, after the line for editors."""
     comment = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         words = line.removeprefix("#").strip()
         if not line.startswith("#") or not words:
             break

@@ -55,7 +55,7 @@ def check_matplotlib(option: str) -> None:
     try:
         import matplotlib.figure  # noqa: F401  (takes a second, and only pictures need it)
     except ImportError as error:
-        raise UserError(f"{option}: {error}; expected matplotlib. Install it with `pip install matplotlib`") from None
+        raise UserError(f"{option}: {error}; expected the extra `pictures`: pip install 'vcore_ds[pictures]'") from None
 
 
 def new_figure(width: float, height: float) -> "Figure":

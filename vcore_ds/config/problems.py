@@ -47,6 +47,7 @@ _NAMES_ELSEWHERE = {
     "schedule.num_epochs": "num_train_epochs epochs",
     "schedule.num_steps": "max_steps train_iters total_steps",
     "schedule.warmup_steps": "num_warmup_steps lr_warmup_iters",
+    "track.project": "wandb_project",
     "track.trackers": "report_to use_wandb",
 }
 """Names of our keys in transformers, TRL, LLaMA-Factory, Axolotl, ms-swift, verl, DeepSpeed and Megatron-LM."""
@@ -226,10 +227,7 @@ def _describe_problem(location: tuple[str, ...], values: Any) -> str:
         value = None if is_missing else value[key]
     found = f"found {'nothing' if is_missing else show(value)}"
     if (removed := REMOVED.get((section[0], name)) if len(section) == 1 else None) is not None:
-        return (
-            f"{found}; expected no such key: {removed[1]}. Leave the key out, and set probe.every to save probes; a "
-            "run that was begun with it ends with vcore_ds 0.6"
-        )
+        return f"{found}; expected no such key: {removed[1]}"
     known = section_class(*section).model_fields if section else SECTIONS
     if name not in known:
         kind = "key" if section else "section"

@@ -20,7 +20,7 @@ MAY_DIFFER = frozenset(
         "run.num_token_records",
         "run.num_followed_traces",
         "run.time_limit_minutes",
-        "run.wandb_project",
+        "run.wandb_project",  # removed, see REMOVED
         "data.validation_path",
         # The data; the checkpoint has digests of its tokens, of the weights of files and of the selected traces.
         "data.train_path",
@@ -54,14 +54,14 @@ def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
 
     Args:
         accept_retired: for commands that do not train: put the keys of earlier versions into `Recipe.retired` instead
-            of refusing them.
+            of refusing them. Those that may change when a run is resumed are ignored in any case.
 
     Raises:
         UserError: the file cannot be read, or is not a recipe of this version.
     """
     try:
         values = parse_yaml(read_text(path)).value
-        retired = take_retired_keys(values) if accept_retired else {}
+        retired = take_retired_keys(values, only_harmless=not accept_retired)
         return Recipe.model_validate(values).with_retired(retired)
     except ValidationError as error:
         problems = [f"{'.'.join(location)}: {text}" for location, text in field_problems(error, values).items()]
@@ -72,15 +72,21 @@ def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
         raise UserError(f"{path}{error.position}: {error}") from None
 
 
-def take_retired_keys(values: Any) -> dict[str, Any]:
-    """Remove the keys of earlier versions from a recipe's values; return those that are not at their default."""
+def take_retired_keys(values: Any, *, only_harmless: bool = False) -> dict[str, Any]:
+    """Remove the keys of earlier versions from a recipe's values; return those that are not at their default and may
+    not change when a run is resumed.
+
+    Args:
+        only_harmless: leave those in `values`.
+    """
     retired = {}
     for section, key in REMOVED:
         keys = values.get(section) if isinstance(values, dict) else None
-        if isinstance(keys, dict) and key in keys:
+        name = f"{section}.{key}"
+        if isinstance(keys, dict) and key in keys and (name in MAY_DIFFER or not only_harmless):
             value = keys.pop(key)
-            if not is_removed_default(section, key, value):
-                retired[f"{section}.{key}"] = value
+            if name not in MAY_DIFFER and not is_removed_default(section, key, value):
+                retired[name] = value
     return retired
 
 

@@ -25,6 +25,7 @@ from vcore_ds.config.sections import (
     Section,
     TrackConfig,
     UtilityConfig,
+    is_removed_default,
 )
 
 
@@ -59,6 +60,19 @@ class Recipe(Section):
         recipe = self.model_copy()
         recipe._retired = values
         return recipe
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed_defaults(cls, values: Any) -> Any:
+        """Drop removed keys with their defaults, which earlier versions wrote into recipe.yaml."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            section: {key: value for key, value in keys.items() if not is_removed_default(section, key, value)}
+            if isinstance(keys, dict)
+            else keys
+            for section, keys in values.items()
+        }
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

@@ -7,7 +7,7 @@ rank. Rules over several keys are in `schema.py`.
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 Count = Annotated[int, Field(ge=1)]
 NumTokens = Annotated[int, Field(ge=2)]
@@ -21,14 +21,20 @@ Name = Annotated[str, Field(pattern=r"^\w{1,64}$")]
 """A part of a metric's name."""
 
 
+_WITHOUT = "Leave the key out, and set probe.every to save probes; a run that was begun with it ends with vcore_ds 0.6"
 REMOVED = {
-    ("probe", "decay"): (0, "the running mean over directions was removed after 0.6"),
+    ("probe", "decay"): (0, f"the running mean over directions was removed after 0.6. {_WITHOUT}"),
     ("probe", "source"): (
         "batch",
-        "the direction is always the gradient of a probe batch; the previous step's was removed after 0.6",
+        f"the direction is always the gradient of a probe batch; the previous step's was removed after 0.6. {_WITHOUT}",
+    ),
+    ("run", "wandb_project"): (
+        None,
+        "Weights & Biases became one of the trackers after 0.7. Write track.trackers=[wandb], and this project as "
+        "track.project",
     ),
 }
-"""Keys of earlier versions: their default, and what became of them."""
+"""Keys of earlier versions: their default, and what to write instead."""
 
 
 def is_removed_default(section: str, key: str, value: Any) -> bool:
@@ -150,14 +156,6 @@ class ProbeConfig(Section):
     micro_batch_size_per_rank: Count | None = None
     """Sequences per rank in one forward and backward of B'; null for batch.micro_batch_size_per_rank. Fewer sequences
     need less padding."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed_keys(cls, values: Any) -> Any:
-        """Drop removed keys with their defaults, which earlier versions wrote into recipe.yaml."""
-        if isinstance(values, dict):
-            return {key: value for key, value in values.items() if not is_removed_default("probe", key, value)}
-        return values
 
 
 class ModelConfig(Section):
@@ -375,30 +373,28 @@ class RunConfig(Section):
     """Number of traces that are also measured at each recorded step, to follow the same tokens over the run: half of
     them held out (data.validation_path), the others training data, drawn by the seed; 0 for none. Costs three or four
     forwards of these traces and at most about 2 MB at each of these steps."""
-    wandb_project: Text | None = None
-    """Weights & Biases project for the metrics; null for none. If it cannot be reached, the run continues and keeps the
-    unsent data in its folder."""
     time_limit_minutes: Positive | None = None
     """Wall-clock limit from the start of the processes: the run saves and stops (exit code 85) while one more step and
     a save would still fit; null for none."""
 
 
-TrackerName = Literal["tensorboard", "mlflow", "trackio", "swanlab"]
+TrackerName = Literal["wandb", "tensorboard", "mlflow", "trackio", "swanlab"]
 
 
 class TrackConfig(Section):
     """Experiment trackers that also receive the lines of metrics.jsonl. A tracker that fails or hangs only causes a
-    warning. For Weights & Biases set run.wandb_project."""
+    warning."""
 
     trackers: Annotated[tuple[TrackerName, ...], Strict(False)] = ()
-    """Trackers such as [tensorboard, mlflow], which must be installed and are configured by their environment
-    variables. TensorBoard's events are written into the run's folder."""
+    """Trackers such as [wandb, tensorboard], configured by their environment variables; all but wandb (Weights &
+    Biases) must be installed. TensorBoard's events, and what could not be sent to Weights & Biases, are in the run's
+    folder."""
     project: Text = "vcore_ds"
     """Project at these trackers (the experiment in MLflow); TensorBoard has none."""
     group: Text | None = None
-    """Group name shared by the runs of an experiment, also for Weights & Biases; null for none."""
+    """Group name shared by the runs of an experiment; null for none."""
     tags: Annotated[tuple[Text, ...], Strict(False)] = ()
-    """Tags of the run, also for Weights & Biases; Trackio has none."""
+    """Tags of the run; Trackio has none."""
 
 
 class CheckpointConfig(Section):

@@ -294,9 +294,9 @@ def begin_folder(recipe: Recipe, feed: Feed, num_done: int, checkpoints: Checkpo
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
     sinks = []
-    if recipe.run.wandb_project is not None:
+    if "wandb" in recipe.track.trackers:
         values = recipe.model_dump(mode="json")
-        wandb = WandbLog(folder, recipe.run.wandb_project, recipe.track, values, console, checkpoints.wandb_run_id)
+        wandb = WandbLog(folder, recipe.track, values, console, checkpoints.wandb_run_id)
         checkpoints.wandb_run_id = wandb.run_id
         console.say(f"Weights & Biases: {wandb.url or 'offline'}")
         sinks.append(BackgroundSink("Weights & Biases", lambda: wandb, console, close_seconds=FINISH_SECONDS + 10))

@@ -1,4 +1,4 @@
-"""TensorBoard, MLflow, Trackio and SwanLab as sinks, through `accelerate.tracking`.
+"""Trackers as sinks: Weights & Biases, and TensorBoard, MLflow, Trackio and SwanLab through `accelerate.tracking`.
 
 Each takes its address and credentials from its own environment variables. Without them, data stay on this machine
 for TensorBoard (`tensorboard --logdir` of the run's folder) and Trackio.
@@ -39,22 +39,23 @@ class TrackerSink:
 def start_trackers(
     folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
 ) -> list[BackgroundSink]:
-    """The sinks of `track.trackers`, by rank 0 of a job whose process group is up.
+    """The sinks of `track.trackers` but Weights & Biases, by rank 0 of a job whose process group is up.
 
     Args:
         folder: the run's, with its recipe.yaml.
         config: the recipe's values by their dotted keys.
         num_done: optimizer steps done, more than 0 in a run that is resumed.
     """
+    names = [name for name in track.trackers if name != "wandb"]
     try:
-        if track.trackers:
+        if names:
             prepare_accelerate()
     except Exception as error:  # it looks at the machine in many ways, and nothing of that is worth a run
         console.warn(f"track.trackers: accelerate cannot start here: {first_line(error)}. The run continues without")
         return []
     return [
         BackgroundSink(f"track.trackers: {name}", partial(open_tracker, name, folder, track, config, num_done), console)
-        for name in track.trackers
+        for name in names
     ]
 
 
@@ -161,7 +162,6 @@ class WandbLog:
     def __init__(
         self,
         folder: Path,
-        project: str,
         track: TrackConfig,
         config: Mapping[str, Any],
         console: Console,
@@ -178,7 +178,7 @@ class WandbLog:
         init_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS))
         settings = wandb.Settings(init_timeout=init_seconds, finish_timeout=FINISH_SECONDS, silent=True)
         options: dict[str, Any] = dict(
-            project=project,
+            project=track.project,
             name=folder.name,
             group=track.group,
             tags=track.tags,
@@ -192,7 +192,7 @@ class WandbLog:
             self._run = wandb.init(**options)
         except (wandb.Error, OSError) as error:
             console.warn(
-                f"run.wandb_project: Weights & Biases cannot be reached ({first_line(error)}); the run continues, and "
+                f"track.trackers: Weights & Biases cannot be reached ({first_line(error)}); the run continues, and "
                 f"is kept in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
             )
             wandb.teardown()  # its service still holds the id for the attempt that has failed

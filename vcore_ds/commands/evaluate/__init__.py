@@ -94,7 +94,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 def check_packages() -> None:
     """Raise UserError where the extra `eval` is not installed."""
-    missing = [name for name in ("inspect_ai", "reasoning_gym") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("inspect_ai", "reasoning_gym", "math_verify") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise UserError(
             f"eval: {sys.executable} does not find {' and '.join(missing)}; expected the extra `eval`. Install it with "

@@ -138,7 +138,7 @@ def prepare(
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
     if request.kind == "math" and importlib.util.find_spec("math_verify") is None:
-        raise UserError('`prepare math` needs the package math-verify: pip install "math-verify[antlr4_13_2]"')
+        raise UserError("prepare math: found no math-verify; expected the extra `math`: pip install 'vcore_ds[math]'")
     raw_shards = find_shards(request.sources, request.split)
     if request.kind == "chat":
         _say_shapes(raw_shards, note)
