@@ -21,7 +21,7 @@ TOOLS = {"pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-pyya
 USERS = {
     "matplotlib": {"commands/plan", "commands/report", "common/text.py"},
     "math_verify": {"data/verification.py"},
-    **dict.fromkeys(("inspect_ai", "openai", "reasoning_gym", "httpx", "anyio", "tenacity"), {"commands/evaluate"}),
+    **{name: {"commands/evaluate"} for name in ("inspect_ai", "openai", "reasoning_gym", "httpx", "anyio", "tenacity")},
 }
 """Module of an extra -> where it is imported. Each of these places says which extra is missing."""
 
@@ -89,7 +89,8 @@ def test_constraints_pin_every_declared_distribution() -> None:
 
 def test_the_environment_of_the_tests_has_every_extra() -> None:
     """`make .venv` installs demo and test."""
-    (line,) = re.findall(r"^\$\(BIN\)/installed-tests: EXTRAS := (.*)$", (REPOSITORY / "Makefile").read_text(), re.M)
+    makefile = (REPOSITORY / "Makefile").read_text()
+    (line,) = re.findall(r"\n\$\(BIN\)/installed-tests: EXTRAS := (.*)\n", makefile)
     extras = PROJECT["optional-dependencies"]
     installed: set[str] = set()
     waiting = line.split(",")
