@@ -59,12 +59,13 @@ if ((code == 0)); then
     code=$?
 fi
 
-if ((code == 85)) && ((attempt < max_restarts)); then
+# The last task of an array has the array's id as its own, and requeueing that id restarts all tasks, ended ones included.
+# SLURM_ARRAY_JOB_ID alone does not tell: a job submitted from within a task of an array inherits that array's.
+job=$SLURM_JOB_ID
+if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
+# Requeue=0, by --no-requeue or scontrol update: the job is not to come back, another one may resume the run.
+if ((code == 85)) && ((attempt < max_restarts)) && [[ $(scontrol show job "$job") == *Requeue=1* ]]; then
     echo "stopped and saved; back into the queue ($(date))"
-    # The last task of an array has the array's id as its own, and requeueing that id restarts all tasks, ended ones included.
-    # SLURM_ARRAY_JOB_ID alone does not tell: a job submitted from within a task of an array inherits that array's.
-    job=$SLURM_JOB_ID
-    if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
     scontrol requeue "$job"
 else
     echo "ended with exit code $code ($(date))"

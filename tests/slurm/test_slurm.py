@@ -122,7 +122,7 @@ def without_times(line: dict) -> dict:
 
 def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: TinySetup, checkout: Path):
     """Its job id is the array's own. A node to each task: it starts when task 0 has failed; task 1 is there
-    throughout."""
+    throughout, and then continues on both nodes."""
     assert f"\nsbatch {ARRAY}\n" in (REPOSITORY / "docs" / "slurm.md").read_text()
     (checkout / "sweep").mkdir()
     for task, key in enumerate(("num_stops", "num_steps", "num_steps")):
@@ -144,10 +144,39 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
         cluster.run(f"scancel --signal=USR1 {tasks[2]}")
         wait_until(last_is_back, "restart of the last task")
         assert [cluster.state(task) for task in tasks] == ["FAILED", "SUSPENDED", "RUNNING"]
+        cluster.run(f"scancel {tasks[2]}")
+        cluster.run(f"scontrol resume {tasks[1]}")
+        words = ("sweep/1.yaml", "run.seed=1", "run.output_dir=runs/sweep_1")
+        check_other_number_of_nodes(cluster, checkout, tasks[1], runs[1], *tiny, *words)
     finally:
         cluster.run(f"scancel {array}")
     assert "sweep/0.yaml:1: schedule.num_stops" in (checkout / f"slurm-{tasks[0]}.out").read_text()
     assert [load_recipe(run / "recipe.yaml").run.seed for run in runs[1:]] == [1, 2]
+
+
+def check_other_number_of_nodes(cluster: Cluster, checkout: Path, job: str, run: Path, *overrides: str) -> None:
+    """The line of docs/slurm.md, on two nodes: the job saves and is gone, and another one takes more steps."""
+    page = (REPOSITORY / "docs" / "slurm.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("scontrol update JobId=JOB Requeue=0 && "))
+    for word, ours in {"JOB": job, "--nodes=4": "--nodes=2", "train_32b.slurm": "train_32b_lora.slurm"}.items():
+        line = line.replace(word, ours)
+    forbid, stop, submit = line.split(" && ")
+    cluster.run(forbid)
+    cluster.run(stop)
+    other = cluster.submit(submit.removeprefix("sbatch "), checkout, *overrides)
+    log = checkout / "runs" / "slurm" / other / "attempt_0" / "n1.log"
+    try:
+        wait_until(lambda: log.is_file() and "\nstep " in log.read_text(), "step on two nodes")
+        assert (cluster.state(job), cluster.field(job, "ExitCode")) == ("FAILED", "85:0")
+        assert (
+            cluster.field(job, "Restarts") == "0"
+            and "back into the queue" not in (checkout / f"slurm-{job}.out").read_text()
+        )
+        assert "ZeRO-3 over 2 ranks" in log.read_text() and "Resumed after step " in log.read_text()
+        steps = [line["step"] for line in read_metrics(run)]
+        assert steps == list(range(1, len(steps) + 1))
+    finally:
+        cluster.run(f"scancel {other}")
 
 
 def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):

@@ -100,3 +100,14 @@ def test_the_environment_of_the_tests_has_every_extra() -> None:
         own = re.findall(r"vcore_ds\[(.*?)\]", " ".join(extras[name]))
         waiting += [other for names in own for other in names.split(",") if other not in installed]
     assert installed == extras.keys()
+
+
+def test_the_image_has_what_a_build_needs() -> None:
+    text = (REPOSITORY / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()}
+    folders = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values()
+    needed = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "constraints.txt", "vcore_ds"}
+    assert copied == needed | {folder.partition("/")[0] for folder in folders}
+    assert all((REPOSITORY / name).exists() for name in copied)
+    (extras,) = re.findall(r"'\.\[(.*)\]' -c constraints.txt", text)
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()

@@ -106,6 +106,16 @@ def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tm
         assert (parsed.nproc_per_node, parsed.numa_binding) == ("4", "node")
 
 
+@pytest.mark.parametrize("may_requeue", [True, False])
+def test_a_job_that_may_not_be_requeued_is_not(tmp_path: Path, may_requeue: bool) -> None:
+    scontrol = f'echo "$@" >> calls; echo n1 Requeue={int(may_requeue)} Restarts=0'
+    done = submit(SCRIPTS[0], tmp_path, dict(os.environ), scontrol=scontrol, srun="exit 85")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == 85 and ("requeue 7" in calls) == may_requeue
+    endings = ("back into the queue" in done.stdout, "ended with exit code 85" in done.stdout)
+    assert endings == (may_requeue, not may_requeue)
+
+
 @pytest.mark.parametrize("given, expected", ALLOCATOR)
 def test_segments_expand_under_slurm_unless_the_user_has_set_otherwise(
     tmp_path: Path, given: dict[str, str], expected: tuple[str | None, str | None]
