@@ -36,7 +36,7 @@ def imported_modules(folder: Path) -> Iterator[tuple[str, str]]:
             elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
                 names = [node.module]
             for name in {name.partition(".")[0] for name in names}:
-                if name not in sys.stdlib_module_names and name not in ("vcore_ds", "tests"):
+                if name not in sys.stdlib_module_names and not (REPOSITORY / name).is_dir():
                     yield name, path.relative_to(folder).as_posix()
 
 
