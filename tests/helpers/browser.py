@@ -55,7 +55,8 @@ def opened(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
     page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
-    page.goto(path.as_uri())
+    address = path.resolve().as_uri()
+    page.goto(address)
     try:
         # Not a function to wait for: the page's policy lets no text become code.
         page.locator("html[data-ready=true]").wait_for(state="attached")
@@ -63,5 +64,5 @@ def opened(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
         assert not complaints, complaints
         raise
     yield page
-    assert complaints == [] and requests == [path.as_uri()]
+    assert complaints == [] and requests == [address]
     context.close()

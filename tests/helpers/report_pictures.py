@@ -1,6 +1,6 @@
-"""The pictures of a report in docs/pictures: a trace with coloured tokens, and curves.
+"""The pictures of a report in docs/pictures: a followed trace with coloured tokens, and curves.
 
-    python -m tests.helpers.report_pictures RUN --step STEP --trace ID [--output docs/pictures]
+    python -m tests.helpers.report_pictures RUN [--output docs/pictures]
 
 They are taken from the page that `vcore-ds report RUN` writes.
 """
@@ -22,8 +22,6 @@ MARGIN = 12
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--step", required=True)
-    parser.add_argument("--trace", required=True, metavar="ID", help="of the training data")
     parser.add_argument("--output", type=Path, default=Path("docs/pictures"), metavar="FOLDER")
     arguments = parser.parse_args()
     missing = why_not()
@@ -32,10 +30,7 @@ def main() -> None:
     (report,) = write_report([arguments.run])
     with started_browser() as browser:
         with opened(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=2) as page:
-            viewer = page.locator("#viewer")
-            viewer.get_by_role("combobox", name="Step").select_option(arguments.step)
-            viewer.get_by_role("combobox", name="Trace").select_option(f"training data, {arguments.trace}")
-            _shoot(page, "#traces h2", "#traces .tokens", arguments.output / "report_tokens.png")
+            _shoot(page, "#movement h2", "#movement .tokens", arguments.output / "report_tokens.png")
         with opened(browser, report, viewport={"width": 1000, "height": 1600}, device_scale_factor=1.5) as page:
             page.locator("figure[data-chart=loss] svg").hover()  # the cursor
             _shoot(page, "#curves h2", "figure[data-chart=alpha]", arguments.output / "report_curves.png")
