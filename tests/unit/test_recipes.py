@@ -27,7 +27,7 @@ FOLDER = REPOSITORY / "launch_scripts" / "recipes"
 WRONG_TRACES = FOLDER / "wrong_traces.yaml"
 RECIPES = sorted([*FOLDER.glob("*.yaml"), *(FOLDER / "paper").glob("*.yaml")])
 PRESETS = ("recommended", "trusted", "paper", "released_code")
-METHODS = ("sft", "dft", "iw_sft", "random")
+METHODS = ("sft", "dft", "iw_sft", "random", "stored")
 DEEPSPEED_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 QWEN3 = ("qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_32b")
 OTHERS = ("llama3.1_8b_instruct", "mistral_7b_instruct_v0.3")
@@ -135,7 +135,7 @@ def test_the_trusted_preset_asks_for_the_pool() -> None:
 def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_remedy(name: str) -> None:
     for path, presets in product(recipe_kinds(), ([], *map(preset_words, PRESETS))):
         words = [*presets, f"methods/{name}.yaml"]
-        shares_batch = "presets/trusted.yaml" in presets and name in ("random", "iw_sft")
+        shares_batch = "presets/trusted.yaml" in presets and name in ("random", "iw_sft", "stored")
         if shares_batch:
             problem = problems_of(path, *words)[0]
             assert f"data.trusted_share: found 0.2 together with method.name {name}; expected 0" in problem
@@ -145,12 +145,15 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             assert "methods/iw_sft.yaml:" in problem and "data.reference_log_probabilities: found null" in problem
             assert "expected the file that `vcore-ds reference RECIPE --output FILE` writes before training" in problem
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
+        if name == "stored":
+            assert "data.token_weights: found null together with method.name stored" in problem_of(path, *words)
+            words.append("data.token_weights=weights.parquet")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
         plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), shape_for(recipe))
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
-        changed = {"method", "data"} if name == "iw_sft" or shares_batch else {"method"}
+        changed = {"method", "data"} if name in ("iw_sft", "stored") or shares_batch else {"method"}
         for section in Recipe.model_fields.keys() - changed:
             assert getattr(recipe, section) == getattr(preset, section)
 
@@ -163,7 +166,8 @@ def test_a_method_removes_the_reference_of_iw_sft(tmp_path: Path) -> None:
     assert load_recipe(mine).data.reference_log_probabilities == "reference.npz"
     for name in METHODS:
         kept = "reference.npz" if name == "iw_sft" else None
-        assert load_recipe(mine, [f"methods/{name}.yaml"]).data.reference_log_probabilities == kept
+        words = [f"methods/{name}.yaml"] + ["data.token_weights=weights.parquet"] * (name == "stored")
+        assert load_recipe(mine, words).data.reference_log_probabilities == kept
     problem = problem_of(mine, "presets/paper.yaml")
     assert "found reference.npz together with method.name vcore and lora null; expected null" in problem
 

@@ -34,10 +34,19 @@ UTILITY_KEYS = {"vcore_utility_mean": 1, "vcore_utility_sum": 0, "vcore_rank": 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scores", metavar="SCORES", help="a folder that vcore-ds score wrote")
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("--top", type=share, metavar="SHARE", help="keep this share of the traces, such as 0.25")
     which.add_argument("--above", type=float, metavar="UTILITY", help="keep traces with a higher utility, such as 0")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl)")
+    parser.add_argument(
+        "--weights",
+        metavar="KEY=NUMBER",
+        help="write tokens with their Gibbs weights instead of rows, to a Parquet file: kl_budget=NUMBER or "
+        "temperature=NUMBER as in a recipe's section `method`; of all traces unless --top or --above is given. Needs "
+        "`vcore-ds score --tokens all`",
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl; .parquet with --weights)"
+    )
     parser.add_argument(
         "--set", metavar="NAME", help="rank by the influence on this trusted (target) set (default: the only one)"
     )
@@ -61,8 +70,15 @@ def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.common.paths import write_atomically
     from vcore_ds.train.selection import read_selection  # imports torch: seconds
 
+    if arguments.top is None and arguments.above is None:
+        if arguments.weights is None:
+            raise UserError("--top: found none of --top, --above and --weights; expected one, such as --top 0.25")
+        arguments.top = 1.0
     if arguments.above is not None and arguments.within == "source":
         raise UserError("--within: found source together with --above; expected it with --top")
+    if arguments.weights is not None:
+        _write_weights(arguments)
+        return
     origin = arguments.output.with_name(f"{arguments.output.name}.origin.json")
     for path in (arguments.output, origin):
         refuse_existing(path, NEW_FILE)
@@ -79,6 +95,24 @@ def main(arguments: argparse.Namespace) -> None:
                 file.write(line + "\n")
         unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{selection.describe()}\nWritten: {arguments.output}; how the rows were selected: {origin}")
+
+
+def _write_weights(arguments: argparse.Namespace) -> None:
+    from vcore_ds.commands.token_weights import parse_sharpness, write_weights
+    from vcore_ds.train.selection import read_selection
+
+    output = arguments.output
+    if output.suffix != ".parquet" or arguments.with_utility:
+        found = f"{output} with --weights" if output.suffix != ".parquet" else "--with-utility with --weights"
+        raise UserError(f"--output: found {found}; expected a .parquet file of tokens, without --with-utility")
+    sharpness = parse_sharpness(arguments.weights)
+    refuse_existing(output, NEW_FILE)
+    selection = read_selection(read_keep(arguments), name_argument)
+    with writing("--output", output, NEW_FILE):
+        write_weights(selection, sharpness, output)
+    print(
+        f"{selection.describe()}\nWritten: {output}; train on it with: method.name=stored data.token_weights={output}"
+    )
 
 
 def name_argument(key: str) -> str:

@@ -272,7 +272,7 @@ def _data_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             f"{data.trusted_share} together with batch.global_size {size}, which is "
             + count(num_trusted, "trusted sequence"),
         )
-    if data.trusted_share > 0 and (method.drops_tokens or method.reads_reference):
+    if data.trusted_share > 0 and (method.drops_tokens or method.reads_reference or method.name == "stored"):
         yield BrokenRule(
             ("data.trusted_share", "method.name"),
             "0: that method needs data of each sequence that only the training data has",
@@ -287,6 +287,13 @@ def _data_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if data.reference_log_probabilities is not None and not (method.reads_reference and recipe.lora is None):
         yield BrokenRule(
             (reference, "method.name", "lora"), "null: only iw_sft with lora null reads reference log-probabilities"
+        )
+    if (method.name == "stored") != (data.token_weights is not None):
+        yield BrokenRule(
+            ("data.token_weights", "method.name"),
+            "the file that `vcore-ds keep SCORES --weights kl_budget=NUMBER --output FILE` writes"
+            if data.token_weights is None
+            else "null: only method.name stored reads token weights",
         )
     if recipe.run.validate_every is not None and data.validation_path is None:
         yield BrokenRule(

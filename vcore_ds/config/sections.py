@@ -53,9 +53,10 @@ class Section(BaseModel):
 class MethodConfig(Section):
     """How tokens are weighted (paper, sections "Reweighting" and "Variance-Controlled Descent Scaling")."""
 
-    name: Literal["vcore", "sft", "dft", "iw_sft", "random"] = "vcore"
+    name: Literal["vcore", "sft", "dft", "iw_sft", "random", "stored"] = "vcore"
     """`vcore` weights tokens by their utility, `sft` equally, `dft` by their probability; `iw_sft` weights sequences by
-    the importance ratio of the model to its reference; `random` trains on a random share of the tokens."""
+    the importance ratio of the model to its reference; `random` trains on a random share of the tokens; `stored` takes
+    the weights of data.token_weights."""
     normalization: Literal["sequence", "token"] = "sequence"
     """Weight of a sequence in the loss: `sequence` 1/|B| (the paper), `token` its share of the supervised tokens."""
     temperature: NonNegative | None = None
@@ -99,7 +100,7 @@ class MethodConfig(Section):
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether some supervised tokens have no loss."""
+        """Whether some supervised tokens have no loss by a mask of the data."""
         return self.name == "random"
 
 
@@ -268,6 +269,9 @@ class DataConfig(Section):
     reference_log_probabilities: PathText | None = None
     """For iw_sft with all parameters trained: the file that `vcore-ds reference` wrote for the training data."""
 
+    token_weights: PathText | None = None
+    """For method.name stored: the file that `vcore-ds keep --weights` wrote for the training data."""
+
     def train_files(self) -> tuple[WeightedPath, ...]:
         """The training files; a single path has weight 1."""
         path = self.train_path
@@ -285,6 +289,7 @@ class DataConfig(Section):
             "probe_path": self.probe_path,
             "keep.scores": None if self.keep is None else self.keep.scores,
             "reference_log_probabilities": self.reference_log_probabilities,
+            "token_weights": self.token_weights,
         }
         return {
             **{name: file.path for name, file in zip(names, files, strict=True)},

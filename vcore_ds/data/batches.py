@@ -33,6 +33,8 @@ class Batch:
     """bool [b, T], the supervised tokens that carry loss; None for all of them"""
     reference_log_probability: torch.Tensor | None = None
     """fp32 [num_sequences], nats, summed over each sequence's supervised tokens, under the reference model"""
+    loss_weights: torch.Tensor | None = None
+    """fp32 [b, T], stored factor of each token's loss"""
     segments: torch.Tensor | None = None
     """int64 [b, T], index of each token's sequence in this batch, -1 for padding; None where row i is sequence i"""
     sequence_parallel: int = 1
@@ -115,7 +117,7 @@ class Batch:
 
     def tokens(self, losses: Tensor, utilities: Tensor | None = None) -> Tokens:
         """Supervised tokens with the losses and utilities `[N]` of a forward pass; detached, on the losses' device."""
-        device, reference = losses.device, self.reference_log_probability
+        device, reference, weights = losses.device, self.reference_log_probability, self.loss_weights
         return Tokens(
             losses.detach(),
             to_device(self.sequence_index(), device),
@@ -123,6 +125,7 @@ class Batch:
             utilities,
             None if self.kept is None else to_device(self.kept_targets(), device),
             None if reference is None else to_device(reference, device),
+            None if weights is None else to_device(weights[:, 1:][self.supervised()], device),
         )
 
 
@@ -162,6 +165,7 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequenc
     labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
     segments = torch.full(shape, -1, dtype=torch.int64)
     kept = torch.zeros(shape, dtype=torch.bool)
+    loss_weights = torch.zeros(shape, dtype=torch.float32)
     number = 0
     for i, row in enumerate(rows):
         start = 0
@@ -173,6 +177,8 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequenc
             segments[i, columns] = number
             if sequence.kept is not None:
                 kept[i, columns] = torch.from_numpy(sequence.kept)
+            if sequence.loss_weights is not None:
+                loss_weights[i, columns] = torch.from_numpy(sequence.loss_weights).float()
             start, number = columns.stop, number + 1
     ids = [sequence.sequence_id for sequence in sequences]
     batch = Batch(ids, input_ids, labels, sequence_parallel=sequence_parallel, row_lengths=row_lengths)
@@ -180,6 +186,8 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequenc
         batch.segments = segments
     if sequences[0].kept is not None:
         batch.kept = kept
+    if sequences[0].loss_weights is not None:
+        batch.loss_weights = loss_weights
     if sequences[0].reference_log_probability is not None:
         batch.reference_log_probability = torch.tensor([s.reference_log_probability for s in sequences])
     return batch

@@ -23,9 +23,14 @@ from vcore_ds.method.baselines import random_mask
 class ChangedDataset(TokenizedSequences):
     """A data set whose sequences are changed when they are read, so that none is held in memory."""
 
-    def __init__(self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence]) -> None:
-        """`change`: called with a position and its sequence; returns a sequence of the same length."""
-        self.dataset, self.change = dataset, change
+    def __init__(
+        self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence], digest: str = ""
+    ) -> None:
+        """Args:
+        change: called with a position and its sequence; returns a sequence of the same length.
+        digest: of what it adds, which a resumed run compares; empty where the sequences alone decide.
+        """
+        self.dataset, self.change, self._change_digest = dataset, change, digest
 
     @property
     def lengths(self) -> np.ndarray:
@@ -39,8 +44,9 @@ class ChangedDataset(TokenizedSequences):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens and of which of them are supervised, in order."""
-        return self.dataset.digest
+        """SHA-256 of the tokens and of which of them are supervised, in order, and of what was added."""
+        digest = self.dataset.digest
+        return hashlib.sha256((digest + self._change_digest).encode()).hexdigest() if self._change_digest else digest
 
     def __len__(self) -> int:
         return len(self.dataset)

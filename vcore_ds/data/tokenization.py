@@ -35,6 +35,8 @@ class TokenizedSequence:
     """bool [n], the supervised tokens that carry loss; None for all of them (see `keep_random_tokens`)"""
     reference_log_probability: float | None = None
     """nats, summed over the supervised tokens, under the reference model (see `add_reference`)"""
+    loss_weights: np.ndarray | None = None
+    """float16 [n], factor of each token's loss, 1 on average; None where not stored (see `StoredWeights`)"""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -20,7 +20,7 @@ have different tokens, which they exchange in each MoE layer.
 Ranks along `tensor` process the same tokens and have the same losses, so a sum over `data` or `shards` counts each
 token once, and is the same on all of them.
 
-Without a device mesh (`arrange` was not called) the process works alone: every axis has one rank.
+Before `arrange`, and after the end of its process group, the process works alone: every axis has one rank.
 """
 
 from collections.abc import Iterable
@@ -112,6 +112,10 @@ def is_arranged() -> bool:
     return bool(_meshes)
 
 
+def _is_alone() -> bool:
+    return not _meshes or not dist.is_initialized()
+
+
 def make_sequence_groups(sizes: Iterable[int]) -> None:
     """Make the sequence-parallel groups of every size that a pass may choose. A collective.
 
@@ -151,7 +155,7 @@ def size(axis: Axis, sequence_parallel: int = 1) -> int:
         return sequence_parallel
     if axis == "data":
         return size("shards") // sequence_parallel
-    if not _meshes or (axis == "expert" and axis not in _meshes):
+    if _is_alone() or (axis == "expert" and axis not in _meshes):
         return 1
     return _meshes[axis].size()
 
@@ -162,7 +166,7 @@ def rank(axis: Axis, sequence_parallel: int = 1) -> int:
         return rank("shards") % sequence_parallel
     if axis == "data":
         return rank("shards") // sequence_parallel
-    return _meshes[axis].get_local_rank() if _meshes else 0
+    return 0 if _is_alone() else _meshes[axis].get_local_rank()
 
 
 def is_first() -> bool:
@@ -175,7 +179,7 @@ def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> lis
 
     Over `data`, the ranks of a sequence-parallel group have the same values, which count once.
     """
-    if not _meshes:
+    if _is_alone():
         return values
     total = torch.tensor(values, dtype=torch.float64, device=device())
     if axis == "data":
@@ -194,7 +198,7 @@ def norm_over(axis: Axis, parts: list[Tensor]) -> float:
 
 def gather_objects(axis: Axis, value: Any) -> list[Any]:
     """All-gather a Python object over an axis. A collective."""
-    if not _meshes:
+    if _is_alone():
         return [value]
     gathered: list[Any] = [None] * size(axis)
     dist.all_gather_object(gathered, value, group=group(axis))

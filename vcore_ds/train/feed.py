@@ -16,6 +16,7 @@ from vcore_ds.config.sections import DataConfig, MethodConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import cache_root, find_or_make_store
 from vcore_ds.data.dataset import (
+    ChangedDataset,
     Dataset,
     KeptDataset,
     MainOrder,
@@ -30,6 +31,7 @@ from vcore_ds.data.mixture import JoinedDataset, JoinedStores
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import check_contents
+from vcore_ds.data.stored_weights import StoredWeights
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
@@ -192,9 +194,15 @@ class DataReader:
             dataset = keep_random_tokens(store, method.keep_share, seed)
         elif self.settings.reference_log_probabilities is not None:
             dataset = add_reference(store, self.settings.reference_log_probabilities)
+        weights = None
+        if self.settings.token_weights is not None:
+            weights = StoredWeights(Path(self.settings.token_weights), store)
+            dataset = ChangedDataset(store, weights.add_to, weights.digest)
         selection = self._select(store)
         positions = np.arange(len(store)) if selection is None else selection.positions
         remaining = self._drop_trusted(store, positions)
+        if weights is not None:
+            weights.check_has(remaining)
         if selection is None and len(remaining) == len(store):
             return dataset
         return KeptDataset(

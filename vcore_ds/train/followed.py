@@ -67,11 +67,11 @@ def choose_traces(
     """Half of them held-out traces, from each set in turn, the others training data; fewer where data run out.
 
     A function of the seed and the data. All are training data where nothing is held out, or where weights need
-    `data.reference_log_probabilities`, which only training data have.
+    `data.reference_log_probabilities` or `data.token_weights`, which only training data have.
     """
     number = run.num_followed_traces if run.num_token_records > 0 else 0
     seed, held_out = run.seed, validation
-    if data.reference_log_probabilities is not None:
+    if data.reference_log_probabilities is not None or data.token_weights is not None:
         held_out = {}
     elif method.drops_tokens:
         held_out = {name: keep_random_tokens(d, method.keep_share, seed) for name, d in validation.items()}

@@ -23,7 +23,14 @@ from vcore_ds.train.run_folder import (
     read_metrics_of,
 )
 
-METHODS = {"vcore": "VCORE", "sft": "SFT", "dft": "DFT", "iw_sft": "iw-SFT", "random": "random masking"}
+METHODS = {
+    "vcore": "VCORE",
+    "sft": "SFT",
+    "dft": "DFT",
+    "iw_sft": "iw-SFT",
+    "random": "random masking",
+    "stored": "SFT with stored token weights",
+}
 Kind = Literal["adapter", "model", "merged"]
 
 

@@ -88,7 +88,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
     """
     resumes = can_resume(recipe)
     for key, path in recipe.data.paths().items():
-        if key not in ("keep.scores", "reference_log_probabilities"):
+        if key not in ("keep.scores", "reference_log_probabilities", "token_weights"):
             check_source(path)  # before a hub is asked for the model, which takes a minute without a connection
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)

@@ -54,6 +54,8 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
         weights = random_weights(kept, index, num_sequences)
     else:
         weights = uniform_weights(index, num_sequences)
+        if method.name == "stored" and tokens.loss_weights is not None:  # an idle batch has none
+            weights = weights * tokens.loss_weights
     nothing = weights.new_zeros(num_sequences)
     return GibbsWeights(weights, temperature=nothing, kl=nothing, saturated=nothing.bool())
 

@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME, of the recipe or the run)"
     )
+    parser.add_argument(
+        "--tokens",
+        choices=["shown", "all"],
+        default="shown",
+        help="write the utilities of tokens of the best and worst traces, or also of all tokens, for `vcore-ds keep "
+        "--weights` (default shown)",
+    )
     add_again(parser)
 
 
@@ -58,6 +65,7 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.checkpoint,
         arguments.output,
         arguments.again,
+        arguments.tokens == "all",
     )
     with lasting_imports():
         from vcore_ds.commands.score.compute import score

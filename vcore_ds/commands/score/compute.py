@@ -329,7 +329,14 @@ class Scoring:
             for name, trusted in self.sets.items()
         }
         with writing("--output", self.request.output, NEW_FOLDER):
-            scores = write_result(self.folder, self.request.output, self.store, inputs, self._description())
+            scores = write_result(
+                self.folder,
+                self.request.output,
+                self.store,
+                inputs,
+                self._description(),
+                all_tokens=self.request.all_tokens,
+            )
         self.console.say(describe(self.request.output, scores))
 
     def _weight(self, one: ScoringPass) -> float:

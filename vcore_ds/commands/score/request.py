@@ -49,6 +49,8 @@ class ScoreRequest:
     """Delete the unfinished work of an earlier attempt."""
     trained_on_selection: bool = False
     """Whether the run was trained with data.keep."""
+    all_tokens: bool = False
+    """Write the utilities of all tokens, not only of the best and worst traces'."""
 
 
 def make_request(
@@ -58,6 +60,7 @@ def make_request(
     checkpoint: str | None,
     output: Path | None,
     again: bool = False,
+    all_tokens: bool = False,
 ) -> ScoreRequest:
     """Check the command's arguments and make the request.
 
@@ -88,7 +91,7 @@ def make_request(
     refuse_existing(output, NEW_FOLDER)
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     selected = run is not None and recipe.data.keep is not None
-    return ScoreRequest(_scoring_recipe(recipe, run), path_of_set, checkpoints, output, again, selected)
+    return ScoreRequest(_scoring_recipe(recipe, run), path_of_set, checkpoints, output, again, selected, all_tokens)
 
 
 def _parse_sets(words: Sequence[str]) -> dict[str, str]:
@@ -112,7 +115,13 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
     """
     has_moments = run is not None and recipe.probe.direction == "adam"
     probe = {"batch_size": "all", "every": 1}
-    data = {"trusted_share": 0.0, "reference_log_probabilities": None, "keep": None, "validation_path": None}
+    data = {
+        "trusted_share": 0.0,
+        "reference_log_probabilities": None,
+        "token_weights": None,
+        "keep": None,
+        "validation_path": None,
+    }
     data["trusted_overlap"] = "drop"
     changes = {
         "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),

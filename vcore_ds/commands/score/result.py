@@ -32,6 +32,14 @@ from vcore_ds.data.scores_folder import (
     write_traces,
 )
 from vcore_ds.data.store import TokenStore
+from vcore_ds.data.token_tables import (
+    UTILITIES,
+    TokenRows,
+    describe_tokens,
+    round_significand,
+    split_rows,
+    write_token_table,
+)
 from vcore_ds.train.token_records import write_arrays
 
 SET = "set.json"
@@ -113,13 +121,20 @@ class SetInputs:
 
 
 def write_result(
-    folder: Path, output: Path, store: Store, sets: Mapping[str, SetInputs], description: Scores
+    folder: Path,
+    output: Path,
+    store: Store,
+    sets: Mapping[str, SetInputs],
+    description: Scores,
+    *,
+    all_tokens: bool = False,
 ) -> Scores:
     """Write the folder `output` atomically from the files in `folder`, and return scores.json.
 
     Args:
         folder: folder of unfinished work.
         description: scores.json without the sets.
+        all_tokens: also write the utilities of all tokens (`vcore_ds.data.token_tables`).
 
     Raises:
         OSError: the folder cannot be written.
@@ -153,6 +168,9 @@ def write_result(
     write_traces(staged, columns)
     write_tokens(staged, rows)
     write_scores(staged, scores)
+    if all_tokens:
+        groups = _all_token_rows(folder, store, sets, num_tokens)
+        write_token_table(staged / UTILITIES, groups, describe_tokens(scores.data))
     write_page(staged)
     for path in staged.iterdir():
         flush(path)
@@ -191,6 +209,33 @@ def _make_columns(store: Store, sets: Mapping[str, SetInputs]) -> tuple[dict[str
         "loss": (loss / np.maximum(num_tokens, 1)).astype(np.float32),
     }
     return columns | utilities, num_tokens
+
+
+def _all_token_rows(
+    folder: Path, store: Store, sets: Mapping[str, SetInputs], num_tokens: np.ndarray
+) -> Iterator[TokenRows]:
+    """The rows of utilities.parquet, in the order of the store. Parts come in any order, so sums are kept on disk, in
+    `folder`."""
+    ends = np.concatenate([[0], num_tokens.cumsum()])
+    totals = {}
+    for number, (name, inputs) in enumerate(sets.items()):
+        total = np.memmap(folder / f"tokens_{number}.f64", np.float64, "w+", shape=(max(1, int(ends[-1])),))
+        for weight, files in inputs.passes:
+            for sequence in files.read_sequences():
+                start = ends[sequence.position]
+                total[start : start + len(sequence.utilities)] += weight * sequence.utilities.astype(np.float64)
+        totals[f"utilities.{name}"] = total
+    for rows in split_rows(np.asarray(store.lengths)):
+        sequences = [store[i] for i in rows]
+        tokens = np.cumsum([0, *(len(sequence) for sequence in sequences)])
+        first, last = ends[rows.start], ends[rows.stop]
+        supervised = np.concatenate([sequence.supervised for sequence in sequences])
+        supervised[tokens[:-1]] = False  # the first token is never predicted
+        input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
+        values = {"input_ids": input_ids, "supervised": supervised}
+        utilities = {name: round_significand(total[first:last]) for name, total in totals.items()}
+        offsets = dict.fromkeys(values, tokens) | dict.fromkeys(utilities, ends[rows.start : rows.stop + 1] - first)
+        yield TokenRows(np.arange(rows.start, rows.stop), offsets, values | utilities)
 
 
 def _make_token_rows(store: Store, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:

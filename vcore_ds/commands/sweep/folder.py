@@ -32,7 +32,7 @@ from vcore_ds.planning.sweep import Sweep
 from vcore_ds.train.run_folder import METRICS
 
 DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")
-FILE_KEYS = ("data.keep.scores", "data.reference_log_probabilities")
+FILE_KEYS = ("data.keep.scores", "data.reference_log_probabilities", "data.token_weights")
 MODEL_KEY = "model.path"
 
 Digests = Mapping[str, Mapping[str, str]]

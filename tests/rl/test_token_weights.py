@@ -1,0 +1,129 @@
+"""The lines of docs/scoring.md train on a file of token weights as `method.name: stored` does: equal losses, step by
+step, on the quickstart's model in fp32. From a recipe to scores of all tokens, to weights, to three steps of each.
+
+With plain transformers always; with TRL where VCORE_DS_TRL_PYTHON names a Python that has it
+(docs/reinforcement-learning.md).
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.commands import REPOSITORY, run_command
+from vcore_ds.commands.quickstart.session import DATA
+from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from vcore_ds.data.answers import math_prompt
+
+TRL = os.environ.get("VCORE_DS_TRL_PYTHON")
+NUM_TRACES, NUM_STEPS, LEARNING_RATE = 6, 3, 0.02
+SETTINGS = (
+    f"model.precision=fp32 lora=null batch.global_size={NUM_TRACES} schedule.num_steps={NUM_STEPS} "
+    f"schedule.warmup_ratio=0 schedule.kind=constant optimizer.name=sgd optimizer.learning_rate={LEARNING_RATE} "
+    "optimizer.weight_decay=0 optimizer.gradient_clipping=null method.normalization=token data.validation_path=null"
+)
+
+USE = """
+import json, sys
+from transformers import AutoModelForCausalLM
+weights, model, num_steps, num_traces, learning_rate = sys.argv[1:6]
+losses = []
+
+class Recorded(WeightedTrainer):
+    def compute_loss(self, *arguments, **keywords):
+        result = super().compute_loss(*arguments, **keywords)
+        losses.append(float(result))
+        return result
+
+rows = load_dataset("parquet", data_files=weights, split="train")
+settings = CONFIG(
+    "out", remove_unused_columns=False, EXTRA max_steps=int(num_steps), learning_rate=float(learning_rate), optim="sgd",
+    per_device_train_batch_size=int(num_traces), lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0,
+    report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_steps=1,
+)
+model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+Recorded(model, settings, train_dataset=rows, data_collator=collate).train()
+print("losses:", json.dumps(losses))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sums, two of them trusted, the model in fp32, a recipe, and the weights made with the commands of the page."""
+    folder = tmp_path_factory.mktemp("weights")
+    model = prepare_quickstart_data(DATA).model
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "model")
+    for name, offset, number in (("train", 3, NUM_TRACES), ("trusted", 40, 2)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for a in range(offset, offset + number):
+                answer = "Sure! " * (a % 2) + f"{a} + 7 = \\boxed{{{a + 7}}}"
+                messages = [
+                    {"role": "user", "content": math_prompt(f"What is {a} + 7?")},
+                    {"role": "assistant", "content": answer},
+                ]
+                file.write(json.dumps({"messages": messages}) + "\n")
+    paths = f"model.path={folder}/model data.train_path={folder}/train.jsonl data.cache_dir={folder}/cache"
+    base = f"quickstart.yaml {SETTINGS} {paths}"
+    lines = [
+        f"vcore-ds score {base} data.probe_path={folder}/trusted.jsonl --tokens all --output {folder}/scores",
+        f"vcore-ds keep {folder}/scores --weights kl_budget=0.05 --output {folder}/weights.parquet",
+        f"vcore-ds train {base} methods/stored.yaml data.token_weights={folder}/weights.parquet "
+        f"run.output_dir={folder}/run",
+    ]
+    for line in lines:
+        done = run_command(line)
+        assert done.returncode == 0, done.stdout
+    return folder
+
+
+def read_our_losses(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(python: str, block: str, config: str, extra: str, folder: Path) -> list[float]:
+    use = USE.replace("CONFIG", config).replace("EXTRA", extra)
+    words = [folder / "weights.parquet", folder / "model", NUM_STEPS, NUM_TRACES, LEARNING_RATE]
+    environment = os.environ | {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [python, "-c", block + use, *map(str, words)], capture_output=True, text=True, env=environment, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    (found,) = re.findall(r"^losses: (.*)$", done.stdout, re.MULTILINE)
+    return json.loads(found)
+
+
+def read_block() -> str:
+    page = (REPOSITORY / "docs" / "scoring.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(import torch\nfrom datasets.*?)```", page, re.DOTALL)
+    return block
+
+
+def check(found: list[float], folder: Path) -> None:
+    steps = read_our_losses(folder)
+    ours = [step["weighted_loss"] for step in steps]
+    print(f"ours {ours}\nfound {found}\nuniform {[step['loss'] for step in steps]}")
+    assert found == pytest.approx(ours, abs=1e-5)
+    assert len(ours) == NUM_STEPS and ours[-1] < ours[0] - 0.01  # the parameters moved
+    assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > 1e-3  # the weights matter
+
+
+def test_plain_transformers(folder: Path) -> None:
+    block = read_block().replace(
+        "from trl import SFTConfig, SFTTrainer", "from transformers import Trainer, TrainingArguments"
+    )
+    check(
+        losses_of(sys.executable, block.replace("(SFTTrainer)", "(Trainer)"), "TrainingArguments", "", folder), folder
+    )
+
+
+@pytest.mark.skipif(TRL is None, reason="NOT CHECKED: TRL. Name a Python that has trl 1.16.0 in VCORE_DS_TRL_PYTHON")
+def test_trl(folder: Path) -> None:
+    skip = 'dataset_kwargs={"skip_prepare_dataset": True},'
+    check(losses_of(str(TRL), read_block(), "SFTConfig", skip, folder), folder)

@@ -1,0 +1,66 @@
+"""Commands as functions, public through `vcore_ds`: `train` and `score`."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.commands.score.compute import score as run_scoring
+from vcore_ds.commands.score.request import make_request
+from vcore_ds.config.load import load_recipe, make_override
+from vcore_ds.train.run import RunResult
+from vcore_ds.train.run import train as run_training
+
+
+def train(recipe: str | Path, *fragments: str, **overrides: Any) -> RunResult:
+    """Train a recipe, as `vcore-ds train`: in this process, or in each rank of a launcher. The same call resumes.
+
+    Args:
+        recipe: a YAML file or a shipped recipe.
+        fragments: merged over it, such as `methods/sft.yaml`.
+        overrides: sections with their keys, as in `method={"kl_budget": 0.05}, lora=None`.
+
+    Raises:
+        UserError: before anything is written, for whatever the user can fix.
+    """
+    return run_training(load_recipe(recipe, [*fragments, *_list_overrides(overrides)]), says_next=False)
+
+
+def score(
+    recipe: str | Path,
+    *fragments: str,
+    output: str | Path,
+    sets: Mapping[str, str | Path] | None = None,
+    checkpoint: str | None = None,
+    all_tokens: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Score training traces by their influence on trusted ones, as `vcore-ds score`. The same call resumes.
+
+    Args:
+        recipe: a recipe, or the folder of a run.
+        fragments, overrides: as in `train`.
+        output: new folder.
+        sets: path of each trusted set by its name; None for `data={"probe_path": ...}`.
+        checkpoint: of a run; None for the newest.
+        all_tokens: also write the utilities of all tokens.
+
+    Returns:
+        `output`, whose files docs/scoring.md describes.
+
+    Raises:
+        UserError: for whatever the user can fix.
+    """
+    words = [f"{name}={path}" for name, path in (sets or {}).items()]
+    lines = [*fragments, *_list_overrides(overrides)]
+    request = make_request(str(recipe), lines, words, checkpoint, Path(output), all_tokens=all_tokens)
+    run_scoring(request)
+    return request.output
+
+
+def _list_overrides(values: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Overrides `section.key=value` of nested mappings."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _list_overrides(value, f"{within}{name}.")
+        else:
+            yield make_override(f"{within}{name}", value)
