@@ -403,5 +403,7 @@ def test_the_quickstart_on_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch,
     assert (mine.data.validation_path, mine.data.train_path) == (None, str(folder / name))
     assert (mine.schedule.num_steps, mine.schedule.num_epochs) == (None, 3)
     assert load(f"data.train_path={folder}").data.validation_path is None
+    scored = load(f"data.train_path={folder / name}", "data.keep.scores=s", "data.keep.top=0.5").data
+    assert (scored.train_path, scored.validation_path) == (str(folder / name), None)
     with pytest.raises(UserError, match=r"typo\.jsonl: there is no such file"):
         load(f"data.train_path={folder / 'typo.jsonl'}")

@@ -82,7 +82,11 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     if not is_chosen("schedule.num_steps", recipe, overrides):
         values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
     values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
-    split = {} if is_chosen("data.validation_path", recipe, overrides) else split_rows(recipe.data.train_name())
+    split: dict[str, Any] = {}
+    if not is_chosen("data.validation_path", recipe, overrides):
+        # Scores and reference log-probabilities are of all rows.
+        is_whole = recipe.data.keep is not None or recipe.data.reference_log_probabilities is not None
+        split = {"data.validation_path": None} if is_whole else split_rows(recipe.data.train_name())
     return without_chosen(values, recipe, overrides) + [make_override(key, value) for key, value in split.items()]
 
 
