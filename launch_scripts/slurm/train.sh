@@ -49,7 +49,7 @@ on_every_node() {
             -m vcore_ds.commands.cli "$@"' bash "$@"
 }
 
-echo "job $SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST with $RANKS_PER_NODE rank(s) a node; $(date)"
+echo "job $SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST with $RANKS_PER_NODE ranks a node; $(date)"
 on_every_node preflight "$recipe" "$@"
 code=$?
 if ((code == 0)); then

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.spread
 
-Qwen3-32B's shape, nodes of 8 H100s, rows of 16,384 tokens a rank, 40 batches of lengths as `simulated_batches` draws
+Qwen3-32B's shape, nodes of 8 H100s, rows of 16,384 tokens a rank, 40 batches of lengths as `LengthModel` draws
 them: lognormal with a mean of 2,970 tokens, cut at 16,384. Nothing is run: the times are those of `TimeModel`.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import RowLimit, TimeModel, possible_degrees, simulated_batches, spread
+from vcore_ds.planning.spread import LengthModel, RowLimit, TimeModel, possible_degrees, spread
 
 CUTOFF = 16_384
 
@@ -35,7 +35,7 @@ def measure(num_ranks: int, batch_size: int, degrees: Sequence[int] | None = Non
     candidates = possible_degrees(num_ranks, QWEN3_32B.num_heads) if degrees is None else degrees
     passes = [
         spread(range(batch_size), lengths, degrees=candidates, limit=RowLimit(CUTOFF), time_model=time_model)
-        for lengths in simulated_batches(batch_size, CUTOFF)
+        for lengths in LengthModel().batches("main", batch_size, CUTOFF)
     ]
     return Found(
         Counter(found.sequence_parallel for found in passes),

@@ -36,7 +36,7 @@ LAUNCHER = "deepspeed --quiet --num_accelerators 2 --module vcore_ds.commands.cl
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 WITHOUT_WEIGHTS = re.compile(
     r"\{|mine.jsonl: |rows read |  malformed |kept |formats: |  this store |8 of 24 traces|"
-    r"Batch: |Data: .* sequences, |Held out: "
+    r"Batch: |Data: .* sequences|Held out: "
 )
 """Begins lines whose numbers are the same with any weights."""
 TOLERANCE = 0.1

@@ -2,14 +2,22 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vcore_ds.commands.cli import COMMANDS, main
+from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.planning.hardware import GPUS, Cluster
+from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS
+from vcore_ds.planning.memory import memory_of
+from vcore_ds.planning.run_plan import plan_run
+from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_4b_math_lora.yaml"
@@ -73,14 +81,16 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
     (model / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen3", "head_dim": 128}))
     words = [str(RECIPE), f"model.path={model}", f"run.output_dir={tmp_path}/new", "probe.batch_size=4"]
     assert main(["check", *words, "--ranks", "64"]) == 0
-    lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"Valid: {RECIPE} on 64 ranks (--recipe prints it with all defaults)"
     assert lines[0].startswith("Batch: 32 sequences a step on 64 ranks, packed into rows of at most 16,384 tokens")
     assert lines[1].startswith("Balance of the main batch: Ulysses degree 8; slowest rank 1.")
     assert lines[2].startswith("Balance of the probe batch: Ulysses degree 8; slowest rank ")
     assert lines[3].startswith(
         "Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64"
     )
-    assert lines[4] == "Longest sequence that fits: 131,072 tokens, on 8 ranks"  # 8 divides 64 ranks and 40 heads
+    # 8 divides 64 ranks and 40 heads
+    assert lines[4].startswith("Longest sequence that fits: 131,072 tokens (batch.packed_row_tokens, on 8 ranks);")
     assert lines[5].startswith(
         "Assumed: lengths of typical reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)"
     )
@@ -89,8 +99,14 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
 
     words[1] = "model.path=nobody/has-this"
     assert main(["check", *words, "probe.batch_size=32", "--ranks", "64"]) == 0
-    *_, last, _ = capsys.readouterr().out.splitlines()
-    assert last == "Assumed: the layers and heads of Qwen3-32B, since nobody/has-this is not on this machine"
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4  # nothing of another model's layers and memory
+    assert lines[2].startswith("Balance and memory are not estimated: nobody/has-this is not on this machine and not")
+    words[1] = "model.path=Qwen/Qwen2.5-0.5B-Instruct"
+    assert main(["check", *words, "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "Longest sequence that fits: 32,768 tokens (" in out
+    assert "Assumed: the layers and heads of Qwen2.5-0.5B by its name" in out
     assert main(["check", *words, "batch.sequence_parallel=3", "--ranks", "64"]) == 2
     assert "batch.sequence_parallel: found 3 on 64 ranks; expected auto, or a divisor of" in capsys.readouterr().err
 
@@ -99,21 +115,69 @@ def test_groups_that_share_every_layer(capsys: pytest.CaptureFixture[str], tmp_p
     shared = RECIPE.with_name("qwen3_32b_math_full_tensor8.yaml")
     words = ["check", str(shared), f"run.output_dir={tmp_path}/new"]
     assert main(words) == 0
-    lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[0].startswith(
         "Batch: 32 sequences a step on 1 tensor-parallel group of 8 ranks, packed into rows of at most 65,536"
     )
     assert lines[1].startswith("Tensor parallelism: groups of 8 ranks, which compute on the same packs.")
     assert lines[2].startswith("Balance of the main batch: Ulysses degree 1; slowest group 1.000 x mean")
     assert main([*words, "--ranks", "64", "batch.sequence_parallel=1"]) == 0
-    lines = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    assert "Longest sequence that fits: 65,536 tokens, on one group" in lines
+    assert "\nLongest sequence that fits: 40,960 tokens (the model's positions)" in capsys.readouterr().out
     assert main([*words, "--ranks", "64", "batch.sequence_parallel=3"]) == 2
     error = capsys.readouterr().err
     assert (
         "batch.sequence_parallel: found 3 on 8 tensor-parallel groups of 8 ranks; expected auto, or a divisor of the 8 "
         "groups" in error
     )
+
+
+def test_the_longest_sequence_that_memory_and_positions_allow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit by memory is the last one that fits."""
+    config = dict(CONFIGS["Qwen3-4B"], max_position_embeddings=2**20)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "--ranks", "2", "--gpu", "RTX PRO 6000"]
+    words += [f"model.path={tmp_path}", "batch.packed_row_tokens=null", "batch.micro_batch_size_per_rank=1"]
+    assert main(words) == 0
+    found = re.search(
+        r"\nLongest sequence that fits: ([\d,]+) tokens \(memory, on 2 ranks\)\n", capsys.readouterr().out
+    )
+    assert found is not None
+    longest = int(found[1].replace(",", ""))
+    assert 30_000 < longest < 2**20
+    plan = plan_run(
+        derive_plan_settings(load_recipe(RECIPE, [words[7], *words[8:]])),
+        Cluster(GPUS["RTX PRO 6000"], 2),
+        KNOWN_MODELS["Qwen3-4B"],
+    )
+
+    def peak(num_tokens: int) -> int:
+        settings = replace(plan.memory.settings, main_tokens=num_tokens, probe_tokens=num_tokens)
+        return memory_of(plan.shape, settings).peak_bytes
+
+    assert peak(longest // 2) <= plan.available.device < peak(longest // 2 + 1)
+    cut = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "model.path=Qwen/Qwen2.5-Math-7B"]
+    assert main(cut) == 0
+    out = capsys.readouterr().out
+    assert "Warning: data.cutoff_length 16,384 is beyond the 4,096 positions of Qwen/Qwen2.5-Math-7B" in out
+    assert main([*cut, "data.cutoff_length=4096"]) == 0
+    assert "beyond" not in capsys.readouterr().out
+
+
+def test_a_finished_run_is_a_line_of_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe(RECIPE, [f"run.output_dir={tmp_path}/run"])
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
+    words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/run"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(
+        f"Warning: run.output_dir: {tmp_path}/run: holds a run that has finished, with its result"
+    )
+    assert lines[1].endswith("Set run.output_dir") and lines[2].startswith("Batch: ")
+    assert main([*words, "checkpoint.resume=never"]) == 2  # anything else is refused as before
+    assert "holds another run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["recipes"], ["check", str(RECIPE)]], ids=["recipes", "check"])

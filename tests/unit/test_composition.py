@@ -321,9 +321,8 @@ def test_a_part_that_is_no_recipe(folder: Path, content: str, words: str) -> Non
 
 def test_check_takes_fragments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["methods/dft.yaml", "run.seed=7", "--ranks", "2", "methods/random.yaml", "run.log_every=3"]
-    assert main(["check", "whole.yaml", *words]) == 0
-    printed = capsys.readouterr().out
-    recipe = Recipe.model_validate(yaml.safe_load(printed.partition("\nBatch: ")[0]), strict=False)
+    assert main(["check", "whole.yaml", *words, "--recipe"]) == 0
+    recipe = Recipe.model_validate(yaml.safe_load(capsys.readouterr().out), strict=False)
     assert recipe == load_recipe("whole.yaml", ["methods/random.yaml", "run.seed=7", "run.log_every=3"])
     assert main(["check", "whole.yaml", "methods/dtf.yaml"]) == 2
     captured = capsys.readouterr()

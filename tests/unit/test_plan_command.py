@@ -22,6 +22,7 @@ from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.run_plan import find_model, plan_run, smallest_cluster
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.spread import LengthModel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
@@ -29,9 +30,11 @@ LORA = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_4b_math_lora.yaml"
 GIB = 2**30
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main(["plan", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def planned(capsys: pytest.CaptureFixture[str], *words: str, fits: bool = True) -> dict:
+    code = main(["plan", *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if fits else 2)
+    return found
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -71,7 +74,7 @@ def test_seconds_agree_with_an_earlier_calculation(num_gpus: int, sft: float, di
     words = ["utility.estimator=finite_difference", "utility.epsilon=auto", "probe.batch_size=4"]
     recipe = load_recipe(RECIPE, words)
     for found, expected in ((change_method(recipe, "sft"), sft), (recipe, difference)):
-        plan = plan_run(derive_plan_settings(found), cluster, QWEN3_32B, mean_tokens=8000)
+        plan = plan_run(derive_plan_settings(found), cluster, QWEN3_32B, lengths=LengthModel(8000))
         assert plan.cost.seconds_step == pytest.approx(expected, rel=0.15)
 
 
@@ -79,10 +82,16 @@ def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFi
     assert main(["plan", str(RECIPE), "--gpus", "32", "--gpu", "b200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("qwen3_32b_math_full.yaml on 32 B200 (4 nodes of 8)")
-    assert lines[1].startswith("Model: Qwen3-32B by its name: 32,762,123,264 parameters, 32,762,123,264 trained")
+    verdict = [re.split(r"  +", line.strip()) for line in lines[1:4]]
+    assert verdict[0] == [
+        "verdict", "GiB of a GPU", "seconds of a step", "GPU hours of the run (100 steps)", "fewest GPUs"
+    ]  # fmt: skip
+    assert [row[:3] for row in verdict[1:]] == [["sft", "fits", "27.8 of 178"], ["vcore", "fits", "29.7 of 178"]]
+    assert verdict[2][-1] == "8" and float(verdict[2][4]) == pytest.approx(float(verdict[2][3]) * 3200 / 3600, abs=0.1)
+    assert lines[5].startswith("Model: Qwen3-32B by its name: 32,762,123,264 parameters, 32,762,123,264 trained")
     rows = {line[:50].strip(): line.split()[-2:] for line in lines}
     assert rows["moments"] == ["7.63", "7.63"]  # 8 bytes of 32.76e9 parameters over 32, in GiB
-    assert rows["direction"] == ["-", "1.91"] and rows["verdict"] == ["fits", "fits"]
+    assert rows["direction"] == ["-", "1.91"]
     for name in (
         "for the whole run",
         "at the peak",
@@ -107,7 +116,7 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert lines[2].startswith(
+    assert lines[6].startswith(
         "Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, packed into rows of at most 65,536"
     )
     rows = {line[:54].strip(): line.split()[-2:] for line in lines}
@@ -130,7 +139,7 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_remedies_of_layers_that_gpus_share_are_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(RECIPE), "parts/layers/tensor8.yaml", "--gpus", "8"]
-    ways = {way["change"]: way for way in planned(capsys, *words)["columns"][1]["ways_to_fit"]}
+    ways = {way["change"]: way for way in planned(capsys, *words, fits=False)["columns"][1]["ways_to_fit"]}
     assert "16 ranks" in ways
     found = planned(capsys, *words[:-1], "16")["columns"][1]
     for key in ("memory_bytes", "seconds_step", "gpu_hours_per_100_steps"):
@@ -153,10 +162,16 @@ def test_json_says_the_same_in_bytes_and_seconds(capsys: pytest.CaptureFixture[s
 
 
 def test_what_does_not_fit_has_its_cheapest_remedies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(RECIPE), "--gpus", "8"]) == 0
-    text = capsys.readouterr().out
+    assert main(["plan", str(RECIPE), "--gpus", "8", "engine.memory_check=false"]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[:4] == ["vcore", "does", "not", "fit"]
+    assert main(["plan", str(RECIPE), "--gpus", "8"]) == 2
+    text, error = capsys.readouterr()
+    assert error == (
+        f"vcore-ds: memory: {RECIPE} does not fit on 8 H100: found 79.00 GiB of GPU memory for each rank, expected "
+        "97.47\n"
+    )
     assert "vcore does not fit. The changes with the fewest GPU hours that make it fit\n  16 ranks: " in text
-    _, vcore = planned(capsys, str(RECIPE), "--gpus", "8")["columns"]
+    _, vcore = planned(capsys, str(RECIPE), "--gpus", "8", fits=False)["columns"]
     ways = vcore["ways_to_fit"]
     assert len(ways) == 3
     assert [way["gpu_hours_per_100_steps"] for way in ways] == sorted(way["gpu_hours_per_100_steps"] for way in ways)
@@ -165,7 +180,8 @@ def test_what_does_not_fit_has_its_cheapest_remedies(capsys: pytest.CaptureFixtu
         words = way["change"].split()
         again = ["--gpus", words[0]] if words[1:] == ["ranks"] else ["--gpus", "8", *words]
         assert planned(capsys, str(RECIPE), *again)["columns"][1]["verdict"] != "does not fit"
-    tiny = planned(capsys, str(RECIPE), "--gpus", "8", "--gpu-memory", "1", "--host-memory", "1")["columns"][1]
+    words = ["--gpus", "8", "--gpu-memory", "1", "--host-memory", "1"]
+    tiny = planned(capsys, str(RECIPE), *words, fits=False)["columns"][1]
     assert tiny["ways_to_fit"] == [] and tiny["smallest_cluster"] is None
 
 
@@ -248,7 +264,7 @@ def test_plans_import_nothing_heavy() -> None:
         "heavy = loaded & {'torch', 'transformers', 'deepspeed', 'matplotlib', 'numpy'}\n"
         "print('loaded:', *sorted(heavy), file=sys.stderr)"
     )
-    command = [sys.executable, "-c", code, "plan", str(RECIPE), "--gpus", "8", "--json"]
+    command = [sys.executable, "-c", code, "plan", str(RECIPE), "--gpus", "16", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert (done.stderr, done.returncode) == ("loaded:\n", 0)
 
@@ -263,7 +279,7 @@ def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB 
     """A run whose metrics are those that a plan predicts with these shares."""
     recipe = load_recipe(RECIPE, [f"run.output_dir={folder}"])
     plan = plan_run(
-        derive_plan_settings(recipe), Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, mean_tokens=3000
+        derive_plan_settings(recipe), Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, lengths=LengthModel(3000)
     )
     environment = {"devices": [device] * 8, "world_size": 16}
     line = {"supervised_tokens": 32 * 3000, "sequences": 32}
@@ -286,7 +302,10 @@ def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys
     assert found.achieved.memory == pytest.approx(0.5, rel=1e-6)
     words = [str(RECIPE), "--gpus", "16", "--mean-tokens", "3000", "--calibrate", str(tmp_path / "run")]
     expected = plan_run(
-        derive_plan_settings(load_recipe(RECIPE)), Cluster(GPUS["H100"], 16, achieved=true), QWEN3_32B, mean_tokens=3000
+        derive_plan_settings(load_recipe(RECIPE)),
+        Cluster(GPUS["H100"], 16, achieved=true),
+        QWEN3_32B,
+        lengths=LengthModel(3000),
     )
     assert planned(capsys, *words)["columns"][1]["seconds_step"] == pytest.approx(expected.cost.seconds_step, rel=1e-3)
     assert main(["plan", *words]) == 0
@@ -318,8 +337,8 @@ def test_check_says_what_a_run_costs_and_refuses_what_cannot_fit(
 ) -> None:
     words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "--gpu", "H100"]
     assert main([*words, "--ranks", "64"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; ")
+    second = capsys.readouterr().out.splitlines()[1]
+    assert second.startswith("Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; ")
     assert main([*words, "--ranks", "8"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("vcore-ds: memory: found 79.00 GiB of GPU memory for each rank; expected 97.47 GiB")
@@ -330,4 +349,4 @@ def test_check_says_what_a_run_costs_and_refuses_what_cannot_fit(
         "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json",
     ]
     assert main([*words, "--ranks", "8", "engine.memory_check=false"]) == 0
-    assert "does not fit" in capsys.readouterr().out.splitlines()[-1]
+    assert "does not fit" in capsys.readouterr().out.splitlines()[1]

@@ -15,12 +15,12 @@ from vcore_ds.planning.spread import (
     CPU,
     FREE_TOKENS,
     H100,
+    LengthModel,
     RowLimit,
     Spread,
     TimeModel,
     degrees_that_hold,
     possible_degrees,
-    simulated_batches,
     spread,
     summarize,
 )
@@ -197,11 +197,11 @@ def test_exchanges_by_hand() -> None:
 
 
 def test_simulated_lengths() -> None:
-    batches = simulated_batches(32, 16_384)
-    assert len(batches) == 40 and batches == simulated_batches(32, 16_384)
+    batches = LengthModel().batches("main", 32, 16_384)
+    assert len(batches) == 40 and batches == LengthModel().batches("main", 32, 16_384)
     assert 2_500 < sum(map(sum, batches)) / (40 * 32) < 3_200 and max(map(max, batches)) <= 16_384
-    assert len(simulated_batches(1000, 100)) == 4 and simulated_batches(2**31 - 1, 100) == []
-    assert {n for lengths in simulated_batches(4, 2) for n in lengths} == {2}
+    assert len(LengthModel().batches("main", 1000, 100)) == 4 and LengthModel().batches("main", 2**31 - 1, 100) == []
+    assert {n for lengths in LengthModel().batches("main", 4, 2) for n in lengths} == {2}
 
 
 def test_a_summary_has_the_typical_degree() -> None:
@@ -233,6 +233,6 @@ def test_without_shared_rows_it_does_not() -> None:
 
 def test_the_order_of_a_batch_does_not_matter_to_its_time() -> None:
     drawn = random.Random(3)
-    lengths = simulated_batches(32, 16_384)[0]
+    lengths = LengthModel().batches("main", 32, 16_384)[0]
     shuffled = drawn.sample(lengths, len(lengths))
     assert chosen(lengths, 64).waste.slowest_work == pytest.approx(chosen(shuffled, 64).waste.slowest_work)

@@ -6,35 +6,40 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
+from vcore_ds.commands.local_data import find_lengths, with_num_steps
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
+from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.known_models import known_model
 from vcore_ds.planning.memory_plan import describe_memory, plan_memory
-from vcore_ds.planning.model_shape import is_on_disk, shape_on_disk
+from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.run_plan import (
+    RunPlan,
     cheapest_ways,
     describe_plan,
     describe_refusal,
     find_model,
+    find_shape,
+    longest_sequence,
     named_gpu,
     plan_run,
     shape_or_assumed,
+    warn_of_positions,
 )
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
-from vcore_ds.planning.spread import SIMULATED_MEAN
-from vcore_ds.train.run_folder import can_resume, check_output_folder
+from vcore_ds.planning.spread import LengthModel
+from vcore_ds.train.run_folder import FinishedRun, can_resume, check_output_folder
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
-    "Resolve and validate a recipe; print it with all defaults, and how its batch is divided among the ranks. Needs no "
-    "GPU, model or data, and writes nothing: load balance is estimated with simulated sequence lengths. If the model "
-    "is on this machine, its configuration is checked too, which takes seconds. Example: vcore-ds check "
-    "qwen3_8b_math_lora.yaml batch.global_size=16 --ranks 8 --gpu H100"
+    "Resolve and validate a recipe, and say how its batch is divided among the ranks. Needs no GPU, model or data, and "
+    "writes nothing. If the data are on this machine, their lengths are read; if the model is, its configuration is "
+    "checked: both take seconds. Example: vcore-ds check qwen3_8b_math_lora.yaml batch.global_size=16 --ranks 8 "
+    "--gpu H100"
 )
 
 
@@ -52,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"also estimate memory and time on this kind of GPU, and fail if the run does not fit: {', '.join(GPUS)}",
     )
+    parser.add_argument(
+        "--recipe",
+        dest="prints_recipe",
+        action="store_true",
+        help="print the recipe with all defaults instead (YAML that every command takes as a recipe)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -63,52 +74,70 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.train.model_check import check_configuration  # imports torch and transformers: seconds
 
         check_configuration(settings)
-    arguments.ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
-    plan = plan_batch(settings, arguments.ranks, shape_or_assumed(recipe.model.path))
+    num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
+    plan = plan_batch(settings, num_ranks, shape_or_assumed(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
-    can_resume(recipe)
+    finished = describe_finished(recipe)
     check_output_folder(Path(recipe.run.output_dir))
-    print(
-        f"{dump_recipe(recipe).rstrip()}\n\nBatch: {plan.describe()}",
-        *describe_kept(recipe),
+    if arguments.prints_recipe:
+        print(dump_recipe(recipe), end="")
+        return
+    lengths = find_lengths(recipe)
+    run_plan = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
+    lines = [
+        f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)",
+        *([] if run_plan is None else [describe_plan(run_plan)]),
+        *finished,
+        f"Batch: {plan.describe()}",
+        *describe_data(recipe, lengths),
         *describe_trusted(recipe),
-        *describe_ranks(recipe, plan, ds_config),
+        *describe_ranks(recipe, plan, ds_config, lengths, run_plan),
         *describe_rows(recipe),
         *describe_missing(recipe),
-        sep="\n",
-    )
-    if arguments.gpu is not None:
-        print(plan_on(arguments, recipe))
+    ]
+    print("\n".join(lines))
 
 
-def plan_on(arguments: argparse.Namespace, recipe: Recipe) -> str:
-    """The line on memory and time on the GPUs of --gpu.
+def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> RunPlan:
+    """The plan on the GPUs of --gpu.
 
     Raises UserError for a run that does not fit, with the cheapest changes that make it fit; not with
     `engine.memory_check: false`.
     """
     shape, _ = find_model(recipe.model.path)
-    plan = plan_run(derive_plan_settings(recipe), Cluster(named_gpu(arguments.gpu), arguments.ranks), shape)
+    cluster = Cluster(named_gpu(arguments.gpu), num_ranks)
+    plan = plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
     if plan.fits or not recipe.engine.memory_check:
-        return describe_plan(plan)
+        return plan
 
     def reload(extra: Sequence[str]) -> PlanSettings:
-        return derive_plan_settings(load_recipe(arguments.recipe, [*arguments.overrides, *extra]))
+        return with_num_steps(load_recipe(arguments.recipe, [*arguments.overrides, *extra]), lengths)
 
     raise UserError(describe_refusal(plan, cheapest_ways(plan, reload)))
 
 
-def describe_kept(recipe: Recipe) -> Iterator[str]:
-    """A line on the traces that `data.keep` selects, where their scores are on this machine."""
+def describe_finished(recipe: Recipe) -> list[str]:
+    """A line where run.output_dir holds a run that has finished. Raises UserError as `can_resume` for other runs."""
+    try:
+        can_resume(recipe)
+    except FinishedRun as error:
+        return [f"Warning: {error}"]
+    return []
+
+
+def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
+    """Lines on the training data, where they or the scores of `data.keep` are on this machine."""
+    settings = with_num_steps(recipe, lengths)
+    takes = "" if settings.num_steps is None else f"; the run takes {count(settings.num_steps, 'step')}"
     if recipe.data.keep is None:
+        if lengths.sampled:
+            yield f"Data: {lengths.source}{takes}"
         return
     from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
-    from vcore_ds.train.settings import derive_schedule
 
     selection = read_selection_on_disk(recipe.data.keep)
     if selection is not None:
-        steps = derive_schedule(recipe, len(selection.positions)).num_steps
-        yield f"Training data: {selection.describe()}; the run takes {steps:,} steps"
+        yield f"Training data: {selection.describe()}{takes}"
 
 
 def describe_trusted(recipe: Recipe) -> Iterator[str]:
@@ -148,9 +177,15 @@ def describe_missing(recipe: Recipe) -> Iterator[str]:
         yield f"Not on this machine, but needed where the recipe runs: {', '.join(missing)}"
 
 
-def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -> Iterator[str]:
-    """Lines on load balance, how to improve it, and the memory of a rank."""
-    longest = recipe.data.cutoff_length
+def describe_ranks(
+    recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel, run_plan: RunPlan | None
+) -> Iterator[str]:
+    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank.
+
+    Args:
+        run_plan: the plan on the GPUs of --gpu.
+    """
+    longest, settings = recipe.data.cutoff_length, derive_plan_settings(recipe)
     if recipe.parallel.tensor > 1:
         yield (
             f"Tensor parallelism: groups of {recipe.parallel.tensor} ranks, which compute on the same packs. Larger "
@@ -161,22 +196,26 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any]) -
             f"Expert parallelism: groups of {recipe.parallel.expert} ranks, which divide the experts of each layer and "
             "exchange tokens by all-to-all (docs/parallelism.md)"
         )
-    utilizations, member = plan.simulate(longest), plan.member
+    shape = find_shape(recipe.model.path)
+    if shape is None:
+        yield (
+            f"Balance and memory are not estimated: {recipe.model.path} is not on this machine and not known by its "
+            "name (download its config.json and set model.path to it)"
+        )
+        return
+    if (warning := warn_of_positions(settings, shape[0])) is not None:
+        yield warning
+    utilizations = plan.simulate(longest, lengths)
     for part, utilization in utilizations.items():
-        yield f"Balance of the {part} batch: {utilization.describe(member)}"
+        yield f"Balance of the {part} batch: {utilization.describe(plan.member)}"
         if utilization.is_low:
             yield f"Warning: {plan.warning(part)}"
-    if plan.longest_sequence is not None:
-        members = f"{plan.main_degrees[-1]} {member}s" if plan.main_degrees[-1] > 1 else f"one {member}"
-        yield f"Longest sequence that fits: {plan.longest_sequence:,} tokens, on {members}"
-    memory = plan_memory(derive_plan_settings(recipe), plan, ds_config, utilizations)
+    if (most := longest_sequence(plan, run_plan)) is not None:
+        yield most.describe() + ("" if run_plan is not None else "; with --gpu, memory counts too")
+    memory = plan_memory(settings, plan, ds_config, utilizations)
     if memory is not None:
         yield describe_memory(memory)
-    if utilizations:
-        yield (
-            f"Assumed: lengths of typical reasoning traces (lognormal, mean {SIMULATED_MEAN:,} tokens, cut at "
-            f"{longest:,}) and 8 GPUs per node; a run prints these lines for its data"
-        )
-    if shape_on_disk(recipe.model.path) is None:
-        name = known_model(recipe.model.path) or "Qwen3-32B"
-        yield f"Assumed: the layers and heads of {name}, since {recipe.model.path} is not on this machine"
+    if utilizations and not lengths.sampled:
+        yield f"{lengths.describe(longest)} and 8 GPUs per node; a run prints these lines for its data"
+    if not is_on_disk(recipe.model.path):
+        yield f"Assumed: the layers and heads of {shape[1]}, since {recipe.model.path} is not on this machine"

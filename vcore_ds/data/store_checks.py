@@ -17,7 +17,7 @@ FORMAT = "vcore_ds token store, version 1"
 REMEDY = "make it again with `vcore-ds prepare`"
 COPY_AGAIN = f"copy the whole folder again, or {REMEDY}"
 
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
+INDEX_HEADER = struct.Struct("<9sQBQQ")
 """Header of megatron-core's index: magic, version, type of the values, sequences, documents."""
 
 _INDEX_MAGIC, _INDEX_VERSION = b"MMIDIDX\x00\x00", 1
@@ -138,12 +138,12 @@ def check_index_header(path: Path, dtype: type[np.generic], num_sequences: int) 
     """Raise UserError unless the index is of `num_sequences` sequences of this type, which megatron-core does not
     check."""
     with path.open("rb") as file:
-        beginning = file.read(_INDEX_HEADER.size)
-    if not beginning.startswith(_INDEX_MAGIC) or len(beginning) < _INDEX_HEADER.size:
+        beginning = file.read(INDEX_HEADER.size)
+    if not beginning.startswith(_INDEX_MAGIC) or len(beginning) < INDEX_HEADER.size:
         raise UserError(f"{path}: not an index of megatron-core's format; {REMEDY}")
-    header = _INDEX_HEADER.unpack(beginning)[1:]
+    header = INDEX_HEADER.unpack(beginning)[1:]
     expected = (_INDEX_VERSION, _INDEX_TYPES[dtype], num_sequences, num_sequences + 1)
-    num_bytes = _INDEX_HEADER.size + 12 * num_sequences + 8 * (num_sequences + 1)
+    num_bytes = INDEX_HEADER.size + 12 * num_sequences + 8 * (num_sequences + 1)
     if header != expected or path.stat().st_size != num_bytes:
         raise UserError(
             f"{path}: damaged, or of another store: found version, type, sequences and documents {header} in "

@@ -12,7 +12,7 @@ from vcore_ds.planning.model_shape import ModelShape, differences_refused
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import (
     H100,
-    SIMULATED_MEAN,
+    LengthModel,
     Member,
     RowLimit,
     Spread,
@@ -21,7 +21,6 @@ from vcore_ds.planning.spread import (
     count_ranks,
     member_of,
     possible_degrees,
-    simulated_batches,
     spread,
     summarize,
 )
@@ -257,24 +256,25 @@ class BatchPlan:
         shape = self.time_model.shape
         return shape.unpackable is None and shape.no_sequence_parallelism is None
 
-    def simulate(self, longest: int) -> dict[Part, Utilization]:
+    def simulate(self, longest: int, lengths: LengthModel | None = None) -> dict[Part, Utilization]:
         """How batches of simulated lengths, of `longest` tokens at most, would use the ranks. Nothing of batches so
         large that simulating them would take long."""
-        batches = self.simulated_spreads(longest)
+        batches = self.simulated_spreads(longest, lengths)
         return {part: summarize([found for _, found in spreads]) for part, spreads in batches.items()}
 
     def simulated_spreads(
-        self, longest: int, mean: float = SIMULATED_MEAN
+        self, longest: int, lengths: LengthModel | None = None
     ) -> dict[Part, list[tuple[list[int], Spread]]]:
         """Lengths of simulated batches, and how they would be spread; as in `simulate`.
 
         Args:
-            mean: tokens of the mean sequence.
+            lengths: None for those of typical reasoning traces.
         """
+        model = lengths or LengthModel()
         found: dict[Part, list[tuple[list[int], Spread]]] = {}
-        if batches := simulated_batches(self.global_batch_size, longest, mean=mean):
+        if batches := model.batches("main", self.global_batch_size, longest):
             found["main"] = [(lengths, self.spread_main(range(len(lengths)), lengths)) for lengths in batches]
-        if batches := simulated_batches(self.probe_batch_size_global or 0, longest, mean=mean):
+        if batches := model.batches("probe", self.probe_batch_size_global or 0, longest):
             found["probe"] = [(lengths, self.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
         return found
 

@@ -86,6 +86,21 @@ class MemoryPlan:
     def estimate(self) -> MemoryEstimate:
         return self._with({})
 
+    def most_tokens(self, available: Available, limit: int) -> int:
+        """Tokens of the largest micro-batch on a rank with which the run fits, at most `limit`; 0 for none."""
+        settings = self.settings
+        tokens = {"main_tokens": 1, "probe_tokens": 1, "utility_tokens": self.plan.batches_per_utility_pass}
+        tokens = {key: factor for key, factor in tokens.items() if getattr(settings, key)}
+
+        def fits(num_tokens: int) -> bool:
+            return available.holds(self._with({key: factor * num_tokens for key, factor in tokens.items()}))
+
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low
+
     def remedies(self, available: Available) -> list[Remedy]:
         """Changes by themselves, from the cheapest on; and together, where none of them is enough."""
         changes = [*self._changes(available)]

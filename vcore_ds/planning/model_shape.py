@@ -395,6 +395,11 @@ def is_on_disk(path: str) -> bool:
         return False
 
 
+def folder_on_disk(path: str) -> Path | None:
+    """The folder of a model's configuration on this machine; None where there is none."""
+    return next((file.parent for file in _config_files(path) if file.is_file()), None) if is_on_disk(path) else None
+
+
 def _config_files(path: str) -> list[Path]:
     """Where config.json may be, by preference."""
     own, cached = Path(path) if path.endswith(".json") else Path(path) / "config.json", _cached_config(path)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.text import gib
+from vcore_ds.common.text import count, gib
 from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -15,7 +15,7 @@ from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, shape_on_disk
 from vcore_ds.planning.settings import PlanSettings
-from vcore_ds.planning.spread import SIMULATED_MEAN, Utilization, summarize
+from vcore_ds.planning.spread import LengthModel, Utilization, summarize
 from vcore_ds.planning.step_cost import StepCost, StepModel, StepPasses
 
 COALESCING_SHARE = 0.05
@@ -26,6 +26,9 @@ MOST_GPUS = 4096
 
 _MOST_WAYS = 3
 """Changes with which a run would fit that are offered."""
+
+_MOST_TOKENS = 2**22
+"""Longest sequence that is searched where neither packs nor positions limit it."""
 
 _SECONDS_PER_DAY = 86_400
 
@@ -38,8 +41,8 @@ class RunPlan:
     cluster: Cluster
     shape: ModelShape
     """Of the whole model."""
-    mean_tokens: float
-    """Of the simulated sequences, before those above data.cutoff_length are cut."""
+    lengths: LengthModel
+    """Of the sequences in the simulated batches."""
     batch: BatchPlan
     memory: MemoryPlan
     passes: Mapping[Part, Utilization]
@@ -78,6 +81,11 @@ class RunPlan:
     def gpu_hours(self, num_steps: int) -> float:
         return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
 
+    @property
+    def costed_steps(self) -> int:
+        """Steps that the GPU hours are given for: those of the run, or 100 where they are not known."""
+        return self.settings.num_steps or 100
+
     def gpu_hours_scoring(self, num_traces: int) -> float:
         """GPU hours of `vcore-ds score` along one trusted set, without the gradient of that set."""
         num_batches = num_traces / self.batch.global_batch_size
@@ -86,7 +94,52 @@ class RunPlan:
     def on(self, num_gpus: int) -> "RunPlan":
         """The plan on another number of GPUs. Raises RecipeError as `plan_run` does."""
         cluster = replace(self.cluster, num_gpus=num_gpus)
-        return plan_run(self.settings, cluster, self.shape, mean_tokens=self.mean_tokens)
+        return plan_run(self.settings, cluster, self.shape, lengths=self.lengths)
+
+
+@dataclass(frozen=True)
+class LongestSequence:
+    """The longest sequence that a run can train on."""
+
+    num_tokens: int
+    limit: str
+    """What limits it, in words."""
+
+    def describe(self) -> str:
+        return f"Longest sequence that fits: {self.num_tokens:,} tokens ({self.limit})"
+
+
+def longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSequence | None:
+    """The longest sequence by the recipe's packs and the model's positions, and by memory where a plan is given; None
+    where nothing limits it.
+
+    Args:
+        plan: of the same batch.
+    """
+    degree, held, positions = batch.main_degrees[-1], batch.longest_sequence, batch.time_model.shape.max_positions
+    members = count(degree, batch.member)
+    limits = []
+    if held is not None:
+        limits.append(LongestSequence(held, f"batch.packed_row_tokens, on {members}"))
+    if positions is not None:
+        limits.append(LongestSequence(positions, "the model's positions"))
+    if plan is not None:
+        most = min((limit.num_tokens for limit in limits), default=_MOST_TOKENS)
+        on_rank = plan.memory.most_tokens(plan.available, -(-most // degree))
+        if on_rank * degree < most:
+            limits.append(LongestSequence(on_rank * degree, f"memory, on {members}"))
+    return min(limits, key=lambda limit: limit.num_tokens, default=None)
+
+
+def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
+    """A warning where data.cutoff_length is beyond the model's positions."""
+    positions, cutoff = shape.max_positions, settings.cutoff_length
+    if positions is None or cutoff <= positions:
+        return None
+    return (
+        f"Warning: data.cutoff_length {cutoff:,} is beyond the {positions:,} positions of {settings.model.path}, and "
+        f"later positions are new to the model: set it to {positions}, or extend them in its config.json (YaRN)"
+    )
 
 
 def find_shape(path: str) -> tuple[ModelShape, str] | None:
@@ -114,7 +167,7 @@ def find_model(path: str) -> tuple[ModelShape, str]:
     near = [by_lower[name] for name in difflib.get_close_matches(last.lower(), by_lower, n=1)]
     raise UserError(
         f"model.path: found {shorten(path)}, which is not on this machine; expected a model folder, a config.json, or "
-        f"a name that begins with one of {', '.join(KNOWN_MODELS)}{did_you_mean(near)}"
+        f"the name of a known model such as Qwen3-32B (docs/planning.md lists them){did_you_mean(near)}"
     )
 
 
@@ -128,7 +181,7 @@ def named_gpu(name: str) -> Gpu:
 
 
 def plan_run(
-    settings: PlanSettings, cluster: Cluster, shape: ModelShape, *, mean_tokens: float = SIMULATED_MEAN
+    settings: PlanSettings, cluster: Cluster, shape: ModelShape, *, lengths: LengthModel | None = None
 ) -> RunPlan:
     """Raises RecipeError as `plan_batch` and `deepspeed_config` do, and for what a plan cannot be made of.
 
@@ -137,13 +190,14 @@ def plan_run(
 
     Args:
         shape: of the whole model.
-        mean_tokens: of the simulated sequences, before those above data.cutoff_length are cut.
+        lengths: of the sequences; None for those of typical reasoning traces.
     """
+    lengths = lengths or LengthModel()
     plan = plan_batch(settings, cluster.num_gpus, shape, ranks_per_node=cluster.gpus_per_node)
     ds_config = deepspeed_config(settings, plan)
     if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
-    spreads = plan.simulated_spreads(settings.cutoff_length, mean_tokens)
+    spreads = plan.simulated_spreads(settings.cutoff_length, lengths)
     passes = {part: summarize([spread for _, spread in found]) for part, found in spreads.items()}
     memory = plan_memory(settings, plan, ds_config, passes)
     if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
@@ -167,19 +221,19 @@ def plan_run(
     reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
     model = StepModel(shape, rank_counts, replace(memory_settings, coalesces_gradients=coalesces), cluster, int(reuse))
     main, probe = spreads["main"], spreads.get("probe", [])
-    lengths = {"main": [own for own, _ in main], "probe": [own for own, _ in probe]}
+    main_lengths, probe_lengths = [own for own, _ in main], [own for own, _ in probe]
     return RunPlan(
         settings,
         cluster,
         shape,
-        mean_tokens,
+        lengths,
         plan,
         memory,
         passes,
         parameter_counts(shape, memory_settings.adapters),
         model.step(derive_passes(settings, memory_settings), main, probe),
-        sum(map(sum, lengths["main"])) / len(main),
-        model.needed_flops(derive_needed_passes(settings, memory_settings), lengths["main"], lengths["probe"]),
+        sum(map(sum, main_lengths)) / len(main),
+        model.needed_flops(derive_needed_passes(settings, memory_settings), main_lengths, probe_lengths),
         model.scoring_seconds(main),
     )
 
@@ -240,7 +294,7 @@ def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]
         settings = reload(remedy.overrides) if remedy.overrides else plan.settings
         cluster = replace(plan.cluster, num_gpus=remedy.num_ranks or plan.cluster.num_gpus)
         try:
-            found = plan_run(settings, cluster, plan.shape, mean_tokens=plan.mean_tokens)
+            found = plan_run(settings, cluster, plan.shape, lengths=plan.lengths)
         except RecipeError:
             continue
         if found.fits:
@@ -256,7 +310,7 @@ def expert_ways(plan: RunPlan) -> list[Way]:
         parallel = plan.settings.parallel.model_copy(update={"expert": degree})
         settings = replace(plan.settings, parallel=parallel)
         try:
-            found = plan_run(settings, plan.cluster, plan.shape, mean_tokens=plan.mean_tokens)
+            found = plan_run(settings, plan.cluster, plan.shape, lengths=plan.lengths)
         except RecipeError:  # the DeepSpeed JSON rules expert parallelism out
             continue
         ways.append(Way(f"parallel.expert={degree}", found))
@@ -272,13 +326,13 @@ def plan_verdict(plan: RunPlan) -> str:
 
 
 def describe_plan(plan: RunPlan) -> str:
-    """One line, such as `Plan on 64 H100 (8 nodes of 8): 3.98 s a step, 2,066 million tokens a day, ...`."""
+    """One line, such as `Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; 3.98 s per step, ...`."""
     estimate = plan.memory.estimate
     return (
         f"Plan on {plan.cluster.describe()}: {plan_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
-        f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s a step, "
-        f"{plan.tokens_per_day / 1e6:,.0f} million tokens a day, {plan.gpu_hours(100):,.1f} GPU hours of 100 steps "
-        "(assumed speeds: vcore-ds plan)"
+        f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s per step, "
+        f"{plan.tokens_per_day / 1e6:,.0f} million tokens per day, {plan.gpu_hours(plan.costed_steps):,.1f} GPU hours "
+        f"for {count(plan.costed_steps, 'step')} (assumed speeds: vcore-ds plan)"
     )
 
 
@@ -286,7 +340,7 @@ def describe_refusal(plan: RunPlan, ways: Sequence[Way]) -> str:
     """The message of a run that does not fit: bytes by kind, and the changes with which it would, cheapest first."""
     lines = [
         f"  {way.change}: {gib(way.plan.memory.estimate.peak_bytes)} GiB, "
-        f"{way.plan.gpu_hours(100):,.1f} GPU hours of 100 steps"
+        f"{way.plan.gpu_hours(way.plan.costed_steps):,.1f} GPU hours for {count(way.plan.costed_steps, 'step')}"
         for way in ways
     ]
     heading = "It fits, with the fewest GPU hours by a prediction, with"

@@ -308,21 +308,48 @@ def summarize(spreads: Sequence[Spread]) -> Utilization:
     )
 
 
-def simulated_batches(batch_size: int, longest: int, *, mean: float = SIMULATED_MEAN) -> list[list[int]]:
-    """Lengths in tokens of batches of reasoning traces: lognormal, with those over `longest` cut there. Fewer batches
-    where they are large; none where one alone would take long, or has no sequences.
+@dataclass(frozen=True)
+class LengthModel:
+    """The lengths of which a plan simulates batches: those of sampled sequences or, without any, of typical reasoning
+    traces."""
 
-    Args:
-        mean: tokens of the mean sequence, before long ones are cut.
-    """
-    drawn = random.Random(0)
-    mu = math.log(mean) - _SIMULATED_SIGMA**2 / 2
+    mean: float = SIMULATED_MEAN
+    """Tokens of the mean sequence; of simulated ones before long ones are cut."""
+    sampled: tuple[int, ...] = ()
+    """Tokens of sampled training sequences."""
+    sampled_probe: tuple[int, ...] = ()
+    """The same of data.probe_path; empty where the probe is drawn from the training data, or it was not sampled."""
+    num_sequences: int | None = None
+    """Training sequences in all; None where that is not known."""
+    source: str = ""
+    """What was sampled, in words."""
 
-    def length() -> int:
-        return max(2, min(longest, int(drawn.lognormvariate(mu, _SIMULATED_SIGMA))))
+    def batches(self, part: Literal["main", "probe"], batch_size: int, longest: int) -> list[list[int]]:
+        """Lengths in tokens of simulated batches. Fewer batches where they are large; none where one alone would take
+        long, or has no sequences.
 
-    num_batches = min(_SIMULATED_BATCHES, _SIMULATED_SEQUENCES // batch_size) if batch_size else 0
-    return [[length() for _ in range(batch_size)] for _ in range(num_batches)]
+        Args:
+            longest: tokens at which sequences are cut.
+        """
+        drawn = random.Random(0)
+        sampled = (part == "probe" and self.sampled_probe) or self.sampled
+        mu = math.log(self.mean) - _SIMULATED_SIGMA**2 / 2
+
+        def length() -> int:
+            tokens = drawn.choice(sampled) if sampled else int(drawn.lognormvariate(mu, _SIMULATED_SIGMA))
+            return max(2, min(longest, tokens))
+
+        num_batches = min(_SIMULATED_BATCHES, _SIMULATED_SEQUENCES // batch_size) if batch_size else 0
+        return [[length() for _ in range(batch_size)] for _ in range(num_batches)]
+
+    def describe(self, longest: int) -> str:
+        """A line on where the lengths come from; `longest` as in `batches`."""
+        if self.sampled:
+            return f"Lengths: {self.source}"
+        return (
+            f"Assumed: lengths of typical reasoning traces (lognormal, mean {self.mean:,.0f} tokens, cut at "
+            f"{longest:,})"
+        )
 
 
 # Counts in words.

@@ -384,10 +384,15 @@ _OTHER_LAYERS = (
 )
 
 
+class FinishedRun(UserError):
+    """run.output_dir holds a run that has finished."""
+
+
 def can_resume(recipe: Recipe) -> bool:
     """Whether run.output_dir holds this very run, not finished; False where it is new or empty.
 
     Raises:
+        FinishedRun: it holds a run that has finished.
         UserError: it holds something else, which a run never overwrites, or cannot be looked into.
     """
     with writing("run.output_dir", Path(recipe.run.output_dir)):
@@ -413,7 +418,7 @@ def _holds_this_run(recipe: Recipe) -> bool:
         return False
     result = export_folder(folder, is_adapter=recipe.lora is not None)
     if result.exists() and not _is_longer(recipe, folder):
-        raise UserError(
+        raise FinishedRun(
             f"run.output_dir: {folder}: holds a run that has finished, with its result in "
             f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
             "schedule.num_steps to make the run longer"

@@ -11,6 +11,7 @@ from vcore_ds.commands.compare import statistics
 from vcore_ds.commands.compare.statistics import Estimate, Interval
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.statistics import FEWEST_SEEDS
+from vcore_ds.common.text import count
 from vcore_ds.train.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
 NUM_SAMPLES = (1, 4, 16, 64)
@@ -243,7 +244,7 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
             num_differing = one.difference.num_better + one.difference.num_worse
             if num_differing < FEWEST_DIFFERING:
                 yield (
-                    f"{one.task}: {one.side} and {reference} differ on {num_differing} problem(s); below "
+                    f"{one.task}: {one.side} and {reference} differ on {count(num_differing, 'problem')}; below "
                     f"{FEWEST_DIFFERING} the t interval may be too narrow. Use the exact test, or more problems"
                 )
     for name, seeds in sides.items():

@@ -5,17 +5,19 @@ import json
 from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.text import check_picture, gib
 from vcore_ds.planning.hardware import GPUS
 from vcore_ds.planning.spread import SIMULATED_MEAN
 
 HELP = "estimate memory, traffic, time and GPU hours of a recipe on a cluster"
 DESCRIPTION = (
-    "Estimate the cost of a recipe on a cluster, for plain fine-tuning and VCORE side by side: GPU memory by kind, "
-    "sequence-parallel sizes, bytes sent within and between nodes, seconds of a step by phase, tokens per day, GPU "
-    "hours, and the smallest cluster on which the run fits. Needs no GPU, weights or data: only the model's folder, "
-    "its config.json or a known name; sequence lengths are simulated. Seconds assume a share of the data sheet's "
-    "speeds, which --calibrate takes from a run instead. docs/planning.md has the formulas. Example: vcore-ds plan "
-    "qwen3_32b_math_full.yaml --gpus 64 --gpu H200"
+    "Estimate the cost of a recipe on a cluster, for plain fine-tuning and VCORE side by side: whether it fits, "
+    "seconds of a step, GPU hours and the fewest GPUs; then GPU memory by kind, sequence-parallel sizes, bytes sent "
+    "within and between nodes and seconds by phase. Exits with 2 if it does not fit. Needs no GPU, weights or data: "
+    "only the model's folder, its config.json or a known name; lengths are read from data on this machine, else "
+    "simulated. Seconds assume a share of the data sheet's speeds, which --calibrate takes from a run instead. "
+    "docs/planning.md has the formulas. Example: vcore-ds plan qwen3_32b_math_full.yaml --gpus 64 --gpu H200"
 )
 
 
@@ -42,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mean-tokens",
         type=positive_number,
-        default=float(SIMULATED_MEAN),
         metavar="N",
-        help=f"mean tokens of the simulated sequences, before truncation (default {SIMULATED_MEAN})",
+        help="mean tokens of simulated sequences, before truncation (default: the lengths of the recipe's data where "
+        f"they are on this machine, else {SIMULATED_MEAN:,})",
     )
     parser.add_argument(
         "--compare",
@@ -63,10 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for a recipe, GPU, model, run or picture that cannot be used."""
+    """Raises UserError for a recipe, GPU, model, run or picture that cannot be used; and, after printing the plan, if
+    the recipe does not fit, not with `engine.memory_check: false`."""
     from vcore_ds.commands.plan.columns import build_columns, draw
     from vcore_ds.commands.plan.table import as_dict, describe
-    from vcore_ds.common.text import check_picture
 
     picture = None if arguments.picture is None else Path(arguments.picture)
     if picture is not None:
@@ -75,3 +77,13 @@ def main(arguments: argparse.Namespace) -> None:
     if picture is not None:
         draw(columns, picture)
     print(json.dumps(as_dict(columns), indent=2) if arguments.json else describe(columns))
+    plan = columns.of_recipe.plan
+    if columns.must_fit and not plan.fits:
+        estimate, available = plan.memory.estimate, plan.available
+        needed, room, where = estimate.peak_bytes, available.device, "GPU"
+        if needed <= room:
+            needed, room, where = estimate.host_bytes, available.host, "host"
+        raise UserError(
+            f"memory: {columns.recipe_name} does not fit on {columns.cluster.describe()}: found {gib(room)} GiB of "
+            f"{where} memory for each rank, expected {gib(needed)}"
+        )

@@ -10,6 +10,7 @@ from vcore_ds.planning.hardware import Achieved, Cluster, find_gpu
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.run_plan import find_model, plan_run
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.spread import LengthModel
 from vcore_ds.planning.step_cost import StepCost
 from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_metrics_of, read_recipe_of
 
@@ -87,7 +88,7 @@ def calibrate(run: str) -> Calibration:
 
     def predict(achieved: Achieved) -> StepCost:
         plan = plan_run(
-            derive_plan_settings(recipe), replace(cluster, achieved=achieved), shape, mean_tokens=mean_tokens
+            derive_plan_settings(recipe), replace(cluster, achieved=achieved), shape, lengths=LengthModel(mean_tokens)
         )
         return plan.cost
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vcore_ds.commands.local_data import find_lengths, with_num_steps
 from vcore_ds.commands.plan.calibrate import Calibration, calibrate
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
@@ -28,6 +29,7 @@ from vcore_ds.planning.run_plan import (
     smallest_cluster,
 )
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.spread import LengthModel
 
 _KL_BUDGET = 0.005
 """Nats, for the `vcore` column of a recipe with another method; the cost of a step does not depend on it."""
@@ -56,6 +58,14 @@ class Columns:
     """Description of the model and the source of its shape."""
     columns: list[Column]
     calibration: Calibration | None
+    recipe_title: str
+    """The title of the recipe's column."""
+    must_fit: bool
+    """`engine.memory_check`: whether a run that does not fit is refused."""
+
+    @property
+    def of_recipe(self) -> Column:
+        return next(column for column in self.columns if column.title == self.recipe_title)
 
     @property
     def cluster(self) -> Cluster:
@@ -86,17 +96,9 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
         column_shape, _ = find_shape(recipe.model.path) or (shape, model)
-        settings = derive_plan_settings(recipe)
-        if recipe.data.keep is not None:
-            from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
-            from vcore_ds.train.settings import derive_schedule
-
-            selection = read_selection_on_disk(recipe.data.keep)
-            if selection is not None:
-                num_steps = derive_schedule(recipe, len(selection.positions)).num_steps
-                settings = replace(settings, num_steps=num_steps)
-        plan = plan_run(settings, cluster, column_shape, mean_tokens=arguments.mean_tokens)
-        ways = [] if plan.fits else cheapest_ways(plan, lambda extra: derive_plan_settings(reload(extra)))
+        lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
+        plan = plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
+        ways = [] if plan.fits else cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
         return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan))
 
     columns = []
@@ -116,7 +118,8 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
                 return change_method(reload(extra), name)
 
             columns.append(column(name, with_method(()), with_method))
-    return Columns(arguments.recipe, model, columns, calibration)
+    recipe_title = "recipe" if arguments.compare else recipe.method.name
+    return Columns(arguments.recipe, model, columns, calibration, recipe_title, recipe.engine.memory_check)
 
 
 def change_method(recipe: Recipe, name: str) -> Recipe:

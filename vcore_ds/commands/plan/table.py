@@ -4,27 +4,31 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
-from vcore_ds.common.text import align_columns, gib
+from vcore_ds.common.text import align_columns, count, gib
 from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.memory import Phase, active_parameters
-from vcore_ds.planning.run_plan import RunPlan, Way, plan_verdict
+from vcore_ds.planning.run_plan import RunPlan, Way, plan_verdict, warn_of_positions
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """Names of the phases of a step in the table."""
 
 
 def describe(columns: Columns) -> str:
-    """The table, followed by its assumptions."""
+    """The verdict in a few lines, the table, and its assumptions."""
     plan = columns.columns[0].plan
+    warning = warn_of_positions(columns.of_recipe.plan.settings, plan.shape)
     routed = f" ({active_parameters(plan.shape):,} active for each token)" if plan.shape.experts is not None else ""
     lines = [
         f"Plan: {columns.recipe_name} on {columns.cluster.describe()}",
+        *_verdict(columns.columns),
+        *(line for column in columns.columns for line in _ways(column)),
+        "",
         f"Model: {columns.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
         f"Batch: {columns.columns[-1].plan.batch.describe()}",
+        *([] if warning is None else [warning]),
         "",
         *_table(columns.columns),
-        *(line for column in columns.columns for line in _ways(column)),
         *(line for column in columns.columns for line in _expert_sizes(column)),
         "",
         *_assumptions(columns),
@@ -38,9 +42,27 @@ def as_dict(columns: Columns) -> dict[str, Any]:
         "recipe": columns.recipe_name,
         "model": columns.model,
         "cluster": _cluster(columns.cluster),
-        "mean_tokens": columns.columns[0].plan.mean_tokens,
+        "mean_tokens": columns.columns[0].plan.lengths.mean,
         "columns": [_column(column) for column in columns.columns],
     }
+
+
+def _verdict(columns: list[Column]) -> list[str]:
+    """A row for each column: whether it fits, time and cost."""
+    steps = {column.plan.costed_steps for column in columns}
+    name = "GPU hours of the run"
+    if any(column.plan.settings.num_steps is None for column in columns):
+        name = "GPU hours of 100 steps"
+    elif len(steps) == 1:
+        name += f" ({count(*steps, 'step')})"
+    rows = [["", "verdict", "GiB of a GPU", "seconds of a step", name, "fewest GPUs"]]
+    for column in columns:
+        plan = column.plan
+        memory = f"{gib(plan.memory.estimate.peak_bytes, 1)} of {gib(plan.available.device, 0)}"
+        smallest = "none" if column.smallest is None else f"{column.smallest.cluster.num_gpus:,}"
+        hours = f"{plan.gpu_hours(plan.costed_steps):,.1f}"
+        rows.append([column.title, plan_verdict(plan), memory, _seconds(plan.cost.seconds_step), hours, smallest])
+    return [f"  {line}" for line in align_columns(rows, left=("verdict",))]
 
 
 Row = tuple[str, list[str]]
@@ -71,7 +93,6 @@ def _plan_rows(plans: list[RunPlan]) -> Iterator[Row]:
     if any(estimate.host for estimate in estimates):
         yield row("  host memory", lambda plan: gib(plan.memory.estimate.host_bytes))
         yield row("  host memory available", lambda plan: gib(plan.available.host))
-    yield row("  verdict", plan_verdict)
     if any(plan.batch.tensor > 1 for plan in plans):
         yield row("tensor parallelism", lambda plan: str(plan.batch.tensor))
     if any(plan.settings.parallel.expert > 1 for plan in plans):
@@ -97,9 +118,6 @@ def _plan_rows(plans: list[RunPlan]) -> Iterator[Row]:
         yield f"  of which {part}", [_seconds(plan.cost.parts.get(part, 0.0)) for plan in plans]
     yield row("Tokens per day, millions", lambda plan: f"{plan.tokens_per_day / 1e6:,.0f}")
     yield row("Model FLOPs utilization (MFU)", lambda plan: f"{plan.utilization:.1%}")
-    yield row("GPU hours of 100 steps", lambda plan: f"{plan.gpu_hours(100):,.1f}")
-    if all(plan.settings.num_steps is not None for plan in plans):
-        yield row("GPU hours of the run", lambda plan: f"{plan.gpu_hours(plan.settings.num_steps or 0):,.1f}")
     yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.gpu_hours_scoring(10_000):,.1f}")
 
 
@@ -117,10 +135,8 @@ def _kinds(bytes_by_kind: list[dict[str, int]], prefix: str = "") -> Iterator[Ro
 
 
 def _cluster_rows(columns: list[Column]) -> Iterator[Row]:
-    cells = [f"{c.smallest.cluster.num_gpus:,}" if c.smallest is not None else "none" for c in columns]
-    yield "Fewest GPUs with margin", cells
     cells = [_seconds(c.smallest.cost.seconds_step) if c.smallest is not None else "-" for c in columns]
-    yield "  seconds of a step on them", cells
+    yield "Seconds of a step on the fewest GPUs", cells
 
 
 def _ways(column: Column) -> Iterator[str]:
@@ -146,7 +162,8 @@ def _describe_way(way: Way) -> str:
     plan = way.plan
     return (
         f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s per step,"
-        f" {plan.gpu_hours(100):,.1f} GPU hours for 100 steps{'' if plan.fits else ', does not fit'}"
+        f" {plan.gpu_hours(plan.costed_steps):,.1f} GPU hours for {count(plan.costed_steps, 'step')}"
+        f"{'' if plan.fits else ', does not fit'}"
     )
 
 
@@ -155,10 +172,7 @@ def _assumptions(columns: Columns) -> Iterator[str]:
     gpu = cluster.gpu
     plans = [column.plan for column in columns.columns]
     first = plans[0]
-    yield (
-        f"Assumed: lengths of typical reasoning traces (lognormal, mean {first.mean_tokens:,.0f} tokens, cut at "
-        f"{first.settings.cutoff_length:,}; {first.tokens_per_step:,.0f} tokens per step)"
-    )
+    yield (f"{first.lengths.describe(first.settings.cutoff_length)}; {first.tokens_per_step:,.0f} tokens per step")
     yield (
         f"Assumed: matrix multiplications reach {achieved.compute:.0%} of {gpu.name}'s {gpu.flops / 1e12:,.0f} "
         f"TFLOP/s, fused attention {achieved.compute * achieved.attention:.0%}; memory {achieved.memory:.0%} of "
@@ -250,6 +264,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "tokens_per_day": plan.tokens_per_day,
         "model_flops_utilization": plan.utilization,
         "gpu_hours_per_100_steps": plan.gpu_hours(100),
+        "num_steps": plan.settings.num_steps,
     }
 
 

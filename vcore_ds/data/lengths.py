@@ -1,0 +1,135 @@
+"""Lengths of the sequences in local data, for a plan: read from a token store, or from the first rows of raw data."""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import is_readable, reading
+from vcore_ds.config.sections import DataConfig
+from vcore_ds.data.conversations import Conversation, Message, check_tokenizer, render_conversation
+from vcore_ds.data.prepare.curation import Malformed, chat_messages
+from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
+from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
+from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
+from vcore_ds.planning.model_shape import folder_on_disk
+from vcore_ds.planning.spread import LengthModel
+
+_MOST_ROWS = 256
+"""Rows of raw data that are tokenized, which takes a second or two."""
+
+_MOST_LENGTHS = 4096
+"""Lengths of a token store that are kept."""
+
+_CHARACTERS_PER_TOKEN = 3.5
+"""Where the tokenizer is not on this machine: between English prose (4) and formulas (3)."""
+
+CountTokens = Callable[[Sequence[list[Message]]], list[int]]
+"""Tokens of each conversation."""
+
+
+def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:
+    """The lengths of data.train_path and data.probe_path; None where the training data are not on this machine, or have
+    no sequence within data.cutoff_length.
+
+    Raises UserError for a damaged token store, and for files that cannot be read.
+    """
+    files = data.train_files()
+    if not all(is_readable(file.path) for file in files):
+        return None
+    count, is_exact = _token_counter(model_path)
+    parts = [_read(file.path, data, count) for file in files]
+    if not all(part for part, _ in parts):
+        return None
+    whole, weights = sum(len(part) for part, _ in parts), sum(file.weight for file in files)
+    lengths: list[int] = []
+    for (part, _), file in zip(parts, files, strict=True):
+        lengths += _thin(part, max(1, round(min(whole, _MOST_LENGTHS) * file.weight / weights)))
+    totals = [total for _, total in parts]
+    num_sequences = None if None in totals else sum(total or 0 for total in totals)
+    probe: list[int] = []
+    if data.probe_path is not None and is_readable(data.probe_path):
+        probe, _ = _read(data.probe_path, data, count)
+    which = f"the {num_sequences:,}" if num_sequences is not None else f"the first {whole:,}"
+    mean = sum(lengths) / len(lengths)
+    source = f"{which} sequences of {data.train_name()}, mean {mean:,.0f} tokens, longest {max(lengths):,}"
+    has_raw_data = any(not (Path(file.path) / MANIFEST).is_file() for file in files)
+    if has_raw_data and not is_exact:
+        source += f" (at {_CHARACTERS_PER_TOKEN} characters per token: the tokenizer is not on this machine)"
+    return LengthModel(mean, tuple(lengths), tuple(probe), num_sequences, source)
+
+
+def _thin(lengths: list[int], number: int) -> list[int]:
+    """As many lengths as asked for, evenly spaced; some several times where there are fewer."""
+    return [lengths[i * len(lengths) // number] for i in range(number)]
+
+
+def _read(path: str, data: DataConfig, count: CountTokens) -> tuple[list[int], int | None]:
+    """Lengths, and the number of sequences in all; None where not all were read."""
+    if (Path(path) / MANIFEST).is_file():
+        lengths = _read_store(Path(path))
+        return lengths, len(lengths)
+    conversations, is_all = _read_conversations(path)
+    lengths = count(conversations)
+    if data.overlong == "drop":
+        lengths = [n for n in lengths if n <= data.cutoff_length]
+    return [min(n, data.cutoff_length) for n in lengths], len(lengths) if is_all else None
+
+
+def _read_store(folder: Path) -> list[int]:
+    with reading("", folder, "a token store that can be read"):
+        manifest = read_manifest(folder)
+        check_files(folder, manifest["files"])
+        index, number = folder / "tokens.idx", manifest["num_sequences"]
+        check_index_header(index, np.int32, number)
+        return np.fromfile(index, np.int32, number, offset=INDEX_HEADER.size).tolist()
+
+
+def _read_conversations(path: str) -> tuple[list[list[Message]], bool]:
+    """The first conversations of raw data, a part from each of its shards, and whether these are all."""
+    shards = find_shards([path], "train")
+    most = max(1, _MOST_ROWS // len(shards))
+    conversations, is_all = [], True
+    for shard in shards[:_MOST_ROWS]:
+        rows = list(islice((row for _, row in shard.rows() if row is not BLANK), most + 1))
+        is_all = is_all and len(rows) <= most
+        for row in rows[:most]:
+            if isinstance(row, Broken):
+                continue
+            try:
+                conversations.append(chat_messages(row)[1])
+            except Malformed:  # the run names it
+                continue
+    return conversations, is_all and len(shards) <= _MOST_ROWS
+
+
+def _token_counter(model_path: str) -> tuple[CountTokens, bool]:
+    """Counts by the model's tokenizer, or by characters where it cannot be used; and whether they are exact."""
+    folder = folder_on_disk(model_path)
+    if folder is not None:
+        try:
+            tokenizer = load_tokenizer(str(folder))
+            check_tokenizer(tokenizer)
+        except UserError:  # the run reports it
+            return _count_characters, False
+
+        def count(conversations: Sequence[list[Message]]) -> list[int]:
+            rendered = []
+            for row, messages in enumerate(conversations, start=1):
+                try:
+                    rendered.append(render_conversation(Conversation(row, messages), tokenizer))
+                except UserError:  # the template refuses it, as the run reports
+                    continue
+            return [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []
+
+        return count, True
+    return _count_characters, False
+
+
+def _count_characters(conversations: Sequence[list[Message]]) -> list[int]:
+    return [
+        max(2, round(sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN))
+        for messages in conversations
+    ]
