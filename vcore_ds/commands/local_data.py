@@ -12,7 +12,7 @@ def find_lengths(recipe: Recipe) -> LengthModel:
     """The lengths of a recipe's data, as far as they are on this machine, else those of typical reasoning traces."""
     if not all(is_readable(file.path) for file in recipe.data.train_files()):
         return LengthModel()
-    from vcore_ds.data.lengths import sample_lengths  # imports numpy, and transformers to tokenize: seconds
+    from vcore_ds.train.local_lengths import sample_lengths  # imports numpy, and transformers to tokenize: seconds
 
     return sample_lengths(recipe.data, recipe.model.path) or LengthModel()
 
