@@ -9,8 +9,8 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable, reading
 from vcore_ds.config.sections import DataConfig
-from vcore_ds.data.conversations import Conversation, Message, check_tokenizer, render_conversation
-from vcore_ds.data.prepare.curation import Malformed, chat_messages
+from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
+from vcore_ds.data.prepare.rows import Malformed, read_chat_row
 from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
 from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
@@ -26,7 +26,7 @@ _MOST_LENGTHS = 4096
 _CHARACTERS_PER_TOKEN = 3.5
 """Where the tokenizer is not on this machine: between English prose (4) and formulas (3)."""
 
-CountTokens = Callable[[Sequence[list[Message]]], list[int]]
+CountTokens = Callable[[Sequence[Conversation]], list[int]]
 """Tokens of each conversation."""
 
 
@@ -87,11 +87,12 @@ def _read_store(folder: Path) -> list[int]:
         return np.fromfile(index, np.int32, number, offset=INDEX_HEADER.size).tolist()
 
 
-def _read_conversations(path: str) -> tuple[list[list[Message]], bool]:
+def _read_conversations(path: str) -> tuple[list[Conversation], bool]:
     """The first conversations of raw data, a part from each of its shards, and whether these are all."""
     shards = find_shards([path], "train")
     most = max(1, _MOST_ROWS // len(shards))
-    conversations, is_all = [], True
+    conversations: list[Conversation] = []
+    is_all = True
     for shard in shards[:_MOST_ROWS]:
         rows = list(islice((row for _, row in shard.rows() if row is not BLANK), most + 1))
         is_all = is_all and len(rows) <= most
@@ -99,9 +100,12 @@ def _read_conversations(path: str) -> tuple[list[list[Message]], bool]:
             if isinstance(row, Broken):
                 continue
             try:
-                conversations.append(chat_messages(row)[1])
+                chat = read_chat_row(row, from_table=shard.is_table)
             except Malformed:  # the run names it
                 continue
+            conversations.append(
+                Conversation(len(conversations) + 1, chat.messages, tools=chat.tools, context_turns=chat.context_turns)
+            )
     return conversations, is_all and len(shards) <= _MOST_ROWS
 
 
@@ -115,11 +119,11 @@ def _token_counter(model_path: str) -> tuple[CountTokens, bool]:
         except UserError:  # the run reports it
             return _count_characters, False
 
-        def count(conversations: Sequence[list[Message]]) -> list[int]:
+        def count(conversations: Sequence[Conversation]) -> list[int]:
             rendered = []
-            for row, messages in enumerate(conversations, start=1):
+            for conversation in conversations:
                 try:
-                    rendered.append(render_conversation(Conversation(row, messages), tokenizer))
+                    rendered.append(render_conversation(conversation, tokenizer))
                 except UserError:  # the template refuses it, as the run reports
                     continue
             return [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []
@@ -128,8 +132,6 @@ def _token_counter(model_path: str) -> tuple[CountTokens, bool]:
     return _count_characters, False
 
 
-def _count_characters(conversations: Sequence[list[Message]]) -> list[int]:
-    return [
-        max(2, round(sum(len(message["content"]) for message in messages) / _CHARACTERS_PER_TOKEN))
-        for messages in conversations
-    ]
+def _count_characters(conversations: Sequence[Conversation]) -> list[int]:
+    sizes = [sum(len(message["content"]) for message in one.messages) for one in conversations]
+    return [max(2, round(size / _CHARACTERS_PER_TOKEN)) for size in sizes]
