@@ -9,10 +9,13 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Sequence
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 import yaml
+
+from vcore_ds import __version__
 
 pytestmark = pytest.mark.e2e
 
@@ -65,9 +68,11 @@ def environment(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with the wheel."""
+    """The Python of an environment with the wheel, installed by its name as from an index."""
     python = environment(tmp_path_factory.mktemp("installed"))
-    pip("--python", python, "install", "--no-deps", "--no-index", wheel, folder=wheel.parent)
+    # The environment of the tests, which this one sees, has the package already.
+    options = ("--no-deps", "--no-index", "--ignore-installed", "--find-links", wheel.parent)
+    pip("--python", python, "install", *options, "vcore-ds", folder=wheel.parent)
     return python
 
 
@@ -97,7 +102,8 @@ def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel: Path) -> None
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     code = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "vcore_ds").rglob("*.py")}
-    recipes = {f"vcore_ds/shipped/recipes/{path.relative_to(RECIPES).as_posix()}" for path in RECIPES.rglob("*.yaml")}
+    files = [*RECIPES.rglob("*.yaml"), RECIPES / "recipe.schema.json"]
+    recipes = {f"vcore_ds/shipped/recipes/{path.relative_to(RECIPES).as_posix()}" for path in files}
     configs = {f"vcore_ds/shipped/ds_configs/{path.name}" for path in (REPOSITORY / "ds_configs").glob("*.json")}
     pages = {
         path.relative_to(REPOSITORY).as_posix()
@@ -105,6 +111,23 @@ def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel: Path) -> None
         for path in (REPOSITORY / "vcore_ds" / "commands" / folder).iterdir()
     }
     assert names == code | recipes | configs | pages | {"vcore_ds/train/model_card.md"}
+
+
+def test_an_index_can_show_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+        license_text = archive.read(name.replace("METADATA", "licenses/LICENSE"))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert metadata["Version"] == __version__ and metadata["Name"].replace("_", "-") == "vcore-ds"
+    assert metadata["Summary"] == project["description"] and metadata["License-Expression"] == "Apache-2.0"
+    assert license_text == (REPOSITORY / "LICENSE").read_bytes()
+    assert metadata["Requires-Python"] == ">=3.11" and metadata["Description-Content-Type"] == "text/markdown"
+    assert set(metadata.get_all("Provides-Extra")) == project["optional-dependencies"].keys()
+    # A direct URL, which an index refuses, would be in none of them.
+    assert not any("@" in requirement for requirement in metadata.get_all("Requires-Dist"))
+    classifiers = metadata.get_all("Classifier")
+    assert "Environment :: GPU :: NVIDIA CUDA" in classifiers and len(set(classifiers)) == len(classifiers)
 
 
 def test_the_installation_is_what_runs(installed: Path, editable: Path, source: Path, tmp_path: Path) -> None:
@@ -117,7 +140,7 @@ def test_the_installation_is_what_runs(installed: Path, editable: Path, source: 
 
 @pytest.mark.parametrize(
     "words",
-    [["qwen3_4b_math_lora.yaml"], ["paper/qwen3_32b_code_lora.yaml", "methods/dft.yaml", "presets/recommended.yaml"]],
+    [["qwen3_4b_math_lora"], ["paper/qwen3_32b_code_lora.yaml", "methods/dft", "presets/recommended.yaml"]],
 )
 def test_recipes_are_checked_by_name_in_an_empty_folder(vcore_ds: Path, words: list[str], tmp_path: Path) -> None:
     done = run([vcore_ds, "check", *words, "--ranks", "8"], tmp_path)
