@@ -152,6 +152,8 @@ def test_named_sets_take_the_place_of_the_recipes_own(recipe: Path, tmp_path: Pa
     one = make_request(str(recipe), TRUSTED, [], None, None)
     assert one.sets == {"trusted": "trusted.jsonl"} and one.checkpoints == []
     assert one.output == Path("runs/scores/mine")
+    by_name = make_request("qwen3_1.7b_math_lora", TRUSTED, [], None, None)
+    assert by_name.output == Path("runs/scores/qwen3_1.7b_math_lora")
     two = make_request(str(recipe), TRUSTED, ["a=x.jsonl", "b=with=sign.jsonl"], None, None)
     assert two.sets == {"a": "x.jsonl", "b": "with=sign.jsonl"}
 

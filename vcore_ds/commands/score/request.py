@@ -87,7 +87,7 @@ def make_request(
             "Add data.probe_path=PATH, or --set NAME=PATH for each of several sets"
         )
     if output is None:
-        output = Path("runs", "scores", Path(target).stem if run is None else run.resolve().name)
+        output = Path("runs", "scores", Path(target).name.removesuffix(".yaml") if run is None else run.resolve().name)
     refuse_existing(output, NEW_FOLDER)
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     selected = run is not None and recipe.data.keep is not None
