@@ -273,13 +273,16 @@ def describe_run(
         sets = ", ".join(f"{name} {count(len(one), 'sequence')}".strip() for name, one in validation.items())
         lines.append(f"Held out:     {sets}")
     left = f", {num_done:,} of them done" if num_done else ""
+    kind: str = recipe.schedule.kind
+    if kind == "wsd":
+        kind += f", decay from step {derive_schedule(recipe, len(feed.dataset)).first_decay_step + 1:,}"
     epochs = count(float(f"{feed.epoch(num_steps):.3g}"), "epoch")
     lines += [
         f"Method:       {describe_method(derive_step_settings(recipe), data.probe_path)}",
         f"Parallelism:  {describe_parallelism()}",
         f"Batch:        {feed.plan.describe()}; {describe_accumulation(feed, num_done, num_steps)}",
         f"Steps:        {num_steps:,}{left} ({epochs}), {optimizer.name}, learning rate {optimizer.learning_rate:g} "
-        f"({recipe.schedule.kind})",
+        f"({kind})",
         f"Output:       {short(recipe.run.output_dir)} (details in start.txt)",
     ]
     return "\n".join(lines)
