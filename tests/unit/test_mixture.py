@@ -196,6 +196,25 @@ def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank:
         same.read_training_data(SFT, 0)
 
 
+def test_a_run_says_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None) -> None:
+    train = str(setup / "a.jsonl")
+    lengths = reader_of(setup, train_path=train).read_training_data(SFT, 0).lengths
+
+    def say(cutoff: int, path: object = train) -> str:
+        settings = reader_of(setup, train_path=path, cutoff_length=cutoff).settings
+        return describe_training(
+            settings, reader_of(setup, train_path=path, cutoff_length=cutoff).read_training_data(SFT, 0)
+        )
+
+    longest, cutoff = int(lengths.max()), int(lengths.max()) - 1
+    num_kept = int((lengths <= cutoff).sum())
+    assert say(longest).endswith(f"supervised), {longest} in the longest") and 0 < num_kept < len(lengths)
+    rule = f"{len(lengths) - num_kept} dropped: longer than {cutoff} tokens"
+    assert say(cutoff).endswith(f"; {rule}; data.cutoff_length={longest} keeps all")
+    assert f"{num_kept} of {len(lengths)} rows kept" in say(cutoff)
+    assert say(cutoff, files(setup, a=1)).endswith("keeps all")
+
+
 def test_a_file_that_is_left_without_traces_is_refused(setup: Path, one_rank: None) -> None:
     pool, train = str(setup / "b.jsonl"), files(setup, a=1, b=1)
     data = reader_of(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)

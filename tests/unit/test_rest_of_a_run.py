@@ -1,10 +1,27 @@
-"""What a run says after its first step of the time that the others take."""
+"""What a run says before its first step of the lines of steps, and after it of the time that the others take."""
 
 import pytest
 
 from vcore_ds.commands.quickstart.session import SHORTER
-from vcore_ds.train.console import Console
+from vcore_ds.config.load import load_recipe
+from vcore_ds.train.console import Console, explain_steps
 from vcore_ds.train.loop import LONG_SECONDS, say_rest
+from vcore_ds.train.settings import derive_step_settings
+
+
+def test_the_lines_of_steps_have_a_legend(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each number in a line, except those with a unit."""
+    numbers = dict.fromkeys(("loss", "weighted_loss", "alpha", "tau", "kl", "utility_mean", "utility_std"), 0.5)
+    numbers |= dict.fromkeys(("grad_norm", "learning_rate", "supervised_tokens_per_second", "peak_memory_bytes"), 1)
+    for changes in ((), ("probe.direction=sgd", "probe.clip=null"), ("methods/sft.yaml",)):
+        settings = derive_step_settings(load_recipe("quickstart.yaml", changes))
+        tau = numbers["tau"] if settings.method.uses_utilities else None
+        Console(enabled=True).step(1, 2, numbers | {"tau": tau, "utilization": None}, 60.0, log=True)
+        parts = capsys.readouterr().out.split("  ")[1:]
+        names = [part.split()[0] for part in parts if not part.split()[-1].startswith(("tok", "GiB", "left"))]
+        legend = explain_steps(settings)
+        assert len(names) >= 4 and all(f" {name} " in legend for name in names), (names, legend)
+        assert ("step 1" in legend) == (settings.method.uses_utilities and settings.probe.direction == "adam")
 
 
 @pytest.mark.parametrize(
