@@ -205,6 +205,7 @@ def of_other(key: str) -> Change:
         (of_other("chat_template"), "found weights for another chat template"),
         (of_other("digest"), "found weights for other tokens"),
         (lambda table: table.drop_columns("loss_weights"), "found no column loss_weights"),
+        (lambda table: table.set_column(3, "loss_weights", table["sequence"]), "found int64 in column loss_weights"),
         (lambda table: table.replace_schema_metadata(None), "without our metadata"),
     ],
 )

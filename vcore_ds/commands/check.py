@@ -12,6 +12,7 @@ from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import WRITTEN_BY_COMMANDS
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster
@@ -159,7 +160,7 @@ def describe_trusted(recipe: Recipe) -> Iterator[str]:
 def describe_rows(recipe: Recipe) -> Iterator[str]:
     """Lines on how the rows of data on this machine are read, or were when their token store was made."""
     for key, path in recipe.data.paths().items():
-        if key.startswith(("keep.", "reference")) or not is_readable(path):
+        if key in WRITTEN_BY_COMMANDS or not is_readable(path):
             continue
         from vcore_ds.data.prepare import summary  # reads files: not where there are none
 

@@ -234,6 +234,10 @@ class WeightedPath(Section):
     """Its share of the sequences of each batch, relative to the other files' weights."""
 
 
+WRITTEN_BY_COMMANDS = ("keep.scores", "reference_log_probabilities", "token_weights")
+"""Keys within `data` of files that are no conversations."""
+
+
 class DataConfig(Section):
     """The data. Each path is a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a
     folder of them, a glob pattern, or a hub id, with rows of {"messages": [{"role", "content"}, ...]}, {"prompt",

@@ -121,6 +121,8 @@ def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterat
     Raises:
         UserError: the file is damaged, lacks a column, or has a null in one.
     """
+    import pyarrow as pa
+
     with _opened(path, expected) as file:
         missing = [name for name in ("sequence", *columns) if name not in file.schema_arrow.names]
         if missing:
@@ -128,9 +130,13 @@ def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterat
             raise UserError(f"{path}: found no column {missing[0]} among {names}; expected {expected}")
         for number in range(file.num_row_groups):
             table = file.read_row_group(number, columns=["sequence", *columns]).combine_chunks()
+            if not len(table):
+                continue
             offsets, values = {}, {}
             for name in columns:
                 chunk = table.column(name).chunk(0)
+                if not isinstance(chunk, pa.ListArray | pa.LargeListArray):
+                    raise UserError(f"{path}: found {chunk.type} in column {name}; expected {expected}")
                 if chunk.null_count or chunk.flatten().null_count:
                     raise UserError(f"{path}: found missing values in column {name}; expected a number for each token")
                 starts = chunk.offsets.to_numpy().astype(np.int64)

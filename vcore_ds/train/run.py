@@ -13,6 +13,7 @@ from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import WRITTEN_BY_COMMANDS
 from vcore_ds.data.cache import check_source
 from vcore_ds.data.dataset import Dataset, KeptDataset
 from vcore_ds.data.tokenization import load_tokenizer
@@ -88,7 +89,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
     """
     resumes = can_resume(recipe)
     for key, path in recipe.data.paths().items():
-        if key not in ("keep.scores", "reference_log_probabilities", "token_weights"):
+        if key not in WRITTEN_BY_COMMANDS:
             check_source(path)  # before a hub is asked for the model, which takes a minute without a connection
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
