@@ -31,6 +31,12 @@ def _with_fixed_date(template: str) -> str:
     return _TODAY.sub(lambda today: repr(_DATE.strftime(today[2])), template)
 
 
+@lru_cache
+def _reads_thinking(template: str) -> bool:
+    is_key = re.search(r"\.thinking\b|['\"]thinking['\"]", template)
+    return is_key is not None and "reasoning_content" not in template
+
+
 _PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 _EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
@@ -130,21 +136,22 @@ class _Template:
         """The template, with the fixed date in the place of today's."""
         return _with_fixed_date(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
 
-    @cached_property
+    @property
     def thinking_key(self) -> str | None:
         """`thinking` for a template that reads thinking from this key (gpt-oss, LFM2), not from `reasoning_content`."""
-        is_read = re.search(r"\.thinking\b|['\"]thinking['\"]", self.source)
-        return "thinking" if is_read and "reasoning_content" not in self.source else None
+        return "thinking" if _reads_thinking(self.source) else None
 
     @property
     def has_channels(self) -> bool:
         """Whether the template marks thinking otherwise than by `<think>`: gpt-oss's channels."""
-        return self.thinking_key is not None and "<think>" not in self.source
+        return _reads_thinking(self.source) and "<think>" not in self.source
 
     def adapt(self, message: Message) -> Message:
         """The message with thinking in the key that the template reads."""
+        if self.thinking_key is None or message["role"] != "assistant":
+            return message
         thinking, answer = _thinking_and_answer(message)
-        if self.thinking_key is None or message["role"] != "assistant" or not thinking:
+        if not thinking:
             return message
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
         return message | {"content": answer, self.thinking_key: thinking}
