@@ -16,7 +16,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.train import run
 from vcore_ds.train.checkpoints import Checkpoints
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 
 
 class Stopped(Exception):
@@ -104,20 +104,20 @@ def token_records(folder: Path, name: str = "tokens") -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}
 
 
-def differences(folder: Path, expected: Path) -> list[str]:
+def differences(folder: Path, expected: Path, num_steps: int = NUM_STEPS) -> list[str]:
     """Names of the last checkpoint's tensors, the steps' metrics and the records of tokens that are not equal bit for
     bit."""
-    here, there = tensors_of(folder), tensors_of(expected)
+    here, there = tensors_of(folder, num_steps), tensors_of(expected, num_steps)
     found = sorted(here.keys() ^ there.keys())
     found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
     records, records_there = token_records(folder), token_records(expected)
     # Few steps: each of them has a record, and measures followed traces where the run has some.
-    assert sum(name.startswith("step_") for name in records_there) == NUM_STEPS
-    assert sum(name.startswith("followed_") for name in records_there) in (0, NUM_STEPS)
+    assert sum(name.startswith("step_") for name in records_there) == num_steps
+    assert sum(name.startswith("followed_") for name in records_there) in (0, num_steps)
     names = sorted(records.keys() | records_there.keys())
     found += [name for name in names if records.get(name) != records_there.get(name)]
     lines, lines_there = timeless_metrics(folder), timeless_metrics(expected)
-    found += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, NUM_STEPS + 1)) else []
+    found += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, num_steps + 1)) else []
     found += [
         f"step {a['step']}: {key}"
         for a, b in zip(lines, lines_there, strict=True)
