@@ -1,6 +1,7 @@
 """Loading into shards: every byte is read by the rank that keeps it, and the shards are those of transformers' own way,
 in which the first rank reads everything and broadcasts."""
 
+import gc
 import hashlib
 import json
 import os
@@ -242,22 +243,6 @@ def test_the_first_rank_says_how_far_it_is(folders: dict[str, str]) -> None:
     assert others == []
 
 
-# ---- names of the hub ----------------------------------------------------------------------------------------------
-
-
-def test_a_hub_id_is_read_from_the_local_cache(
-    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached = tmp_path / "models--someone--parts"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(folders["qwen3, parts"], cached / "snapshots" / ("0" * 40))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # New processes: the library reads its environment when it is imported.
-    assert run_ranks(load_and_listen, 2, "someone/parts", start="spawn") == [([], []), ([], [])]
-
-
 # ---- what is left to transformers ----------------------------------------------------------------------------------
 
 
@@ -376,21 +361,59 @@ def load(folder: str) -> tuple[int, int]:
     return sum(parameter.ds_tensor.numel() * 4 for parameter in model.parameters()), highest
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["read in place", "cast"])
-def test_a_rank_holds_its_shards_and_a_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    # glibc keeps freed memory, by chance up to a whole model's; what is asked here is what loading needs.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    model = tiny.qwen3(
-        vocab_size=8192, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, head_dim=256, dtype=dtype
-    )
-    total = sum(parameter.numel() * 4 for parameter in model.parameters())
-    model.save_pretrained(tmp_path, max_shard_size="40MB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 4
-    del model
-    for shards, highest in run_ranks(load, 2, str(tmp_path), start="spawn"):
+LARGE = {"read in place": torch.float32, "cast": torch.bfloat16}
+"""Types in which the model of the memory test is stored."""
+
+
+def load_in_new_process(root: Path, hub_id: str) -> tuple[dict[str, tuple[int, int]], tuple[list[str], list[str]]]:
+    memory = {}
+    for name in LARGE:
+        memory[name] = load(str(root / name))
+        gc.collect()
+    return memory, load_and_listen(hub_id)
+
+
+@pytest.fixture(scope="module")
+def of_new_processes(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
+    """The number of the large model's parameters, and what two new processes found: with memory that nothing was freed
+    in, and with an environment that a library reads when it is imported."""
+    root = tmp_path_factory.mktemp("new_processes")
+    for name, dtype in LARGE.items():
+        model = tiny.qwen3(
+            vocab_size=8192, hidden_size=1024, intermediate_size=3072, num_hidden_layers=6, head_dim=256, dtype=dtype
+        )
+        model.save_pretrained(root / name, max_shard_size="40MB")
+        assert len(list((root / name).glob("*.safetensors"))) > 4
+    cached = root / "hub" / "models--someone--parts"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folders["qwen3, parts"], cached / "snapshots" / ("0" * 40))
+    environment = {
+        "HF_HUB_CACHE": str(root / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        # glibc keeps freed memory, by chance up to a whole model's; what is asked here is what loading needs.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        found = run_ranks(load_in_new_process, 2, root, "someone/parts", start="spawn")
+    for name in LARGE:
+        shutil.rmtree(root / name)
+    return sum(parameter.numel() for parameter in model.parameters()), found
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_rank_holds_its_shards_and_a_window(of_new_processes: tuple[int, list[Any]], name: str) -> None:
+    num_parameters, of_ranks = of_new_processes
+    total = num_parameters * 4
+    for memory, _ in of_ranks:
+        shards, highest = memory[name]
         print(f"model {total / 2**20:.0f} MiB; a rank's shards {shards / 2**20:.0f}, highest {highest / 2**20:.0f} MiB")
         assert shards == pytest.approx(total / 2, rel=0.01)
         assert highest < shards + WINDOW_BYTES + 16 * 2**20
+
+
+def test_a_hub_id_is_read_from_the_local_cache(of_new_processes: tuple[int, list[Any]]) -> None:
+    assert [differing_and_said for _, differing_and_said in of_new_processes[1]] == [([], []), ([], [])]

@@ -10,6 +10,7 @@ import pytest
 from tests.dist.test_memory import SIZES, TRANSIENT_BOUND, measure, recipe_of, settings_of
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed import layout
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.models.configuration import read_model_shape
@@ -19,10 +20,11 @@ pytestmark = pytest.mark.dist
 
 TENSOR = 2
 CASES = [  # precision, adapters, activation checkpoints
-    ("bf16", False, False),
     ("bf16", False, True),
     ("bf16", True, True),
 ]
+if IS_SOAK:
+    CASES.append(("bf16", False, False))
 
 
 def measure_all(folder: str) -> list[tuple[dict[str, Any], ParameterCounts]]:

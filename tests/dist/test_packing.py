@@ -6,6 +6,7 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
@@ -49,8 +50,8 @@ SECTIONS = {
         "method": {"kl_budget": 0.2, "alpha": "variance"},
         "utility": {"estimator": "finite_difference", "epsilon": 5.0},
     },
-    "dft": {"method": {"name": "dft"}},
-}
+} | soak({"dft": {"method": {"name": "dft"}}})
+ATTENTIONS = (TRAINING_ATTENTION, "sdpa", *soak({"eager": "eager"}))
 
 
 def run_layout(section: str, arrangement: str, batches_per_pass: int, attention: str) -> dict[str, torch.Tensor]:
@@ -89,7 +90,7 @@ def run_all() -> dict[str, dict[str, float]]:
     """Worst relative deviation from a row each, by quantity."""
     worst = {}
     for section in SECTIONS:
-        for attention in (TRAINING_ATTENTION, "sdpa", "eager") if section == "jvp" else (TRAINING_ATTENTION,):
+        for attention in ATTENTIONS if section == "jvp" else (TRAINING_ATTENTION,):
             expected = run_layout(section, "a row each", 1, attention)
             for arrangement, batches_per_pass in (("one row a batch", 2), ("rows of several and of one", 2)):
                 found = run_layout(section, arrangement, batches_per_pass, attention)

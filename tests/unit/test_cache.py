@@ -1,7 +1,6 @@
 """Raw data that a recipe names become a store once."""
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.helpers.ranks import forkserver
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.cache import find_or_make_store
@@ -189,7 +189,7 @@ def test_a_store_is_made_once_and_again_when_its_data_change(prepared: Prepared,
 def test_processes_that_need_the_same_store_wait_for_the_first(tmp_path: Path, tokenizer_folder: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("".join(row("x" * 2000 + str(i)) for i in range(1500)))
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with forkserver().Pool(3) as pool:
         found = pool.starmap(make, [(path, tokenizer_folder, 5000)] * 3)
     assert len({folder for folder, _ in found}) == 1
     assert sum("rows read" in said for _, said in found) == 1  # one has made it
