@@ -40,35 +40,36 @@ IW_SFT = {
 }
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
-    "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
     "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
-    "jvp, packed, tied, checkpointed": Case(packed=True, tied=True, checkpointing=True, sections=sections()),
-    "jvp, padded vocabulary, tied, one reduction": Case(vocabulary=121, tied=True, coalesce=True, sections=sections()),
+    "jvp, packed, padded vocabulary, tied, checkpointed, one reduction": Case(
+        packed=True, vocabulary=121, tied=True, checkpointing=True, coalesce=True, sections=sections()
+    ),
     "finite difference, packed, tied": Case(packed=True, tied=True, sections=sections(**FINITE_DIFFERENCE)),
     "direction adam, clipped probe, variance": Case(
         sections={"optimizer": ADAM, "method": VARIANCE, "probe": {"direction": "adam", "clip": 0.1}}
     ),
-    "base measure and probe loss dft": Case(
-        sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"})
+    "base measure and probe loss dft, ranks without sequences": Case(
+        num_main=5,
+        num_probe=1,
+        sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
     ),
     "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
-    "ranks without sequences": Case(num_main=5, num_probe=1, sections=sections()),
-    "lora, packed, tied, checkpointed": Case(
-        lora=True, packed=True, tied=True, checkpointing=True, sections=sections()
-    ),
-    "lora, clipped, one reduction": Case(
-        lora=True, coalesce=True, sections=sections(clipping=0.1, probe={"clip": 0.1})
+    "lora, packed, tied, checkpointed, clipped, one reduction": Case(
+        lora=True,
+        packed=True,
+        tied=True,
+        checkpointing=True,
+        coalesce=True,
+        sections=sections(clipping=0.1, probe={"clip": 0.1}),
     ),
     "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
     "sequence-parallel, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
     ),
-    "norms of a kernel, separate passes, checkpointed": Case(
-        kernel_norm=True, checkpointing=True, sections=sections(**SEPARATE)
-    ),
-    "norms of a kernel, lora, checkpointed": Case(kernel_norm=True, lora=True, checkpointing=True, sections=sections()),
+    "norms of a kernel, checkpointed": Case(kernel_norm=True, checkpointing=True, sections=sections()),
 } | soak(
     {
+        "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
         "dft": Case(sections=sections(method={"name": "dft"})),
         "random, packed": Case(packed=True, sections=sections(method={"name": "random", "keep_share": 0.4})),
         "iw_sft, packed": Case(packed=True, sections=sections(**IW_SFT)),
@@ -83,6 +84,12 @@ CASES = {
         "lora, finite difference": Case(lora=True, sections=sections(**FINITE_DIFFERENCE)),
         "sequence-parallel": Case(sequence_parallel=(2, 2), sections=sections()),
         "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=sections()),
+        "norms of a kernel, separate passes, checkpointed": Case(
+            kernel_norm=True, checkpointing=True, sections=sections(**SEPARATE)
+        ),
+        "norms of a kernel, lora, checkpointed": Case(
+            kernel_norm=True, lora=True, checkpointing=True, sections=sections()
+        ),
     }
 )
 OF_FOUR = Case(tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=sections())
