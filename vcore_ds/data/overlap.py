@@ -45,10 +45,10 @@ def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
     if not all(map(is_readable, (*paths, trusted))):
         return None
     is_store = {(Path(path) / MANIFEST).is_file() for path in (*paths, trusted)}
-    if is_store == {True}:
-        pool = TokenStore(trusted)
-        return sum(len(find_shared(TokenStore(path), pool)) for path in paths)
     try:
+        if is_store == {True}:
+            pool = TokenStore(trusted)
+            return sum(len(find_shared(TokenStore(path), pool)) for path in paths)
         if is_store != {False} or _raw_bytes([*paths, trusted]) > MOST_BYTES:
             return None
         pool_messages = set(_read_messages([trusted]))

@@ -32,6 +32,7 @@ def find_common_checkpoint(
     """
     folder, state = newest
     there = layout.gather_objects("job", run_on_first_rank(lambda: read_resolved_recipe(folder / RECIPE)))[0]
+    assert there is not None  # rank 0's
     before = derive_schedule(there, num_sequences)
     num_common = before.num_common_steps(schedule)
     if state.step <= num_common:

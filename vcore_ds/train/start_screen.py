@@ -48,8 +48,9 @@ def describe_data(path: str, dataset: Dataset) -> str:
     num_tokens, num_supervised = num_tokens_of(dataset)
     tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
     num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
+    dropped: dict[str, int] = {}
     if isinstance(dataset, KeptDataset) and dataset.description:
-        size, dropped = dataset.description, {}
+        size = dataset.description
     else:
         num_rows, dropped = store_behind(dataset).dropped_rows()
         is_partial = num_rows is not None and (dropped or num_trusted)
