@@ -219,7 +219,7 @@ def test_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "score": 3}]
     data.write_text("\n".join([json.dumps({"conversations": turns, "id": 7}), json.dumps({"text": "q"})]))
     assert main(["check", str(RECIPE), f"data.train_path={data}", f"run.output_dir={tmp_path}/new"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Data: ")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"Data: {data}: ")]
     assert line.startswith(
         f"Data: {data}: 2 rows; format ShareGPT 1; ignored: `id` 1; ignored unless the chat template reads it: "
         "`messages.score` 1; malformed: 1, the first: found the keys text; expected `messages`"
