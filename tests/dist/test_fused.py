@@ -60,15 +60,15 @@ PASSES = {
     "full, tied, checkpointed, packed, row of 2 ranks": Pass(
         tied=True, checkpointing=True, packed=True, sequence_parallel=2
     ),
-    "full, bf16": Pass(precision="bf16"),
     "mixture, packed": Pass(mixture_of="qwen3_moe", packed=True),
     "mixture, bf16, checkpointed": Pass(mixture_of="deepseek_v3", precision="bf16", checkpointing=True),
-    "lora": Pass(lora=True),
     "lora, tied, packed, row of 2 ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
     "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
 } | soak(
     {
         "full": Pass(),
+        "full, bf16": Pass(precision="bf16"),
+        "lora": Pass(lora=True),
         "full, tied, packed": Pass(tied=True, packed=True),
         "full, packed, row of 2 ranks": Pass(packed=True, sequence_parallel=2),
         "full, bf16, checkpointed": Pass(precision="bf16", checkpointing=True),

@@ -46,14 +46,14 @@ BATCH_WIDE = {
 CASES = {
     "2 and 4, full": Case(sequence_parallel=(2, 4)),
     "4 and 4, lora, packed, checkpointed": Case(sequence_parallel=(4, 4), packed=True, lora=True, checkpointing=True),
-    "2 and 2, packed, separate passes": Case(
-        sequence_parallel=(2, 2), packed=True, checkpointing=True, sections={"utility": {"fused": False}}
+    "2 and 1, one kv head, coalesced, an idle group": Case(
+        sequence_parallel=(2, 1), num_kv_heads=1, coalesce=True, num_main=5, num_probe=1
     ),
-    "2 and 1, one kv head, coalesced": Case(sequence_parallel=(2, 1), num_kv_heads=1, coalesce=True),
-    "4 and 4, as many kv heads, merged passes": Case(
+    "4 and 4, as many kv heads, checkpointed, merged passes": Case(
         sequence_parallel=(4, 4),
         num_kv_heads=4,
         packed=True,
+        checkpointing=True,
         batches_per_utility_pass=2,
         sections={"utility": {"fused": False}},
     ),
@@ -77,13 +77,17 @@ CASES = {
             "batch": {"micro_batch_size_per_rank": 2},
         },
     ),
-    "an idle group": Case(sequence_parallel=(2, 2), num_main=5, num_probe=1),
     "iw_sft, lora": Case(
         sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "iw_sft"}, "lora": {"rank": 4, "alpha": 8}}
     ),
-    "random": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "random", "keep_share": 0.4}}),
 } | soak(
     {
+        "random": Case(
+            sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "random", "keep_share": 0.4}}
+        ),
+        "2 and 2, packed, separate passes": Case(
+            sequence_parallel=(2, 2), packed=True, checkpointing=True, sections={"utility": {"fused": False}}
+        ),
         "4 and 2, packed, tied, checkpointed": Case(
             sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True
         ),

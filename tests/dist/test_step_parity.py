@@ -18,7 +18,6 @@ BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget
 CASES = {
     "full": Case(),
     "full, tied, checkpointed": Case(tied=True, checkpointing=True, coalesce=True),
-    "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
     "full, tied, checkpointed, merged passes": Case(
         tied=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
     ),
@@ -27,7 +26,6 @@ CASES = {
     ),
     "mixture, idle experts": Case(mixture_of="qwen3_moe, idle experts", coalesce=True),
     "mixture, latent attention, checkpointed": Case(mixture_of="deepseek_v3", checkpointing=True),
-    "mixture, lora on experts": Case(mixture_of="deepseek_v3", lora=True),
     "mixture, idle experts, lora on experts, checkpointed": Case(
         mixture_of="qwen3_moe, idle experts", lora=True, checkpointing=True
     ),
@@ -61,8 +59,9 @@ CASES = {
     "direction adam, lora, one probe for two steps": Case(
         lora=True, probe_every=2, sections={"probe": {"direction": "adam", "clip": 1.0}}
     ),
-    "probe loss dft": Case(sections={"probe": {"loss": "dft", "clip": 1.0}}),
-    "base measure dft": Case(sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}}),
+    "base measure and probe loss dft": Case(
+        sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft", "clip": 1.0}}
+    ),
     "sequences and batch": Case(num_main=7, without_tokens=(2,), sections={"method": BATCH_WIDE}),
     "sequences and batch, token normalization, base measure dft, lora": Case(
         lora=True,
@@ -72,10 +71,11 @@ CASES = {
             **SGD,
         },
     ),
-    "a rank without probe sequences": Case(num_probe=1),
-    "an idle micro-batch": Case(num_main=5),
+    "a rank without probe sequences, an idle micro-batch": Case(num_probe=1, num_main=5),
 } | soak(
     {
+        "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
+        "mixture, lora on experts": Case(mixture_of="deepseek_v3", lora=True),
         "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
         "lora": Case(lora=True, coalesce=True),
         "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
@@ -107,7 +107,7 @@ def deviations() -> list[dict[str, dict[str, float]]]:
     return run_ranks(run_all_cases, 2)
 
 
-STEERING = [name for name in CASES if name.startswith(("base", "sequences", "probe loss"))]
+STEERING = [name for name in CASES if name.startswith(("base", "sequences"))]
 
 
 def run_alone() -> dict[str, dict[str, float]]:
