@@ -1,5 +1,6 @@
-"""docs/python.md: its lines run as they stand, in a fresh process, and print what the page shows."""
+"""The Python API as a user calls it: the lines of docs/python.md print what the page shows; `score` and `train`."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import REPOSITORY, command_environment
+from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.quickstart.session import DATA
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 
@@ -34,3 +36,83 @@ def test_the_twenty_lines_print_what_the_page_shows(tmp_path: Path) -> None:
         # Another machine's kernels round differently.
         assert [float(x) for x in found] == pytest.approx([float(x) for x in wanted], rel=1e-3, abs=2e-2)
     assert float(printed[-2][1]) < -10  # the wrong digit
+
+
+SCRIPT = """
+import sys
+import pyarrow.parquet as pq
+import torch
+import vcore_ds
+from transformers import AutoModelForCausalLM
+from vcore_ds.commands.cli import main
+
+folder = sys.argv[1]
+recipe = dict(
+    model={"path": f"{folder}/model", "precision": "fp32"}, lora=None, probe={"direction": "sgd"},
+    data={"train_path": f"{folder}/train.jsonl", "validation_path": None, "cache_dir": f"{folder}/cache"},
+    batch={"global_size": 6}, schedule={"num_steps": 2, "kind": "constant", "warmup_ratio": 0.0},
+    optimizer={"name": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "gradient_clipping": None},
+    method={"normalization": "token"}, run={"output_dir": f"{folder}/run"},
+    engine={"deepspeed_config": "ds_configs/zero3_fp32.json"},
+)
+trusted = {"data": {**recipe["data"], "probe_path": f"{folder}/trusted.jsonl"}}
+scores = vcore_ds.score("quickstart.yaml", output=f"{folder}/scores", all_tokens=True, **{**recipe, **trusted})
+again = vcore_ds.score("quickstart.yaml", output=f"{folder}/trusted", all_tokens=True,
+                       **{**recipe, "data": {**trusted["data"], "train_path": f"{folder}/trusted.jsonl"}})
+weights = f"{folder}/weights.parquet"
+assert main(["keep", str(scores), "--weights", "kl_budget=0.05", "--output", weights]) == 0
+
+def make_batch(row):
+    labels = [token if marked else -100 for token, marked in zip(row["input_ids"], row["supervised"])]
+    return {"input_ids": torch.tensor([row["input_ids"]]), "labels": torch.tensor([labels])}
+
+model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+rows = pq.read_table(scores / "utilities.parquet").to_pylist()
+probe = vcore_ds.probe_direction(
+    model, [make_batch(row) for row in pq.read_table(again / "utilities.parquet").to_pylist()], normalization="token"
+)
+for row in rows:
+    utilities = vcore_ds.token_utilities(model, make_batch(row), probe)[0][row["supervised"]]
+    torch.testing.assert_close(torch.tensor(row["utilities.trusted"]), utilities, rtol=5e-4, atol=1e-5)
+print(f"{len(rows)} traces: utilities of the command and of the function agree")
+
+stored = vcore_ds.train("quickstart.yaml", "methods/stored.yaml",
+                        **{**recipe, "data": {**recipe["data"], "token_weights": weights}})
+total = number = 0.0
+for row in pq.read_table(weights).to_pylist():
+    ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+    logits = model(ids).logits[:, :-1].transpose(1, 2)
+    losses = torch.nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none")
+    total += float((losses * torch.tensor([row["loss_weights"]]).float()[:, 1:]).sum())
+    number += int((labels[:, 1:] != -100).sum())
+print("weighted loss", total / number)
+print("result", stored.export_folder.is_dir())
+vcore_ds.token_utilities(model, make_batch(rows[0]), probe)  # the run's process group has ended
+try:
+    vcore_ds.train("quickstart.yaml", **{**recipe, "method": {"kl_budgt": 1}})
+except vcore_ds.UserError as error:
+    print("refused", error)
+"""
+
+
+def test_score_and_train_are_functions(tmp_path: Path) -> None:
+    """One process: scores of all tokens equal `token_utilities`, and a run with stored weights has the weighted loss of
+    plain transformers."""
+    write_model(tmp_path / "model")
+    write_conversations(tmp_path / "train.jsonl", sums(range(6)))
+    write_conversations(tmp_path / "trusted.jsonl", sums(range(20, 23)))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=command_environment(),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "6 traces: utilities of the command and of the function agree" in done.stdout
+    assert "result True" in done.stdout and "refused " in done.stdout and "method.kl_budgt" in done.stdout
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (expected,) = re.findall(r"^weighted loss (\S+)$", done.stdout, re.MULTILINE)
+    print(f"run {steps[0]['weighted_loss']}, plain transformers {expected}, uniform {steps[0]['loss']}")
+    assert steps[0]["weighted_loss"] == pytest.approx(float(expected), abs=1e-5)
+    assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > 1e-4 and len(steps) == 2

@@ -24,9 +24,10 @@ from vcore_ds.data.answers import math_prompt
 TRL = os.environ.get("VCORE_DS_TRL_PYTHON")
 NUM_TRACES, NUM_STEPS, LEARNING_RATE = 6, 3, 0.02
 SETTINGS = (
-    f"model.precision=fp32 lora=null batch.global_size={NUM_TRACES} schedule.num_steps={NUM_STEPS} "
-    f"schedule.warmup_ratio=0 schedule.kind=constant optimizer.name=sgd optimizer.learning_rate={LEARNING_RATE} "
-    "optimizer.weight_decay=0 optimizer.gradient_clipping=null method.normalization=token data.validation_path=null"
+    "model.precision=fp32 engine.deepspeed_config=ds_configs/zero3_fp32.json lora=null data.validation_path=null "
+    f"batch.global_size={NUM_TRACES} schedule.num_steps={NUM_STEPS} schedule.warmup_ratio=0 schedule.kind=constant "
+    f"optimizer.name=sgd optimizer.learning_rate={LEARNING_RATE} optimizer.weight_decay=0 "
+    "optimizer.gradient_clipping=null probe.direction=sgd method.normalization=token"
 )
 
 USE = """

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 import vcore_ds
 from tests.helpers import tiny
@@ -19,13 +20,25 @@ from tests.unit.test_estimators import exact_rms_norm
 KINDS = ["full", "tied", "lora", "mixture", "dropout"]
 
 
-def make_model(kind: str) -> nn.Module:
+Model = PreTrainedModel | PeftModel
+
+
+def base_of(model: Model) -> PreTrainedModel:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
+def make_model(kind: str) -> Model:
     """A tiny model in fp64, in training mode; `lora` is peft's, `dropout` peft's with dropout of adapters."""
-    model = tiny.mixture(dtype=torch.float64) if kind == "mixture" else tiny.qwen3(tied=kind == "tied")
-    model.set_experts_implementation("eager")  # transformers' grouped GEMM takes no fp64
+    base = tiny.mixture(dtype=torch.float64) if kind == "mixture" else tiny.qwen3(tied=kind == "tied")
+    base.set_experts_implementation("eager")  # transformers' grouped GEMM takes no fp64
+    model: Model = base
     if kind in ("lora", "dropout"):
         config = LoraConfig(r=4, lora_dropout=0.5 if kind == "dropout" else 0.0, target_modules="all-linear")
-        model = get_peft_model(model, config)
+        adapted = get_peft_model(base, config)
+        assert isinstance(adapted, PeftModel)
+        model = adapted
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.05)
@@ -39,11 +52,10 @@ def make_batches() -> list[dict[str, Tensor]]:
     return [{"input_ids": rows.input_ids, "labels": rows.labels} for rows in (tiny.rows(3), tiny.rows(2, seed=5))]
 
 
-def reference(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+def reference(model: Model) -> tuple[Model, dict[str, Tensor]]:
     """A copy of the model for plain transformers, without dropout, and its trained parameters."""
     plain = copy.deepcopy(model).eval()
-    base = plain.get_base_model() if hasattr(plain, "get_base_model") else plain
-    base.set_attn_implementation("eager")
+    base_of(plain).set_attn_implementation("eager")
     for module, copied in zip(model.modules(), plain.modules(), strict=True):
         if "forward" in module.__dict__:
             copied.forward = exact_rms_norm(copied)
@@ -95,7 +107,7 @@ def test_utilities_are_the_derivatives_of_plain_losses(kind: str) -> None:
 def test_utilities_are_the_limit_of_finite_differences() -> None:
     model, batches = make_model("full"), make_batches()
     plain, parameters = reference(model)
-    plain.set_attn_implementation("sdpa")  # eager attention has a softmax in fp32
+    base_of(plain).set_attn_implementation("sdpa")  # eager attention has a softmax in fp32
     probe = vcore_ds.probe_direction(model, batches[1:])
     utilities = vcore_ds.token_utilities(model, batches[0], probe)
     errors = []
@@ -117,7 +129,7 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
     model, batches = make_model(kind), make_batches()
     first = next(p for p in model.parameters() if p.requires_grad)
     first.grad = torch.ones_like(first)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
 
     def state() -> object:
         config = base.config.get_text_config()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,6 +40,8 @@ class OneProcessEngine(Engine):
 
     Only what `Direction`, with `optimizer="sgd"`, and `forward_mode` use is there.
     """
+
+    shards: UnshardedVectors
 
     def __init__(self, model: TokenLossModel):
         """`model`: in evaluation mode, which has no dropout."""
@@ -84,7 +87,7 @@ class OneProcessEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`."""
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
 
 
 @contextmanager
@@ -98,8 +101,12 @@ def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
         UserError: the model is something else, nothing of it is trained, it is on several devices, or its attention
             has no forward-mode derivative.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if (
+        not isinstance(model, PreTrainedModel | PeftModel)
+        or not isinstance(base, PreTrainedModel)
+        or base.get_output_embeddings() is None
+    ):
         raise UserError(
             f"model: found a {type(model).__name__}; expected a causal language model of transformers, or peft's model "
             "around one. Unwrap it from DDP, FSDP or a compiled module first"
