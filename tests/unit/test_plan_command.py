@@ -83,13 +83,20 @@ def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFi
     assert main(["plan", str(RECIPE), "--gpus", "32", "--gpu", "b200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("qwen3_32b_math_full.yaml on 32 B200 (4 nodes of 8)")
-    verdict = [re.split(r"  +", line.strip()) for line in lines[1:4]]
+    verdict = [re.split(r"  +", line.strip()) for line in lines[1:5]]
     assert verdict[0] == [
         "verdict", "GiB of a GPU", "seconds of a step", "GPU hours of the run (100 steps)", "fewest GPUs"
     ]  # fmt: skip
-    assert [row[:3] for row in verdict[1:]] == [["sft", "fits", "27.8 of 178"], ["vcore", "fits", "29.7 of 178"]]
-    assert verdict[2][-1] == "8" and float(verdict[2][4]) == pytest.approx(float(verdict[2][3]) * 3200 / 3600, abs=0.1)
-    assert lines[5].startswith("Model: Qwen3-32B by its name: 32,762,123,264 parameters, 32,762,123,264 trained")
+    assert [row[:3] for row in verdict[1:]] == [
+        ["sft", "fits", "27.8 of 178"],
+        ["vcore", "fits", "29.7 of 178"],
+        ["vcore probe.every=8", "fits", "29.7 of 178"],
+    ]
+    seconds = [[float(word) for word in re.findall(r"[0-9.]+", row[3])] for row in verdict[1:]]
+    assert all(fast < likely < slow for likely, fast, slow in seconds)
+    assert seconds[0][0] < seconds[2][0] < 0.8 * seconds[1][0]  # the probe is most of what VCORE adds
+    assert verdict[2][-1] == "8" and float(verdict[2][4]) == pytest.approx(seconds[1][0] * 3200 / 3600, abs=0.1)
+    assert lines[6].startswith("Model: Qwen3-32B by its name: 32,762,123,264 parameters, 32,762,123,264 trained")
     rows = {line[:50].strip(): line.split()[-2:] for line in lines}
     assert rows["moments"] == ["7.63", "7.63"]  # 8 bytes of 32.76e9 parameters over 32, in GiB
     assert rows["direction"] == ["-", "1.91"]
@@ -105,7 +112,8 @@ def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFi
         assert name in rows, name
     text = "\n".join(lines)
     assert "main, forward-mode (JVP) pass: tangents of the parameters" in text
-    assert "matrix multiplications reach 40% of B200's 2,250 TFLOP/s, fused attention 25%" in text
+    assert "matrix multiplications reach 40% of B200's 2,250 TFLOP/s (30% to 68% in the range)" in text
+    assert "fused attention 330 TFLOP/s" in text
     assert "Tensor parallelism within a node would not reduce the bytes between nodes" in text
     assert main(["plan", str(RECIPE), "--gpus", "8", "--gpu", "B300"]) == 0
     one_node = capsys.readouterr().out

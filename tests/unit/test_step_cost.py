@@ -5,8 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from vcore_ds.config.load import load_recipe
+from vcore_ds.planning.hardware import (
+    FAST as FASTEST,
+)
 from vcore_ds.planning.hardware import (
     GPUS,
+    SLOW,
     Achieved,
     Cluster,
     Gpu,
@@ -17,17 +22,20 @@ from vcore_ds.planning.hardware import (
     gathered,
     peak_flops,
 )
+from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.spread import RowLimit, TimeModel, spread
+from vcore_ds.planning.run_plan import plan_run
+from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.spread import LengthModel, RowLimit, TimeModel, spread
 from vcore_ds.planning.step_cost import PassWork, StepCost, StepModel, StepPasses, forward_flops
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A layer has 1,000 linear parameters, the head 500."""
 COUNTS = ParameterCounts(3000, 3000)
 IDEAL = Achieved(1.0, 1.0, 1.0, 1.0, 1.0, hidden=0.0, exchange_latency=0.0, layer_overhead=0.0)
-FAST = Gpu("any", 10**9, 1e6, math.inf, math.inf, math.inf)
-"""A million FLOP a second, everything else at once."""
+FAST = Gpu("any", 10**9, 1e6, math.inf, math.inf, math.inf, 1e6)
+"""A million FLOP a second, also in attention; everything else at once."""
 SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2)
 JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 
@@ -42,24 +50,36 @@ def cost_of(settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int
     return model.step(StepPasses.of(settings), [(lengths, found)], [(lengths, found)])
 
 
+Forwards = tuple[float, float]
+"""Forwards of linear layers and of attention."""
+
+
 @pytest.mark.parametrize(
     "settings, main, probe, utility",
     [
-        (SFT, 3, 0, 0),
-        (replace(SFT, is_checkpointed=True), 4, 0, 0),
-        (JVP, 5, 3, 0),
-        (replace(JVP, is_fused=False), 3, 3, 3),
-        (replace(JVP, is_fused=False, estimator="finite_difference"), 3, 3, 1),
+        (SFT, (3, 3.5), (0, 0), (0, 0)),
+        (replace(SFT, is_checkpointed=True), (4, 4.5), (0, 0), (0, 0)),
+        (JVP, (5, 6.5), (3, 3.5), (0, 0)),
+        (replace(JVP, is_fused=False), (3, 3.5), (3, 3.5), (3, 4)),
+        (replace(JVP, is_fused=False, estimator="finite_difference"), (3, 3.5), (3, 3.5), (1, 1)),
     ],
 )  # fmt: skip
-def test_seconds_of_products_by_hand(settings: MemorySettings, main: int, probe: int, utility: int) -> None:
-    """One sequence of 16 tokens: 2 x 2,500 FLOP a token, 2 x 2 layers x 4 heads x 8 for each square."""
-    forward = (5000 * 16 + 128 * 16**2) / 1e6
-    assert forward_flops(SHAPE, [16]) == forward * 1e6
+def test_seconds_of_products_by_hand(
+    settings: MemorySettings, main: Forwards, probe: Forwards, utility: Forwards
+) -> None:
+    """One sequence of 16 tokens: 2 x 2,500 FLOP a token, 2 x 2 layers x 4 heads x 8 for each square. A backward of
+    attention takes 2.5 forwards, its tangents three."""
+    linear, attention = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
+    assert forward_flops(SHAPE, [16]) == (linear + attention) * 1e6
     cost = cost_of(settings, FAST, 1, [16])
-    expected = {"probe": probe * forward, "utility": utility * forward, "main": main * forward, "step": 0.0}
+    passes = {"probe": probe, "utility": utility, "main": main, "step": (0, 0)}
+    expected = {phase: times[0] * linear + times[1] * attention for phase, times in passes.items()}
     assert cost.seconds == pytest.approx(expected)
-    assert cost.seconds_step == pytest.approx((main + probe + utility) * forward)
+    assert cost.seconds_step == pytest.approx(sum(expected.values()))
+    slower = cost_of(settings, replace(FAST, attention_flops=1e5), 1, [16])
+    assert slower.seconds_step - cost.seconds_step == pytest.approx(
+        9 * attention * sum(times[1] for times in passes.values())
+    )
 
 
 @pytest.mark.parametrize("adapters, linear", [(None, 3), (AdapterShape(4), 2)])
@@ -69,7 +89,7 @@ def test_seconds_of_scoring_by_hand(adapters: AdapterShape | None, linear: int) 
     found = spread([0], [16], degrees=[1], limit=RowLimit(None, 1), time_model=time_model)
     settings = replace(SFT, adapters=adapters, is_checkpointed=True)
     model = StepModel(SHAPE, COUNTS, settings, Cluster(FAST, 1, achieved=IDEAL))
-    assert model.scoring_seconds([([16], found)]) == pytest.approx((linear * 5000 * 16 + 3 * 128 * 16**2) / 1e6)
+    assert model.scoring_seconds([([16], found)]) == pytest.approx((linear * 5000 * 16 + 4 * 128 * 16**2) / 1e6)
 
 
 def test_a_low_rank_direction_by_hand() -> None:
@@ -79,8 +99,8 @@ def test_a_low_rank_direction_by_hand() -> None:
     cost = cost_of(settings, FAST, 1, [16])
     linear, square = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
     in_layers = 2 * (336 + 208 + 360)
-    assert cost.seconds["main"] == pytest.approx((4 + (in_layers + 240) / 3620) * linear + 5 * square)
-    assert cost.seconds["probe"] == pytest.approx(3 * (linear + square) + 4 * 4 * 3000 / 1e6)
+    assert cost.seconds["main"] == pytest.approx((4 + (in_layers + 240) / 3620) * linear + 6.5 * square)
+    assert cost.seconds["probe"] == pytest.approx(3 * linear + 3.5 * square + 4 * 4 * 3000 / 1e6)
     traffic = cost_of(settings, FAST, 16, [16] * 16).traffic
     assert "tangents" not in traffic
     # Two sums in fp32, each a reduce-scatter and an all-gather.
@@ -91,7 +111,8 @@ def test_a_low_rank_direction_by_hand() -> None:
 
 def test_adapters_need_no_gradient_of_weights() -> None:
     lora = replace(SFT, adapters=AdapterShape(4))
-    assert StepPasses.of(lora).main == PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True)
+    train = PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True, attention_again=0.5)
+    assert StepPasses.of(lora).main == train
     fused = StepPasses.of(replace(lora, estimator="jvp", is_fused=True))
     assert (fused.main.linear, fused.main.attention, fused.main.tangent_gathers) == (3, 5, 1)
     with_dropout = replace(lora, adapters=AdapterShape(4, True), estimator="finite_difference")
@@ -203,7 +224,7 @@ def test_gathers_hide_behind_products() -> None:
 
 
 def test_the_update_reads_and_writes_the_shard() -> None:
-    memory = replace(FAST, flops=math.inf, memory_bandwidth=1000.0)
+    memory = replace(FAST, flops=math.inf, attention_flops=math.inf, memory_bandwidth=1000.0)
     shard = 3000 / 2
     assert cost_of(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (24 + 16 + 2) / 1000)
     sgd = cost_of(replace(SFT, has_moments=False), memory, 2, [16] * 2)
@@ -260,3 +281,35 @@ def test_a_cluster_in_words() -> None:
     assert Cluster(GPUS["B200"], 32).describe() == "32 B200 (4 nodes of 8)"
     small = Cluster(GPUS["A100"], 2)
     assert (small.describe(), small.num_nodes, small.ranks_per_node) == ("2 A100", 1, 2)
+
+
+def test_a_plan_of_other_trainers_is_what_they_have_published() -> None:
+    """Tokens a second and GPU; docs/planning.md has the sources. torchtitan recomputes about half of each layer, which
+    lies between a plan with and without activation checkpoints."""
+
+    def tokens_per_second(model: str, num_gpus: int, size: int, split: int, achieved: Achieved, *more: str) -> float:
+        words = ["methods/sft.yaml", f"batch.global_size={size}", "data.cutoff_length=8192", *more]
+        words += [f"batch.packed_row_tokens={8192 // split}", f"batch.sequence_parallel={split}"]
+        settings = derive_plan_settings(load_recipe("qwen3_32b_math_full.yaml", words))
+        cluster = Cluster(GPUS["H100"], num_gpus, achieved=achieved)
+        plan = plan_run(settings, cluster, KNOWN_MODELS[model], lengths=LengthModel(8192, (8192,)))
+        return plan.tokens_per_step / plan.cost.seconds_step / num_gpus
+
+    def torchtitan(num_gpus: int, achieved: Achieved) -> float:
+        both = [
+            tokens_per_second(
+                "Llama-3.1-8B", num_gpus, 2 * num_gpus, 1, achieved, f"model.gradient_checkpointing={checkpoints}"
+            )
+            for checkpoints in ("true", "false")
+        ]
+        return 2 / sum(1 / speed for speed in both)
+
+    for num_gpus, eager, compiled in ((8, 5762, 6667), (128, 5605, 6514)):
+        assert torchtitan(num_gpus, SLOW) < eager < compiled < torchtitan(num_gpus, FASTEST)
+        assert torchtitan(num_gpus, Achieved()) == pytest.approx(eager, rel=0.05)
+    # NeMo AutoModel with torch.compile, every layer recomputed, each sequence on two GPUs: at the fast end.
+    slow, likely, fast = (
+        tokens_per_second("Llama-3.1-70B", 64, 128, 2, achieved, "model.gradient_checkpointing=true")
+        for achieved in (SLOW, Achieved(), FASTEST)
+    )
+    assert slow < likely < 866.77 < fast < 1.05 * 866.77

@@ -121,35 +121,42 @@ class Gpu:
     """Bytes a second in one direction to the other devices of the node."""
     network_bandwidth: float
     """Bytes a second in one direction through the device's share of the node's network adapters."""
+    attention_flops: float
+    """FLOP a second of PyTorch's FlashAttention-2, measured over forward and backward; a backward is 2.5 forwards."""
 
 
+# `attention_flops`, for a head dimension of 128 and 8,192 tokens or more. A100: FlashAttention-2's paper
+# (arXiv:2307.08691), 50 to 73% of the peak forward, up to 63% backward. H100: 35% of the peak forward by
+# FlashAttention-3's paper (arXiv:2407.08608), less backward. B200: 330 to 380 TFLOP/s forward (tritonbench#171,
+# flash-attention#1589), 313 to 346 forward and backward (the latter). Others in proportion to a neighbour's peak; RTX
+# PRO 6000: a quarter of its peak.
 GPUS = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA A100 data sheet, SXM 80 GB; DGX A100: eight 200 Gb/s adapters.
-        Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9),
+        Gpu("A100", 79 * GIB, 312e12, 2.039e12, 300e9, 25e9, 175e12),
         # NVIDIA H100 data sheet, SXM 80 GB; DGX H100: eight 400 Gb/s adapters.
-        Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9),
+        Gpu("H100", 79 * GIB, 989e12, 3.35e12, 450e9, 50e9, 305e12),
         # NVIDIA H100 PCIe product brief, 80 GB; NVIDIA H100 data sheet, NVL, half of its sparse peak, 94 GB. PCIe 5.0
         # x16 in one direction, as NVLink joins pairs at most; 400 Gb/s a GPU assumed.
-        Gpu("H100 PCIe", 79 * GIB, 756e12, 2.0e12, 64e9, 50e9),
-        Gpu("H100 NVL", 92 * GIB, 835e12, 3.9e12, 64e9, 50e9),
+        Gpu("H100 PCIe", 79 * GIB, 756e12, 2.0e12, 64e9, 50e9, 230e12),
+        Gpu("H100 NVL", 92 * GIB, 835e12, 3.9e12, 64e9, 50e9, 255e12),
         # NVIDIA H200 data sheet, SXM 141 GB; DGX H200: eight 400 Gb/s adapters.
-        Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9),
+        Gpu("H200", 139 * GIB, 989e12, 4.8e12, 450e9, 50e9, 305e12),
         # The same, NVL: 141 GB, on PCIe as above; its NVLink joins four at most.
-        Gpu("H200 NVL", 139 * GIB, 835e12, 4.8e12, 64e9, 50e9),
+        Gpu("H200 NVL", 139 * GIB, 835e12, 4.8e12, 64e9, 50e9, 255e12),
         # NVIDIA HGX B200: 36 PFLOP/s sparse bf16, 1.4 TB and 14.4 TB/s of NVLink in both directions over 8; DGX B200:
         # 64 TB/s of memory over 8, eight 400 Gb/s adapters. 183,359 MiB by nvidia-smi.
-        Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9),
+        Gpu("B200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9, 330e12),
         # NVIDIA HGX B300: 36 PFLOP/s sparse bf16 over 8, 8 TB/s of memory, eight 800 Gb/s adapters. 288 GB, which is
         # 268 GiB.
-        Gpu("B300", 267 * GIB, 2250e12, 8e12, 900e9, 100e9),
+        Gpu("B300", 267 * GIB, 2250e12, 8e12, 900e9, 100e9, 330e12),
         # NVIDIA GB200 NVL72: 360 PFLOP/s sparse bf16, 13.4 TB, 576 TB/s and 130 TB/s of NVLink in both directions over
         # 72; a 400 Gb/s adapter a GPU. Its NVLink joins the nodes of a rack (--gpus-per-node 72).
-        Gpu("GB200", 184 * GIB, 2500e12, 8e12, 900e9, 50e9),
+        Gpu("GB200", 184 * GIB, 2500e12, 8e12, 900e9, 50e9, 330e12),
         # NVIDIA RTX Blackwell PRO architecture paper, Workstation Edition: 503.8 TFLOP/s with fp32 sums, 96 GB of GDDR7
         # at 1,792 GB/s; PCIe 5.0 x16 instead of NVLink. 400 Gb/s a GPU as in NVIDIA's RTX PRO servers.
-        Gpu("RTX PRO 6000", 94 * GIB, 503.8e12, 1.792e12, 64e9, 50e9),
+        Gpu("RTX PRO 6000", 94 * GIB, 503.8e12, 1.792e12, 64e9, 50e9, 125e12),
     )
 }
 """By the name that `--gpu` takes. Memory is what nvidia-smi shows for such devices, less what its context takes."""
@@ -181,12 +188,13 @@ def find_gpu(name: str) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Achieved:
-    """Shares of a device's peak that a step achieves. The defaults are usual values, fitted to no run."""
+    """Shares of a device's peak that a step achieves. The defaults are those of comparable trainers (docs/planning.md),
+    measured on no run of this one."""
 
     compute: float = 0.40
-    """Share of the peak that matrix products in large passes achieve."""
-    attention: float = 1 / 1.6
-    """Speed of fused attention over that of other matrix products."""
+    """Share of the peak that matrix products in large passes achieve, the kernels between them included."""
+    attention: float = 1.0
+    """Speed of fused attention over `Gpu.attention_flops`."""
     memory: float = 0.80
     node: float = 0.80
     network: float = 0.84
@@ -196,6 +204,10 @@ class Achieved:
     """Seconds of an all-to-all without contents."""
     layer_overhead: float = 0.8e-3
     """Seconds of hooks, Python and kernel tails for each layer of a run through the model."""
+
+
+SLOW, FAST = Achieved(compute=0.30, attention=0.85), Achieved(compute=0.68, attention=1.15)
+"""The ends of a plan's range: a quarter below torchtitan without torch.compile, and NeMo AutoModel with it."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +249,11 @@ class Cluster:
             # Tokens whose products take as long as reading the bf16 weights once, and as much again for tails.
             half_speed_tokens=2 * flops / bandwidth,
         )
+
+    @property
+    def attention_flops(self) -> float:
+        """Sustained FLOP a second of fused attention."""
+        return self.achieved.attention * self.gpu.attention_flops
 
     @property
     def memory_bandwidth(self) -> float:

@@ -2,14 +2,14 @@
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count, gib
 from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.hardware import GPUS, Cluster, Gpu, find_gpu
+from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
 from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_counts
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
@@ -55,6 +55,8 @@ class RunPlan:
     """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
     seconds_scoring: float
     """Seconds in which `vcore-ds score` scores the traces of a global batch, along one trusted set."""
+    cost_at: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
+    """The step's cost with other shares of the peak."""
 
     @property
     def available(self) -> Available:
@@ -67,6 +69,13 @@ class RunPlan:
     @property
     def fits_with_margin(self) -> bool:
         return self.available.holds_with_margin(self.memory.estimate)
+
+    @property
+    def seconds_range(self) -> tuple[float, float] | None:
+        """Seconds of a step at the fast and the slow end of what trainers achieve; None where speeds were measured."""
+        if self.cluster.achieved != Achieved():
+            return None
+        return self.cost_at(FAST).seconds_step, self.cost_at(SLOW).seconds_step
 
     @property
     def tokens_per_day(self) -> float:
@@ -221,6 +230,11 @@ def plan_run(
     reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
     model = StepModel(shape, rank_counts, replace(memory_settings, coalesces_gradients=coalesces), cluster, int(reuse))
     main, probe = spreads["main"], spreads.get("probe", [])
+    step_passes = derive_passes(settings, memory_settings)
+
+    def cost_at(achieved: Achieved) -> StepCost:
+        return replace(model, cluster=replace(cluster, achieved=achieved)).step(step_passes, main, probe)
+
     main_lengths, probe_lengths = [own for own, _ in main], [own for own, _ in probe]
     return RunPlan(
         settings,
@@ -231,10 +245,11 @@ def plan_run(
         memory,
         passes,
         parameter_counts(shape, memory_settings.adapters),
-        model.step(derive_passes(settings, memory_settings), main, probe),
+        cost_at(cluster.achieved),
         sum(map(sum, main_lengths)) / len(main),
         model.needed_flops(derive_needed_passes(settings, memory_settings), main_lengths, probe_lengths),
         model.scoring_seconds(main),
+        cost_at,
     )
 
 
@@ -325,12 +340,18 @@ def plan_verdict(plan: RunPlan) -> str:
     return "fits" if plan.fits_with_margin else "tight" if plan.fits else "does not fit"
 
 
+def describe_range(plan: RunPlan) -> str:
+    """Such as ` (2.11 to 4.07)`: the seconds of a step at both ends; empty where speeds were measured."""
+    ends = plan.seconds_range
+    return "" if ends is None else f" ({ends[0]:,.3g} to {ends[1]:,.3g})"
+
+
 def describe_plan(plan: RunPlan) -> str:
     """One line, such as `Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; 3.98 s per step, ...`."""
     estimate = plan.memory.estimate
     return (
         f"Plan on {plan.cluster.describe()}: {plan_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
-        f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s per step, "
+        f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s per step{describe_range(plan)}, "
         f"{plan.tokens_per_day / 1e6:,.0f} million tokens per day, {plan.gpu_hours(plan.costed_steps):,.1f} GPU hours "
         f"for {count(plan.costed_steps, 'step')} (assumed speeds: vcore-ds plan)"
     )

@@ -71,7 +71,7 @@ class PassWork:
     linear: int
     """GEMMs of linear layers."""
     attention: int
-    """GEMMs of attention."""
+    """GEMMs of attention that the result needs."""
     gathers: int
     """All-gathers of all parameters."""
     exchanges: int
@@ -85,6 +85,8 @@ class PassWork:
     none."""
     reduces: bool = False
     """Whether the gradient is reduced."""
+    attention_again: float = 0.0
+    """GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU."""
 
     def exchanges_of_hidden_states(self, num_layers: int, *, is_full: bool) -> tuple[int, int]:
         """Exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and tangents
@@ -123,6 +125,7 @@ class PassWork:
             self.tangent_gathers + other.tangent_gathers,
             max(self.low_rank, other.low_rank),
             self.reduces or other.reduces,
+            self.attention_again + other.attention_again,
         )
 
 
@@ -131,12 +134,14 @@ FORWARD = PassWork(1, 1, 1, 1, 1)
 
 def tangents_beside(settings: MemorySettings) -> PassWork:
     """The cost that tangents add to a forward."""
-    # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input.
+    # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input. The kernel for
+    # the tangents of attention computes scores and values again, which is another forward.
     if settings.probe_rank is not None:
         linear = 1 if settings.tensor == 1 else 2  # tensor-parallel layers take the factors' product
-        return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, low_rank=settings.probe_rank)
+        rank = settings.probe_rank
+        return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, low_rank=rank, attention_again=1.0)
     linear = 2 if settings.adapters is None else 1
-    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1)
+    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, attention_again=1.0)
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,8 @@ class StepPasses:
         # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
         is_full, again = settings.adapters is None, int(settings.is_checkpointed)
         linear = (3 if is_full else 2) + again
-        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True)
+        # The backward of FlashAttention computes the scores again, half a forward.
+        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True, attention_again=0.5)
         tangents = tangents_beside(settings)
         forwards = reference_forwards
         utility: PassWork | None = None
@@ -313,10 +319,11 @@ class StepModel:
         b, (lengths, spread) = self.settings.number_bytes, batch
         k, num_micro_steps = spread.sequence_parallel, len(spread.micro_steps)
         settings = self.settings
-        # All ranks of an expert-parallel group wait for the one that is sent most tokens.
+        # Seconds. All ranks of an expert-parallel group wait for the one that is sent most tokens.
         per_token = linear_flops_per_token(shape) + (settings.expert_load - 1) * routed_flops_per_token(shape)
+        per_token /= machine.flops
         all_weights_flops = flops_of_all_weights(shape) - 2 * shape.parameters_elsewhere(settings.expert)
-        per_square = attention_flops_per_square(shape) / achieved.attention
+        per_square = attention_flops_per_square(shape) / self.cluster.attention_flops
         reduces_once = self.settings.coalesces_gradients
         for step, groups in enumerate(spread.micro_steps):
             linear = attention = tokens = 0.0
@@ -327,8 +334,9 @@ class StepModel:
                 row_linear, row_attention = per_token * sum(rows) / k, per_square * squares / k
                 if row_linear + row_attention > linear + attention:
                     linear, attention, tokens = row_linear, row_attention, sum(rows) / k
-            compute = work.linear_multiple(shape) * (linear + all_weights_flops * machine.half_speed_tokens)
-            compute = (compute + work.attention * attention) / machine.flops
+            whatever = all_weights_flops * machine.half_speed_tokens / machine.flops  # a pass of no tokens
+            compute = work.linear_multiple(shape) * (linear + whatever)
+            compute += (work.attention + work.attention_again) * attention
             moved: dict[str, Traffic] = self._parameters(work)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
                 moved["gradients"] = self._move_trained(b)

@@ -99,11 +99,16 @@ def calibrate(run: str) -> Calibration:
         achieved = replace(achieved, memory=min(max(share, _SMALLEST_SHARE), _LARGEST_SHARE))
 
     def with_compute(share: float) -> float:
-        cost = predict(replace(achieved, compute=share))
+        cost = predict(with_share(achieved, share))
         return cost.seconds_step - cost.seconds["step"]
 
-    achieved = replace(achieved, compute=_share_for(with_compute, measured))
+    achieved = with_share(achieved, _share_for(with_compute, measured))
     return Calibration(run, device, len(lines), measured + update, achieved)
+
+
+def with_share(achieved: Achieved, share: float) -> Achieved:
+    """Another share of compute, with attention faster or slower by the same factor."""
+    return replace(achieved, compute=share, attention=share / Achieved().compute)
 
 
 def _share_for(seconds: Callable[[float], float], measured: float) -> float:

@@ -35,6 +35,10 @@ _KL_BUDGET = 0.005
 """Nats, for the `vcore` column of a recipe with another method; the cost of a step does not depend on it."""
 
 
+RARER_PROBE = 8
+"""Steps per probe batch of the plan that is shown beside one with a probe in every step."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A plan, and changes that make the run fit."""
@@ -47,6 +51,8 @@ class Column:
     """The cheapest changes that make it fit; empty if it fits."""
     expert_sizes: list[Way]
     """Other possible expert-parallel sizes; empty for a dense model."""
+    rarer_probe: RunPlan | None = None
+    """The plan with a probe batch in every eighth step only, where every step takes one; None beside --compare."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,12 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
         lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
         plan = plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
         ways = [] if plan.fits else cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
-        return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan))
+        rarer_probe = None
+        if plan.settings.estimator is not None and plan.settings.probe.every == 1 and not arguments.compare:
+            probe = plan.settings.probe.model_copy(update={"every": RARER_PROBE})
+            settings = replace(plan.settings, probe=probe)
+            rarer_probe = plan_run(settings, cluster, column_shape, lengths=lengths)
+        return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan), rarer_probe)
 
     columns = []
     if arguments.compare:
@@ -158,6 +169,8 @@ def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     }
     if not changed:
         return gpu
+    if "flops" in changed:
+        changed["attention_flops"] = gpu.attention_flops * changed["flops"] / gpu.flops
     if "memory_bytes" in changed:
         changed["memory_bytes"] = int(changed["memory_bytes"])
     return replace(gpu, name=f"{gpu.name} (changed)", **changed)

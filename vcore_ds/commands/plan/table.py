@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vcore_ds.commands.plan.columns import Column, Columns
+from vcore_ds.commands.plan.columns import RARER_PROBE, Column, Columns
 from vcore_ds.common.text import align_columns, count, gib
 from vcore_ds.planning.batch_plan import Part
-from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
+from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster
 from vcore_ds.planning.memory import Phase, active_parameters
-from vcore_ds.planning.run_plan import RunPlan, Way, plan_verdict, warn_of_positions
+from vcore_ds.planning.run_plan import RunPlan, Way, describe_range, plan_verdict, warn_of_positions
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """Names of the phases of a step in the table."""
@@ -61,7 +61,12 @@ def _verdict(columns: list[Column]) -> list[str]:
         memory = f"{gib(plan.memory.estimate.peak_bytes, 1)} of {gib(plan.available.device, 0)}"
         smallest = "none" if column.smallest is None else f"{column.smallest.cluster.num_gpus:,}"
         hours = f"{plan.gpu_hours(plan.costed_steps):,.1f}"
-        rows.append([column.title, plan_verdict(plan), memory, _seconds(plan.cost.seconds_step), hours, smallest])
+        seconds = _seconds(plan.cost.seconds_step) + describe_range(plan)
+        rows.append([column.title, plan_verdict(plan), memory, seconds, hours, smallest])
+        if (rarer := column.rarer_probe) is not None:
+            seconds = _seconds(rarer.cost.seconds_step) + describe_range(rarer)
+            hours = f"{rarer.gpu_hours(rarer.costed_steps):,.1f}"
+            rows.append([f"{column.title} probe.every={RARER_PROBE}", plan_verdict(rarer), memory, seconds, hours, ""])
     return [f"  {line}" for line in align_columns(rows, left=("verdict",))]
 
 
@@ -174,8 +179,9 @@ def _assumptions(columns: Columns) -> Iterator[str]:
     first = plans[0]
     yield (f"{first.lengths.describe(first.settings.cutoff_length)}; {first.tokens_per_step:,.0f} tokens per step")
     yield (
-        f"Assumed: matrix multiplications reach {achieved.compute:.0%} of {gpu.name}'s {gpu.flops / 1e12:,.0f} "
-        f"TFLOP/s, fused attention {achieved.compute * achieved.attention:.0%}; memory {achieved.memory:.0%} of "
+        f"Assumed: matrix multiplications reach {achieved.compute:.0%} of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s "
+        f"({SLOW.compute:.0%} to {FAST.compute:.0%} in the range), fused attention "
+        f"{cluster.attention_flops / 1e12:,.0f} TFLOP/s; memory {achieved.memory:.0%} of "
         f"{gpu.memory_bandwidth / 1e12:.2f} TB/s, links within a node {achieved.node:.0%} of "
         f"{gpu.node_bandwidth / 1e9:,.0f} GB/s, the network {achieved.network:.0%} of "
         f"{gpu.network_bandwidth * 8 / 1e9:,.0f} Gbit/s; all-gathers and reduce-scatters overlap with "
@@ -184,7 +190,10 @@ def _assumptions(columns: Columns) -> Iterator[str]:
     if columns.calibration is not None:
         yield columns.calibration.describe()
     else:
-        yield "No speed was measured: --calibrate RUN takes it from a run"
+        yield (
+            "No speed was measured: these are those of other trainers (docs/planning.md); --calibrate RUN takes them "
+            "from a run"
+        )
     targets = {plan.settings.lora.target_modules for plan in plans if plan.settings.lora is not None}
     if targets - {"all-linear"}:
         yield "Assumed: adapters on all linear layers but no experts, although lora.target_modules lists some"
@@ -229,6 +238,7 @@ def _column(column: Column) -> dict[str, Any]:
         **_numbers(plan),
         "smallest_cluster": None if smallest is None else {"gpus": smallest.cluster.num_gpus, **_numbers(smallest)},
         "ways_to_fit": [{"change": way.change, **_numbers(way.plan)} for way in column.ways],
+        "rarer_probe": None if column.rarer_probe is None else {"every": RARER_PROBE, **_numbers(column.rarer_probe)},
         "expert_degrees": [{"change": way.change, **_numbers(way.plan)} for way in column.expert_sizes],
     }
 
@@ -260,6 +270,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "seconds": dict(cost.seconds),
         "seconds_by_part": dict(cost.parts),
         "seconds_step": cost.seconds_step,
+        "seconds_step_range": plan.seconds_range,
         "tokens_per_step": plan.tokens_per_step,
         "tokens_per_day": plan.tokens_per_day,
         "model_flops_utilization": plan.utilization,
