@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.plan.calibrate import calibrate
+from vcore_ds.commands.plan.calibrate import calibrate, with_share
 from vcore_ds.commands.plan.columns import change_method, choose_gpu
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
@@ -303,7 +303,7 @@ def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB 
 
 
 def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    true = replace(Achieved(), compute=0.27, memory=0.5)
+    true = with_share(replace(Achieved(), memory=0.5), 0.27)
     write_run(tmp_path / "run", true)
     found = calibrate(str(tmp_path / "run"))
     assert found.num_steps == 3

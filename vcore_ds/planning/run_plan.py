@@ -343,7 +343,8 @@ def plan_verdict(plan: RunPlan) -> str:
 def describe_range(plan: RunPlan) -> str:
     """Such as ` (2.11 to 4.07)`: the seconds of a step at both ends; empty where speeds were measured."""
     ends = plan.seconds_range
-    return "" if ends is None else f" ({ends[0]:,.3g} to {ends[1]:,.3g})"
+    digits = 2 if ends is not None and ends[0] >= 0.1 else 3
+    return "" if ends is None else f" ({ends[0]:,.{digits}f} to {ends[1]:,.{digits}f})"
 
 
 def describe_plan(plan: RunPlan) -> str:
