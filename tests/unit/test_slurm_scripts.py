@@ -90,7 +90,7 @@ def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tm
     }
     done = submit(copy, tmp_path, variables, srun=RUN_ITS_COMMAND, python='echo "$@" >> python_lines')
     assert done.returncode == 0, done.stderr
-    assert "with 4 rank(s) a node" in done.stdout
+    assert "with 4 ranks a node" in done.stdout
     steps = (tmp_path / "srun_lines").read_text().splitlines()
     steps = [line for line in steps if line.startswith("srun ")]
     assert len(steps) == 2 and ("--output=" in steps[0], "--output=" in steps[1]) == (False, True)
