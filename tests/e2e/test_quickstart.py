@@ -1,4 +1,4 @@
-"""The quickstart as it is typed: real model, real traces, two ranks where there are no GPUs; two small steps of it."""
+"""The quickstart as it is typed: real model, real traces, two ranks where there are no GPUs; one small step of it."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 def test_quickstart(tmp_path: Path):
     folder = tmp_path / "my #1 [quick] start"
     # Short traces only, in training and held-out files alike, and few that are followed: the default takes minutes.
-    changes = "schedule.num_steps=2 batch.global_size=4 batch.micro_batch_size_per_rank=2 data.cutoff_length=208"
+    changes = "schedule.num_steps=1 batch.global_size=2 batch.micro_batch_size_per_rank=1 data.cutoff_length=208"
     changes += " run.num_followed_traces=2"
     word = shlex.quote(make_override("run.output_dir", folder))
     done = run_command(f"bash launch_scripts/quickstart.sh {changes} {word}")
@@ -48,9 +48,9 @@ def test_quickstart(tmp_path: Path):
     problems = {json.loads(line)["problem"] for line in trained_on.splitlines()}
     assert len(problems) > 100 and not problems & set(HELD_OUT)  # what vcore-ds eval asks
 
-    first, second = read_metrics(folder)
+    (first,) = read_metrics(folder)
     of_followed = {"seconds_followed", "peak_memory_bytes_followed"}
-    assert set(first) == set(second) == METRICS | of_followed and first["sequences"] == 4
+    assert set(first) == METRICS | of_followed and first["sequences"] == 2
     assert first["kl"] == pytest.approx(load_recipe(RECIPE).method.kl_budget, rel=0.01)
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["world_size"] == 2 or torch.cuda.is_available()
