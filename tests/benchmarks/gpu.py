@@ -106,7 +106,13 @@ def row(num_tokens: int, vocabulary: int, seed: int) -> Batch:
     return pack([made], pad_token_id=0)
 
 
-def build_engine(sizes: dict[str, Any]) -> Engine:
+def read_zero_section(deepspeed_config: str) -> dict[str, Any]:
+    """The section zero_optimization of a shipped DeepSpeed JSON."""
+    content: dict[str, Any] = json.loads((SHIPPED_DEEPSPEED_CONFIGS / deepspeed_config).read_text())
+    return content["zero_optimization"]
+
+
+def build_engine(sizes: dict[str, Any], deepspeed_config: str = "zero3_bf16.json") -> Engine:
     torch.manual_seed(0)
     with torch.device(device()):
         config = Qwen3Config(**sizes, use_cache=False, max_position_embeddings=131072)
@@ -116,8 +122,7 @@ def build_engine(sizes: dict[str, Any]) -> Engine:
     wrapped = TokenLossModel(model)
     wrapped.train()
     config = tiny.deepspeed_config(bf16=True, gradient_clipping=1.0)
-    shipped = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16.json").read_text())
-    config["zero_optimization"] = shipped["zero_optimization"]
+    config["zero_optimization"] = read_zero_section(deepspeed_config)
     return Engine(wrapped, build_optimizer(wrapped, recipe_of("sft").optimizer), config)
 
 
@@ -134,13 +139,13 @@ def estimator_of(method: str, engine: Engine, direction: Direction) -> Estimator
     return ForwardMode(engine, direction, fused=method == "jvp, fused")
 
 
-def settings_of(method: str, num_tokens: int) -> MemorySettings:
+def settings_of(method: str, num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> MemorySettings:
     """What decides the memory and the passes of a method's step.
 
     Args:
         num_tokens: of a row; a micro-batch is one row.
     """
-    zero = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16.json").read_text())["zero_optimization"]
+    zero = read_zero_section(deepspeed_config)
     is_vcore, is_fused = method != "sft", method == "jvp, fused"
     return MemorySettings(
         num_ranks=layout.size("shards"),
@@ -155,9 +160,9 @@ def settings_of(method: str, num_tokens: int) -> MemorySettings:
     )
 
 
-def estimated(method: str, sizes: dict[str, Any], num_tokens: int) -> int:
+def estimated(method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> int:
     """Bytes at the peak of a step, as the check before a run estimates them."""
-    return memory_of(shape_of(sizes), settings_of(method, num_tokens)).peak_bytes
+    return memory_of(shape_of(sizes), settings_of(method, num_tokens, deepspeed_config)).peak_bytes
 
 
 def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int) -> float:
@@ -168,10 +173,16 @@ def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int)
 
 
 def measure_steps(
-    sizes: dict[str, Any], num_tokens: int, num_rounds: int, rows: int, chosen: Sequence[str] = tuple(METHODS)
+    sizes: dict[str, Any],
+    num_tokens: int,
+    num_rounds: int,
+    rows: int,
+    chosen: Sequence[str] = tuple(METHODS),
+    deepspeed_config: str = "zero3_bf16.json",
 ) -> tuple[dict, dict]:
     """Steps by method, of those chosen, and fidelity."""
-    room, needed = available_memory_bytes(), {name: estimated(name, sizes, num_tokens) for name in chosen}
+    room = available_memory_bytes()
+    needed = {name: estimated(name, sizes, num_tokens, deepspeed_config) for name in chosen}
     found: dict[str, Any] = {
         name: {"skipped": f"needs {num_bytes / GIB:.1f} GiB by the estimate, {room / GIB:.1f} are there"}
         for name, num_bytes in needed.items()
@@ -180,7 +191,7 @@ def measure_steps(
     methods = [name for name in chosen if name not in found]
     if not methods:
         return found, {"skipped": "no method has room"}
-    engine = build_engine(sizes)
+    engine = build_engine(sizes, deepspeed_config)
     direction = Direction(engine)
     estimators = {name: estimator_of(name, engine, direction) for name in methods}
     lines: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
@@ -275,6 +286,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="main rows of a rank in a step")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of all methods")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument(
+        "--deepspeed-config",
+        nargs="+",
+        default=["zero3_bf16.json"],
+        metavar="FILE",
+        help="to compare: an engine for each",
+    )
     parser.add_argument("--attention-only", action="store_true", help="no steps")
     parser.add_argument("--output", type=Path, help="folder for gpu.md and gpu.json")
     arguments = parser.parse_args()
@@ -286,8 +304,13 @@ def main() -> None:
     where = environment(layout.size("job"))
     steps, fidelity = {}, {"skipped": "attention only"}
     if not arguments.attention_only:
-        steps, fidelity = measure_steps(sizes, num_tokens, arguments.rounds, arguments.rows, arguments.methods)
-    gc.collect()
+        for file in arguments.deepspeed_config:
+            of_file, fidelity = measure_steps(
+                sizes, num_tokens, arguments.rounds, arguments.rows, arguments.methods, file
+            )
+            is_alone = len(arguments.deepspeed_config) == 1
+            steps |= {name if is_alone else f"{name}, {file}": row for name, row in of_file.items()}
+            gc.collect()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": where["devices"][0],

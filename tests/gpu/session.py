@@ -67,6 +67,14 @@ PARTS: dict[str, Part] = {
         "How fast is a step of the 8B shape, cut to 8 layers?",
         _speed("--shape", "8b", "--layers", "8", "--rounds", "3"),
     ),
+    "gathers": Part(
+        "Are sequential all-gathers faster on all GPUs of this machine?",
+        (
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu"),
+            *_speed("--shape", "1.7b", "--rounds", "5", "--methods", "sft", "jvp, fused", "--deepspeed-config"),
+            *("zero3_bf16_large.json", "zero3_bf16_sequential.json"),
+        ),
+    ),
     "calibrate": Part("What do these numbers say of the plan of another run?", ("-m", "tests.gpu.calibrate")),
 }
 """In the order of their value: what would crash first, what would be silently wrong, what is slow. No name has a space,

@@ -313,3 +313,23 @@ def test_a_plan_of_other_trainers_is_what_they_have_published() -> None:
         for achieved in (SLOW, Achieved(), FASTEST)
     )
     assert slow < likely < 866.77 < fast < 1.05 * 866.77
+
+
+@pytest.mark.parametrize(("num_gpus", "in_place"), [(1, False), (8, False), (64, False), (64, True)])
+def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_place: bool) -> None:
+    """By hand: two layers, all-gathers in forward and backward, and tangents in the main pass alone."""
+    fast = Gpu("any", 10**9, 1e30, math.inf, math.inf, math.inf)
+    achieved = replace(IDEAL, layer_overhead=0.8e-3)
+    cluster = Cluster(fast, num_gpus, achieved=achieved)
+    time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
+    lengths = [16] * num_gpus
+    found = spread(range(num_gpus), lengths, degrees=[1], limit=RowLimit(None, 1), time_model=time_model)
+    model = StepModel(SHAPE, COUNTS, replace(JVP, num_ranks=num_gpus), cluster, 0, in_place)
+    cost = model.step(StepPasses.of(JVP), [(lengths, found)], [(lengths, found)])
+    gathers = 0.0 if in_place or num_gpus == 1 else 2 * 24e-6 * num_gpus
+    assert cost.seconds["probe"] == pytest.approx(2 * (2 * 0.8e-3 + gathers))
+    assert cost.seconds["main"] == pytest.approx(2 * (3 * 0.8e-3 + 4.1e-3 + gathers))
+    assert cost.parts["launches on the host"] == pytest.approx(2 * (4.1e-3 + 2 * gathers))
+    # One that is slower does not.
+    slow = cost_of(JVP, FAST, num_gpus, lengths)
+    assert "launches on the host" not in slow.parts

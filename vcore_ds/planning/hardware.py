@@ -204,6 +204,11 @@ class Achieved:
     """Seconds of an all-to-all without contents."""
     layer_overhead: float = 0.8e-3
     """Seconds of hooks, Python and kernel tails for each layer of a run through the model."""
+    tangent_overhead: float = 4.1e-3
+    """Seconds beyond these that the host takes for each layer with tangents: 4.9 ms of dispatch measured on a CPU."""
+    gather_overhead: float = 24e-6
+    """Seconds that the host takes for each rank of a layer's all-gather, whose parts DeepSpeed copies to their places
+    in Python; none where it gathers in place. Measured by tests/benchmarks/gather_host_time.py."""
 
 
 SLOW, FAST = Achieved(compute=0.30, attention=0.85), Achieved(compute=0.68, attention=1.15)

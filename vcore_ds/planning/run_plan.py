@@ -227,8 +227,15 @@ def plan_run(
     coalesces = settings.coalesce_gradient_reduction
     if coalesces == "auto":
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
-    reuse = ds_config["zero_optimization"].get("stage3_max_reuse_distance", 10**9)
-    model = StepModel(shape, rank_counts, replace(memory_settings, coalesces_gradients=coalesces), cluster, int(reuse))
+    zero = ds_config["zero_optimization"]
+    model = StepModel(
+        shape,
+        rank_counts,
+        replace(memory_settings, coalesces_gradients=coalesces),
+        cluster,
+        int(zero.get("stage3_max_reuse_distance", 10**9)),
+        bool(zero.get("stage3_allgather_sequential", False)),
+    )
     main, probe = spreads["main"], spreads.get("probe", [])
     step_passes = derive_passes(settings, memory_settings)
 

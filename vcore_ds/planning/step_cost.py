@@ -277,6 +277,8 @@ class StepModel:
     cluster: Cluster
     reuse_distance: int = 10**9
     """Parameters between two uses of a layer within which ZeRO-3 keeps it gathered."""
+    gathers_in_place: bool = False
+    """DeepSpeed's `stage3_allgather_sequential`: one all-gather for each parameter, without copies."""
 
     def step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
         """Means over the batches that were spread.
@@ -326,6 +328,7 @@ class StepModel:
         per_square = attention_flops_per_square(shape) / self.cluster.attention_flops
         reduces_once = self.settings.coalesces_gradients
         for step, groups in enumerate(spread.micro_steps):
+            seconds_before = sums.seconds[phase]
             linear = attention = tokens = 0.0
             for positions in groups:
                 own = [lengths[i] for i in positions]
@@ -367,8 +370,20 @@ class StepModel:
             if self.settings.offloads_checkpoints and work.reduces:
                 checkpoints = b * tokens / self.settings.tensor * shape.hidden_size * (shape.num_layers + 1)
                 sums.spend(phase, "copies to the host", weight * 2 * checkpoints / HOST_LINK)
+            # The device waits where the host needs longer to launch a pass than the device to compute it.
+            seconds_waiting = weight * self._launch_seconds(work) - (sums.seconds[phase] - seconds_before)
+            if seconds_waiting > 0:
+                sums.spend(phase, "launches on the host", seconds_waiting)
             for kind, traffic in moved.items():
                 sums.move(kind, traffic * weight)
+
+    def _launch_seconds(self, work: PassWork) -> float:
+        """Host time of a pass: Python and launches of its layers, and of all-gathers, which grows with the ranks."""
+        achieved = self.cluster.achieved
+        per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
+        if not self.gathers_in_place and self._num_groups > 1:
+            per_layer += work.gathers * self._num_groups * achieved.gather_overhead
+        return self.shape.num_layers * per_layer
 
     def _factorize(self, sums: _Sums, weight: float) -> None:
         """The factors of a low-rank direction: two GEMMs with the rank's shard, and the sums of `G Omega` and `Q^T G`
