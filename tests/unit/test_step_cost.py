@@ -318,7 +318,7 @@ def test_a_plan_of_other_trainers_is_what_they_have_published() -> None:
 @pytest.mark.parametrize(("num_gpus", "in_place"), [(1, False), (8, False), (64, False), (64, True)])
 def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_place: bool) -> None:
     """By hand: two layers, all-gathers in forward and backward, and tangents in the main pass alone."""
-    fast = Gpu("any", 10**9, 1e30, math.inf, math.inf, math.inf)
+    fast = replace(FAST, flops=1e30, attention_flops=1e30)
     achieved = replace(IDEAL, layer_overhead=0.8e-3)
     cluster = Cluster(fast, num_gpus, achieved=achieved)
     time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
