@@ -83,7 +83,7 @@ def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
     with_probe, without = (rates.compute_rates(MAIN, probe, 1.0) for probe in (PROBE, []))
     assert with_probe["flops_extra"] - without["flops_extra"] == 3 * (LINEAR_PROBE + SQUARES_PROBE)
     total = sum(step[key] for step in (with_probe, without) for key in ("flops_training", "flops_extra"))
-    model = StepModel(SHAPE, ParameterCounts(3000, 3000), JVP, Cluster(Gpu("any", 1, 1.0, 1.0, 1.0, 1.0), 1))
+    model = StepModel(SHAPE, ParameterCounts(3000, 3000), JVP, Cluster(Gpu("any", 1, 1.0, 1.0, 1.0, 1.0, 1.0), 1))
     assert total / 2 == pytest.approx(model.needed_flops(passes, [MAIN], [PROBE]))
 
 
