@@ -172,7 +172,7 @@ def test_check_and_plan_say_what_training_says(
         assert capsys.readouterr().err == f"vcore-ds: {expected}\n"
 
 
-@pytest.mark.parametrize("command", [["check", "--ranks", "8"], ["plan", "--gpus", "8"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [["check", "--ranks", "8"], ["plan", "--gpus", "16"]], ids=lambda words: words[0])
 def test_a_known_mixture_that_is_not_on_this_machine(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

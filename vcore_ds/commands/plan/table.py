@@ -54,7 +54,7 @@ def _verdict(columns: list[Column]) -> list[str]:
     if any(column.plan.settings.num_steps is None for column in columns):
         name = "GPU hours of 100 steps"
     elif len(steps) == 1:
-        name += f" ({count(*steps, 'step')})"
+        name += f" ({count(min(steps), 'step')})"
     rows = [["", "verdict", "GiB of a GPU", "seconds of a step", name, "fewest GPUs"]]
     for column in columns:
         plan = column.plan
