@@ -121,8 +121,8 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
         "token_weights": None,
         "keep": None,
         "validation_path": None,
+        "trusted_overlap": "drop",
     }
-    data["trusted_overlap"] = "drop"
     changes = {
         "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
         "utility": UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
