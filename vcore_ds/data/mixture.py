@@ -104,7 +104,7 @@ class JoinedStores(JoinedDataset):
         """
         super().__init__(stores)
         self.weights = weights
-        self.sequence_ids = np.concatenate(
+        self.sequence_ids: np.ndarray = np.concatenate(
             [store.sequence_ids + first for store, first in zip(stores, self.first_ids, strict=True)]
         )
         """int64 [n]"""
