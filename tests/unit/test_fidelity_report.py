@@ -192,9 +192,9 @@ def test_trusted_probe_sequences() -> None:
 
 
 def test_too_little_data_and_numbers_that_mean_nothing() -> None:
-    with pytest.raises(UserError, match=r"data.train_path: found 2 sequence\(s\).*at least 3"):
+    with pytest.raises(UserError, match=r"data.train_path: found 2 sequences.*at least 3"):
         choose_sequences(2, None, 1, FidelityOptions(), 0)
-    with pytest.raises(UserError, match=r"data.probe_path: found 1 sequence\(s\).*at least 2: one as probe"):
+    with pytest.raises(UserError, match=r"data.probe_path: found 1 sequence.*at least 2: one as probe"):
         choose_sequences(9, 1, 1, FidelityOptions(), 0)
     with pytest.raises(UserError, match="--epsilons -1, --epsilons nan, --large-probe -2: expected positive"):
         check_options(FidelityOptions(epsilons=(-1.0, math.nan, 1.0), large_probe_size=-2))

@@ -2,14 +2,12 @@
 is said."""
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import sums, write_conversations, write_model
@@ -23,7 +21,7 @@ from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import KeptDataset, MainOrder, list_files
 from vcore_ds.data.mixture import JoinedStores, Shares
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.distributed import layout
+from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.start_screen import describe_files, describe_training
@@ -106,12 +104,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layout.arrange()
-    yield
-    layout._meshes.clear()
-    dist.destroy_process_group()
+def one_rank() -> None:
+    start_process_group(timeout_minutes=1)  # the one of an earlier test of this process, where there is one
 
 
 def reader_of(setup: Path, **data: object) -> DataReader:
