@@ -23,8 +23,8 @@ from vcore_ds.data.answers import math_prompt
 
 TRL = os.environ.get("VCORE_DS_TRL_PYTHON")
 NUM_TRACES, NUM_STEPS, LEARNING_RATE = 6, 2, 0.02
-TOLERANCE = 2e-4
-"""Nats. On a CPU token losses of this model with our attention are 1.1e-4 above transformers' on average, in fp32."""
+TOLERANCE = 1e-5
+"""Nats."""
 SETTINGS = (
     "model.precision=fp32 engine.deepspeed_config=ds_configs/zero3_fp32.json lora=null data.validation_path=null "
     f"batch.global_size={NUM_TRACES} schedule.num_steps={NUM_STEPS} schedule.warmup_ratio=0 schedule.kind=constant "
@@ -105,7 +105,9 @@ def losses_of(python: str, block: str, config: str, extra: str, folder: Path) ->
 def read_block() -> str:
     page = (REPOSITORY / "docs" / "scoring.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(import torch\nfrom datasets.*?)```", page, re.DOTALL)
-    return block
+    # PyTorch's cross-entropy in fp32 on a CPU is 1.6e-5 nats below that in fp64 on average, for this vocabulary.
+    assert block.count(".float()") == 1
+    return block.replace(".float()", ".double()")
 
 
 def check(found: list[float], folder: Path) -> None:
