@@ -55,6 +55,10 @@ class MemorySettings:
     """How utilities are computed; None for a method without them."""
     probe_rank: int | None = None
     """Rank of the direction's factors; None for the full-rank direction."""
+    rank_passes: int = 1
+    """Passes of subspace iteration that compute the factors."""
+    fp8_tangents: bool = False
+    """Whether tangents of activations are multiplied by weights in FP8."""
     is_fused: bool = False
     """Whether the main forward gives the utilities."""
     number_bytes: int = 2

@@ -220,6 +220,8 @@ def plan_memory(
         expert_load=1.0 if shape.experts is None else fullest_rank(shape.experts.num_experts, plan.time_model.expert),
         estimator=settings.estimator,
         probe_rank=settings.probe.rank if settings.estimator == "jvp" and lora is None else None,
+        rank_passes=settings.probe.rank_passes,
+        fp8_tangents=settings.fp8_tangents,
         is_fused=settings.is_fused,
         number_bytes=2 if model.precision == "bf16" else 4,
         adapters=None if lora is None else AdapterShape(lora.rank, lora.dropout > 0.0),

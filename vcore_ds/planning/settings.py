@@ -26,6 +26,8 @@ class PlanSettings:
     """None for methods without utilities."""
     is_fused: bool
     """Whether the main forward gives the utilities too."""
+    fp8_tangents: bool
+    """`utility.tangent_precision: fp8`"""
     utility_micro_batch_size: int | None
     """Sequences per rank in one gradient-free forward; None for as in the main batch."""
     alpha_of_micro_batch: bool
@@ -61,6 +63,7 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
             and recipe.model.attention == "auto"
             and (lora is None or lora.dropout == 0.0)
         ),
+        fp8_tangents=utility.tangent_precision == "fp8",
         utility_micro_batch_size=utility.micro_batch_size_per_rank,
         alpha_of_micro_batch=method.alpha_scope == "micro_batch",
         runs_reference=method.reads_reference and lora is not None,

@@ -80,6 +80,8 @@ class PassWork:
     """Runs through the layers."""
     tangent_gathers: int = 0
     """All-gathers of the direction of all trained parameters."""
+    fp8: int = 0
+    """GEMMs of linear layers, among `linear`, that run in FP8, in half the time; not those of experts and head."""
     low_rank: int = 0
     """Rank r of the direction's factors in the GEMMs `Q (B x)`, which replace those of the weights' tangents; 0 for
     none."""
@@ -115,6 +117,12 @@ class PassWork:
         num_active = sum(number * rows * columns for number, rows, columns in shape.weight_matrices(active=True))
         return self.linear + count_factors(shape, self.low_rank, active=True) / num_active
 
+    def linear_time_multiple(self, shape: ModelShape) -> float:
+        """The same, with a GEMM in FP8 as half of one."""
+        in_head = 2 * shape.vocabulary_size * shape.hidden_size
+        in_fp8 = 1 - (in_head + routed_flops_per_token(shape)) / linear_flops_per_token(shape)
+        return self.linear_multiple(shape) - 0.5 * self.fp8 * in_fp8
+
     def __add__(self, other: "PassWork") -> "PassWork":
         return PassWork(
             self.linear + other.linear,
@@ -123,6 +131,7 @@ class PassWork:
             self.exchanges + other.exchanges,
             self.runs + other.runs,
             self.tangent_gathers + other.tangent_gathers,
+            self.fp8 + other.fp8,
             max(self.low_rank, other.low_rank),
             self.reduces or other.reduces,
             self.attention_again + other.attention_again,
@@ -136,12 +145,11 @@ def tangents_beside(settings: MemorySettings) -> PassWork:
     """The cost that tangents add to a forward."""
     # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input. The kernel for
     # the tangents of attention computes scores and values again, which is another forward.
-    if settings.probe_rank is not None:
-        linear = 1 if settings.tensor == 1 else 2  # tensor-parallel layers take the factors' product
-        rank = settings.probe_rank
-        return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, low_rank=rank, attention_again=1.0)
+    fp8, rank = int(settings.fp8_tangents), settings.probe_rank
+    if rank is not None:
+        return PassWork(1, 2, gathers=0, exchanges=1, runs=1, fp8=fp8, low_rank=rank, attention_again=1.0)
     linear = 2 if settings.adapters is None else 1
-    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, attention_again=1.0)
+    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, fp8=fp8, attention_again=1.0)
 
 
 @dataclass(frozen=True)
@@ -338,7 +346,7 @@ class StepModel:
                 if row_linear + row_attention > linear + attention:
                     linear, attention, tokens = row_linear, row_attention, sum(rows) / k
             whatever = all_weights_flops * machine.half_speed_tokens / machine.flops  # a pass of no tokens
-            compute = work.linear_multiple(shape) * (linear + whatever)
+            compute = work.linear_time_multiple(shape) * (linear + whatever)
             compute += (work.attention + work.attention_again) * attention
             moved: dict[str, Traffic] = self._parameters(work)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
@@ -386,8 +394,8 @@ class StepModel:
         return self.shape.num_layers * per_layer
 
     def _factorize(self, sums: _Sums, weight: float) -> None:
-        """The factors of a low-rank direction: two GEMMs with the rank's shard, and the sums of `G Omega` and `Q^T G`
-        over the ranks, in fp32 and not hidden."""
+        """The factors of a low-rank direction, in each pass two GEMMs with the rank's shard, and the sums of `G Omega`
+        and `Q^T G` over the ranks, in fp32 and not hidden."""
         rank, shape = self.settings.probe_rank, self._part
         if rank is None:
             return
@@ -395,6 +403,7 @@ class StepModel:
         if experts is not None:
             expert_part = 3 * experts.num_layers * experts.num_experts * rank * (shape.hidden_size + experts.width)
         others = count_factors(shape, rank) - expert_part
+        weight *= self.settings.rank_passes
         # An all-reduce is a reduce-scatter and an all-gather.
         traffic = self._over_shards(2 * _FP32 * others, 2 * _FP32 * expert_part)
         sums.move("factors of the direction", traffic * weight)
