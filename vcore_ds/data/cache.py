@@ -66,9 +66,11 @@ def find_or_make_store(
             cache cannot be written.
     """
     with reading("", Path(path), "data, or a token store, that can be read"):
-        if (Path(path) / MANIFEST).is_file():
+        is_store = (Path(path) / MANIFEST).is_file()
+    if is_store:
+        with reading("", Path(path), "a token store that can be read"):
             check_supervision(Path(path), supervise)
-            return Path(path)
+        return Path(path)
     from vcore_ds.data.prepare.pipeline import TooManyFaults, prepare
     from vcore_ds.data.prepare.request import PrepareRequest, describe_origin
     from vcore_ds.data.prepare.sources import find_shards
