@@ -103,8 +103,8 @@ def _write_weights(arguments: argparse.Namespace) -> None:
 
     output = arguments.output
     if output.suffix != ".parquet" or arguments.with_utility:
-        found = f"{output} with --weights" if output.suffix != ".parquet" else "--with-utility with --weights"
-        raise UserError(f"--output: found {found}; expected a .parquet file of tokens, without --with-utility")
+        wrong = f"{output} with --weights" if output.suffix != ".parquet" else "--with-utility with --weights"
+        raise UserError(f"--output: found {wrong}; expected a .parquet file of tokens, without --with-utility")
     sharpness = parse_sharpness(arguments.weights)
     refuse_existing(output, NEW_FILE)
     selection = read_selection(read_keep(arguments), name_argument)

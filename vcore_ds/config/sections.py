@@ -148,7 +148,7 @@ class ProbeConfig(Section):
     than the rank."""
     rank_passes: Count = 1
     """Passes of subspace iteration that compute the approximations of `rank`. Each further one costs as much as the
-    first and keeps more: rank 64 in two passes keeps as much of Adam's direction as rank 128 in one."""
+    first and keeps more."""
     clip: Positive | None = None
     """Upper bound of the probe gradient's 2-norm over all trainable parameters; null for none. With direction adam,
     use the value of optimizer.gradient_clipping: the optimizer's moments are those of clipped gradients."""

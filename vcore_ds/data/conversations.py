@@ -300,7 +300,7 @@ def _find_left_out(
     }
     if not conversation.has_tools and all(answer.strip() in text for answer in contents.values()):
         return ""
-    # Contents may occur elsewhere, and templates rewrite calls. So each is exchanged for a word of its own.
+    # Contents may occur elsewhere, and templates rewrite calls. So each is exchanged for a distinct word.
     words: dict[str, str] = {}
 
     def word_for(what: str) -> str:

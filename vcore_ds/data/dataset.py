@@ -135,7 +135,7 @@ def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> Change
 
 class MainOrder:
     """The main batches: consecutive slices of an endless sequence of draws. It takes the files in proportion to their
-    weights (`Shares`), and each file in shuffled epochs of its own. A batch may span epochs."""
+    weights (`Shares`), and shuffles the epochs of each file separately. A batch may span epochs."""
 
     def __init__(
         self, num_sequences: Sequence[int], batch_size: int, seed: int, weights: Sequence[float] = (1.0,)

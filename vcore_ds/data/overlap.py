@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.data.dataset import Store
-from vcore_ds.data.prepare.rows import Malformed, read_chat_row
-from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
+from vcore_ds.data.prepare.rows import Malformed, chat_rows
+from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import MANIFEST
 
@@ -65,12 +66,8 @@ def _read_messages(paths: Sequence[str]) -> list[str]:
     """Messages and tools of each conversation, as JSON with sorted keys; without malformed rows."""
     conversations = []
     for shard in find_shards(paths, "train"):
-        for _, row in shard.rows():
-            if row is BLANK or isinstance(row, Broken):
-                continue
-            try:
-                chat = read_chat_row(row, from_table=shard.is_table)
-                conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))
-            except (Malformed, TypeError):
-                continue
+        for chat in chat_rows(shard):
+            if not isinstance(chat, Malformed):
+                with suppress(TypeError):  # a value that JSON does not have
+                    conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))
     return conversations

@@ -97,11 +97,11 @@ def _check_entries(manifest: dict[str, Any]) -> None:
 def check_supervision(folder: Path, supervise: str) -> None:
     """Raise UserError for a store of conversations that was made with another value of `data.supervise`."""
     manifest = read_manifest(folder)
-    found = manifest.get("filters", {}).get("supervise", "all")
-    if manifest.get("kind") == "chat" and found != supervise:
+    made_with = manifest.get("filters", {}).get("supervise", "all")
+    if manifest.get("kind") == "chat" and made_with != supervise:
         raise UserError(
-            f"{folder}: found a store made with --supervise {found}, expected {supervise} (data.supervise); set "
-            f"data.supervise={found}, or {REMEDY} and --supervise {supervise}"
+            f"{folder}: found a store made with --supervise {made_with}, expected {supervise} (data.supervise); set "
+            f"data.supervise={made_with}, or {REMEDY} and --supervise {supervise}"
         )
 
 

@@ -66,10 +66,10 @@ class StoredWeights:
             ("another chat template", "chat_template", tokenizer["chat_template_hash"]),
             ("other tokens", "digest", store.digest),
         ):
-            found = str(made_with.get(key))
-            if found != expected:
+            digest = str(made_with.get(key))
+            if digest != expected:
                 raise UserError(
-                    f"data.token_weights: {self._path}: found weights for {what} ({found[:12]}) than data.train_path "
+                    f"data.token_weights: {self._path}: found weights for {what} ({digest[:12]}) than data.train_path "
                     f"has ({expected[:12]}); expected those of the same. {_REMEDY}"
                 )
 

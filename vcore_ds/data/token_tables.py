@@ -159,7 +159,7 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
 
 
 def round_significand(values: np.ndarray, bits: int = 12) -> np.ndarray:
-    """Round float32 to `bits` significant bits, as many as float16 has and one: half of its bytes compress away."""
+    """Round float32 to `bits` significant bits, one more than float16 has: half of its bytes compress away."""
     step = np.uint32(1 << (24 - bits))
     rounded = (values.astype(np.float32).view(np.uint32) + step // 2) & ~(step - 1)
     return rounded.view(np.float32)

@@ -2,9 +2,7 @@
 
 import os
 import re
-import shutil
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,13 +71,9 @@ def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = 
 
 def list_gpus(root: Path = Path("/")) -> Gpus | None:
     """The GPUs that nvidia-smi lists, or without it the driver's files below `root`; None if there are none."""
-    command = shutil.which("nvidia-smi")
-    if command is not None:
-        query = [command, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        with suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
-            if rows := re.findall(r"^(.+), (\d[\d.]+)$", done.stdout, re.MULTILINE):
-                return Gpus(tuple(name for name, _ in rows), rows[0][1])
+    done = run_nvidia_smi("name,driver_version")
+    if done is not None and (rows := re.findall(r"^(.+), (\d[\d.]+)$", done.stdout, re.MULTILINE)):
+        return Gpus(tuple(name for name, _ in rows), rows[0][1])
     # Missing in a slim image, and without an answer while the driver and its library differ, after an update.
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     # /proc lists all GPUs of the machine, also in a container or a job that may use none of them.
@@ -89,6 +83,15 @@ def list_gpus(root: Path = Path("/")) -> Gpus | None:
     models = [re.search(r"^Model:\s*(.+)$", (folder / "information").read_text(), re.MULTILINE) for folder in folders]
     names = tuple("GPU" if model is None else model[1].strip() for model in models)
     return None if version is None else Gpus(names, version[1])
+
+
+def run_nvidia_smi(fields: str) -> subprocess.CompletedProcess[str] | None:
+    """Query these fields of all GPUs, one line each; None where nvidia-smi is missing or does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def _can_open(device: Path) -> bool:

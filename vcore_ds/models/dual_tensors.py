@@ -62,6 +62,12 @@ def set_low_rank_tangent(module: nn.Module, name: str, tangent: LowRank, on_read
     module.__dict__.setdefault(_LOW_RANK_TANGENTS, {})[name] = tangent, on_read
 
 
+def unpack_weight(module: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
+    """`unpack_parameter` of a weight whose tangent may be low-rank."""
+    weight, tangent = unpack_parameter(module, name)
+    return weight, read_low_rank_tangent(module, name) or tangent
+
+
 def clear_low_rank_tangents(module: nn.Module) -> None:
     """Remove the module's low-rank tangents."""
     module.__dict__.pop(_LOW_RANK_TANGENTS, None)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import LowRank, make_dual, read_low_rank_tangent, unpack_parameter
+from vcore_ds.models.dual_tensors import LowRank, make_dual, unpack_weight
 
 
 def mark_sharded(experts: nn.Module) -> None:
@@ -388,10 +388,8 @@ class _GroupedMatmul(torch.autograd.Function):
 
 def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
     """Return a weight's value and tangent. With peft's own adapter it is a computed tensor, not a parameter."""
-    if (tangent := read_low_rank_tangent(experts, name)) is not None:
-        return getattr(experts, name), tangent
     if name in experts._parameters:
-        return unpack_parameter(experts, name)
+        return unpack_weight(experts, name)
     return forward_ad.unpack_dual(getattr(experts, name))
 
 

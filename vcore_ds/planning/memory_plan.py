@@ -273,6 +273,14 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
     )
 
 
+def find_shortage(estimate: MemoryEstimate, available: Available) -> tuple[str, int, int]:
+    """Of a run that does not fit: which memory is short, its bytes for each rank, and the bytes needed."""
+    needed = estimate.peak_bytes + (estimate.host_bytes if available.is_cpu else 0)
+    if needed <= available.device:
+        return "host memory", available.host, estimate.host_bytes
+    return "host memory" if available.is_cpu else "GPU memory", available.device, needed
+
+
 def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = "") -> str:
     """The message of a run that does not fit.
 
@@ -280,10 +288,7 @@ def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = ""
         remedies: what to do, a line each; empty for every change that takes less, with its bytes.
     """
     estimate = plan.estimate
-    where = "host memory" if available.is_cpu else "GPU memory"
-    needed, room = estimate.peak_bytes + (estimate.host_bytes if available.is_cpu else 0), available.device
-    if needed <= room:
-        where, needed, room = "host memory", estimate.host_bytes, available.host
+    where, room, needed = find_shortage(estimate, available)
     phase = estimate.peak_phase
     lines = [
         f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, by an estimate for "

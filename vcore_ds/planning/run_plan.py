@@ -316,11 +316,11 @@ def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]
         settings = reload(remedy.overrides) if remedy.overrides else plan.settings
         cluster = replace(plan.cluster, num_gpus=remedy.num_ranks or plan.cluster.num_gpus)
         try:
-            found = plan_run(settings, cluster, plan.shape, lengths=plan.lengths)
+            changed = plan_run(settings, cluster, plan.shape, lengths=plan.lengths)
         except RecipeError:
             continue
-        if found.fits:
-            ways.append(Way(remedy.change, found))
+        if changed.fits:
+            ways.append(Way(remedy.change, changed))
     ways.sort(key=lambda way: way.plan.gpu_hours(1))
     return ways[:_MOST_WAYS]
 
@@ -332,10 +332,10 @@ def expert_ways(plan: RunPlan) -> list[Way]:
         parallel = plan.settings.parallel.model_copy(update={"expert": degree})
         settings = replace(plan.settings, parallel=parallel)
         try:
-            found = plan_run(settings, plan.cluster, plan.shape, lengths=plan.lengths)
+            changed = plan_run(settings, plan.cluster, plan.shape, lengths=plan.lengths)
         except RecipeError:  # the DeepSpeed JSON rules expert parallelism out
             continue
-        ways.append(Way(f"parallel.expert={degree}", found))
+        ways.append(Way(f"parallel.expert={degree}", changed))
     return ways
 
 

@@ -182,10 +182,8 @@ class Checkpoints:
             )
         self.validation_losses_before = state.validation_losses_before
         source = self._recipe.checkpoint.branch_from
-        is_start_of_branch = source is not None and folder.name == Path(source).name
-        self.wandb_run_id = (
-            None if is_start_of_branch else state.wandb_run_id
-        )  # else the branch would log to its source
+        if source is None or folder.name != Path(source).name:  # the start of a branch would log to its source
+            self.wandb_run_id = state.wandb_run_id
         self._last_end = time.monotonic()
         return state.step
 

@@ -10,8 +10,8 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable, reading
 from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
-from vcore_ds.data.prepare.rows import Malformed, read_chat_row
-from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
+from vcore_ds.data.prepare.rows import Malformed, chat_rows
+from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.model_shape import folder_on_disk
@@ -94,18 +94,14 @@ def _read_conversations(path: str) -> tuple[list[Conversation], bool]:
     conversations: list[Conversation] = []
     is_all = True
     for shard in shards[:_MOST_ROWS]:
-        rows = list(islice((row for _, row in shard.rows() if row is not BLANK), most + 1))
+        rows = list(islice(chat_rows(shard), most + 1))
         is_all = is_all and len(rows) <= most
-        for row in rows[:most]:
-            if isinstance(row, Broken):
-                continue
-            try:
-                chat = read_chat_row(row, from_table=shard.is_table)
-            except Malformed:  # the run names it
-                continue
-            conversations.append(
-                Conversation(len(conversations) + 1, chat.messages, tools=chat.tools, context_turns=chat.context_turns)
-            )
+        for chat in rows[:most]:
+            if not isinstance(chat, Malformed):  # which the run names
+                number = len(conversations) + 1
+                conversations.append(
+                    Conversation(number, chat.messages, tools=chat.tools, context_turns=chat.context_turns)
+                )
     return conversations, is_all and len(shards) <= _MOST_ROWS
 
 

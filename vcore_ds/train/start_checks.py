@@ -288,20 +288,20 @@ def check_approximation(
 
     Parameters, the optimizer's state and the estimator's direction are not affected.
     """
-    own = estimator.direction
-    if own is None or (own.rank is None and not own.fp8_tangents):
+    direction = estimator.direction
+    if direction is None or (direction.rank is None and not direction.fp8_tangents):
         return
     mark("checking approximate utilities")
     started = time.perf_counter()
     batches = feed.step(0)
-    exact = Direction(engine, rank_passes=own.rank_passes)
+    exact = Direction(engine, rank_passes=direction.rank_passes)
     take_direction(exact, settings, batches.probe)
     (expected,) = compute_jvp_utilities(engine, exact, batches.main[:1])
-    approximate, what, remedies = exact.with_rank(own.rank, fp8_tangents=own.fp8_tangents), [], []
-    if own.rank is not None:
-        what.append(f"probe.rank {own.rank} keeps {approximate.measure_energy()['total']:.1%} of |v|^2")
-        remedies.append(f"probe.rank to {2 * own.rank} or null")
-    if own.fp8_tangents:
+    approximate, what, remedies = exact.with_rank(direction.rank, fp8_tangents=direction.fp8_tangents), [], []
+    if direction.rank is not None:
+        what.append(f"probe.rank {direction.rank} keeps {approximate.measure_energy()['total']:.1%} of |v|^2")
+        remedies.append(f"probe.rank to {2 * direction.rank} or null")
+    if direction.fp8_tangents:
         what.append("tangents are in FP8")
         remedies.append("utility.tangent_precision to null")
     (utilities,) = compute_jvp_utilities(engine, approximate, batches.main[:1])

@@ -110,8 +110,8 @@ def gibbs_weights(
         UserError: shapes differ, a utility is not finite, or not exactly one of budget and temperature is given.
     """
     if utilities.shape != labels.shape or labels.dim() != 2:
-        found = f"{list(utilities.shape)} and {list(labels.shape)}"
-        raise UserError(f"utilities, labels: found shapes {found}; expected the same [b, T]")
+        shapes = f"{list(utilities.shape)} and {list(labels.shape)}"
+        raise UserError(f"utilities, labels: found shapes {shapes}; expected the same [b, T]")
     if (kl_budget is None) == (temperature is None):
         raise UserError("kl_budget, temperature: found both or none; expected one of them, such as kl_budget=0.005")
     chosen = kl_budget if temperature is None else temperature

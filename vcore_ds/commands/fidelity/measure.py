@@ -197,10 +197,8 @@ class Bench:
         self.say(f"jvp: Spearman {show(agreement.spearman)}")
         if self.takes_fp8_tangents:
             fp8 = self.direction.with_rank(None, fp8_tangents=True)
-            agreement, is_of_recipe = (
-                self.agreement(self.jvp(fp8), reference),
-                recipe_utility.tangent_precision == "fp8",
-            )
+            agreement = self.agreement(self.jvp(fp8), reference)
+            is_of_recipe = recipe_utility.tangent_precision == "fp8"
             report.estimators.append(Estimate("jvp, FP8 tangents", None, agreement, of_recipe=is_of_recipe))
             self.say(f"jvp with FP8 tangents: Spearman {show(agreement.spearman)}")
         recipe_epsilon = recipe_utility.epsilon

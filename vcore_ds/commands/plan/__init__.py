@@ -8,6 +8,7 @@ from vcore_ds.commands.arguments import add_recipe, positive, positive_number
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import check_picture, gib
 from vcore_ds.planning.hardware import GPUS
+from vcore_ds.planning.memory_plan import find_shortage
 from vcore_ds.planning.spread import SIMULATED_MEAN
 
 HELP = "estimate memory, traffic, time and GPU hours of a recipe on a cluster"
@@ -77,13 +78,10 @@ def main(arguments: argparse.Namespace) -> None:
     if picture is not None:
         draw(columns, picture)
     print(json.dumps(as_dict(columns), indent=2) if arguments.json else describe(columns))
-    plan = columns.of_recipe.plan
+    plan = columns.recipe_column.plan
     if columns.must_fit and not plan.fits:
-        estimate, available = plan.memory.estimate, plan.available
-        needed, room, where = estimate.peak_bytes, available.device, "GPU"
-        if needed <= room:
-            needed, room, where = estimate.host_bytes, available.host, "host"
+        where, room, needed = find_shortage(plan.memory.estimate, plan.available)
         raise UserError(
             f"memory: {columns.recipe_name} does not fit on {columns.cluster.describe()}: found {gib(room)} GiB of "
-            f"{where} memory for each rank, expected {gib(needed)}"
+            f"{where} for each rank, expected {gib(needed)}"
         )

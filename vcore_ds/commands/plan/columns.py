@@ -70,7 +70,7 @@ class Columns:
     """`engine.memory_check`: whether a run that does not fit is refused."""
 
     @property
-    def of_recipe(self) -> Column:
+    def recipe_column(self) -> Column:
         return next(column for column in self.columns if column.title == self.recipe_title)
 
     @property

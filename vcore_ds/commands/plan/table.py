@@ -17,7 +17,7 @@ _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "
 def describe(columns: Columns) -> str:
     """The verdict in a few lines, the table, and its assumptions."""
     plan = columns.columns[0].plan
-    warning = warn_of_positions(columns.of_recipe.plan.settings, plan.shape)
+    warning = warn_of_positions(columns.recipe_column.plan.settings, plan.shape)
     routed = f" ({active_parameters(plan.shape):,} active for each token)" if plan.shape.experts is not None else ""
     lines = [
         f"Plan: {columns.recipe_name} on {columns.cluster.describe()}",

@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -23,7 +22,7 @@ from vcore_ds.common.paths import can_be_hub_id, is_readable
 from vcore_ds.common.text import GIB, gib
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed.device import uses_gpu
-from vcore_ds.distributed.unused_gpus import NVIDIA_SMI_SECONDS
+from vcore_ds.distributed.unused_gpus import run_nvidia_smi
 from vcore_ds.train.run_folder import environment
 
 TEMPORARY_BYTES = 2 * GIB
@@ -273,10 +272,8 @@ def describe_machine() -> dict[str, str | None]:
 
 def query_gpus(fields: str) -> str | None:
     """nvidia-smi's values of these fields, each once where GPUs have the same; None without an answer."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
+    done = run_nvidia_smi(fields)
+    if done is None or done.returncode != 0:
         return None
     return "; ".join(dict.fromkeys(done.stdout.splitlines())) or None
 

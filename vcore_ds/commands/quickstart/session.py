@@ -70,35 +70,38 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     folder = REPOSITORY / recipe.run.output_dir
     folders = itertools.chain([folder], (folder.with_name(f"{folder.name}_{i}") for i in itertools.count(2)))
     values: dict[str, Any] = {"run.output_dir": next(path for path in folders if not path.exists())}
-    if not is_chosen("data.train_path", recipe, overrides):
+    chosen = find_chosen(recipe, overrides)
+    if "data.train_path" not in chosen:
         data = prepare_quickstart_data(DATA)
         values |= {"model.path": data.model, "data.train_path": data.train}
         values["data.validation_path"] = {"correct": str(data.correct), "incorrect": str(data.incorrect)}
         return without_chosen(values, recipe, overrides)
     for file in recipe.data.train_files():
         check_source(file.path)  # before anything that takes long
-    if not is_chosen("model.path", recipe, overrides):
+    if "model.path" not in chosen:
         values["model.path"] = prepare_model(DATA)
-    if not is_chosen("schedule.num_steps", recipe, overrides):
+    if "schedule.num_steps" not in chosen:
         values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
     values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
     split: dict[str, Any] = {}
-    if not is_chosen("data.validation_path", recipe, overrides):
+    if "data.validation_path" not in chosen:
         # Scores and reference log-probabilities are of all rows.
         is_whole = recipe.data.keep is not None or recipe.data.reference_log_probabilities is not None
         split = {"data.validation_path": None} if is_whole else split_rows(recipe.data.train_name())
     return without_chosen(values, recipe, overrides) + [make_override(key, value) for key, value in split.items()]
 
 
-def is_chosen(key: str, recipe: Recipe, overrides: Sequence[str]) -> bool:
-    """Whether the user has set a key, in an override or a fragment."""
+def find_chosen(recipe: Recipe, overrides: Sequence[str]) -> set[str]:
+    """Keys that the user has set, in overrides or fragments."""
     shipped, wanted = flat_values(load_recipe(RECIPE)), flat_values(recipe)
-    return wanted[key] != shipped[key] or any(override.partition("=")[0] == key for override in overrides)
+    changed = {key for key, value in wanted.items() if key not in shipped or value != shipped[key]}
+    return changed | {word.partition("=")[0] for word in overrides}
 
 
 def without_chosen(values: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Turn `values` into overrides, leaving out keys that the user has set."""
-    return [make_override(key, value) for key, value in values.items() if not is_chosen(key, recipe, overrides)]
+    chosen = find_chosen(recipe, overrides)
+    return [make_override(key, value) for key, value in values.items() if key not in chosen]
 
 
 def split_rows(source: str) -> dict[str, Any]:

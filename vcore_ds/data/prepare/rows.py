@@ -1,10 +1,11 @@
 """Rows of conversations, in the shapes that data sets for fine-tuning have."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vcore_ds.data.messages import SPEAKERS, TEMPLATE_FIELDS, WEIGHTS, Message, check_messages, check_tools
+from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 
 MESSAGE_FIELD = "messages."
 """Before the name of an ignored field of messages; columns of rows have none."""
@@ -71,6 +72,17 @@ def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
         raise Malformed("no turn of the assistant that answers something")
     known = {*columns, *others, "system", "tools", "functions"}
     return ChatRow(shape, checked, tools, context_turns, sorted(str(name) for name in row if name not in known))
+
+
+def chat_rows(shard: Shard) -> Iterator[ChatRow | Malformed]:
+    """Yield each row of a shard that is not blank as a conversation, or what is wrong with it."""
+    for _, row in shard.rows():
+        if row is BLANK:
+            continue
+        try:
+            yield Malformed(row.reason) if isinstance(row, Broken) else read_chat_row(row, from_table=shard.is_table)
+        except Malformed as problem:
+            yield problem
 
 
 def _messages(row: dict[str, Any]) -> Any:

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
-from vcore_ds.data.prepare.rows import Malformed, read_chat_row
-from vcore_ds.data.prepare.sources import BLANK, Broken, find_shards
+from vcore_ds.data.prepare.rows import Malformed, chat_rows
+from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store_checks import MANIFEST, read_manifest
 
 _MAX_SHOWN = 10
@@ -45,14 +45,9 @@ def _describe_rows(source: str) -> str:
     shards = find_shards([source], "train")
     if any(shard.kind == "array" and Path(shard.source).stat().st_size > _MOST_BYTES for shard in shards[:1]):
         return "a long list, which is not read here"
-    rows = ((shard, row) for shard in shards for _, row in shard.rows() if row is not BLANK)
-    for shard, row in islice(rows, _NUM_ROWS):
-        try:
-            if isinstance(row, Broken):
-                raise Malformed(row.reason)
-            chat = read_chat_row(row, from_table=shard.is_table)
-        except Malformed as reason:
-            faults.append(str(reason))
+    for chat in islice(chain.from_iterable(map(chat_rows, shards)), _NUM_ROWS):
+        if isinstance(chat, Malformed):
+            faults.append(str(chat))
             continue
         shapes[chat.shape] += 1
         ignored.update(chat.unknown)

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import LowRank, read_low_rank_tangent, unpack_parameter
+from vcore_ds.models.dual_tensors import LowRank, unpack_parameter, unpack_weight
 from vcore_ds.models.lora_linear import linear_tangent, linear_with_addend
 from vcore_ds.models.megatron.adapters import (
     Adapter,
@@ -77,7 +77,7 @@ class ColumnLinears(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         addends, scaling, flat = make_column_addends(self.adapters, x), 1.0, []
         for name in self.names:
-            weight, d_weight = _unpack_weight(self, name)
+            weight, d_weight = unpack_weight(self, name)
             has_bias = getattr(self, f"{name}_bias") is not None
             bias, d_bias = unpack_parameter(self, f"{name}_bias") if has_bias else (None, None)
             flat += [weight, bias, d_weight, d_bias, *addends.get(name, Addend())]
@@ -101,7 +101,7 @@ class RowLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         scaling = 1.0 if self.adapter is None else self.adapter.scaling
         value, d_value = forward_ad.unpack_dual(x)
-        pair = _unpack_weight(self, "weight")
+        pair = unpack_weight(self, "weight")
         return make_dual_if_any(*_RowMatmul.apply(scaling, value, d_value, *pair, *make_row_addend(self.adapter, x)))
 
 
@@ -111,7 +111,7 @@ class TokenEmbedding(VocabParallelEmbedding):
     reads_low_rank_tangents = True
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight, d_weight = _unpack_weight(self, "weight")
+        weight, d_weight = unpack_weight(self, "weight")
         ids = ids.t()
         is_remote = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         rows = (ids - self.vocab_start_index).masked_fill(is_remote, 0)
@@ -127,18 +127,11 @@ class TokenEmbedding(VocabParallelEmbedding):
         return scatter_tokens(make_dual_if_any(partial, d_partial))
 
 
-def _unpack_weight(module: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
-    """The value of a weight and its tangent, which may be factors; see `unpack_parameter`."""
-    weight, d_weight = unpack_parameter(module, name)
-    return weight, read_low_rank_tangent(module, name) or d_weight
-
-
 class _ColumnMatmuls(torch.autograd.Function):
     """Computes `x W^T + scaling * addend + b` and its tangent for several layers on the gathered tokens.
 
     `layers` has for each layer W, b, their tangents (that of W may be `LowRank`), and the four tensors of an `Addend`.
-    Only this rank's tokens are
-    saved for the backward, which gathers them again.
+    Only this rank's tokens are saved for the backward, which gathers them again.
     """
 
     @staticmethod
