@@ -1,10 +1,11 @@
-"""Host time of the all-gather of a layer of Qwen3-32B in DeepSpeed's Python, by ranks: coalesced, and in place.
+"""Host time of a layer's all-gather in Python, Qwen3-32B, by ranks: coalesced, by DeepSpeed's copies and ours, and in
+place.
 
     python -m tests.benchmarks.gather_host_time
 
-Runs DeepSpeed's handles on seven parameters with as many parts as a layer's matrices have, but little data, so that
-Python and dispatch count. The two take turns. CPU milliseconds of the thread, lower quartile. On a GPU the launches of
-NCCL come on top: one, or seven in place.
+Runs the handles on seven parameters with as many parts as a layer's matrices have, but little data, so that Python and
+dispatch count; coalesced ones with DeepSpeed's division of the buffer among the ranks. They take turns. CPU
+milliseconds of the thread, lower quartile. On a GPU the launches of NCCL come on top: one, or seven in place.
 """
 
 import math
@@ -18,6 +19,8 @@ from deepspeed.runtime.zero.partition_parameters import (
     AllGatherHandle,
     ZeroParamStatus,
 )
+
+from vcore_ds.engine.deepspeed_start import DEEPSPEED_WAIT, copy_gathered_parameters
 
 NUM_ELEMENTS = (8192, 1024, 1024, 8192, 16384, 16384, 16384)
 """Query, key, value, output, gate, up and down, scaled down."""
@@ -40,28 +43,30 @@ def make_parameters(num_ranks: int) -> list[Any]:
     ]
 
 
-def measure_host_time(num_ranks: int) -> tuple[float, float]:
-    """Milliseconds of a layer's all-gather: coalesced, in place."""
+def measure_host_time(num_ranks: int) -> list[float]:
+    """Milliseconds of a layer's all-gather: coalesced by DeepSpeed, coalesced by us, in place."""
     part = sum(math.ceil(n / num_ranks) for n in NUM_ELEMENTS)
-    parts = list(torch.empty(num_ranks * part).split(part))
+    buffer = torch.empty(num_ranks * part)
     buffers = [torch.empty(n) for n in NUM_ELEMENTS]
-    coalesced, in_place = [], []
+    seconds: list[list[float]] = [[], [], []]
     for _ in range(NUM_ROUNDS):
+        for wait, times in zip((DEEPSPEED_WAIT, copy_gathered_parameters), seconds[:2], strict=True):
+            parameters = make_parameters(num_ranks)
+            start = time.thread_time()
+            parts = [buffer.narrow(0, part * i, part) for i in range(num_ranks)]
+            wait(AllGatherCoalescedHandle(DONE, parameters, parts, num_ranks))
+            times.append(time.thread_time() - start)
         parameters = make_parameters(num_ranks)
         start = time.thread_time()
-        AllGatherCoalescedHandle(DONE, parameters, parts, num_ranks).wait()
-        coalesced.append(time.thread_time() - start)
-        parameters = make_parameters(num_ranks)
-        start = time.thread_time()
-        for parameter, buffer in zip(parameters, buffers, strict=True):
-            parameter.data = buffer
+        for parameter, whole in zip(parameters, buffers, strict=True):
+            parameter.data = whole
             AllGatherHandle(DONE, parameter).wait()
-        in_place.append(time.thread_time() - start)
-    first, second = (1e3 * sorted(seconds)[NUM_ROUNDS // 4] for seconds in (coalesced, in_place))
-    return first, second
+        seconds[2].append(time.thread_time() - start)
+    return [1e3 * sorted(times)[NUM_ROUNDS // 4] for times in seconds]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for ranks in (8, 16, 64, 128):
-        print("{:4d} ranks: coalesced {:.3f} ms, in place {:.3f} ms".format(ranks, *measure_host_time(ranks)))
+    for ranks in (8, 16, 64, 128, 512, 1024):
+        line = "{:4d} ranks: coalesced by DeepSpeed {:.3f} ms, by us {:.3f} ms, in place {:.3f} ms"
+        print(line.format(ranks, *measure_host_time(ranks)))

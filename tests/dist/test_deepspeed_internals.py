@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
@@ -19,7 +21,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.streams import accelerator_with_streams
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine.deepspeed_start import start_deepspeed
+from vcore_ds.engine.deepspeed_start import DEEPSPEED_WAIT, copy_gathered_parameters, start_deepspeed
 from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
@@ -380,3 +382,45 @@ def results() -> list[dict[str, bool]]:
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
 def test_deepspeed_still_behaves(results, name):
     assert all(of_rank[name] for of_rank in results), f"{name}: {results}"
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_gathered_parameters_are_copied_as_deepspeed_copies_them(num_groups: int) -> None:
+    """Shapes that the ranks divide evenly and unevenly, one with fewer elements than ranks, another dtype of the
+    parameter than of the buffer, and shards of a second copy, which hold those of several groups."""
+    num_ranks, shapes = 4, [(8, 3), (5, 5), (3,), (1, 7)]
+
+    def gather(wait: Callable[..., None]) -> tuple[list[torch.Tensor], bool]:
+        parameters = []
+        for i, shape in enumerate(shapes):
+            numel = torch.Size(shape).numel()
+            shard = SimpleNamespace(
+                ds_numel=-(-numel // (num_ranks * num_groups)), dtype=torch.float64 if i == 1 else torch.float32
+            )
+            parameters.append(
+                SimpleNamespace(
+                    ds_status=ZeroParamStatus.INFLIGHT,
+                    ds_numel=numel,
+                    ds_shape=torch.Size(shape),
+                    ds_tensor=shard,
+                    ds_secondary_tensor_num_of_groups=num_groups,
+                    data=None,
+                )
+            )
+        part = sum(parameter.ds_tensor.ds_numel * num_groups for parameter in parameters)
+        buffer = torch.arange(3.0 + num_ranks * part)[3:]  # not at the beginning of its storage
+        parts = [buffer.narrow(0, part * i, part) for i in range(num_ranks)]
+        handle = AllGatherCoalescedHandle(
+            SimpleNamespace(wait=lambda: None), parameters, parts, num_ranks, use_secondary_tensor=num_groups > 1
+        )
+        wait(handle)
+        wait(handle)  # no effect once it is complete
+        available = all(parameter.ds_status == ZeroParamStatus.AVAILABLE for parameter in parameters)
+        return [parameter.data for parameter in parameters], available and handle.complete
+
+    expected, _ = gather(DEEPSPEED_WAIT)
+    copied, complete = gather(copy_gathered_parameters)
+    assert complete
+    for ours, theirs in zip(copied, expected, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.is_contiguous() and torch.equal(ours, theirs)

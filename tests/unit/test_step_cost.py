@@ -33,7 +33,9 @@ from vcore_ds.planning.step_cost import PassWork, StepCost, StepModel, StepPasse
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A layer has 1,000 linear parameters, the head 500."""
 COUNTS = ParameterCounts(3000, 3000)
-IDEAL = Achieved(1.0, 1.0, 1.0, 1.0, 1.0, hidden=0.0, exchange_latency=0.0, layer_overhead=0.0)
+IDEAL = Achieved(
+    1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, ring_latency=0.0, ring_step_latency=0.0, ring_step_latency_between=0.0
+)
 FAST = Gpu("any", 10**9, 1e6, math.inf, math.inf, math.inf, 1e6)
 """A million FLOP a second, also in attention; everything else at once."""
 SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2)
@@ -339,7 +341,7 @@ def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_pl
     found = spread(range(num_gpus), lengths, degrees=[1], limit=RowLimit(None, 1), time_model=time_model)
     model = StepModel(SHAPE, COUNTS, replace(JVP, num_ranks=num_gpus), cluster, 0, in_place)
     cost = model.step(StepPasses.of(JVP), [(lengths, found)], [(lengths, found)])
-    gathers = 0.0 if in_place or num_gpus == 1 else 2 * 24e-6 * num_gpus
+    gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus
     assert cost.seconds["probe"] == pytest.approx(2 * (2 * 0.8e-3 + gathers))
     assert cost.seconds["main"] == pytest.approx(2 * (3 * 0.8e-3 + 4.1e-3 + gathers))
     assert cost.parts["launches on the host"] == pytest.approx(2 * (4.1e-3 + 2 * gathers))

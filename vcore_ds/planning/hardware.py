@@ -206,9 +206,16 @@ class Achieved:
     """Seconds of hooks, Python and kernel tails for each layer of a run through the model."""
     tangent_overhead: float = 4.1e-3
     """Seconds beyond these that the host takes for each layer with tangents: 4.9 ms of dispatch measured on a CPU."""
-    gather_overhead: float = 24e-6
-    """Seconds that the host takes for each rank of a layer's all-gather, whose parts DeepSpeed copies to their places
-    in Python; none where it gathers in place. Measured by tests/benchmarks/gather_host_time.py."""
+    gather_overhead: float = 2.6e-6
+    """Seconds that the host takes for each rank of a layer's all-gather, for which DeepSpeed makes a view in Python;
+    none where it gathers in place. Measured by tests/benchmarks/gather_host_time.py."""
+    # NCCL's model of its rings with protocol LL128, which it takes by default on NVLink (NVIDIA/nccl,
+    # src/graph/tuning.cc, 2026-06): the time of an all-gather or reduce-scatter without contents.
+    ring_latency: float = 14e-6
+    ring_step_latency: float = 1.9e-6
+    """Seconds of each step of a ring within a node; it has as many steps as other ranks."""
+    ring_step_latency_between: float = 4e-6
+    """Seconds of each step from one node to the next."""
 
 
 SLOW, FAST = Achieved(compute=0.30, attention=0.85), Achieved(compute=0.68, attention=1.15)
@@ -225,6 +232,8 @@ class Cluster:
     achieved: Achieved = Achieved()
     host_bytes_per_node: int = 2048 * GIB
     """Host memory, for what is offloaded."""
+    storage_bandwidth: float = 20e9
+    """Bytes a second at which all nodes together read or write checkpoints."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -254,6 +263,15 @@ class Cluster:
             # Tokens whose products take as long as reading the bf16 weights once, and as much again for tails.
             half_speed_tokens=2 * flops / bandwidth,
         )
+
+    def ring_seconds(self, num_ranks: int, ranks_per_node: int) -> float:
+        """Seconds of an all-gather or reduce-scatter without contents over a ring of these ranks."""
+        if num_ranks == 1:
+            return 0.0
+        achieved, num_between = self.achieved, -(-num_ranks // ranks_per_node) - 1
+        num_inside = num_ranks - 1 - num_between
+        between = num_between * achieved.ring_step_latency_between
+        return achieved.ring_latency + num_inside * achieved.ring_step_latency + between
 
     @property
     def attention_flops(self) -> float:

@@ -9,6 +9,7 @@ from vcore_ds.common.text import count, gib
 from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.goodput import Goodput
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
 from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_counts
@@ -53,6 +54,7 @@ class RunPlan:
     """Tokens of the main batch, mean of the simulated batches."""
     flops_per_step: float
     """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
+    goodput: Goodput
     seconds_scoring: float
     """Seconds in which `vcore-ds score` scores the traces of a global batch, along one trusted set."""
     cost_at: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
@@ -255,6 +257,7 @@ def plan_run(
         cost_at(cluster.achieved),
         sum(map(sum, main_lengths)) / len(main),
         model.needed_flops(derive_needed_passes(settings, memory_settings), main_lengths, probe_lengths),
+        Goodput.derive(cluster, parameter_counts(shape, memory_settings.adapters), memory_settings),
         model.scoring_seconds(main),
         cost_at,
     )

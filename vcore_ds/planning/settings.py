@@ -38,6 +38,8 @@ class PlanSettings:
     """Whether the optimizer is Adam."""
     gradient_clipping: float | None
     coalesce_gradient_reduction: Literal["auto"] | bool
+    checkpoint_minutes: float | None
+    """`checkpoint.every_minutes`"""
     deepspeed_config: str
     """File of the DeepSpeed JSON, or the name of a shipped one."""
 
@@ -70,6 +72,7 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
         has_moments=recipe.optimizer.name == "adamw",
         gradient_clipping=recipe.optimizer.gradient_clipping,
         coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,
+        checkpoint_minutes=recipe.checkpoint.every_minutes,
         deepspeed_config=recipe.engine.deepspeed_config,
     )
 

@@ -227,6 +227,10 @@ SpreadBatch = tuple[Sequence[int], Spread]
 _NEVER_HIDDEN = 0.1
 """Share of all-gathers and reduce-scatters that nothing hides: those of the first and the last layer."""
 
+_PARAMETERS_OF_A_LAYER = 7
+"""Parameters of a layer that are gathered: queries, keys, values, output, and three of the MLP, or of the experts and
+their router. Norms are small enough to be kept on each rank."""
+
 HOST_LINK = 50e9
 """Bytes a second between a device and its host: 0.8 of PCIe 5.0 x16."""
 
@@ -348,11 +352,13 @@ class StepModel:
             whatever = all_weights_flops * machine.half_speed_tokens / machine.flops  # a pass of no tokens
             compute = work.linear_time_multiple(shape) * (linear + whatever)
             compute += (work.attention + work.attention_again) * attention
-            moved: dict[str, Traffic] = self._parameters(work)
+            # ZeRO++'s second copy is made by the first all-gather of a step, which crosses all ranks.
+            makes_copy = self._num_in_copy < self._num_groups and phase == "main" and step == 0
+            moved: dict[str, Traffic] = self._parameters(work, makes_copy)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
                 moved["gradients"] = self._move_trained(b)
             hidden = sum((traffic.seconds(machine) for traffic in moved.values()), 0.0)
-            hidden += self._host_seconds(work)
+            hidden += self._host_seconds(work) + self._ring_seconds(work, makes_copy, reduces="gradients" in moved)
             if k > 1:
                 handed_over = b * exchanged_numbers(shape, k) * shape.num_layers * tokens * work.exchanges
                 moved["sequence-parallel activations"] = exchanged(handed_over, k, self._groups_per_node)
@@ -379,18 +385,30 @@ class StepModel:
                 checkpoints = b * tokens / self.settings.tensor * shape.hidden_size * (shape.num_layers + 1)
                 sums.spend(phase, "copies to the host", weight * 2 * checkpoints / HOST_LINK)
             # The device waits where the host needs longer to launch a pass than the device to compute it.
-            seconds_waiting = weight * self._launch_seconds(work) - (sums.seconds[phase] - seconds_before)
+            seconds_waiting = weight * self._launch_seconds(work, makes_copy) - (sums.seconds[phase] - seconds_before)
             if seconds_waiting > 0:
                 sums.spend(phase, "launches on the host", seconds_waiting)
             for kind, traffic in moved.items():
                 sums.move(kind, traffic * weight)
 
-    def _launch_seconds(self, work: PassWork) -> float:
+    def _ring_seconds(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> float:
+        """What all-gathers and reduce-scatters of one micro-step take beyond their bytes: one for each layer, embedding
+        and head, or one for each parameter."""
+        num_layers, in_node = self.shape.num_layers, self._groups_per_node
+        whole = self.cluster.ring_seconds(self._num_groups, in_node)
+        of_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
+        num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.gathers_in_place else 1)
+        num_others = (2 + num_layers) * (work.tangent_gathers + int(reduces))
+        seconds_gathers = work.gathers * of_copy + makes_copy * (whole - of_copy)
+        return num_gathers * seconds_gathers + num_others * whole
+
+    def _launch_seconds(self, work: PassWork, makes_copy: bool) -> float:
         """Host time of a pass: Python and launches of its layers, and of all-gathers, which grows with the ranks."""
         achieved = self.cluster.achieved
         per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
         if not self.gathers_in_place and self._num_groups > 1:
-            per_layer += work.gathers * self._num_groups * achieved.gather_overhead
+            num_ranks = work.gathers * self._num_in_copy + makes_copy * (self._num_groups - self._num_in_copy)
+            per_layer += num_ranks * achieved.gather_overhead
         return self.shape.num_layers * per_layer
 
     def _factorize(self, sums: _Sums, weight: float) -> None:
@@ -423,12 +441,18 @@ class StepModel:
             num_exchanges += 2 * shape.num_layers * (work.exchanges - work.num_with_tangents)
         return hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
 
-    def _parameters(self, work: PassWork) -> dict[str, Traffic]:
-        """All-gathers of one micro-step."""
+    def _parameters(self, work: PassWork, makes_copy: bool) -> dict[str, Traffic]:
+        """All-gathers of one micro-step.
+
+        Args:
+            makes_copy: whether the first one makes ZeRO++'s second copy.
+        """
         counts, b = self.counts, self.settings.number_bytes
         expert_part = b * self.shape.expert_parameters
         others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - expert_part
         moved = self._gathered(others, expert_part) * (work.gathers - work.reduces)
+        if makes_copy:
+            moved += self._over_shards(others, expert_part) + self._gathered(others, expert_part) * -1
         if work.reduces:
             moved += self._gathered(*self._again_in_backward(others, expert_part))
         found = {"parameters": moved}
@@ -490,10 +514,10 @@ class StepModel:
         return self._over_shards(number_bytes * others, number_bytes * expert_part)
 
     def _gathered(self, others: float, expert_part: float) -> Traffic:
-        """An all-gather of parameters, within a node where its ranks have a second copy."""
-        inside = self.settings.ranks_of_second_copy
-        if inside > 1:
-            return gathered(others + expert_part, inside, inside)
+        """An all-gather of parameters, over those ranks alone that share a second copy."""
+        in_copy = self._num_in_copy
+        if in_copy < self._num_groups:
+            return gathered(others + expert_part, in_copy, min(in_copy, self._groups_per_node))
         return self._over_shards(others, expert_part)
 
     def _over_shards(self, others: float, expert_part: float) -> Traffic:
@@ -512,6 +536,12 @@ class StepModel:
     def _num_groups(self) -> int:
         """GPUs that shard the model, a tensor-parallel group as one."""
         return self.cluster.num_gpus // self.settings.tensor
+
+    @property
+    def _num_in_copy(self) -> int:
+        """Ranks over which parameters are gathered: those that share a second copy, or all."""
+        num_ranks = self.settings.ranks_of_second_copy
+        return num_ranks if num_ranks > 1 else self._num_groups
 
     @property
     def _groups_per_node(self) -> int:

@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of a node, GiB (default 2048)",
     )
     parser.add_argument(
+        "--storage",
+        type=positive_number,
+        default=20.0,
+        metavar="GB/S",
+        help="speed at which all nodes together read or write checkpoints, GB/s (default 20)",
+    )
+    parser.add_argument(
         "--mean-tokens",
         type=positive_number,
         metavar="N",

@@ -98,6 +98,7 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
         arguments.gpus_per_node,
         Achieved() if calibration is None else calibration.achieved,
         int(arguments.host_memory * GIB),
+        arguments.storage * 1e9,
     )
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:

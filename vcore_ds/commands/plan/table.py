@@ -6,6 +6,7 @@ from typing import Any
 from vcore_ds.commands.plan.columns import RARER_PROBE, Column, Columns
 from vcore_ds.common.text import align_columns, count, gib
 from vcore_ds.planning.batch_plan import Part
+from vcore_ds.planning.goodput import BEST_GPU_HOURS, GPU_HOURS_BETWEEN_FAILURES, WORST_GPU_HOURS
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster
 from vcore_ds.planning.memory import Phase, active_parameters
 from vcore_ds.planning.run_plan import RunPlan, Way, describe_range, plan_verdict, warn_of_positions
@@ -123,7 +124,25 @@ def _plan_rows(plans: list[RunPlan]) -> Iterator[Row]:
         yield f"  of which {part}", [_seconds(plan.cost.parts.get(part, 0.0)) for plan in plans]
     yield row("Tokens per day, millions", lambda plan: f"{plan.tokens_per_day / 1e6:,.0f}")
     yield row("Model FLOPs utilization (MFU)", lambda plan: f"{plan.utilization:.1%}")
+    if plans[0].cluster.num_nodes > 1:
+        yield from _goodput_rows(row)
     yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.gpu_hours_scoring(10_000):,.1f}")
+
+
+def _goodput_rows(row: Callable[[str, Callable[[RunPlan], str]], Row]) -> Iterator[Row]:
+    def share(plan: RunPlan) -> str:
+        minutes = plan.settings.checkpoint_minutes
+        return "-" if minutes is None else f"{plan.goodput.share(minutes):.1%}"
+
+    def best(plan: RunPlan) -> str:
+        return f"{plan.goodput.share(plan.goodput.best_minutes):.1%}"
+
+    yield "Failures and checkpoints", []
+    yield row("  hours between failures", lambda plan: f"{plan.goodput.hours_between_failures():,.1f}")
+    yield row("  seconds of a checkpoint", lambda plan: f"{plan.goodput.seconds_checkpoint:,.1f}")
+    yield row("  share of the time that trains, as in the recipe", share)
+    yield row("  checkpoint.every_minutes that loses least", lambda plan: f"{plan.goodput.best_minutes:,.0f}")
+    yield row("  share of the time that trains, with that", best)
 
 
 def _sharing(plan: RunPlan, part: Part) -> str:
@@ -187,6 +206,15 @@ def _assumptions(columns: Columns) -> Iterator[str]:
         f"{gpu.network_bandwidth * 8 / 1e9:,.0f} Gbit/s; all-gathers and reduce-scatters overlap with "
         f"{achieved.hidden:.0%} of the computation"
     )
+    if cluster.num_nodes > 1:
+        goodput = first.goodput
+        ends = [f"{goodput.hours_between_failures(hours):,.1f}" for hours in (WORST_GPU_HOURS, BEST_GPU_HOURS)]
+        yield (
+            f"Assumed: a failure in {GPU_HOURS_BETWEEN_FAILURES:,.0f} GPU hours (clusters have had one in "
+            f"{WORST_GPU_HOURS:,.0f} to {BEST_GPU_HOURS:,.0f}: here {' to '.join(ends)} hours apart), "
+            f"{goodput.seconds_restart:,.0f} s until the next step, checkpoints at "
+            f"{cluster.storage_bandwidth / 1e9:,.0f} GB/s (--storage)"
+        )
     if columns.calibration is not None:
         yield columns.calibration.describe()
     else:
@@ -274,6 +302,10 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "tokens_per_step": plan.tokens_per_step,
         "tokens_per_day": plan.tokens_per_day,
         "model_flops_utilization": plan.utilization,
+        "hours_between_failures": plan.goodput.hours_between_failures(),
+        "seconds_checkpoint": plan.goodput.seconds_checkpoint,
+        "best_checkpoint_minutes": plan.goodput.best_minutes,
+        "goodput_at_best": plan.goodput.share(plan.goodput.best_minutes),
         "gpu_hours_per_100_steps": plan.gpu_hours(100),
         "num_steps": plan.settings.num_steps,
     }
