@@ -275,7 +275,7 @@ def measure(
         forward = FiniteDifference(engine, direction, epsilon=epsilon).begin([main])
         changed[epsilon] = forward.metrics["changed_fraction"]
         with torch.no_grad():
-            differences[epsilon] = forward(0)[1]
+            differences[epsilon] = forward(0).utilities
 
     copy_trained_parameters(engine, reference)
     first = tiny.take(main, [0])

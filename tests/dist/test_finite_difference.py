@@ -80,7 +80,7 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
     def agreement(epsilon: float) -> float:
         forward = FiniteDifference(engine, direction, epsilon=epsilon).begin(batches)
         with engine.without_gradient():
-            differences = torch.cat([forward(k)[1] for k in range(len(batches))])
+            differences = torch.cat([forward(k).utilities for k in range(len(batches))])
         correlation = spearmanr(differences, exact).statistic
         return 0.0 if correlation != correlation else float(correlation)
 

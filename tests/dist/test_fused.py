@@ -94,9 +94,9 @@ def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"why not": why_not_fused(engine)}
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with engine.accumulation(1):
-            losses, utilities = estimator.begin([batch])(0)
-            engine.backward((torch.softmax(0.3 * utilities, 0) * losses).sum())
-        found |= {"losses": losses.detach(), "utilities": utilities}
+            result = estimator.begin([batch])(0)
+            engine.backward((torch.softmax(0.3 * result.utilities, 0) * result.losses).sum())
+        found |= {"losses": result.losses.detach(), "utilities": result.utilities}
         found["gradient"] = torch.cat([g.flatten().float() for g in engine.shards.gradients()])
     # What follows is as before: nothing of the dual forward stays.
     assert not any(
@@ -245,8 +245,9 @@ def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
         allocations = Allocations()
         for counted in (nullcontext(), allocations):  # DeepSpeed learns the order of the modules in the first
             with counted, engine.accumulation(1):
-                losses, utilities = forward.begin([batch])(0)
-                engine.backward((losses * (1.0 if utilities is None else torch.softmax(utilities, 0))).sum())
+                result = forward.begin([batch])(0)
+                weights = 1.0 if result.utilities is None else torch.softmax(result.utilities, 0)
+                engine.backward((result.losses * weights).sum())
         found[name] = allocations.peak_bytes
     engine.close()
     return found

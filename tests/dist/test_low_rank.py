@@ -87,10 +87,10 @@ def measure(case: Case) -> dict[str, Any]:
     forward = estimator.begin(batches)
     with engine.accumulation(len(batches)):
         for k, batch in enumerate(batches):
-            losses, values = forward(k)
+            result = forward(k)
             sizes = batch.num_supervised_tokens().tolist()
-            utilities |= dict(zip(batch.sequence_ids, values.split(sizes), strict=False))
-            engine.backward(losses.sum())
+            utilities |= dict(zip(batch.sequence_ids, result.utilities.split(sizes), strict=False))
+            engine.backward(result.losses.sum())
     whole, approximate, replicas = {}, {}, []
     for group in range(len(direction.groups)):
         gathered = direction.finish_gather(direction.start_gather(group))

@@ -17,13 +17,19 @@ from vcore_ds.train.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
 
-METHODS = ("vcore", "sft", "dft", "iw_sft", "random")
+METHODS = ("vcore", "sft", "dft", "iw_sft", "random", "asft", "eaft", "deft", "profit")
+SECTIONS = {
+    "vcore": {"kl_budget": 0.1},
+    # The step's rate is small: with the usual weight the divergence would have no part in the gradient.
+    "asft": {"kl_weight": 100.0},
+    "profit": {"min_probability": 1 / tiny.VOCABULARY},
+}
 NUM_STEPS = 2
 """So that iw-SFT's ratio leaves 1, and Adam's state exists."""
 
 
 def make_recipe(method: str, lora: bool, normalization: str):
-    section = {"name": method, "normalization": normalization} | ({"kl_budget": 0.1} if method == "vcore" else {})
+    section = {"name": method, "normalization": normalization} | SECTIONS.get(method, {})
     reference = {"reference_log_probabilities": "none"} if method == "iw_sft" and not lora else {}
     return step_runs.recipe(
         method=section,
@@ -54,7 +60,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
     if method == "iw_sft" and not lora:
         alone = [tiny.take(followed, [row]) for row in range(3)]
         followed.reference_log_probability = torch.cat(compute_log_probabilities(engine, alone))
-    worst: dict[str, float] = dict.fromkeys(("weights", "alpha", "gradient", "parameters", "loss"), 0.0)
+    worst: dict[str, float] = dict.fromkeys(("weights", "alpha", "gradient", "parameters", "loss", "base_kl"), 0.0)
     for k, main in enumerate(mains):
         masks = keep_some(main) if method == "random" else None
         probe = tiny.rows(4, seed=70 + k)
@@ -84,6 +90,8 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
                 for name, parameter in step_runs.whole_parameters(engine).items()
             ),
         }
+        if method == "asft":
+            deviations["base_kl"] = abs(metrics.values["base_kl"] / expected["base_kl"] - 1)
         for name, deviation in deviations.items():
             assert deviation == deviation, f"{name} is nan"
             worst[name] = max(worst[name], deviation)
@@ -113,6 +121,7 @@ COMBINATIONS = [
     (method, lora, num_micro_batches, ("token", "sequence")[(i + lora + (num_micro_batches > 1)) % 2])
     for i, method in enumerate(METHODS)
     for lora, num_micro_batches in itertools.product((False, True), (1, 4))
+    if lora or method != "asft"
 ]
 
 
@@ -150,11 +159,11 @@ def test_a_step_of_every_combination_equals_the_reference(deviations, world_size
         print(f"rank {rank}: " + "  ".join(f"{name} {value:.1e}" for name, value in worst.items()))
         of_followed = {name for name in worst if name.startswith("followed ")}
         assert len(of_followed) == (4 if combination[0] == "vcore" else 3)
-        for quantity in ("weights", "alpha", "gradient", "loss", *of_followed):
+        for quantity in ("weights", "alpha", "gradient", "loss", "base_kl", *of_followed):
             assert worst[quantity] < 1e-5, quantity
         assert worst["parameters"] < 1e-6
-        # The weights of these two do not sum to 1; if they did, the method would not have been in effect.
-        if combination[0] == "dft":
-            assert 0 < worst["total_weight"] < 0.5
-        if combination[0] == "iw_sft":
-            assert worst["total_weight"] != 1.0
+        # The weights of these do not sum to 1; if they did, the method would not have been in effect.
+        if combination[0] in ("dft", "asft", "deft", "profit"):
+            assert 0 < worst["total_weight"] < 0.99
+        if combination[0] in ("iw_sft", "eaft"):
+            assert abs(worst["total_weight"] - 1.0) > 1e-5

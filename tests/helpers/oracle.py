@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from scipy.optimize import brentq
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 
 class Reference:
@@ -24,22 +24,58 @@ class Reference:
     def rows(batch):
         return list(zip(batch.input_ids, batch.labels, strict=True))
 
-    def losses(self, row, labels, parameters=None):
-        """Loss of each supervised token of one row, `[n_i]`."""
+    def logits(self, row, labels, parameters=None):
+        """Logits of the supervised tokens of one row, `[n_i, V]`."""
         inputs = dict(input_ids=row[None])
         if parameters is None:
             logits = self.model(**inputs).logits[0, :-1]
         else:
             logits = functional_call(self.model, parameters, (), inputs, tie_weights=True).logits[0, :-1]
-        loss = cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels[1:], reduction="none")
-        return loss[labels[1:] != -100]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))[labels[1:] != -100]
 
-    def gradient(self, batch, weights, shares):
-        """`sum_i share_i sum_t weights[i][t] * grad l[i,t]`."""
+    def losses(self, row, labels, parameters=None):
+        """Loss of each supervised token of one row, `[n_i]`."""
+        targets = labels[1:][labels[1:] != -100]
+        return cross_entropy(self.logits(row, labels, parameters), targets, reduction="none")
+
+    def divergences(self, row, labels):
+        """`KL(model without adapters || model)` of each supervised token of one row, as LLaMA-Factory computes it."""
+        with torch.no_grad(), self.model.disable_adapter():
+            base = log_softmax(self.logits(row, labels), -1)
+        return kl_div(log_softmax(self.logits(row, labels), -1), base.exp(), reduction="none").sum(-1)
+
+    def gradient(self, batch, weights, shares, kl_weight=0.0):
+        """`sum_i share_i (sum_t weights[i][t] * grad l[i,t] + kl_weight * mean_t grad kl[i,t])`."""
         self.optimizer.zero_grad()
         rows = zip(batch.input_ids, batch.labels, weights, shares, strict=True)
-        sum(share * (w * self.losses(row, labels)).sum() for row, labels, w, share in rows if len(w)).backward()
+        sum(
+            share * ((w * self.losses(row, labels)).sum()
+                     + (kl_weight * self.divergences(row, labels).mean() if kl_weight else 0.0))
+            for row, labels, w, share in rows
+            if len(w)
+        ).backward()  # fmt: skip
         return {name: p.grad.clone() for name, p in self.trained.items()}
+
+    @torch.no_grad()
+    def factors(self, row, labels, method, min_probability):
+        """What a token's uniform weight is multiplied with, from all probabilities, in fp64; `[n_i]`."""
+        logits, targets = self.logits(row, labels), labels[1:][labels[1:] != -100]
+        log_p = log_softmax(logits.double(), -1)
+        of_target = log_p.gather(1, targets[:, None])[:, 0].exp()
+        if method in ("dft", "asft"):
+            factors = of_target
+        elif method == "profit":
+            factors = (of_target >= min_probability).double()
+        elif method == "deft":
+            a = log_p.exp().square().sum(-1)
+            factors = of_target**a * a / (a + 1e-6)
+        elif method == "eaft":
+            top = log_p.sort(-1, descending=True).values[:, :20].exp()
+            top = top / top.sum(-1, keepdim=True)
+            factors = -(top * top.log()).sum(-1) / math.log(20)
+        else:
+            factors = torch.ones_like(of_target)
+        return factors.to(logits.dtype)
 
     def utilities(self, batch, direction, epsilon=None):
         with torch.no_grad():
@@ -83,7 +119,7 @@ class Reference:
                     return [self.losses(x, y) for x, y in self.rows(batch)]
             return [self.losses(x, y, self.start) for x, y in self.rows(batch)]
 
-    def measured(self, batch, method, direction, *, temperature, kl_budget, epsilon, kept):
+    def measured(self, batch, method, direction, *, temperature, kl_budget, epsilon, kept, min_probability):
         """Losses, entropies, utilities and weights of each row of a batch that is not trained on."""
         found = []
         utilities = None if direction is None else self.utilities(batch, direction, epsilon)
@@ -93,12 +129,10 @@ class Reference:
                 losses = self.losses(row, labels)
                 logits = self.model(input_ids=row[None]).logits[0, :-1][labels[1:] != -100].double()
             log_p = torch.log_softmax(logits, -1)
-            weights = torch.ones_like(losses) / len(losses)
+            weights = self.factors(row, labels, method, min_probability) / len(losses)
             if method == "vcore":
                 s = utilities[i]
                 weights = tilted(s, weights, temperature or tau(s, weights, kl_budget))
-            elif method == "dft":
-                weights = weights * torch.exp(-losses)
             elif method == "iw_sft":
                 weights = weights * (before[i] - losses).mean().exp().clamp(0, 16)
             elif method == "random":
@@ -112,7 +146,7 @@ class Reference:
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
              groups=None, base_measure="uniform", batch_kl_budget=None, probe_loss="uniform",
-             followed=None, followed_kept=None):  # fmt: skip
+             followed=None, followed_kept=None, kl_weight=0.0, min_probability=None):  # fmt: skip
         """Args:
         kept: for method `random`, a mask `[n_i]` for each row.
         groups: the rows of each micro-batch, where every micro-batch has its own alpha.
@@ -133,8 +167,8 @@ class Reference:
         utilities, weights, scales = None, uniform(main), shares(counts(main))
         plain_scales = list(scales)
         plain = sum(w * loss.mean() for w, loss in zip(scales, losses, strict=True) if len(loss))
-        if method == "dft":
-            weights = [torch.exp(-loss) / len(loss) for loss in losses]
+        factors = [self.factors(x, y, method, min_probability) for x, y in self.rows(main)]
+        weights = [factor * u for factor, u in zip(factors, weights, strict=True)]
         if method == "iw_sft":
             before = self.reference_losses(main)
             ratios = [(r - x).mean().exp().clamp(0, 16) for r, x in zip(before, losses, strict=True)]
@@ -186,16 +220,22 @@ class Reference:
                     factors[i] = min(float(factor), cap or math.inf)
         beside = followed and self.measured(
             followed, method, direction, temperature=temperature, kl_budget=kl_budget, epsilon=epsilon,
-            kept=followed_kept,
+            kept=followed_kept, min_probability=min_probability,
         )  # fmt: skip
         parts = [w * float((q * x).sum()) for w, q, x in zip(scales, weights, losses, strict=True)]
-        gradient = self.gradient(main, weights, [f * w for f, w in zip(factors, scales, strict=True)])
+        anchor, base_kl = 0.0, None
+        if method == "asft":
+            anchor = kl_weight
+            with torch.no_grad():
+                rows = [(w, x, y) for w, (x, y) in zip(scales, self.rows(main), strict=True) if w]
+                base_kl = sum(w * float(self.divergences(x, y).mean()) for w, x, y in rows)
+        gradient = self.gradient(main, weights, [f * w for f, w in zip(factors, scales, strict=True)], anchor)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.trained.values(), clip)
         self.optimizer.step()
         effect = sum(f * x for f, x in zip(factors, parts, strict=True)) / sum(parts)
         return dict(utilities=utilities, weights=weights, alpha=effect, gradient=gradient, loss=float(plain),
-                    followed=beside)  # fmt: skip
+                    followed=beside, base_kl=base_kl)  # fmt: skip
 
 
 def tilted(s, base, tau):

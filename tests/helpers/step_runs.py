@@ -193,6 +193,8 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
         base_measure=recipe.method.base_measure,
         batch_kl_budget=recipe.method.batch_kl_budget,
         probe_loss=recipe.probe.loss,
+        kl_weight=recipe.method.kl_weight,
+        min_probability=recipe.method.min_probability,
     )
 
 

@@ -167,7 +167,8 @@ class Measured:
         forward = ForwardMode(self.engine, self.direction, fused=fused).begin(batches)
         with self.engine.without_dropout(), self.engine.accumulation(len(batches)):
             for k, batch in enumerate(batches):
-                found.append(forward(k))
+                result = forward(k)
+                found.append((result.losses, result.utilities))
                 counts = batch.num_supervised_tokens()[batch.sequence_index()]
                 self.engine.backward((found[-1][0] / counts).sum() / len(self.main))
         other = Direction(self.engine)
@@ -180,7 +181,8 @@ class Measured:
         batches = own_batches(self.main, alone=self.alone)
         forward = FiniteDifference(self.engine, self.direction, epsilon="auto").begin(batches, measure_noise=True)
         with self.engine.without_dropout(), torch.no_grad():
-            found = [forward(k) for k in range(len(batches))]
+            results = [forward(k) for k in range(len(batches))]
+            found = [(result.losses, result.utilities) for result in results]
         losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
         return losses, utilities
 

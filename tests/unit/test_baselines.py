@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vcore_ds.common.random_streams import Stream, generator
-from vcore_ds.method.baselines import IMPORTANCE_RATIO_CAP, dft_weights, iw_sft_weights, random_mask, random_weights
+from vcore_ds.method.baselines import (
+    IMPORTANCE_RATIO_CAP,
+    deft_weights,
+    dft_weights,
+    eaft_weights,
+    iw_sft_weights,
+    profit_weights,
+    random_mask,
+    random_weights,
+)
 from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, token_coefficients
 
 
@@ -56,6 +65,68 @@ def test_dft_is_the_published_loss_over_the_global_token_count() -> None:
     (found,) = torch.autograd.grad(loss, logits)
     assert float(loss.detach()) == pytest.approx(float(published.detach()), rel=1e-6)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
+
+
+# ---- eaft, deft, profit: by hand, and the gradient of their authors' loss over the tokens of all ranks --------------
+
+
+def logits_and_targets() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """9 tokens of 3 sequences; the batch has 25."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(9, 31, dtype=torch.float64, generator=generator)
+    return logits.requires_grad_(), torch.randint(0, 31, (9,), generator=generator), [4, 0, 5]
+
+
+def gradient_with(weights: torch.Tensor, losses: torch.Tensor, logits: torch.Tensor, lengths: list[int]):
+    """Of this rank's part of the loss, with the coefficients of a step."""
+    assert not weights.requires_grad
+    shares = sequence_shares(torch.tensor(lengths), GlobalCounts(7, 25), "token")
+    (gradient,) = torch.autograd.grad((token_coefficients(weights, index_of(lengths), shares) * losses).sum(), logits)
+    return gradient
+
+
+def test_eaft_by_hand_and_as_published() -> None:
+    gates = torch.tensor([1.0, 0.5, 0.25])
+    assert eaft_weights(gates, index_of([2, 1]), 2).tolist() == [0.5, 0.25, 0.25]
+
+    logits, targets, lengths = logits_and_targets()
+    nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    top = logits.detach().topk(20).values  # LLaMA-Factory's lines, with ln 20 where it has 3.0
+    log_top = top - torch.logsumexp(top, -1, keepdim=True)
+    gates = -(log_top.exp() * log_top).sum(-1) / math.log(20)
+    (expected,) = torch.autograd.grad((nll * gates).sum() / 25, logits, retain_graph=True)
+    found = gradient_with(eaft_weights(gates, index_of(lengths), 3), nll, logits, lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_deft_by_hand_and_as_published() -> None:
+    # Probability 1/4 and concentration 1/2: (1/4)^(1/2) = 1/2, but for the 1e-6.
+    weights = deft_weights(torch.tensor([4.0]).log(), torch.tensor([0.5]), index_of([1]), 1)
+    assert weights.tolist() == pytest.approx([0.5 * 0.5 / 0.500001])
+
+    logits, targets, lengths = logits_and_targets()
+    log_p = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    concentrations = logits.detach().softmax(-1).square().sum(-1)
+    published = -((concentrations * log_p).exp() - 1) / (concentrations + 1e-6)
+    (expected,) = torch.autograd.grad(published.sum() / 25, logits, retain_graph=True)
+    weights = deft_weights(-log_p.detach(), concentrations, index_of(lengths), 3)
+    torch.testing.assert_close(gradient_with(weights, -log_p, logits, lengths), expected, rtol=1e-6, atol=1e-12)
+
+
+def test_profit_by_hand_and_as_published() -> None:
+    losses = -torch.tensor([0.5, 0.09, 0.11, 0.01], dtype=torch.float64).log()
+    assert profit_weights(losses, 0.1, index_of([3, 1]), 2).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0])
+    assert profit_weights(torch.tensor([2.0]).log(), 0.5, index_of([1]), 1).tolist() == [1.0]  # at least
+
+    logits, targets, lengths = logits_and_targets()
+    p = logits.detach().softmax(-1).gather(1, targets[:, None])[:, 0]
+    kept_targets = targets.masked_fill(p < 0.1, -100)
+    assert 0 < int((kept_targets == -100).sum()) < 9
+    published = torch.nn.functional.cross_entropy(logits, kept_targets, ignore_index=-100, reduction="sum") / 25
+    (expected,) = torch.autograd.grad(published, logits, retain_graph=True)
+    nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    weights = profit_weights(nll.detach(), 0.1, index_of(lengths), 3)
+    torch.testing.assert_close(gradient_with(weights, nll, logits, lengths), expected, rtol=1e-6, atol=1e-12)
 
 
 # ---- iw-SFT --------------------------------------------------------------------------------------------------------

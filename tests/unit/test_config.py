@@ -118,7 +118,10 @@ def test_every_key_says_what_it_expects_in_the_words_of_the_command_keys(recipe_
 
 
 FIELD_PROBLEMS = [
-    ("method.name=vcor", 'found "vcor"; expected vcore, sft, dft, iw_sft, random or stored (`vcore` weights tokens by'),
+    (
+        "method.name=vcor",
+        'found "vcor"; expected vcore, sft, dft, asft, eaft, deft, profit, iw_sft, random or stored (`vcore` weights',
+    ),
     ("method.name=vcor", 'did you mean "vcore"?'),
     ("utility.epsilon=Auto", 'found "Auto"; expected a number above 0, auto or null (Step eps'),
     ("utility.epsilon=Auto", 'did you mean "auto"?'),
@@ -351,6 +354,12 @@ RULES: list[tuple[list[str], str, list[str]]] = [
         "data.reference_log_probabilities: found null together with method.name iw_sft and lora null; expected the "
         "file that `vcore-ds reference RECIPE --output FILE` writes before training",
         ["data.reference_log_probabilities=r.npz", LORA],
+    ),
+    (
+        ["method.name=asft", NO_BUDGET],
+        "lora: found null together with method.name asft; expected LoRA adapters, without which the model is the base "
+        "model that asft needs (set lora.rank, or method.name to dft; training all parameters would take a second copy",
+        [LORA, "method.name=dft"],
     ),
     (
         ["data.reference_log_probabilities=r.npz"],

@@ -35,7 +35,7 @@ def test_every_key_is_described() -> None:
 def test_values_and_defaults_in_words() -> None:
     keys = {key.dotted: (key.values, key.default) for key in recipe_keys()}
     for name, words in {
-        "method.name": ("vcore, sft, dft, iw_sft, random or stored", "vcore"),
+        "method.name": ("vcore, sft, dft, asft, eaft, deft, profit, iw_sft, random or stored", "vcore"),
         "method.keep_share": ("a number above 0 and at most 1", "0.2"),
         "utility.epsilon": ("a number above 0, auto or null", "null"),
         "batch.global_size": ("a whole number of at least 1", "32"),

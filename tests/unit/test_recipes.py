@@ -27,7 +27,7 @@ FOLDER = REPOSITORY / "launch_scripts" / "recipes"
 WRONG_TRACES = FOLDER / "wrong_traces.yaml"
 RECIPES = sorted([*FOLDER.glob("*.yaml"), *(FOLDER / "paper").glob("*.yaml")])
 PRESETS = ("recommended", "trusted", "paper", "released_code")
-METHODS = ("sft", "dft", "iw_sft", "random", "stored")
+METHODS = ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random", "stored")
 DEEPSPEED_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 QWEN3 = ("qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_32b")
 OTHERS = ("llama3.1_8b_instruct", "mistral_7b_instruct_v0.3")
@@ -145,6 +145,11 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             assert "methods/iw_sft.yaml:" in problem and "data.reference_log_probabilities: found null" in problem
             assert "expected the file that `vcore-ds reference RECIPE --output FILE` writes before training" in problem
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
+        changed = {"method", "data"} if name in ("iw_sft", "stored") or shares_batch else {"method"}
+        if name == "asft" and load(path).lora is None:
+            assert "lora: found null together with method.name asft; expected LoRA adapters" in problem_of(path, *words)
+            words += ["lora.rank=4", "lora.alpha=8"]  # the remedy
+            changed |= {"lora"}
         if name == "stored":
             assert "data.token_weights: found null together with method.name stored" in problem_of(path, *words)
             words.append("data.token_weights=weights.parquet")  # the remedy
@@ -153,7 +158,6 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
         plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), shape_for(recipe))
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
-        changed = {"method", "data"} if name in ("iw_sft", "stored") or shares_batch else {"method"}
         for section in Recipe.model_fields.keys() - changed:
             assert getattr(recipe, section) == getattr(preset, section)
 
@@ -166,7 +170,8 @@ def test_a_method_removes_the_reference_of_iw_sft(tmp_path: Path) -> None:
     assert load_recipe(mine).data.reference_log_probabilities == "reference.npz"
     for name in METHODS:
         kept = "reference.npz" if name == "iw_sft" else None
-        words = [f"methods/{name}.yaml"] + ["data.token_weights=weights.parquet"] * (name == "stored")
+        remedy = {"stored": ["data.token_weights=weights.parquet"], "asft": ["lora.rank=4", "lora.alpha=8"]}
+        words = [f"methods/{name}.yaml", *remedy.get(name, [])]
         assert load_recipe(mine, words).data.reference_log_probabilities == kept
     problem = problem_of(mine, "presets/paper.yaml")
     assert "found reference.npz together with method.name vcore and lora null; expected null" in problem

@@ -69,9 +69,10 @@ def test_flops_by_hand(method: str, settings: MemorySettings, training: int, ext
     }
 
 
-def test_the_reference_of_iw_sft_with_adapters_is_extra() -> None:
+@pytest.mark.parametrize("method", ["iw_sft", "asft"])
+def test_a_forward_of_the_base_model_is_extra(method: str) -> None:
     settings = replace(SFT, adapters=LORA)
-    passes = derive_needed_passes(derive_plan_settings(recipe_of("iw_sft", lora={"rank": 4, "alpha": 8.0})), settings)
+    passes = derive_needed_passes(derive_plan_settings(recipe_of(method, lora={"rank": 4, "alpha": 8.0})), settings)
     assert Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
 
 

@@ -14,7 +14,15 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcore_ds.models.token_loss import PLAIN, LogitTransform, VocabularyShard, token_entropy, token_loss
+from vcore_ds.models.token_loss import (
+    PLAIN,
+    LogitTransform,
+    VocabularyShard,
+    loss_and_statistic,
+    reference_divergence,
+    token_entropy,
+    token_loss,
+)
 
 module = importlib.import_module("vcore_ds.models.token_loss")
 
@@ -146,6 +154,35 @@ def test_entropies(num_ranks: int, scale: float, softcap: float | None) -> None:
     for entropies in found:
         assert torch.equal(entropies, found[0])
         torch.testing.assert_close(entropies, expected, rtol=1e-10, atol=1e-12)  # logits near 2000, in fp64
+
+
+@TRANSFORMED
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_statistics_and_divergences(num_ranks: int, transform: LogitTransform) -> None:
+    hidden, weight, targets, upstream = inputs()
+    reference = hidden + 0.3 * torch.randn(
+        hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    statistics = ("top_entropy", "concentration")
+
+    def of_ranks(part: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, ...]:
+        leaf, options = hidden.clone().requires_grad_(), {"transform": transform, "shard": shard}
+        divergences = reference_divergence(leaf, part, reference, **options)
+        divergences.backward(upstream)
+        return (
+            *(loss_and_statistic(hidden, part, targets, name, **options)[1] for name in statistics),
+            divergences.detach(),
+            leaf.grad,
+        )
+
+    expected = of_ranks(weight, None)  # against plain PyTorch in test_prediction_statistics.py
+    found = Ranks(num_ranks).run(lambda rank, shard: of_ranks(rows_of(weight, rank, num_ranks), shard))
+    for values, right in zip(zip(*found, strict=True), expected, strict=True):
+        if right.dim() == 1:
+            assert all(torch.equal(value, values[0]) for value in values)
+            torch.testing.assert_close(values[0], right)
+        else:  # the caller sums the gradient over the ranks
+            torch.testing.assert_close(sum(values), right)
 
 
 def test_no_tokens() -> None:

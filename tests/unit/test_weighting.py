@@ -19,6 +19,10 @@ from vcore_ds.train.weighting import alpha_of_global_batch, alpha_of_micro_batch
 METHODS = {
     "sft": MethodConfig(name="sft"),
     "dft": MethodConfig(name="dft"),
+    "asft": MethodConfig(name="asft"),
+    "eaft": MethodConfig(name="eaft"),
+    "deft": MethodConfig(name="deft"),
+    "profit": MethodConfig(name="profit", min_probability=0.4),
     "iw_sft": MethodConfig(name="iw_sft"),
     "random": MethodConfig(name="random"),
     "vcore-temperature": MethodConfig(temperature=0.8),
@@ -38,6 +42,7 @@ class Sequence:
     utilities: np.ndarray
     kept: np.ndarray
     reference_log_probability: float
+    statistics: np.ndarray
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -50,7 +55,7 @@ def draw() -> list[list[Sequence]]:
     def sequence(n: int) -> Sequence:
         kept = np.arange(n) == 0  # at least one
         values = random.exponential(1.0, n), random.normal(0.5, 1.0, n), kept | (random.random(n) < 0.4)
-        return Sequence(*values, -float(random.exponential(1.0, n).sum()))
+        return Sequence(*values, -float(random.exponential(1.0, n).sum()), random.random(n))
 
     return [[sequence(n) for n in lengths] for lengths in MICRO_BATCHES]
 
@@ -66,6 +71,7 @@ def tokens_of(sequences: list[Sequence]) -> Tokens:
         ragged("utilities").float(),
         ragged("kept").bool(),
         torch.tensor([sequence.reference_log_probability for sequence in sequences]),
+        ragged("statistics").float(),
     )
 
 
@@ -84,6 +90,10 @@ def expected_weights(method: MethodConfig, sequence: Sequence) -> np.ndarray:
     factor = {
         "sft": 1.0,
         "dft": np.exp(-losses),
+        "asft": np.exp(-losses),
+        "eaft": sequence.statistics,
+        "deft": np.exp(-losses * sequence.statistics) / (1 + 1e-6 / sequence.statistics),
+        "profit": np.exp(-losses) >= method.min_probability,
         "iw_sft": min(np.exp((-losses.sum() - sequence.reference_log_probability) / n), 16.0),
     }[method.name]
     return factor * np.full(n, 1 / n)
@@ -134,7 +144,8 @@ def test_an_importance_ratio_above_16_is_16() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_micro_batch_without_tokens_has_neither_weights_nor_an_alpha(name: str) -> None:
     """An idle rank's, which has no mask and no reference either."""
-    idle = Tokens(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 1, utilities=torch.zeros(0))
+    nothing = torch.zeros(0)
+    idle = Tokens(nothing, torch.zeros(0, dtype=torch.int64), 1, utilities=nothing, statistics=nothing)
     found = token_weights(METHODS[name], idle)
     assert found.weights.shape == (0,) and not found.saturated.any()
     for alpha in ALPHAS:
@@ -186,7 +197,7 @@ def test_every_alpha(alpha: str, scope: str, cap: float | None, normalization: s
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("name", ["sft", "dft", "iw_sft", "random"])
+@pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith("vcore")])
 def test_the_baselines_have_no_alpha_whatever_the_recipe_says(name: str, alpha: str, scope: str) -> None:
     method = MethodConfig(name=name, alpha=alpha, alpha_scope=scope)
     tokens = tokens_of(draw()[0])

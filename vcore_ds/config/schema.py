@@ -152,6 +152,13 @@ def _method_rules(recipe: Recipe) -> Iterator[BrokenRule]:
                 f"null: only vcore weights tokens by utility (set method.{key} to null, or method.name to vcore)",
             )
 
+    if method.is_anchored and recipe.lora is None:
+        yield BrokenRule(
+            ("lora", "method.name"),
+            "LoRA adapters, without which the model is the base model that asft needs (set lora.rank, or method.name "
+            "to dft; training all parameters would take a second copy of the model)",
+        )
+
 
 def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     method, batch = recipe.method, recipe.batch

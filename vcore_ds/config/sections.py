@@ -53,10 +53,12 @@ class Section(BaseModel):
 class MethodConfig(Section):
     """How tokens are weighted (paper, sections "Reweighting" and "Variance-Controlled Descent Scaling")."""
 
-    name: Literal["vcore", "sft", "dft", "iw_sft", "random", "stored"] = "vcore"
-    """`vcore` weights tokens by their utility, `sft` equally, `dft` by their probability; `iw_sft` weights sequences by
-    the importance ratio of the model to its reference; `random` trains on a random share of the tokens; `stored` takes
-    the weights of data.token_weights."""
+    name: Literal["vcore", "sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random", "stored"] = "vcore"
+    """`vcore` weights tokens by their utility, `sft` equally, `dft` by their probability; `asft` is `dft` plus the KL
+    divergence from the base model; `eaft` weights tokens by the entropy of the prediction, `deft` by their probability
+    to the power of the prediction's concentration; `profit` drops unlikely tokens; `iw_sft` weights sequences by the
+    importance ratio of the model to its reference; `random` trains on a random share of the tokens; `stored` takes the
+    weights of data.token_weights."""
     normalization: Literal["sequence", "token"] = "sequence"
     """Weight of a sequence in the loss: `sequence` 1/|B| (the paper), `token` its share of the supervised tokens."""
     temperature: NonNegative | None = None
@@ -83,6 +85,11 @@ class MethodConfig(Section):
     keep_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a sequence's supervised tokens that `random` keeps, always including those inside \\boxed{}."""
 
+    kl_weight: Positive = 0.1
+    """Factor of the KL divergence in the loss of `asft`."""
+    min_probability: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """`profit` trains on the tokens that the current model gives at least this probability."""
+
     @property
     def uses_utilities(self) -> bool:
         """Whether weights depend on utilities, and so on a probe direction."""
@@ -97,6 +104,16 @@ class MethodConfig(Section):
     def reads_reference(self) -> bool:
         """Whether weights depend on each sequence's log-probability under a reference model."""
         return self.name == "iw_sft"
+
+    @property
+    def is_anchored(self) -> bool:
+        """Whether the loss has the KL divergence from the base model."""
+        return self.name == "asft"
+
+    @property
+    def prediction_statistic(self) -> Literal["top_entropy", "concentration"] | None:
+        """What the weights read of each prediction, beside the probability of its target."""
+        return {"eaft": "top_entropy", "deft": "concentration"}.get(self.name)  # type: ignore[return-value]
 
     @property
     def drops_tokens(self) -> bool:

@@ -115,8 +115,9 @@ class Batch:
             prompts.append(self.input_ids[mask].flatten()[: int(is_target.int().argmax())])
         return prompts
 
-    def tokens(self, losses: Tensor, utilities: Tensor | None = None) -> Tokens:
-        """Supervised tokens with the losses and utilities `[N]` of a forward pass; detached, on the losses' device."""
+    def tokens(self, losses: Tensor, utilities: Tensor | None = None, statistics: Tensor | None = None) -> Tokens:
+        """Supervised tokens with the losses, utilities and statistics `[N]` of a forward pass; detached, on the losses'
+        device."""
         device, reference, weights = losses.device, self.reference_log_probability, self.loss_weights
         return Tokens(
             losses.detach(),
@@ -125,6 +126,7 @@ class Batch:
             utilities,
             None if self.kept is None else to_device(self.kept_targets(), device),
             None if reference is None else to_device(reference, device),
+            statistics,
             None if weights is None else to_device(weights[:, 1:][self.supervised()], device),
         )
 

@@ -38,6 +38,7 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.experts import mark_padding, uses_our_experts
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
+from vcore_ds.models.token_loss import PredictionStatistic
 
 
 class NonFiniteLoss(RunFailed):
@@ -170,19 +171,33 @@ class Engine:
         supervised = batch.targets() != IGNORED_LABEL
         return gather_losses(self._forward(batch), supervised, batch.sequence_parallel)
 
-    def losses_and_entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses as in `token_losses`, and the entropy in nats of each supervised token's prediction, both `[N]`; for
-        passes without a gradient. A collective."""
+    def losses_and_statistics(self, batch: Batch, statistic: PredictionStatistic) -> tuple[Tensor, Tensor]:
+        """Losses as in `token_losses`, and a statistic of each supervised token's prediction, without a graph, both
+        `[N]`. A collective."""
+        return self._forward_pair(batch, statistic=statistic)
+
+    def losses_and_divergences(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses as in `token_losses`, and `KL(base || model)` in nats of each supervised token's prediction, with a
+        graph as well, both `[N]`. A collective.
+
+        Runs the base model, without adapters, dropout and graph, and then the model.
+        """
+        with self.without_gradient(), self.without_adapters():
+            base_hidden = self._forward(batch, hidden_only=True)
+        return self._forward_pair(batch, reference_hidden=base_hidden)
+
+    def _forward_pair(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+        """Losses and another value of each supervised token, gathered over the sequence-parallel group."""
         supervised, k = batch.targets() != IGNORED_LABEL, batch.sequence_parallel
-        losses, entropies = self._forward(batch, with_entropies=True)
-        return gather_losses(losses, supervised, k), gather_losses(entropies, supervised, k)
+        losses, others = self._forward(batch, **options)
+        return gather_losses(losses, supervised, k), gather_losses(others, supervised, k)
 
     def own_logits(self, batch: Batch) -> Tensor:
         """Logits `[b, T, V]` of the Hugging Face forward, usually fp32; only without sequence and tensor parallelism. A
         collective."""
         return self._forward(batch, own_logits=True)
 
-    def _forward(self, batch: Batch, **options: bool) -> Any:
+    def _forward(self, batch: Batch, **options: Any) -> Any:
         """The model's output for this rank's columns."""
         k, positions = batch.sequence_parallel, batch.position_ids()
         if self._dropouts and self._dropouts[0].training:

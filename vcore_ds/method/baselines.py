@@ -13,6 +13,10 @@ IMPORTANCE_RATIO_CAP = 16.0
 """Upper bound of the importance ratio in the authors' code of iw-SFT (`bounding_trainers.py` in `emmyqin/iw_sft`)."""
 
 
+DEFT_EPS = 1e-6
+"""In the authors' code of DEFT (`fsdp_sft_trainer.py` in `luludus/DEFT`)."""
+
+
 def dft_weights(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """`p(y_t) / n_i`, `[N]`: Dynamic Fine-Tuning (arXiv 2508.05629), `sg(p) * -log p` per token.
 
@@ -20,6 +24,38 @@ def dft_weights(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> T
         losses: `[N]`, cross-entropy of the current model in nats, fp32.
     """
     return torch.exp(-losses.detach()) * uniform_weights(sequence_index, num_sequences, losses.dtype)
+
+
+def eaft_weights(top_entropies: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """`H_t / n_i`, `[N]`: Entropy-Adaptive Fine-Tuning (arXiv 2601.02151), linear gating.
+
+    Args:
+        top_entropies: `[N]`, in [0, 1], see `models.token_loss.PredictionStatistic`.
+    """
+    return top_entropies * uniform_weights(sequence_index, num_sequences, top_entropies.dtype)
+
+
+def deft_weights(losses: Tensor, concentrations: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """`p(y_t)^a_t * a_t / (a_t + 1e-6) / n_i`, `[N]`: Dynamic Entropy Fine-Tuning (arXiv 2602.11424), whose loss
+    `(1 - p(y_t)^a_t) / (a_t + 1e-6)` has the gradient of a cross-entropy with these weights.
+
+    Args:
+        losses: `[N]`, cross-entropy of the current model in nats, fp32.
+        concentrations: `[N]`, `a_t = sum_v p(v)^2`.
+    """
+    uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
+    return torch.exp(-concentrations * losses) * concentrations / (concentrations + DEFT_EPS) * uniform
+
+
+def profit_weights(losses: Tensor, min_probability: float, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """`1 / n_i` where `p(y_t) >= min_probability`, else 0, `[N]`: ProFit (arXiv 2601.09195). `n_i` counts all
+    supervised tokens, as in its authors' code.
+
+    Args:
+        losses: `[N]`, cross-entropy of the current model in nats, fp32.
+    """
+    uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
+    return torch.where(torch.exp(-losses) < min_probability, 0.0, uniform)
 
 
 def iw_sft_weights(

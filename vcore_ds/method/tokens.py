@@ -23,6 +23,8 @@ class Tokens:
     """`[N]`, bool, the tokens with nonzero weight, for `random`; None for all tokens."""
     reference_log_probability: Tensor | None = None
     """`[num_sequences]`, log-probability of each sequence under the reference model in nats, for `iw_sft`."""
+    statistics: Tensor | None = None
+    """`[N]`, of each prediction, for `eaft` and `deft`: see `models.token_loss.PredictionStatistic`."""
     loss_weights: Tensor | None = None
     """`[N]`, 1 on average over a sequence, for `stored`."""
 

@@ -22,9 +22,11 @@ from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
 from vcore_ds.models.token_loss import (
     LogitTransform,
+    PredictionStatistic,
     VocabularyShard,
     compute_raw_logits,
-    token_entropy,
+    loss_and_statistic,
+    reference_divergence,
     token_loss,
 )
 
@@ -112,30 +114,32 @@ class TokenLossHead(nn.Module):
         self._shard = None if num_tokens is None else VocabularyShard(0, num_tokens, lambda local: local[None])
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, *, with_entropies: bool = False
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        *,
+        statistic: PredictionStatistic | None = None,
+        reference_hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`.
 
         Without targets, compute raw logits `[..., V]` in the precision of the loss, for the architecture's forward.
 
         Args:
-            with_entropies: return losses and entropies, both `[N]`.
+            statistic: return losses and this statistic of the predictions, both `[N]`.
+            reference_hidden: `[N, H]`; return losses and the divergences of `reference_divergence`, both `[N]`.
         """
         if targets is None:
             return compute_raw_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
-        transform, shard = self._transform, self._shard
+        weight, bias, options = self.weight, self.bias, {"transform": self._transform, "shard": self._shard}
+        if statistic is not None:
+            return loss_and_statistic(hidden, weight, targets, statistic, bias, **options)
         losses = token_loss(
-            hidden,
-            self.weight,
-            targets,
-            self.bias,
-            transform=transform,
-            shard=shard,
-            weight_tangent=read_low_rank_tangent(self, "weight"),
+            hidden, weight, targets, bias, **options, weight_tangent=read_low_rank_tangent(self, "weight")
         )
-        if not with_entropies:
+        if reference_hidden is None:
             return losses
-        return losses, token_entropy(hidden, self.weight, self.bias, transform=transform, shard=shard)
+        return losses, reference_divergence(hidden, weight, reference_hidden, bias, **options)
 
 
 class TokenLossModel(nn.Module):
@@ -201,7 +205,9 @@ class TokenLossModel(nn.Module):
         position_ids: Tensor,
         row_layout: RowLayout,
         *,
-        with_entropies: bool = False,
+        statistic: PredictionStatistic | None = None,
+        reference_hidden: Tensor | None = None,
+        hidden_only: bool = False,
         own_logits: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order.
@@ -212,7 +218,10 @@ class TokenLossModel(nn.Module):
             position_ids: `[b, t]`, from 0 in each sequence. Required, since a rank's columns may start within a
                 sequence.
             row_layout: the sequences of the rows, and the sequence-parallel size.
-            with_entropies: also return the entropy of each token's prediction, `[N]`, without a graph.
+            statistic: also return this statistic of each prediction, `[N]`, without a graph.
+            reference_hidden: `[N, H]`, what `hidden_only` gave of the model without its adapters; also return the
+                divergence of each prediction from that model's, `[N]`.
+            hidden_only: instead return the hidden states `[N, H]` that predict the supervised tokens.
             own_logits: instead return the logits `[b, t, V]` of the architecture's unmodified forward, with its own
                 attention and mask, of unpacked sequences. That forward may do more than decoder and output embedding.
                 An option of this forward, since ZeRO-3 gathers parameters within it.
@@ -233,8 +242,11 @@ class TokenLossModel(nn.Module):
             hidden = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **options
             ).last_hidden_state
+        hidden, targets = supervised_tokens(hidden, targets)
+        if hidden_only:
+            return hidden
         head = self.base.get_output_embeddings()
-        return head(*supervised_tokens(hidden, targets), with_entropies=with_entropies)
+        return head(hidden, targets, statistic=statistic, reference_hidden=reference_hidden)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-r"""Fused linear cross-entropy of each token, in blocks of tokens, with its JVP; and the entropy of the predictions.
+r"""Fused linear cross-entropy of each token, in blocks of tokens, with its JVP; entropies of the predictions, and their
+divergence from a reference model's.
 
 `l[t] = logsumexp_j(z[t, j]) - z[t, y[t]]` (natural log; `\ell_t` of the paper's Preliminaries). The logits are
 `z[t, j] = h[t] . W[j]` (raw logits), or a function of them that the architecture defines (`LogitTransform`).
@@ -21,7 +22,7 @@ Shapes: N tokens, H hidden size, V vocabulary size, or rows of this rank's vocab
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -29,6 +30,15 @@ from torch import Tensor
 
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
+
+PredictionStatistic = Literal["entropy", "top_entropy", "concentration"]
+"""`entropy`: of the prediction in nats; takes another matrix multiplication. `top_entropy`: entropy of the 20 most
+likely tokens, renormalised, as a share of its maximum `ln 20` (`ln V` of a smaller vocabulary). `concentration`:
+`sum_v p(v)^2`. Both are in [0, 1]."""
+
+NUM_TOP_TOKENS = 20
+"""K of EAFT (arXiv 2601.02151). Its authors' code and LLaMA-Factory divide the entropy by 3.0 in place of `ln 20 =
+2.996`; the paper and Axolotl by `ln 20`, as here."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,32 @@ def token_loss(
         if bias is not None:
             bias, tangents[2] = forward_ad.unpack_dual(bias)
     tangents[1] = weight_tangent or tangents[1]
-    losses, d_losses = _TokenLoss.apply(hidden, weight, bias, targets, transform, shard, *tangents)
+    losses, d_losses, _ = _TokenLoss.apply(hidden, weight, bias, targets, transform, shard, *tangents, None)
     return losses if d_losses is None else forward_ad.make_dual(losses, d_losses)
+
+
+def loss_and_statistic(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    statistic: PredictionStatistic,
+    bias: Tensor | None = None,
+    *,
+    transform: LogitTransform = PLAIN,
+    shard: VocabularyShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute losses as `token_loss` does and, from the same blocks of logits, a statistic of each prediction,
+    without a graph, both `[N]`.
+
+    Args: as for `token_loss`; no dual tensors.
+    """
+    if statistic == "entropy":
+        losses = token_loss(hidden, weight, targets, bias, transform=transform, shard=shard)
+        return losses, token_entropy(hidden, weight, bias, transform=transform, shard=shard)
+    losses, _, statistics = _TokenLoss.apply(
+        hidden, weight, bias, targets, transform, shard, None, None, None, statistic
+    )
+    return losses, statistics
 
 
 @torch.no_grad()
@@ -138,6 +172,30 @@ def token_entropy(
             entropy = (log_shares.exp() * (shard_entropies - log_shares)).sum(0)
         entropies[block] = entropy.clamp_min_(0.0)
     return entropies
+
+
+def reference_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    reference_hidden: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transform: LogitTransform = PLAIN,
+    shard: VocabularyShard | None = None,
+) -> Tensor:
+    """Compute `KL(reference || model)` over the vocabulary for each prediction in nats, fp32 (fp64 for fp64 input),
+    `[N]`, differentiable by `hidden`.
+
+    Takes three more matrix multiplications with `weight`. Blocks of three times the size of `token_loss`'s are in
+    memory at once.
+
+    Args: as for `token_loss`; no dual tensors.
+        weight, bias: of both models, frozen.
+        reference_hidden: `[N, H]`, of the reference model, without a graph.
+    """
+    assert not weight.requires_grad and (bias is None or not bias.requires_grad)
+    divergences: Tensor = _ReferenceDivergence.apply(hidden, weight, bias, reference_hidden, transform, shard)
+    return divergences
 
 
 def compute_raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -180,7 +238,8 @@ def _raw_logit_gradient(
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Returns losses, and their tangents (not differentiable), None if no input has a tangent.
+    """Returns losses, their tangents (None if no input has a tangent), and a statistic of the predictions (None if not
+    asked for); the last two are not differentiable.
 
     With `p` the probabilities, `e` the one-hot target and `s` the derivative of the logits by the raw logits (1 without
     a transform), a token's loss has the gradient `q = (p - e) s` by its raw logits, `g = q W` by its hidden state, and
@@ -205,18 +264,26 @@ class _TokenLoss(torch.autograd.Function):
         d_hidden: Tensor | None,
         d_weight: Tensor | LowRank | None,
         d_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        statistic: PredictionStatistic | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.transform, ctx.shard, rows = transform, shard, _token_rows(weight, shard)
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
         d_losses = torch.zeros_like(losses) if has_tangent else None
+        statistics = None if statistic is None else torch.empty_like(losses)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
             block = slice(start, start + size)
             logits = _logits(hidden[block], rows, bias, transform)
             log_normalizers[block], target_logits = _normalizers_and_targets(logits, targets[block], shard)
             losses[block] = log_normalizers[block] - target_logits
+            if statistics is not None:
+                statistics[block] = (
+                    _top_entropy(logits, shard)
+                    if statistic == "top_entropy"
+                    else _concentration(logits, log_normalizers[block], shard)
+                )
             if d_losses is not None or hidden_gradient is not None:
                 d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
                 if d_losses is not None and d_bias is not None:
@@ -240,12 +307,11 @@ class _TokenLoss(torch.autograd.Function):
         if d_losses is not None and shard is not None:
             d_losses = shard.all_gather(d_losses).sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers, hidden_gradient)
-        if d_losses is not None:
-            ctx.mark_non_differentiable(d_losses)
-        return losses, d_losses
+        ctx.mark_non_differentiable(*(extra for extra in (d_losses, statistics) if extra is not None))
+        return losses, d_losses, statistics
 
     @staticmethod
-    def backward(ctx: Any, d_losses: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizers, hidden_gradient = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         transform, shard, rows = ctx.transform, ctx.shard, _token_rows(weight, ctx.shard)
@@ -273,8 +339,68 @@ class _TokenLoss(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
+
+
+class _ReferenceDivergence(torch.autograd.Function):
+    """`sum_v q(v) log(q(v) / p(v))`, whose gradient by the logits of p is `p - q`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        reference_hidden: Tensor,
+        transform: LogitTransform,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
+        rows = _token_rows(weight, shard)
+        divergences = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(hidden), size := _block_size(weight)):
+            block = slice(start, start + size)
+            logits = _logits(hidden[block], rows, bias, transform)
+            reference_logits = _logits(reference_hidden[block], rows, bias, transform)
+            slope = transform.slope(logits)
+            normalizers = torch.stack([torch.logsumexp(logits, -1), torch.logsumexp(reference_logits, -1)])
+            if shard is not None:
+                normalizers = torch.logsumexp(shard.all_gather(normalizers), 0)
+            log_p, log_q = logits.sub_(normalizers[0, :, None]), reference_logits.sub_(normalizers[1, :, None])
+            log_ratios = log_q - log_p
+            q = log_q.exp_()
+            divergences[block] = log_ratios.mul_(q).sum(-1)
+            del log_ratios
+            if hidden_gradient is not None:
+                d_raw_logits = log_p.exp_().sub_(q).mul_(slope).to(hidden.dtype)
+                hidden_gradient[block] = _matmul_t(d_raw_logits, rows.t())
+                del d_raw_logits
+            del logits, reference_logits, log_p, log_q, q, slope  # free this block before the next one is computed
+        ctx.save_for_backward(hidden_gradient)
+        return divergences if shard is None else shard.all_gather(divergences).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, d_divergences: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden_gradient,) = ctx.saved_tensors
+        return (hidden_gradient * d_divergences[:, None]).to(hidden_gradient.dtype), *(None,) * 5
+
+
+def _top_entropy(logits: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """See `PredictionStatistic`; `[block]`."""
+    top = logits.topk(min(NUM_TOP_TOKENS, logits.shape[1]), sorted=False).values
+    if shard is not None:
+        # All shards need the same shape. What has no token has no probability.
+        top = torch.nn.functional.pad(top, (0, NUM_TOP_TOKENS - top.shape[1]), value=-torch.inf)
+        top = shard.all_gather(top).movedim(0, 1).flatten(1).topk(NUM_TOP_TOKENS, sorted=False).values
+    largest = (top > -torch.inf).sum(-1).to(top.dtype).log_()
+    return torch.special.entr(torch.softmax(top, -1)).sum(-1) / largest
+
+
+def _concentration(logits: Tensor, log_normalizers: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """See `PredictionStatistic`; `[block]`."""
+    concentration = (logits - log_normalizers[:, None]).exp_().square_().sum(-1)
+    return concentration if shard is None else shard.all_gather(concentration).sum(0)
 
 
 def _token_rows(weight: Tensor, shard: VocabularyShard | None) -> Tensor:

@@ -33,7 +33,7 @@ class PlanSettings:
     alpha_of_micro_batch: bool
     """Whether sequences that share a micro-batch change each other's alpha."""
     runs_reference: bool
-    """Whether every step computes its reference: iw_sft with adapters, which runs the model without them."""
+    """Whether every step runs the model without its adapters: iw_sft with adapters, and asft."""
     has_moments: bool
     """Whether the optimizer is Adam."""
     gradient_clipping: float | None
@@ -68,7 +68,7 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
         fp8_tangents=utility.tangent_precision == "fp8",
         utility_micro_batch_size=utility.micro_batch_size_per_rank,
         alpha_of_micro_batch=method.alpha_scope == "micro_batch",
-        runs_reference=method.reads_reference and lora is not None,
+        runs_reference=(method.reads_reference or method.is_anchored) and lora is not None,
         has_moments=recipe.optimizer.name == "adamw",
         gradient_clipping=recipe.optimizer.gradient_clipping,
         coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,

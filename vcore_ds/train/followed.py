@@ -115,15 +115,17 @@ def measure_followed(
     k = batches[0].sequence_parallel
     with recorder.part("followed"):
         with engine.without_gradient():
-            measured = [engine.losses_and_entropies(batch) for batch in batches]
+            measured = [engine.losses_and_statistics(batch, "entropy") for batch in batches]
+            statistic = settings.method.prediction_statistic
+            statistics = [statistic and engine.losses_and_statistics(batch, statistic)[1] for batch in batches]
         known = estimator.begin(batches, seed=seed, precompute=True).precomputed
         utilities = [values for _, values in known] if known else [None] * len(batches)
         if settings.reference_is_base:
             batches = add_reference_log_probabilities(engine, batches)
         # Ranks of a sequence-parallel group hold the same traces; one of them reports.
         if layout.rank("sequence", k) == 0:
-            for batch, (losses, entropies), values in zip(batches, measured, utilities, strict=True):
-                weights = token_weights(settings.method, batch.tokens(losses, values)).weights
+            for batch, (losses, entropies), values, read in zip(batches, measured, utilities, statistics, strict=True):
+                weights = token_weights(settings.method, batch.tokens(losses, values, read)).weights
                 recorder.followed |= _tokens_of(batch, losses, entropies, values, weights)
 
 

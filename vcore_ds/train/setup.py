@@ -121,8 +121,9 @@ def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass:
     Args:
         batches_per_pass: main micro-batches in one gradient-free forward (`BatchPlan.batches_per_utility_pass`).
     """
-    if not settings.method.uses_utilities:
-        return NoUtilities(engine)
+    method = settings.method
+    if not method.uses_utilities:
+        return NoUtilities(engine, statistic=method.prediction_statistic, is_anchored=method.is_anchored)
     direction, utility = build_direction(engine, settings.probe, settings.utility), settings.utility
     if utility.estimator == "jvp":
         is_fused = utility.fused is not False and why_separate(settings.method, engine) is None

@@ -270,10 +270,10 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
     assert direction.norm is not None
     main = estimator.along(direction)
     with engine.without_dropout(), engine.accumulation(1):
-        losses, utilities = main.begin([batch])(0)
-        assert utilities is not None
-        engine.backward(0.0 * losses.sum())  # ZeRO-3 expects one behind a forward with a graph
-    return direction.norm**2, float(utilities.double().mean())
+        result = main.begin([batch])(0)
+        assert result.utilities is not None
+        engine.backward(0.0 * result.losses.sum())  # ZeRO-3 expects one behind a forward with a graph
+    return direction.norm**2, float(result.utilities.double().mean())
 
 
 LEAST_RANK_CORRELATION = 0.99

@@ -5,19 +5,22 @@ Sharded operations are in `engine/` and `utility/`, the mathematics in `method/`
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.log_probabilities import add_reference_log_probabilities
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.objective import sequence_shares, token_coefficients
-from vcore_ds.method.weights import segment_sum
+from vcore_ds.method.tokens import Tokens
+from vcore_ds.method.weights import segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
 from vcore_ds.train.followed import measure_followed
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
 from vcore_ds.train.weighting import alpha_of_global_batch, alpha_of_micro_batch, sequence_factors, token_weights
 from vcore_ds.utility.direction import Direction, Probe
-from vcore_ds.utility.estimators import Estimator
+from vcore_ds.utility.estimators import Estimator, MainLosses
 
 
 def train_step(
@@ -69,8 +72,8 @@ def train_step(
     reset_token_counts(engine.module)  # of experts in other passes
     with recorder.part("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):
-            losses, utilities = forward(k)
-            tokens = batch.tokens(losses, utilities)
+            result = forward(k)
+            tokens = batch.tokens(result.losses, result.utilities, result.statistics)
             # Line 5: weights.
             q = token_weights(method, tokens)
             shares = sequence_shares(tokens.num_kept(), counts_kept, method.normalization)
@@ -78,13 +81,15 @@ def train_step(
             # Line 6: alpha, where a sequence or a micro-batch has its own.
             alpha = alpha_of_micro_batch(method, tokens, q.weights, shares)
             # Line 7, first half: the gradient of the reweighted loss.
-            weighted = token_coefficients(q.weights, tokens.sequence_index, shares) * losses
+            weighted = token_coefficients(q.weights, tokens.sequence_index, shares) * result.losses
             loss = segment_sum(weighted, tokens.sequence_index, tokens.num_sequences) * alpha
-            engine.backward(loss.sum())
-            recorder.add(
-                MicroBatchResult(batch, tokens, q, shares, alpha, weighted.detach().sum(), loss.detach().sum())
-            )
+            base_kl = mean_divergence(result, tokens, shares)
+            engine.backward(loss.sum() if base_kl is None else loss.sum() + method.kl_weight * base_kl)
+            losses = (weighted.detach().sum(), loss.detach().sum(), None if base_kl is None else base_kl.detach())
+            recorder.add(MicroBatchResult(batch, tokens, q, shares, alpha, *losses))
     totals = recorder.totals()
+    if method.is_anchored:
+        measured["base_kl"] = totals.base_kl
     measured |= measure_expert_load(engine.module, layout.size("expert"))
     check_finite(totals, recorder, main[0].sequence_parallel)
 
@@ -97,6 +102,15 @@ def train_step(
     with recorder.part("step"):
         gradient_norm = engine.step(learning_rate)
     return recorder.metrics(totals, alpha_global, **measured, grad_norm=gradient_norm, learning_rate=learning_rate)
+
+
+def mean_divergence(result: MainLosses, tokens: Tokens, shares: Tensor) -> Tensor | None:
+    """This micro-batch's part of the global batch's mean divergence from the base model, with a graph; None where the
+    method does not have it in its loss."""
+    if result.divergences is None:
+        return None
+    uniform = uniform_weights(tokens.sequence_index, tokens.num_sequences, result.divergences.dtype)
+    return (token_coefficients(uniform, tokens.sequence_index, shares) * result.divergences).sum()
 
 
 def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: int) -> None:

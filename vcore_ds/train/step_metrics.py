@@ -150,6 +150,9 @@ class MicroBatchResult:
     """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
     scaled_loss: Tensor
     """The same after such an alpha: the loss that was differentiated."""
+    base_kl: Tensor | None = None
+    """Scalar, this micro-batch's part of the global batch's mean `KL(base || model)`, which `method.kl_weight` adds to
+    the loss; None for methods without it."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ class StepTotals:
     utility_mean: float
     utility_std: float
     """Over the tokens of the batch."""
+    base_kl: float
+    """Nats; 0 for methods without it."""
     num_non_finite: int
     """Sequences with a loss or utility that is Inf or NaN."""
     utility_moments: Tensor
@@ -257,6 +262,7 @@ class StepRecorder:
                 s.double().square().sum(),
                 (~finite).double().sum(),
                 num_tokens.double().sum(),
+                torch.zeros_like(result.weighted_loss.double()) if result.base_kl is None else result.base_kl.double(),
             ]
         )
         sums = torch.cat([sums, utility_moments(s, q, index, num_sequences)])
@@ -267,7 +273,7 @@ class StepRecorder:
     def totals(self) -> StepTotals:
         """Totals of the micro-batches that were added, over all ranks. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
-        loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, *moments = layout.sum_over(
+        loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, base, *moments = layout.sum_over(
             "data", self._sums.tolist(), self._sequence_parallel
         )
         sequences, tokens = max(moments[0], 1.0), max(tokens, 1.0)
@@ -283,6 +289,7 @@ class StepRecorder:
             num_saturated=int(saturated),
             utility_mean=s / tokens,
             utility_std=variance**0.5,
+            base_kl=base,
             num_non_finite=int(bad),
             utility_moments=torch.tensor(moments, dtype=torch.float64),
         )

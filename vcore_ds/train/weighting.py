@@ -8,7 +8,14 @@ from torch import Tensor
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.method.baselines import dft_weights, iw_sft_weights, random_weights
+from vcore_ds.method.baselines import (
+    deft_weights,
+    dft_weights,
+    eaft_weights,
+    iw_sft_weights,
+    profit_weights,
+    random_weights,
+)
 from vcore_ds.method.objective import (
     GlobalCounts,
     effective_sample_size_alpha,
@@ -41,8 +48,16 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
             return gibbs_weights_for_budget(tokens.utilities, index, num_sequences, method.kl_budget, log_base)
         assert method.temperature is not None  # the recipe's rules
         return gibbs_weights(tokens.utilities, index, num_sequences, method.temperature, log_base)
-    if method.name == "dft":
+    if method.name in ("dft", "asft"):
         weights = dft_weights(tokens.losses, index, num_sequences)
+    elif method.name == "profit":
+        weights = profit_weights(tokens.losses, method.min_probability, index, num_sequences)
+    elif method.name == "eaft":
+        assert tokens.statistics is not None
+        weights = eaft_weights(tokens.statistics, index, num_sequences)
+    elif method.name == "deft":
+        assert tokens.statistics is not None
+        weights = deft_weights(tokens.losses, tokens.statistics, index, num_sequences)
     elif method.name == "iw_sft":
         # An idle batch has one row without tokens, and no reference.
         reference = tokens.reference_log_probability

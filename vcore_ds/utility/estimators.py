@@ -15,6 +15,7 @@ from torch import Tensor
 from vcore_ds.data.batches import Batch, merge_batches
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import TRAINING_ATTENTION
+from vcore_ds.models.token_loss import PredictionStatistic
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 from vcore_ds.utility.fused_forward import forward_mode_with_graph
@@ -49,6 +50,20 @@ LossesAndUtilities = Sequence[tuple[Tensor, Tensor]]
 """Losses and utilities `[N]` of each micro-batch, without a graph."""
 
 
+@dataclass(frozen=True)
+class MainLosses:
+    """The main forward of one micro-batch; all `[N]`."""
+
+    losses: Tensor
+    """Nats, with a graph."""
+    utilities: Tensor | None = None
+    """None without a direction."""
+    statistics: Tensor | None = None
+    """Of each prediction, where the method's weights read one; without a graph."""
+    divergences: Tensor | None = None
+    """`KL(base || model)` of each prediction in nats, with a graph, where the method has it in its loss."""
+
+
 class MainForward(Protocol):
     """The main forward passes of one step, which record the graph of the losses."""
 
@@ -62,26 +77,36 @@ class MainForward(Protocol):
         """Losses and utilities of all micro-batches, where `begin` was called with `precompute`."""
         ...
 
-    def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
-        """Losses (nats, with a graph) and utilities (None without a direction) of micro-batch k, both `[N]`. A
-        collective."""
+    def __call__(self, k: int) -> MainLosses:
+        """Run micro-batch k. A collective."""
         ...
 
 
 @dataclass(frozen=True)
 class PlainForward:
-    """A forward that computes losses; utilities, if any, are precomputed."""
+    """A forward that computes losses, and what else the method reads; utilities, if any, are precomputed."""
 
     engine: Engine
     batches: Sequence[Batch]
     precomputed: LossesAndUtilities = ()
+    statistic: PredictionStatistic | None = None
+    is_anchored: bool = False
+    """Whether the loss has the divergence from the base model."""
 
     @property
     def metrics(self) -> Metrics:
         return {}
 
-    def __call__(self, k: int) -> tuple[Tensor, Tensor | None]:
-        return self.engine.token_losses(self.batches[k]), self.precomputed[k][1] if self.precomputed else None
+    def __call__(self, k: int) -> MainLosses:
+        batch = self.batches[k]
+        if self.statistic is not None:
+            losses, statistics = self.engine.losses_and_statistics(batch, self.statistic)
+            return MainLosses(losses, statistics=statistics)
+        if self.is_anchored:
+            losses, divergences = self.engine.losses_and_divergences(batch)
+            return MainLosses(losses, divergences=divergences)
+        utilities = self.precomputed[k][1] if self.precomputed else None
+        return MainLosses(self.engine.token_losses(batch), utilities)
 
 
 @dataclass(frozen=True)
@@ -97,9 +122,9 @@ class FusedForward:
     def metrics(self) -> Metrics:
         return {}
 
-    def __call__(self, k: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, k: int) -> MainLosses:
         with forward_mode_with_graph(self.engine, self.direction):
-            return compute_losses_and_utilities(self.engine, self.batches[k])
+            return MainLosses(*compute_losses_and_utilities(self.engine, self.batches[k]))
 
 
 class Estimator(Protocol):
@@ -138,13 +163,14 @@ class NoUtilities:
 
     direction = None
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, *, statistic: PredictionStatistic | None = None, is_anchored: bool = False):
+        """Args: what the method reads beside losses, see `PlainForward`; at most one."""
+        self._engine, self._statistic, self._is_anchored = engine, statistic, is_anchored
 
     def begin(
         self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
     ) -> PlainForward:
-        return PlainForward(self._engine, batches)
+        return PlainForward(self._engine, batches, statistic=self._statistic, is_anchored=self._is_anchored)
 
     def state(self) -> None:
         return None

@@ -14,7 +14,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import LossesAndUtilities, Metrics, compute_losses
+from vcore_ds.utility.estimators import LossesAndUtilities, MainLosses, Metrics, compute_losses
 
 
 @dataclass
@@ -95,10 +95,10 @@ class DifferenceForward:
         pairs = zip(self.base_losses, self.perturbed_losses, strict=True)
         return [(base, (base - below) / self.epsilon) for base, below in pairs]
 
-    def __call__(self, k: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, k: int) -> MainLosses:
         losses = self.engine.token_losses(self.batches[k])
         base = losses.detach() if self.base_losses is None else self.base_losses[k]
-        return losses, (base - self.perturbed_losses[k]) / self.epsilon
+        return MainLosses(losses, (base - self.perturbed_losses[k]) / self.epsilon)
 
 
 class FiniteDifference:

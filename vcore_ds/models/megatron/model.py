@@ -31,7 +31,13 @@ from vcore_ds.models.megatron.configuration import WeightSlice, padded_vocabular
 from vcore_ds.models.megatron.decoder import DecoderLayer, make_norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
-from vcore_ds.models.token_loss import VocabularyShard, token_entropy, token_loss
+from vcore_ds.models.token_loss import (
+    PredictionStatistic,
+    VocabularyShard,
+    loss_and_statistic,
+    reference_divergence,
+    token_loss,
+)
 
 
 class ParallelTokenLossHead(nn.Module):
@@ -53,18 +59,26 @@ class ParallelTokenLossHead(nn.Module):
         self._shard = VocabularyShard(first, num_tokens, lambda local: layout.all_gather("tensor", local))
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, *, with_entropies: bool = False
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        statistic: PredictionStatistic | None = None,
+        reference_hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks. A collective.
 
         The gradient of `hidden` is the rank's term, to be summed over the ranks.
 
-        Args:
-            with_entropies: return losses and entropies, both `[N]`.
+        Args: those of `vcore_ds.models.causal_lm.TokenLossHead`.
         """
+        if statistic is not None:
+            return loss_and_statistic(hidden, self.weight, targets, statistic, shard=self._shard)
         tangent = read_low_rank_tangent(self, "weight")
         losses = token_loss(hidden, self.weight, targets, shard=self._shard, weight_tangent=tangent)
-        return (losses, token_entropy(hidden, self.weight, shard=self._shard)) if with_entropies else losses
+        if reference_hidden is None:
+            return losses
+        return losses, reference_divergence(hidden, self.weight, reference_hidden, shard=self._shard)
 
 
 class ParallelTokenLossModel(nn.Module):
@@ -164,7 +178,9 @@ class ParallelTokenLossModel(nn.Module):
         position_ids: Tensor,
         row_layout: RowLayout,
         *,
-        with_entropies: bool = False,
+        statistic: PredictionStatistic | None = None,
+        reference_hidden: Tensor | None = None,
+        hidden_only: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order.
 
@@ -184,8 +200,10 @@ class ParallelTokenLossModel(nn.Module):
             angles = self.rotary(hidden, position_ids)
             for layer in self.layers:
                 hidden = layer(hidden, angles, row_layout)
-        hidden = gather_tokens(self.norm(hidden)).transpose(0, 1)
-        return self.lm_head(*supervised_tokens(hidden, targets), with_entropies=with_entropies)
+        hidden, targets = supervised_tokens(gather_tokens(self.norm(hidden)).transpose(0, 1), targets)
+        if hidden_only:
+            return hidden
+        return self.lm_head(hidden, targets, statistic=statistic, reference_hidden=reference_hidden)
 
 
 def _build_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
