@@ -47,13 +47,18 @@ def small_qwen3(seed: int) -> PreTrainedModel:
 
 def token_losses(model: PreTrainedModel, traces: Traces, parameters: dict[str, Tensor] | None = None) -> Tensor:
     """Nats of each supervised token, `[N]` fp32; at `parameters`, where given."""
+    targets = traces.input_ids[:, 1:][traces.supervised]
+    return cross_entropy(supervised_logits(model, traces, parameters), targets, reduction="none")
+
+
+def supervised_logits(model: PreTrainedModel, traces: Traces, parameters: dict[str, Tensor] | None = None) -> Tensor:
+    """Logits of each supervised token, `[N, V]` fp32; at `parameters`, where given."""
     inputs = {"input_ids": traces.input_ids, "use_cache": False}
     if parameters is None:
         logits = model(**inputs).logits
     else:
         logits = functional_call(model, parameters, (), inputs, tie_weights=True).logits
-    targets = traces.input_ids[:, 1:][traces.supervised]
-    return cross_entropy(logits[:, :-1][traces.supervised].float(), targets, reduction="none")
+    return logits[:, :-1][traces.supervised].float()
 
 
 def mean_over_sequences(values: Tensor, traces: Traces) -> Tensor:

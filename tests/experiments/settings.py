@@ -9,6 +9,8 @@ from vcore_ds.config.sections import MethodConfig
 BATCH_SIZE = 16
 """Training sequences a step; trusted ones come on top."""
 WARMUP_RATIO = 0.1
+BASELINES = ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random")
+"""With the product's defaults."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Setting:
     keep_again: bool = False
     """Whether they are scored a second time half-way, by the model as it is then."""
     method: str = "sft"
-    """sft, dft, iw_sft, random or vcore; sft_mixed: sft on the batch and the probe's sequences together."""
+    """vcore, one of BASELINES, or sft_mixed: sft on the batch and the probe's sequences together."""
     kl_budget: float = 0.0
     """Nats per sequence."""
     budget_schedule: str = "constant"
@@ -109,7 +111,7 @@ def method_config(setting: Setting, kl_budget: float) -> MethodConfig:
             alpha_scope="micro_batch",
             **(batch if setting.batch_kl_budget > 0 else {}),
         )
-    return MethodConfig(name=setting.method if setting.method in ("dft", "iw_sft", "random") else "sft")
+    return MethodConfig(name=setting.method if setting.method in BASELINES else "sft")
 
 
 def learning_rate_factor(k: int, num_steps: int) -> float:

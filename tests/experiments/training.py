@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,10 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from tests.experiments import task
-from tests.experiments.directions import ADAM_EPS, BETAS, CLIP, Direction, small_qwen3, token_losses
+from tests.experiments.directions import (
+    ADAM_EPS,
+    BETAS,
+    CLIP,
+    Direction,
+    mean_over_sequences,
+    small_qwen3,
+    supervised_logits,
+    token_losses,
+)
 from tests.experiments.settings import BATCH_SIZE, Setting, budget_factor, learning_rate_factor, method_config
 from tests.experiments.task import Traces, TraceStream
 from vcore_ds.common.random_streams import Stream, generator
@@ -47,7 +58,7 @@ class Run:
         else:
             self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         self.direction = Direction(setting, parameters, self.optimizer)
-        self.reference = copy.deepcopy(model) if setting.method == "iw_sft" else None
+        self.reference = copy.deepcopy(model) if setting.method in ("iw_sft", "asft") else None
         self.low_precision = copy.deepcopy(model).bfloat16() if setting.utility == "bf16_difference" else None
         noise, seed = setting.noise_of_training(), setting.seed
         if setting.main_data == "pool":
@@ -83,14 +94,19 @@ class Run:
         method = method_config(setting, budget)
         utilities = self.utilities(k, traces) if method.name == "vcore" else None
         self.last_utilities = utilities
-        losses = token_losses(self.model, traces)
+        logits = supervised_logits(self.model, traces)
+        losses = cross_entropy(logits, traces.input_ids[:, 1:][traces.supervised], reduction="none")
         tokens = self.tokens(k, traces, losses.detach(), utilities)
+        tokens = replace(tokens, statistics=prediction_statistics(method, logits.detach()))
         weights = token_weights(method, tokens).weights
         shares = sequence_shares(method, tokens, weights)
         alpha = torch.as_tensor(alpha_of_micro_batch(method, tokens, weights, shares))  # scalar or one per sequence
         coefficients = weights * shares[index]
+        loss = (coefficients * alpha.expand(num_sequences)[index] * losses).sum()
+        if method.is_anchored:
+            loss = loss + method.kl_weight * mean_over_sequences(self.divergences(traces, logits), traces)
         self.optimizer.zero_grad()
-        (coefficients * alpha.expand(num_sequences)[index] * losses).sum().backward()
+        loss.backward()
         if setting.probe_source == "previous_step":
             self.direction.take([parameter.grad for parameter in self.model.parameters()])
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -108,6 +124,13 @@ class Run:
             return self.direction.bf16_utilities(self.low_precision, traces)
         return self.direction.utilities(self.model, traces)
 
+    def divergences(self, traces: Traces, logits: Tensor) -> Tensor:
+        """`KL(model at the start || model)` of each prediction, `[N]`."""
+        assert self.reference is not None
+        with torch.no_grad():
+            log_q = log_softmax(supervised_logits(self.reference, traces), -1)
+        return kl_div(log_softmax(logits, -1), log_q, reduction="none", log_target=True).sum(-1)
+
     def tokens(self, k: int, traces: Traces, losses: Tensor, utilities: Tensor | None) -> Tokens:
         index, num_sequences = traces.sequence_index, len(traces)
         kept = reference = None
@@ -121,10 +144,22 @@ class Run:
                 for row in range(num_sequences)
             ]
             kept = torch.cat([torch.from_numpy(mask) for mask in masks])
-        if self.reference is not None:
+        if self.reference is not None and self.setting.method == "iw_sft":
             with torch.no_grad():
                 reference = -segment_sum(token_losses(self.reference, traces), index, num_sequences)
         return Tokens(losses, index, num_sequences, utilities, kept, reference)
+
+
+def prediction_statistics(method: MethodConfig, logits: Tensor) -> Tensor | None:
+    """`models.token_loss.PredictionStatistic` of each prediction, `[N]`; None where the method reads none."""
+    probabilities = logits.softmax(-1)
+    if method.prediction_statistic == "concentration":
+        return probabilities.square().sum(-1)
+    if method.prediction_statistic == "top_entropy":
+        num_top = min(20, logits.shape[-1])
+        top = probabilities.topk(num_top).values
+        return torch.special.entr(top / top.sum(-1, keepdim=True)).sum(-1) / math.log(num_top)
+    return None
 
 
 def sequence_shares(method: MethodConfig, tokens: Tokens, weights: Tensor) -> Tensor:

@@ -135,8 +135,8 @@ def test_the_weights_of_every_method(name: str) -> None:
 
 
 def test_an_importance_ratio_above_16_is_16() -> None:
-    likely = Sequence(np.zeros(4), np.zeros(4), np.ones(4), -4 * math.log(16.5))
-    below = Sequence(np.zeros(4), np.zeros(4), np.ones(4), -4 * math.log(15.5))
+    likely = Sequence(np.zeros(4), np.zeros(4), np.ones(4), -4 * math.log(16.5), np.zeros(4))
+    below = Sequence(np.zeros(4), np.zeros(4), np.ones(4), -4 * math.log(15.5), np.zeros(4))
     found = token_weights(METHODS["iw_sft"], tokens_of([likely, below])).weights
     assert found.tolist() == pytest.approx([16 / 4] * 4 + [15.5 / 4] * 4)
 
