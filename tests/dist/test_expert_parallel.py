@@ -24,7 +24,7 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.engine.checkpoint_shards import read_state, write_state
+from vcore_ds.engine.checkpoint_shards import read_state, state_tensors, write_state
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.parallel_weights import partition_experts
@@ -162,7 +162,7 @@ def start(folder: Path, degree: int) -> tuple[Engine, Estimator]:
 
 def write(folder: Path, engine: Engine, estimator: Estimator, degree: int) -> None:
     model = str(folder / "model")
-    write_state(engine, estimator.direction, folder / f"state_{degree}")
+    write_state(state_tensors(engine, estimator.direction), folder / f"state_{degree}")
     save_hugging_face(engine, load_tokenizer(model), model, folder / f"result_{degree}", max_file_bytes=30_000)
     engine.close()
 

@@ -2,16 +2,19 @@
 another; and checkpoints that cannot be written or read. The steps that the fidelity command trains are a run's, too."""
 
 import errno
+import gzip
 import json
 import os
 import re
 import resource
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -32,6 +35,7 @@ from vcore_ds.commands.reference.compute import write_reference_log_probabilitie
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import ProfileConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
@@ -41,10 +45,12 @@ from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train import checkpoints, run, settings
-from vcore_ds.train.checkpoints import MARGIN_BYTES, Checkpoints
+from vcore_ds.train import checkpoint_write, run, settings
+from vcore_ds.train.checkpoint_write import MARGIN_BYTES
+from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
+from vcore_ds.train.profile_folder import read_profiles
 from vcore_ds.train.run_folder import begin
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks
@@ -54,6 +60,8 @@ pytestmark = pytest.mark.dist
 
 STOPS = (3, 5)
 STOPPED_TWICE = ("vcore_jvp_lora",)
+PROFILE = {"steps": (2, 6), "ranks": (0, 1)}
+"""Of the stopped run alone: a profile changes no number."""
 KILLED_AFTER = 4
 """The others are killed after this step."""
 FINITE_DIFFERENCE = {"estimator": "finite_difference", "epsilon": "auto"}
@@ -217,6 +225,8 @@ def run_case(folder: Path, name: str) -> list[str]:
     straight, stopped = (recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
     if name in STOPPED_TWICE:
         expected = resumed_runs.to_the_end(straight)
+        profiled = stopped.run.model_copy(update={"profile": ProfileConfig(**PROFILE)})
+        stopped = stopped.model_copy(update={"run": profiled})
         for step in STOPS:
             resumed_runs.until(stopped, step)
     else:
@@ -229,36 +239,112 @@ def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
     """In the save after step 5 the place of the last rank's file is taken, on that rank's side only."""
     stopped = recipe(folder, "failing", CASES["sft_lora"])
     saved = resumed_runs.until(stopped, 3) / "checkpoints"
-    write_state = checkpoints.write_state
+    write_state = checkpoint_write.write_state
 
-    def write(engine, direction, state: Path) -> None:
+    def write(tensors, state: Path, group) -> None:
         if layout.rank("shards") == layout.size("shards") - 1:
             (state / f"__{layout.rank('shards')}_0.distcp").mkdir()
-        write_state(engine, direction, state)
+        write_state(tensors, state, group)
 
-    checkpoints.write_state = write
+    checkpoint_write.write_state = write
     try:
         resumed_runs.until(stopped, 5)
         message = "no error"
     except CheckpointFailed as error:
         message = str(error)
     finally:
-        checkpoints.write_state = write_state
+        checkpoint_write.write_state = write_state
     left = sorted(path.name for path in saved.iterdir())
     resumed_runs.to_the_end(stopped)
     differing = resumed_runs.differences(saved.parent, folder / "sft_lora_straight")
     return {"message": message, "left": left, "differing": differing}
 
 
+def beside_the_steps(folder: Path) -> dict[str, Any]:
+    """Checkpoints that threads write: that of step 2 is held until step 3 has changed the state, where a copy of the
+    folder is what a kill would leave. The copy is resumed, and writes that checkpoint by itself."""
+    name = "bf16_offload_all_beside"
+    sections = CASES["bf16_offload_all"] | {"checkpoint": {"async": True, "keep_last": 9}}
+    own, killed = recipe(folder, name, sections), folder / f"{name}_killed"
+    write_state, collect, goes_on = checkpoint_write.write_state, Checkpoints.collect, Event()
+    seen: dict[str, Any] = {"in flight": [], "said": []}
+
+    def write(tensors, state: Path, group) -> None:
+        if "00000002" in str(state) and group is not None:
+            assert goes_on.wait(300.0)
+        write_state(tensors, state, group)
+
+    def copy_and_go_on(self: Checkpoints) -> None:
+        collect(self)
+        seen["in flight"].append(self._writing is not None)
+        if len(seen["in flight"]) == 3:
+            if layout.is_first():
+                shutil.copytree(own.run.output_dir, killed)
+            layout.gather_objects("job", None)
+            goes_on.set()
+
+    checkpoint_write.write_state, Checkpoints.collect = write, copy_and_go_on
+    say, Console.say = Console.say, lambda self, text="": seen["said"].append(text)
+    try:
+        with resumed_runs.saving_after([1, 2, 4], stop=False):
+            finished = run.train(own).folder
+        seen["left"] = sorted(path.name for path in (killed / "checkpoints").iterdir())
+        layout.gather_objects("job", None)
+        with resumed_runs.saving_after([2], stop=False):
+            run.train(recipe(folder, killed.name, CASES["bf16_offload_all"]))
+    finally:
+        checkpoint_write.write_state, Checkpoints.collect, Console.say = write_state, collect, say
+    held, directly = (resumed_runs.tensors_of(path, 2) for path in (finished, killed))
+    straight = folder / "bf16_offload_all_straight"
+    return seen | {
+        "held": [key for key in held.keys() | directly.keys() if not torch.equal(held[key], directly[key])],
+        "finished": resumed_runs.differences(finished, straight),
+        "killed": resumed_runs.differences(killed, straight),
+        "lines": [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()],
+    }
+
+
+def one_thread_cannot_write(folder: Path) -> dict[str, Any]:
+    """As `one_rank_cannot_write`, where threads write the checkpoint of step 4; the steps are held at step 5 until they
+    have failed."""
+    own = recipe(folder, "failing_beside", CASES["sft_lora"] | {"checkpoint": {"async": True}})
+    write_state, collect = checkpoint_write.write_state, Checkpoints.collect
+    num_steps = 0
+
+    def write(tensors, state: Path, group) -> None:
+        if "00000004" in str(state) and layout.rank("shards") == layout.size("shards") - 1:
+            (state / f"__{layout.rank('shards')}_0.distcp").mkdir()
+        write_state(tensors, state, group)
+
+    def wait_and_collect(self: Checkpoints) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if self._writing is not None:
+            self._writing._result.exception(timeout=300.0)
+        collect(self)
+
+    checkpoint_write.write_state, Checkpoints.collect = write, wait_and_collect
+    try:
+        with resumed_runs.saving_after([2, 4], stop=False):
+            run.train(own)
+        message = "no error"
+    except CheckpointFailed as error:
+        message = str(error)
+    finally:
+        checkpoint_write.write_state, Checkpoints.collect = write_state, collect
+    left = sorted(path.name for path in (Path(own.run.output_dir) / "checkpoints").iterdir())
+    return {"message": message, "left": left, "steps": num_steps}
+
+
 def no_room(folder: Path) -> str:
     stopped = recipe(folder, "no_room", CASES["sft_lora"])
-    margin, checkpoints.MARGIN_BYTES = checkpoints.MARGIN_BYTES, 10**18
+    margin, checkpoint_write.MARGIN_BYTES = checkpoint_write.MARGIN_BYTES, 10**18
     try:
         resumed_runs.until(stopped, 1)
     except CheckpointFailed as error:
         return str(error)
     finally:
-        checkpoints.MARGIN_BYTES = margin
+        checkpoint_write.MARGIN_BYTES = margin
     return "no error"
 
 
@@ -470,6 +556,8 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
         check.__name__: check(folder)
         for check in (
             one_rank_cannot_write,
+            beside_the_steps,
+            one_thread_cannot_write,
             no_room,
             damaged,
             unfinished_only,
@@ -531,13 +619,40 @@ def found(setup: Path, disk: Path | None) -> dict[str, Any]:
     assert first["full_disk"] == second["full_disk"]
     for name in ("minutes", "no_room", "not_shared"):
         assert first[name] == second[name]  # or a rank would wait
-    assert first["one_rank_cannot_write"]["message"] == second["one_rank_cannot_write"]["message"]
+    for name in ("one_rank_cannot_write", "one_thread_cannot_write"):
+        assert first[name]["message"] == second[name]["message"]
     return first
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_stopped_and_resumed_equals_straight_bit_for_bit(found: dict[str, Any], name: str):
     assert found[name] == []
+
+
+@pytest.mark.parametrize("step, rank", [(2, 0), (2, 1), (6, 0), (6, 1)])
+def test_a_profile_has_the_phases_and_operations_of_a_step(
+    found: dict[str, Any], setup: Path, step: int, rank: int
+) -> None:
+    folder = setup / f"{STOPPED_TWICE[0]}_stopped"
+    profile = next(one for one in read_profiles(folder) if (one.step, one.rank) == (step, rank))
+    assert sorted(path.name for path in (folder / "profile").iterdir())[::2] == [
+        f"step_0000000{step}_rank_{rank}.csv" for step in (2, 6) for rank in (0, 1)
+    ]
+    with gzip.open(profile.files[0]) as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    ranges = {event["name"]: event for event in events if event["cat"] == "user_annotation"}
+    phases = ["probe", "utility", "main", "update"]
+    assert set(phases) <= ranges.keys()
+    for phase in phases:
+        rows = {row.operation: row for row in profile.rows if row.phase == phase}
+        assert sum(row.share for row in rows.values()) == pytest.approx(1.0, abs=1e-4)
+        start, end = ranges[phase]["ts"], ranges[phase]["ts"] + ranges[phase]["dur"]
+        inside = Counter(event["name"] for event in events if start <= event["ts"] <= end)
+        assert 1e6 * rows["(Python and waiting)"].seconds <= ranges[phase]["dur"]
+        named = [row for row in rows.values() if not row.operation.startswith("(")]
+        assert len(named) > 5 and all(row.calls == inside[row.operation] for row in named)
+        assert ("aten::mm" in inside) == (phase != "update")
+    assert [ranges[phase]["ts"] for phase in phases] == sorted(ranges[phase]["ts"] for phase in phases)
 
 
 def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(found: dict[str, Any], setup: Path):
@@ -568,6 +683,29 @@ def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(found: dic
     assert "the checkpoint of step 5 could not be written: rank 1 on host" in message
     assert "failing/checkpoints/step_00000005.unfinished/state: " in message and "Is a directory" in message
     assert failing["left"] == ["step_00000003"] and failing["differing"] == []
+
+
+def test_a_checkpoint_beside_the_steps_holds_the_state_of_its_step(found: dict[str, Any]):
+    beside = found["beside_the_steps"]
+    assert beside["in flight"][2] and beside["held"] == [] and beside["finished"] == []
+    metrics = {line["step"]: {key for key in line if "checkpoint" in key} for line in beside["lines"]}
+    assert "seconds_checkpoint" in metrics[2] & metrics[3] & metrics[5]
+    complete = {"checkpoint_bytes", "seconds_checkpoint_write"}
+    assert not metrics[4] and complete <= metrics[5]  # held until the end of step 3, and over before that of step 4
+
+
+def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing(found: dict[str, Any]):
+    beside, said = found["beside_the_steps"], "\n".join(found["beside_the_steps"]["said"])
+    assert beside["left"] == ["step_00000001", "step_00000002.unfinished"]
+    assert "warning: skipped checkpoint step_00000002.unfinished: not finished" in said
+    assert "Resumed after step 1 from" in said and beside["killed"] == []
+
+
+def test_a_thread_that_cannot_write_ends_the_run_on_all_ranks_at_the_next_step(found: dict[str, Any]):
+    failing = found["one_thread_cannot_write"]
+    assert "the checkpoint of step 4 could not be written: rank 1 on host" in failing["message"]
+    assert "Earlier checkpoints are untouched" in failing["message"]
+    assert failing["left"] == ["step_00000002"] and failing["steps"] == 5
 
 
 def test_a_full_disk_is_named_as_the_cause(tmp_path: Path):

@@ -1,10 +1,12 @@
 """The page of a report in a real browser, on run folders written for it: hostile text, split characters, colours that
 can be read, a phone, dark mode, print."""
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from tests.helpers.report_runs import random_sequence, random_trace, step_line, 
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.report import write_report
+from vcore_ds.train.profile_folder import OperationRow
 from vcore_ds.train.token_records import FollowedRecord, Origin, SequenceTokens
 
 if TYPE_CHECKING:
@@ -47,8 +50,25 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = write_run(
         folder, tokenizer, lines, records, followed=followed, environment=environment, model={"path": HOSTILE[1]}
     )
+    (run / "profile").mkdir()
+    trace = run / "profile" / "step_00000003_rank_1.json.gz"
+    trace.write_bytes(b"trace")
+    table = csv.writer(trace.with_name("step_00000003_rank_1.csv").open("w", buffering=1))
+    table.writerows(
+        [OperationRow.__dataclass_fields__, ["main", HOSTILE[0], 7, 0.25, 0.75], ["main", "b", 1, 0.1, 0.25]]
+    )
     (page,) = write_report([run], output=folder.parent / "report.html")
     return page
+
+
+def test_a_profile_is_a_table_with_links_to_its_files(browser: "Browser", report: Path) -> None:
+    with opened(browser, report) as page:
+        details = page.locator("#cost details")
+        assert details.locator("summary").inner_text() == "operations of step 3 on rank 1, by phase"
+        cells = details.locator("tbody tr").first.locator("th, td").all_inner_texts()
+        assert cells == [f"main: {HOSTILE[0]}", "7", "0.2500", "75.0%"]
+        link = details.locator("a").first.evaluate("a => a.href")
+        assert Path(unquote(urlsplit(link).path)).read_bytes() == b"trace"
 
 
 def test_text_of_a_run_is_text(browser: "Browser", report: Path) -> None:

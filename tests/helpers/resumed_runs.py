@@ -38,8 +38,8 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
         engines.append(build_engine(*arguments))
         return engines[-1]
 
-    def save_and_stop(self, step, *rest):
-        saved = save(self, step, *rest)
+    def save_and_stop(self, step, *rest, **options):
+        saved = save(self, step, *rest, **options)
         if stop and step in steps:
             raise Stopped
         if killed is not None and step in steps and layout.is_first():

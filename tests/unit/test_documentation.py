@@ -193,7 +193,7 @@ def missing_names(document: Path) -> tuple[list[str], int]:
         if dotted and dotted[1].split(".")[0] in PARTS:
             section, key = dotted[1].split(".")[:2]
             found += 1
-            is_key = section in SECTIONS and key in SECTIONS[section].model_fields
+            is_key = section in SECTIONS and key in SECTIONS[section].key_names()
             missing += [words] * (not is_key and not resolves(dotted[1]))
     return missing, found
 

@@ -24,10 +24,10 @@ def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_key_is_described() -> None:
     keys = recipe_keys()
     assert [key.dotted for key in keys if key.dotted.count(".") == 1] == [
-        f"{name}.{key}" for name, kind in SECTIONS.items() for key in kind.model_fields
+        f"{name}.{key}" for name, kind in SECTIONS.items() for key in kind.key_names()
     ]
     assert {key.dotted for key in keys if key.dotted.count(".") == 2} == {
-        f"{section}.{name}.{key}" for (section, name), kind in SUBSECTIONS.items() for key in kind.model_fields
+        f"{section}.{name}.{key}" for (section, name), kind in SUBSECTIONS.items() for key in kind.key_names()
     }
     assert all(len(key.meaning) > 10 and key.meaning.endswith((".", "}.")) for key in keys)
 

@@ -150,6 +150,21 @@ def test_the_recipe_decides() -> None:
     assert plan_of(16, f"{file}hierarchical.json").settings.ranks_of_second_copy == 8
     offloaded = plan_of(16, f"{file}offload_all.json").settings
     assert offloaded.offloads_parameters and offloaded.offloads_optimizer
+    assert plan_of(16, "checkpoint.async=true").settings.stages_checkpoints
+
+
+def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
+    trained = parameter_counts(QWEN3_32B).trained
+    for changed, num_bytes in (
+        ({}, 12), ({"offloads_optimizer": True}, 12), ({"has_moments": False}, 4), ({"keeps_direction": True}, 12 + 2),
+    ):  # fmt: skip
+        staged = memory_of(QWEN3_32B, replace(FULL, stages_checkpoints=True, **changed))
+        direct = memory_of(QWEN3_32B, replace(FULL, **changed))
+        assert staged.persistent == direct.persistent
+        assert (staged.host_bytes - direct.host_bytes) * FULL.num_ranks == pytest.approx(num_bytes * trained, rel=1e-6)
+    short = Available(device=200 * GIB, host=40 * GIB)
+    changes = {one.change: short.holds(one.estimate) for one in plan_of(8, "checkpoint.async=true").remedies(short)}
+    assert changes["checkpoint.async=false"]
 
 
 @pytest.mark.parametrize(

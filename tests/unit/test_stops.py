@@ -83,6 +83,20 @@ def test_the_time_of_a_save_is_no_step(tmp_path: Path, clock: Clock):
     assert here.agree_on_reason() is None  # 380 s are left, 1.5 x (10 s + 200 s) = 315 s are needed
 
 
+@pytest.mark.parametrize("seconds_write, reason", [(100.0, "run.time_limit_minutes"), (None, None)])
+def test_a_stop_waits_for_the_write_beside_the_steps_and_for_its_own(
+    tmp_path: Path, clock: Clock, seconds_write: float | None, reason: str | None
+):
+    here = Stops(tmp_path, 10.0)
+    clock.now += 10.0
+    assert here.agree_on_reason() is None
+    clock.now += 270.0
+    here.record_copy(270.0, seconds_write)
+    clock.now += 10.0
+    # 310 s are left. 1.5 x (10 s + 2 x 100 s) = 315 s are needed; before the first write, 1.5 x (10 s + 60 s).
+    assert here.agree_on_reason() == reason
+
+
 def test_what_is_left_counts_from_the_start_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An unmeasured save takes a tenth of a short limit, five minutes of a long one."""
     for age_seconds, limit_minutes, reason in [

@@ -180,8 +180,8 @@ def nearest_keys(name: str) -> list[str]:
         return [NAMES_ELSEWHERE[word]]
     keys = [
         *SECTIONS,
-        *(f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields),
-        *(f"{section}.{key}.{inner}" for (section, key), cls in SUBSECTIONS.items() for inner in cls.model_fields),
+        *(f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.key_names()),
+        *(f"{section}.{key}.{inner}" for (section, key), cls in SUBSECTIONS.items() for inner in cls.key_names()),
     ]
     by_word: dict[str, list[str]] = {}
     for key in keys:
@@ -228,14 +228,16 @@ def _describe_problem(location: tuple[str, ...], values: Any) -> str:
     found = f"found {'nothing' if is_missing else show(value)}"
     if (removed := REMOVED.get((section[0], name)) if len(section) == 1 else None) is not None:
         return f"{found}; expected no such key: {removed[1]}"
-    known = section_class(*section).model_fields if section else SECTIONS
+    known = section_class(*section).key_names() if section else list(SECTIONS)
     if name not in known:
         kind = "key" if section else "section"
         hint = did_you_mean(nearest_keys(".".join(location))) + _explain_name_elsewhere(name)
         return f"{found} under an unknown name; expected a {kind} among {', '.join(known)}{hint}"
     if not section or location in SUBSECTIONS:
-        keys = ", ".join(section_class(*location).model_fields)
-        or_null = {"lora": ", or null for full-parameter training", "keep": ", or null"}.get(name, "")
+        keys = ", ".join(section_class(*location).key_names())
+        or_null = {"lora": ", or null for full-parameter training", "keep": ", or null", "profile": ", or null"}.get(
+            name, ""
+        )
         return f"{found}; expected a section with keys {keys}{or_null}"
     schema = _key_schemas(*section)[name]
     near = difflib.get_close_matches(value, _list_choices(schema), n=1) if isinstance(value, str) else []

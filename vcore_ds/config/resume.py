@@ -9,7 +9,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import UnreadableFile, parse_yaml, read_text
 from vcore_ds.config.problems import field_problems
 from vcore_ds.config.schema import SUBSECTIONS, Recipe
-from vcore_ds.config.sections import REMOVED, is_removed_default
+from vcore_ds.config.sections import REMOVED, ProfileConfig, is_removed_default
 
 MAY_DIFFER = frozenset(
     {
@@ -20,6 +20,8 @@ MAY_DIFFER = frozenset(
         "run.num_token_records",
         "run.num_followed_traces",
         "run.time_limit_minutes",
+        "run.profile",
+        *(f"run.profile.{key}" for key in ProfileConfig.key_names()),
         "run.wandb_project",  # removed, see REMOVED
         "data.validation_path",
         # The data; the checkpoint has digests of its tokens, of the weights of files and of the selected traces.

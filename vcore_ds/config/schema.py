@@ -20,6 +20,7 @@ from vcore_ds.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     ProbeConfig,
+    ProfileConfig,
     RunConfig,
     ScheduleConfig,
     Section,
@@ -85,7 +86,10 @@ class Recipe(Section):
 SECTIONS: dict[str, type[Section]] = {**Recipe.__annotations__, "lora": LoraConfig}
 """Section name -> class, in the order of the schema."""
 
-SUBSECTIONS: dict[tuple[str, str], type[Section]] = {("data", "keep"): KeepConfig}
+SUBSECTIONS: dict[tuple[str, str], type[Section]] = {
+    ("data", "keep"): KeepConfig,
+    ("run", "profile"): ProfileConfig,
+}
 """(section, key) -> class of the nested section; its value may be null."""
 
 

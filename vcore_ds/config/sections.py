@@ -46,8 +46,18 @@ class Section(BaseModel):
     """Base of all sections: refuses unknown keys and type conversions ("4" for 4, true for 1)."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
     )
+
+    @classmethod
+    def key_names(cls) -> list[str]:
+        """The keys of the section, as recipes have them."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
 
 
 class MethodConfig(Section):
@@ -380,6 +390,17 @@ class ScheduleConfig(Section):
     """Learning rate that a decay leads to, as a share of the peak."""
 
 
+class ProfileConfig(Section):
+    """Profile single optimizer steps; nothing else changes, and the other steps cost nothing."""
+
+    steps: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1)]
+    """Optimizer steps, from 1, such as [3, 5]; the first steps allocate and compile."""
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False), Field(min_length=1)] = (0,)
+    """Ranks that write profiles."""
+    memory_snapshot: bool = False
+    """Also record the allocations of these steps, for pytorch.org/memory_viz; on GPUs only."""
+
+
 class RunConfig(Section):
     """The run: its folder, seed, output and time limit."""
 
@@ -399,6 +420,9 @@ class RunConfig(Section):
     """Number of traces that are also measured at each recorded step, to follow the same tokens over the run: half of
     them held out (data.validation_path), the others training data, drawn by the seed; 0 for none. Costs three or four
     forwards of these traces and at most about 2 MB at each of these steps."""
+    profile: ProfileConfig | None = None
+    """Write PyTorch profiler traces of single steps into profile/, with a table of their operations by phase; null for
+    none."""
     time_limit_minutes: Positive | None = None
     """Wall-clock limit from the start of the processes: the run saves and stops (exit code 85) while one more step and
     a save would still fit; null for none."""
@@ -436,6 +460,9 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; older ones are deleted once a new one is complete."""
     keep_every_steps: Count | None = None
     """Keep the checkpoints of every multiple of this many optimizer steps permanently; null for none."""
+    async_: Annotated[bool, Field(alias="async")] = False
+    """Copy the state to host memory, and write the checkpoint from there while the next steps run: the run waits for
+    the copy alone. Takes the size of a rank's part of the checkpoint in host memory (`vcore-ds plan`)."""
     branch_from: PathText | None = None
     """A checkpoint of another run (RUN/checkpoints/step_NNNNNNNN), from which this run begins instead of the first
     step. The recipes may differ in `schedule`, as long as the learning rates up to there are the same; null for

@@ -87,9 +87,13 @@ def _make_group(rows: Tensor) -> dist.ProcessGroup:
     return group
 
 
-def duplicate_job_group() -> dist.ProcessGroup:
-    """Make another group of all ranks, for collectives that run concurrently with those of `job`. A collective."""
-    return dist.new_group(timeout=_timeout)
+def duplicate_job_group(backend: Literal["gloo"] | None = None) -> dist.ProcessGroup:
+    """Make another group of all ranks, for collectives that run concurrently with those of `job`. A collective.
+
+    Args:
+        backend: gloo for objects in host memory; None for that of `job`.
+    """
+    return dist.new_group(timeout=_timeout, backend=backend)
 
 
 def _world() -> dist.ProcessGroup:
@@ -196,12 +200,16 @@ def norm_over(axis: Axis, parts: list[Tensor]) -> float:
     return sum_over(axis, [float(torch.stack(norms).square().sum())])[0] ** 0.5
 
 
-def gather_objects(axis: Axis, value: Any) -> list[Any]:
-    """All-gather a Python object over an axis. A collective."""
+def gather_objects(axis: Axis, value: Any, duplicate: dist.ProcessGroup | None = None) -> list[Any]:
+    """All-gather a Python object over an axis. A collective.
+
+    Args:
+        duplicate: of the axis's group, for a thread beside the main one.
+    """
     if _is_alone():
         return [value]
     gathered: list[Any] = [None] * size(axis)
-    dist.all_gather_object(gathered, value, group=group(axis))
+    dist.all_gather_object(gathered, value, group=duplicate or group(axis))
     return gathered
 
 

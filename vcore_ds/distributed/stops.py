@@ -58,6 +58,18 @@ class Stops:
         self._seconds_save = seconds
         self._step_started_at += seconds
 
+    def record_copy(self, seconds: float, seconds_write: float | None) -> None:
+        """Record what a checkpoint took of the steps that is written beside them.
+
+        Args:
+            seconds: not part of a step.
+            seconds_write: of the last write; None before the first has ended. A stop may wait for one write and then
+                for another, its own.
+        """
+        self._step_started_at += seconds
+        if seconds_write is not None:
+            self._seconds_save = 2 * seconds_write
+
     def _local_reason(self) -> str | None:
         """This rank's reason. Only rank 0 checks file and clock, because file systems and clocks of nodes differ."""
         if stop_signals.received is not None or not layout.is_first():

@@ -3,37 +3,45 @@
 Every tensor is stored as one flat tensor, without ZeRO-3's padding. ZeRO-3's partition, `ceil(numel / ranks)` elements
 a rank, is that of `torch.chunk`, which is `Shard(0)`. So the ranks' shards are the shards of a `DTensor`, and reading
 them at another world size needs no conversion. The `DTensor`s are views of the optimizer's tensors on their device (the
-CPU for offloaded ones): the state is not copied.
+CPU for offloaded ones).
 
 With expert parallelism the stored tensor holds all experts too: a block of experts is contiguous in it, and its shards
 are adjacent. So a checkpoint can be read at another expert-parallel size.
 
 With tensor parallelism each tensor-parallel rank stores separate tensors, with its rank in their names
 (`checkpoint_name`), which can only be read at the same tensor-parallel size.
+
+A `Stager` copies the shards to host memory first, so that they can be written while the next steps change the state.
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from vcore_ds.common.errors import RunFailed
 from vcore_ds.common.paths import free_space
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import cpu_group
 from vcore_ds.engine.flat_shards import PartitionedParameter, full_shape, is_expert_block
 from vcore_ds.engine.zero3 import Engine
 
 Result = TypeVar("Result")
+State: TypeAlias = Mapping[str, DTensor]
+"""Tensors by their names in a checkpoint."""
+Group: TypeAlias = ProcessGroup
 
 
 class ShardedVector(Protocol):
@@ -44,21 +52,25 @@ class ShardedVector(Protocol):
         ...
 
 
-class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written or read; the message names rank, host, path and cause."""
+class CheckpointFailed(RunFailed):
+    """A checkpoint could not be written or read; the message names rank, host, path and cause. Raised on all ranks
+    alike."""
 
 
-def run_on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]:
+def run_on_all_ranks(folder: Path, action: Callable[[], Result], group: Group | None = None) -> list[Result]:
     """Run `action` and return the results of all ranks. A collective.
 
     An error on one rank is raised on all of them: otherwise the others would hang in the next collective.
+
+    Args:
+        group: a duplicate of that of all ranks, for host memory and a thread beside the main one; None for the latter.
     """
     outcome: tuple[Result | None, str | None]
     try:
         outcome = (action(), None)
     except Exception as error:
         outcome = (None, f"{folder}: {type(error).__name__}: {error} ({free_space(folder)})")
-    gathered = layout.gather_objects("job", (*outcome, platform.node()))
+    gathered = layout.gather_objects("job", (*outcome, platform.node()), group)
     failed = [
         f"rank {rank} on host {host}: {problem}"
         for rank, (_, problem, host) in enumerate(gathered)
@@ -69,18 +81,43 @@ def run_on_all_ranks(folder: Path, action: Callable[[], Result]) -> list[Result]
     return [result for result, _, _ in gathered]
 
 
-def write_state(engine: Engine, direction: ShardedVector | None, folder: Path) -> None:
+def write_state(tensors: State, folder: Path, group: Group | None = None) -> None:
     """Write this rank's shards of the state into one file in `folder`, and flush it. A collective.
 
     Args:
-        direction: None if no later step needs the current direction.
+        tensors: from `state_tensors` or `Stager.stage`.
+        group: as in `run_on_all_ranks`.
 
     Raises:
         CheckpointFailed: on all ranks alike.
     """
-    tensors = _state_tensors(engine, direction)
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
-    _dcp_on_all_ranks(folder, lambda: dcp.save(tensors, storage_writer=writer, process_group=cpu_group()))
+    _dcp_on_all_ranks(
+        folder, lambda: dcp.save(dict(tensors), storage_writer=writer, process_group=group or cpu_group()), group
+    )
+
+
+class Stager:
+    """Copies of the state in host memory, which later steps do not change. Each copy reuses the memory of the one
+    before, which must have been written by then."""
+
+    def __init__(self) -> None:
+        on_gpu = device().type == "cuda"
+        # Copies of offloaded tensors too: the optimizer updates them in place.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,  # it waits for all copies at the end
+            )
+        )
+
+    def stage(self, engine: Engine, direction: ShardedVector | None) -> State:
+        """A copy of `state_tensors`. Waits for the device."""
+        views = _local_tensors(engine, direction)
+        staged = self._stager.stage({name: view for name, (_, view) in views.items()})
+        return {name: _as_dtensor(parameter, staged[name]) for name, (parameter, _) in views.items()}
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -101,13 +138,13 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
     """Load the state that `write_state` wrote, at any world size, into a new engine. A collective.
 
     Args:
-        direction: as in `write_state`.
+        direction: as in `state_tensors`.
         num_updates: `engine.num_updates` at that time.
 
     Raises:
         CheckpointFailed: on all ranks alike.
     """
-    tensors = _state_tensors(engine, direction)
+    tensors = state_tensors(engine, direction)
     reader = dcp.FileSystemReader(folder)
     _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
     for state in engine.optimizer.optimizer.state.values():
@@ -124,9 +161,9 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
             shard.copy_(_padded_shard(engine, parameter, None))
 
 
-def state_bytes(engine: Engine, direction: ShardedVector | None) -> int:
+def count_state_bytes(tensors: State) -> int:
     """Bytes that `write_state` would write on all ranks together. A collective."""
-    local = [tensor.to_local() for tensor in _state_tensors(engine, direction).values()]
+    local = [tensor.to_local() for tensor in tensors.values()]
     return int(layout.sum_over("job", [float(sum(t.numel() * t.element_size() for t in local))])[0])
 
 
@@ -136,16 +173,28 @@ def list_files_of_this_rank(folder: Path) -> list[Path]:
     return [path for name in names for path in sorted(folder.glob(name))]
 
 
-def _state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
-    """Views of all tensors that a step changes, by their names in the checkpoint."""
+def state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
+    """Views of all tensors that a step changes, by their names in the checkpoint.
+
+    Args:
+        direction: None if no later step needs the current direction.
+    """
+    return {
+        name: _as_dtensor(parameter, local) for name, (parameter, local) in _local_tensors(engine, direction).items()
+    }
+
+
+def _local_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, tuple[PartitionedParameter, Tensor]]:
+    """Name in the checkpoint -> parameter, and a view of this rank's shard, without padding."""
     tensors = {}
     for name, parameter in engine.trainable:
         name = checkpoint_name(name, layout.rank("tensor"), layout.size("tensor"))
-        tensors[f"master.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, None))
-        for key in _buffer_names(engine, parameter):
-            tensors[f"{key}.{name}"] = _shard(engine, parameter, _padded_shard(engine, parameter, key))
+        padded = {"master": _padded_shard(engine, parameter, None)}
+        padded |= {key: _padded_shard(engine, parameter, key) for key in _buffer_names(engine, parameter)}
         if direction is not None:
-            tensors[f"direction.{name}"] = _shard(engine, parameter, direction.shard(parameter))
+            padded["direction"] = direction.shard(parameter)
+        for kind, shard in padded.items():
+            tensors[f"{kind}.{name}"] = (parameter, shard.detach()[: engine.local_numel(parameter)])
     return tensors
 
 
@@ -154,8 +203,7 @@ def checkpoint_name(name: str, tensor_rank: int, tensor: int) -> str:
     return name if tensor == 1 else f"{name}@{tensor_rank}"
 
 
-def _shard(engine: Engine, parameter: PartitionedParameter, padded: Tensor) -> DTensor:
-    local = padded.detach()[: engine.local_numel(parameter)]
+def _as_dtensor(parameter: PartitionedParameter, local: Tensor) -> DTensor:
     shape = torch.Size([full_shape(parameter).numel()])
     num_blocks = layout.size("expert") if is_expert_block(parameter) else 1
     mesh = _mesh(layout.group("shards"), local.device.type, num_blocks)
@@ -181,7 +229,7 @@ def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
     return sorted(key for key, value in state.items() if isinstance(value, Tensor) and value.shape == flat.shape)
 
 
-def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
+def _dcp_on_all_ranks(folder: Path, action: Callable[[], object], group: Group | None = None) -> None:
     """Run a call of torch.distributed.checkpoint. Its exception holds the errors of all ranks; here each rank reports
     its error, so that the message can name rank and host."""
     failure: list[CheckpointException] = []
@@ -195,7 +243,7 @@ def _dcp_on_all_ranks(folder: Path, action: Callable[[], object]) -> None:
                 cause = error.failures[layout.rank("job")][0]
                 raise RuntimeError(f"{type(cause).__name__}: {cause}") from cause
 
-    run_on_all_ranks(folder, run)
+    run_on_all_ranks(folder, run, group)
     if failure:
         raise CheckpointFailed(f"{folder}: {failure[0]}")
 

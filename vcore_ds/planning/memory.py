@@ -72,6 +72,10 @@ class MemorySettings:
     """Activations that the backward needs are in host memory until then."""
     offloads_parameters: bool = False
     offloads_optimizer: bool = False
+    stages_checkpoints: bool = False
+    """Whether a checkpoint is written from a copy in host memory (`checkpoint.async`)."""
+    keeps_direction: bool = False
+    """Whether checkpoints hold the direction, as between two probes."""
     coalesces_gradients: bool = False
     """One reduction a step, from an unsharded gradient."""
     ranks_of_second_copy: int = 1
@@ -146,7 +150,7 @@ class MemoryEstimate:
     phases: Mapping[Phase, Mapping[str, int]]
     """By kind, on the device at the peak of each phase that the run has, beyond what is persistent."""
     host: Mapping[str, int]
-    """By kind, in host memory: what is offloaded."""
+    """By kind, in host memory: what is offloaded, and the copy of a checkpoint."""
     with_tangents: Mapping[str, int]
     """By kind, beyond what is persistent, while the main forward carries tangents; the peak of main is at least that.
     Empty where it carries none."""
@@ -232,6 +236,9 @@ def _persistent(
         device["direction"] = b_trained * trained
         if settings.probe_rank is not None:
             device["factors of the direction"] = b * count_factors(shape, settings.probe_rank)
+    if settings.stages_checkpoints:
+        staged = _FP32 * trained * (3 if settings.has_moments else 1)
+        host["copy of the checkpoint"] = staged + b_trained * trained * settings.keeps_direction
     device["reduction buffer"] = b * settings.bucket_numel
     return device, host
 

@@ -117,6 +117,8 @@ class MemoryPlan:
 
     def _changes(self, available: Available) -> Iterator[_Change]:
         settings = self.settings
+        if settings.stages_checkpoints:
+            yield _Change({"checkpoint.async": "false"}, {"stages_checkpoints": False})
         if not settings.is_checkpointed:
             yield _Change({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
         yield from self._fewer_experts()
@@ -230,6 +232,8 @@ def plan_memory(
         offloads_checkpoints=model.activation_offload,
         offloads_parameters=_is_offloaded(zero, "offload_param"),
         offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
+        stages_checkpoints=settings.stages_checkpoints,
+        keeps_direction=settings.estimator is not None and settings.probe.every > 1,
         # `auto` takes no more of a rank's memory than the margin holds.
         coalesces_gradients=settings.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,

@@ -36,6 +36,8 @@ class PlanSettings:
     """Whether every step runs the model without its adapters: iw_sft with adapters, and asft."""
     has_moments: bool
     """Whether the optimizer is Adam."""
+    stages_checkpoints: bool
+    """`checkpoint.async`"""
     gradient_clipping: float | None
     coalesce_gradient_reduction: Literal["auto"] | bool
     checkpoint_minutes: float | None
@@ -70,6 +72,7 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
         alpha_of_micro_batch=method.alpha_scope == "micro_batch",
         runs_reference=(method.reads_reference or method.is_anchored) and lora is not None,
         has_moments=recipe.optimizer.name == "adamw",
+        stages_checkpoints=recipe.checkpoint.async_,
         gradient_clipping=recipe.optimizer.gradient_clipping,
         coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,
         checkpoint_minutes=recipe.checkpoint.every_minutes,

@@ -1,14 +1,13 @@
-"""The checkpoints of a run: when it saves, its state besides the tensors, and which one it resumes from."""
+"""The checkpoints of a run: when it saves, which ones it keeps, and which one it resumes from."""
 
-import json
 import time
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
@@ -17,62 +16,32 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import (
-    CheckpointFailed,
-    list_files_of_this_rank,
+    Group,
+    Stager,
+    State,
+    count_state_bytes,
     read_state,
     run_on_all_ranks,
-    state_bytes,
-    write_state,
+    state_tensors,
 )
 from vcore_ds.engine.flat_shards import full_shape
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.model_identity import compute_model_digest
+from vcore_ds.train.checkpoint_write import BackgroundWrite, CheckpointContent, RunState, Written, write_checkpoint
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator
 
-MARGIN_BYTES = 64 * 2**20
-"""Free space required besides the tensors: for index, recipe, and what other processes write meanwhile."""
-
-
-@dataclass(frozen=True)
-class RunState:
-    """The part of a run's state that is not tensors. Data order, probe stream, learning rate and dropout are functions
-    of the step."""
-
-    step: int
-    """Optimizer steps done."""
-    world_size: int
-    num_updates: int
-    """The optimizer's step count; 0 for an optimizer without one."""
-    shapes: dict[str, list[int]]
-    """Shapes of the trained parameters, by name."""
-    direction: dict[str, float | None] | None
-    """Norm and displacement of the probe direction, None for methods without one."""
-    data_digests: dict[str, str]
-    """Digests of the tokens that training and probe draw from, by recipe key."""
-    validation_losses_before: dict[str, float]
-    """Nats, before the first step, by name of the held-out set."""
-    wandb_run_id: str | None
-    frozen_digest: str | None = None
-    """Digest of the model whose adapters are trained: a checkpoint holds none of its weights. None where all parameters
-    are trained, and in checkpoints of vcore_ds 0.7 and before."""
-
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written."""
+    """A checkpoint that is complete, or that a thread writes."""
 
     folder: Path
     seconds: float
-    bytes: int
-    """All ranks' together."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """For metrics.jsonl."""
-        return {"seconds_checkpoint": self.seconds, "checkpoint_bytes": self.bytes}
+    """For which the steps waited."""
+    is_complete: bool
 
 
 class Checkpoints:
@@ -84,15 +53,21 @@ class Checkpoints:
         wandb_run_id: the run on Weights & Biases, None without; only rank 0's is saved.
         branch_step: after which the learning rate of `wsd` decays; its checkpoint is kept, so that the run can be made
             longer and decays of other lengths can branch off; None for other schedules.
+        seconds_write: of the last write beside the steps (`checkpoint.async`); None before its end.
     """
 
     def __init__(self, recipe: Recipe, console: Console):
         self.validation_losses_before: dict[str, float] = {}
         self.wandb_run_id: str | None = None
         self.branch_step: int | None = None
+        self.seconds_write: float | None = None
         self._recipe, self._console = recipe, console
         self._folder = Path(recipe.run.output_dir) / "checkpoints"
         self._last_end = time.monotonic()
+        self._writing: BackgroundWrite | None = None
+        self._stager: Stager | None = None
+        self._group: Group | None = None
+        self._metrics: dict[str, float] = {}
 
     @cached_property
     def frozen_digest(self) -> str | None:
@@ -247,55 +222,106 @@ class Checkpoints:
         overdue = layout.is_first() and time.monotonic() - self._last_end >= 60 * settings.every_minutes
         return layout.sum_over("job", [float(overdue)])[0] > 0
 
-    def save(self, step: int, engine: Engine, estimator: Estimator, feed: Feed) -> Saved:
+    def save(self, step: int, engine: Engine, estimator: Estimator, feed: Feed, *, is_last: bool = False) -> Saved:
         """Write the checkpoint after `step` steps, then delete old ones according to the recipe.
 
+        With `checkpoint.async` the state is only copied here, and a thread writes it while the steps go on; first the
+        write before this one is waited for, so that there is one copy at a time.
+
+        Args:
+            is_last: whether no step follows in this process: the checkpoint is complete when this returns.
+
         Raises:
-            CheckpointFailed: on all ranks alike, naming the rank at fault; the other checkpoints are untouched.
+            CheckpointFailed: on all ranks alike, naming the rank at fault, also of the write before; the other
+                checkpoints are untouched.
         """
         started = time.perf_counter()
-        is_first = layout.is_first()
-        state = RunState(
-            step=step,
-            world_size=layout.size("job"),
-            num_updates=engine.num_updates,
-            shapes=_shapes(engine),
-            direction=estimator.state(),
-            data_digests=_data_digests(feed),
-            validation_losses_before=self.validation_losses_before,
-            wandb_run_id=self.wandb_run_id,
-            frozen_digest=self.frozen_digest if is_first else None,
-        )
+        self.wait()
+        is_async = self._recipe.checkpoint.async_ and not is_last
+        is_first, folder = layout.is_first(), checkpoint_folder.step_folder(self._folder, step)
         needed = self._direction_of_next_step(step, estimator)
-        num_bytes = state_bytes(engine, needed) + MARGIN_BYTES
-        unfinished = unfinished_path(checkpoint_folder.step_folder(self._folder, step))
-        try:
-            run_on_all_ranks(
-                unfinished, lambda: checkpoint_folder.begin(self._folder, step, num_bytes) if is_first else None
-            )
-            write_state(engine, needed, unfinished / checkpoint_folder.STATE)
-            written = run_on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state))
-            records = {name: record for rank_records in written for name, record in rank_records.items()}
-            folder = run_on_all_ranks(
-                unfinished,
-                lambda: checkpoint_folder.finish(self._folder, step, state.world_size, records) if is_first else None,
-            )[0]
-        except CheckpointFailed as error:
-            if is_first:
-                discard(unfinished)
-            raise CheckpointFailed(
-                f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
-            ) from None
-        run_on_all_ranks(self._folder, lambda: self.remove_old() if is_first else None)
-        seconds, total = time.perf_counter() - started, sum(record.bytes for record in records.values())
-        self._console.say(f"checkpoint: {folder}: {total / 1e9:.3g} GB in {seconds:.1f} s")
-        self._last_end = time.monotonic()
-        assert folder is not None  # rank 0 made it
-        return Saved(folder, seconds, total)
+        tensors = self._stage(folder, engine, needed) if is_async else state_tensors(engine, needed)
+        content = CheckpointContent(
+            RunState(
+                step=step,
+                world_size=layout.size("job"),
+                num_updates=engine.num_updates,
+                shapes=_shapes(engine),
+                direction=estimator.state(),
+                data_digests=_data_digests(feed),
+                validation_losses_before=self.validation_losses_before,
+                wandb_run_id=self.wandb_run_id,
+                frozen_digest=self.frozen_digest if is_first else None,
+            ),
+            dump_recipe(self._recipe),
+            tensors,
+            count_state_bytes(tensors),
+        )
+        if is_async:
+            # Here, in the main threads: making a group is a collective of all ranks too. On this group the threads of
+            # all ranks do one write after another, so their collectives meet; the main threads never use it.
+            group = self._group = self._group or layout.duplicate_job_group("gloo")
+            self._writing = BackgroundWrite(lambda: write_checkpoint(self._folder, content, self.remove_old, group))
+            self._last_end = time.monotonic()
+        else:
+            self._report(write_checkpoint(self._folder, content, self.remove_old))
+        seconds = time.perf_counter() - started
+        self._metrics["seconds_checkpoint"] = seconds
+        return Saved(folder, seconds, is_complete=not is_async)
 
-    def remove_old(self) -> None:
-        """Delete the checkpoints that the recipe does not keep, on rank 0. One that cannot be deleted, such as one
-        that an export has open on a network file system, gives a warning."""
+    def take_metrics(self) -> dict[str, float]:
+        """What checkpoints have measured since the last call, for a line of metrics.jsonl."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _stage(self, folder: Path, engine: Engine, direction: Direction | None) -> State:
+        """Copy the state to host memory. A collective: a rank without room for the copy ends all of them."""
+        self._stager = stager = self._stager or Stager()
+        staged: list[State] = []
+        run_on_all_ranks(folder, lambda: staged.append(stager.stage(engine, direction)))
+        return staged[0]
+
+    def collect(self) -> None:
+        """Report a write beside the steps that has ended on all ranks. A collective.
+
+        Raises:
+            CheckpointFailed: on all ranks alike.
+        """
+        if self._writing is None:  # on all ranks alike
+            return
+        # Only when the threads of all ranks have ended. A rank that saw an error a step before the others would leave
+        # them in the collectives of the next step.
+        if layout.sum_over("job", [float(self._writing.is_done())])[0] == layout.size("job"):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for a write beside the steps, if any, which ends on all ranks together.
+
+        Raises:
+            CheckpointFailed: on all ranks alike.
+        """
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        written = writing.wait()
+        self.seconds_write = self._metrics["seconds_checkpoint_write"] = written.seconds
+        self._report(written, " beside the steps")
+
+    def finish_after_failure(self) -> None:
+        """Wait for a write beside the steps when the run fails: it holds a good state. Not a collective."""
+        with suppress(Exception):  # the run's failure is the one to report
+            self.wait()
+
+    def _report(self, written: Written, how: str = "") -> None:
+        self._console.say(f"checkpoint: {written.folder}: {written.bytes / 1e9:.3g} GB in {written.seconds:.1f} s{how}")
+        if written.warning is not None:
+            self._console.warn(written.warning)
+        self._metrics["checkpoint_bytes"] = written.bytes
+        self._last_end = time.monotonic()
+
+    def remove_old(self) -> str | None:
+        """Delete the checkpoints that the recipe does not keep, on rank 0. Returns a warning for one that cannot be
+        deleted, such as one that an export has open on a network file system."""
         settings = self._recipe.checkpoint
         try:
             checkpoint_folder.remove_old(
@@ -305,22 +331,12 @@ class Checkpoints:
                 keep_step=self.branch_step,
             )
         except OSError as error:
-            self._console.warn(f"an old checkpoint cannot be deleted: {error}. Delete it where room is short")
+            return f"an old checkpoint cannot be deleted: {error}. Delete it where room is short"
+        return None
 
     def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
         """The direction, where the step after `num_done` steps reuses it; else None."""
         return estimator.direction if num_done % self._recipe.probe.every != 0 else None
-
-    def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, checkpoint_folder.FileRecord]:
-        """Writes the small files, on rank 0; reads this rank's files back and returns their records."""
-        own = list_files_of_this_rank(unfinished / checkpoint_folder.STATE)
-        if layout.is_first():
-            (unfinished / checkpoint_folder.RUN_STATE).write_text(
-                json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8"
-            )
-            (unfinished / checkpoint_folder.RECIPE).write_text(dump_recipe(self._recipe), encoding="utf-8")
-            own += [unfinished / checkpoint_folder.RUN_STATE, unfinished / checkpoint_folder.RECIPE]
-        return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in own}
 
     def _problem_of(self, folder: Path) -> str | None:
         """`checkpoint_folder.find_problem`, the files divided among the ranks. A collective."""

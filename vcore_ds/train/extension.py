@@ -12,7 +12,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.train import run_folder
-from vcore_ds.train.checkpoints import Checkpoints, RunState
+from vcore_ds.train.checkpoint_write import RunState
+from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, RECIPE
 from vcore_ds.train.settings import Schedule, derive_schedule

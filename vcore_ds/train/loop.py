@@ -30,6 +30,7 @@ from vcore_ds.train.console import Console, explain_steps
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.followed import FollowedTraces, record_followed
 from vcore_ds.train.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
+from vcore_ds.train.profile import StepProfiler
 from vcore_ds.train.settings import Schedule, StepSettings
 from vcore_ds.train.step import train_step
 from vcore_ds.train.step_metrics import StepMetrics, StepRecorder, record_tokens
@@ -189,15 +190,16 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
     metrics = None
-    checkpoint_metrics: dict[str, float] = {}
     recorded = set(record_steps(num_steps, settings.num_token_records))
     stops = Stops(run.folder, settings.time_limit_minutes)
+    profiler = StepProfiler(settings.profile, run.folder, console)
     for k in range(num_done, num_steps):
         mark("batches", step=k + 1)
         batches, done = feed.step(k), k + 1
         if done in recorded:
             batches = replace(batches, followed=run.data.followed.batches)
-        metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
+        with profiler.step(done):
+            metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
         if run.trainer.schedule.measures_noise(k):
             warn_of_noise(run.trainer.settings, run.trainer.engine.module.base.config, metrics, console)
         record_step(run, done, batches, metrics)
@@ -207,10 +209,9 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
             "epoch": feed.epoch(done),
             **metrics.values,
             **run.log.throughput.compute_rates(batches.main_lengths, batches.probe_lengths, seconds),
-            **checkpoint_metrics,
+            **run.checkpoints.take_metrics(),
             **batches.measured,
         }
-        checkpoint_metrics = {}
         if settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
             losses = validate(run.trainer.engine, run.data, console)
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
@@ -220,11 +221,14 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         console.step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
         if done == num_done + 1:
             say_rest(console, seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
+        run.checkpoints.collect()
         reason = stops.agree_on_reason()
         if reason is not None or run.checkpoints.due(done, num_steps):
-            saved = save(run, done)
-            checkpoint_metrics = saved.metrics  # reported with the next step
-            stops.record_save(saved.seconds)
+            saved = save(run, done, is_last=reason is not None or done == num_steps)
+            if saved.is_complete:
+                stops.record_save(saved.seconds)
+            else:
+                stops.record_copy(saved.seconds, run.checkpoints.seconds_write)
             if reason is not None:
                 console.end_steps()
                 raise RunStopped(
@@ -242,12 +246,12 @@ def seconds_of_training(metrics: StepMetrics) -> float:
     return seconds - (metrics.values.get("seconds_followed") or 0.0)
 
 
-def save(run: Run, done: int) -> Saved:
-    """A checkpoint after `done` steps. A collective."""
+def save(run: Run, done: int, *, is_last: bool) -> Saved:
+    """A checkpoint after `done` steps; `is_last` as in `Checkpoints.save`. A collective."""
     mark("checkpoint")
     # A checkpoint must not outlive the metrics of its steps; where rank 0 cannot write them, all ranks fail.
     run_first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
-    return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed)
+    return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed, is_last=is_last)
 
 
 LONG_SECONDS = 15 * 60.0

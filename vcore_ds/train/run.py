@@ -41,6 +41,7 @@ from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, build_throughput,
 from vcore_ds.train.metrics_log import BackgroundSink, MetricsLog
 from vcore_ds.train.model_card import Kind, make_model_card
 from vcore_ds.train.model_check import check_model
+from vcore_ds.train.profile import check_profile
 from vcore_ds.train.run_folder import can_resume
 from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
@@ -135,6 +136,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     feed, validation = read_data(recipe, plan, reader)
     schedule = derive_schedule(recipe, len(feed.dataset))
     num_steps = schedule.num_steps
+    check_profile(recipe.run.profile, num_steps)
     if schedule.kind == "wsd":
         checkpoints.branch_step = schedule.first_decay_step
     newest_step = 0 if checkpoint is None else checkpoint[1].step
@@ -319,7 +321,13 @@ def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
         console.say(f"Held-out loss before training: {losses}")
     # After the steps a signal ends the process at once: the last checkpoint holds the final state.
     with stop_signals.deferred():
-        return run_steps(run, num_done)
+        try:
+            return run_steps(run, num_done)
+        except Exception:
+            # Also where this rank fails alone: the threads of the others go on while their main threads wait for this
+            # one, and a dead rank is the watchdog's to find.
+            checkpoints.finish_after_failure()
+            raise
 
 
 def write_result(

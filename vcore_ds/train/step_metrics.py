@@ -20,6 +20,7 @@ from vcore_ds.method.objective import GlobalCounts, effective_sample_size, seque
 from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import GibbsWeights, segment_sum
 from vcore_ds.train.console import Console
+from vcore_ds.train.profile import mark_phase
 from vcore_ds.train.token_records import (
     MOST_PROMPT_TOKENS,
     MOST_TOKENS,
@@ -233,9 +234,11 @@ class StepRecorder:
         mark(name)
         started = self._now()
         peak_memory.start_phase()
-        yield
+        with mark_phase(name):
+            yield
+            ended = self._now()  # in the range, which so has the device's work
         self._peak_bytes[name] = peak_memory.phase_bytes()
-        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - started
+        self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
 
     def add(self, result: MicroBatchResult) -> None:
         """Add a micro-batch to the metrics."""

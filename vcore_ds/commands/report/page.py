@@ -17,6 +17,7 @@ from vcore_ds.commands.report.tables import (
     environment_table,
     explain_results,
     make_phases,
+    make_profiles,
     make_token_tables,
     results_table,
     summary,
@@ -44,14 +45,14 @@ def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | Non
     Raises:
         UserError: the file cannot be written.
     """
-    page = render(runs, sweep)
+    page = render(runs, path.parent, sweep)
     with writing("--output", path, "a file that can be written"), write_atomically(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
     return path
 
 
-def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str:
-    """Render the page as HTML."""
+def render(runs: Sequence[ReportedRun], folder: Path, sweep: SweepTables | None = None) -> str:
+    """Render the page as HTML; `folder`: where it will be, for its links."""
     groups = group_runs(runs)
     with_texts = [run for run in runs if run.texts is not None]
     tokens = [encode_traces(run, tokens_per_run(MOST_TOKENS, runs)) for run in with_texts]
@@ -80,6 +81,7 @@ def render(runs: Sequence[ReportedRun], sweep: SweepTables | None = None) -> str
         report,
         blobs,
         constants=[(chart.title, chart.format_values(labels)) for chart in charts if chart.is_constant()],
+        profiles=make_profiles(runs, folder),
         **_template_variables(runs, groups, sweep),
     )
 

@@ -12,6 +12,7 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.train.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
 from vcore_ds.train.metrics_log import notes_on
+from vcore_ds.train.profile_folder import Profile, read_profiles
 from vcore_ds.train.run_folder import (
     TOKENS,
     HeldOutLosses,
@@ -55,6 +56,7 @@ class ReportedRun:
     tables: TokenTables | None
     why_no_tables: str | None
     notes: list[str]
+    profiles: list[Profile]
     cell: str | None = None
     """Cell of the sweep; None outside a sweep."""
 
@@ -140,8 +142,9 @@ def _read_run(
             why = f"The recorded tokens cannot be shown: {error}"
             notes.append(why)
     return ReportedRun(
-        name, folder, recipe, environment, metrics, held_out, evaluated, records, followed, texts, tables, why, notes
-    )
+        name, folder, recipe, environment, metrics, held_out, evaluated, records, followed, texts, tables, why, notes,
+        read_profiles(folder),
+    )  # fmt: skip
 
 
 def _select_step(records: list[TokenRecord], step: int | None, folder: Path) -> list[TokenRecord]:

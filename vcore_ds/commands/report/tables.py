@@ -1,7 +1,9 @@
 """The tables of a report, for the page and as text: results, costs, tokens by weight, differences of recipes."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,6 +172,42 @@ def compare_tables(runs: Sequence[ReportedRun]) -> list[Table]:
     return [table for table in compared if table.rows]
 
 
+@dataclass(frozen=True)
+class ProfileTable:
+    """The profile of a step: a table of its operations, and its files."""
+
+    table: Table
+    files: list[tuple[str, str]]
+    """What a file is, and where, relative to the page."""
+
+
+def make_profiles(runs: Sequence[ReportedRun], folder: Path) -> list[ProfileTable]:
+    """The profiled steps of the runs, for a page in `folder`."""
+    profiles = []
+    for run in runs:
+        for profile in run.profiles:
+            files = [
+                (_PROFILE_FILES[path.suffix], os.path.relpath(path.resolve(), folder.resolve()))
+                for path in profile.files
+            ]
+            prefix = f"{run.name}: " if len(runs) > 1 else ""
+            caption = f"{prefix}operations of step {profile.step:,} on rank {profile.rank}, by phase"
+            rows = [
+                [f"{row.phase}: {row.operation}", f"{row.calls:,}", f"{row.seconds:.4f}", f"{row.share:.1%}"]
+                for row in profile.rows
+            ]
+            profiles.append(ProfileTable(Table(caption, ["", "calls", "seconds", "of the phase"], rows), files))
+    return profiles
+
+
+_PROFILE_FILES = {
+    ".gz": "trace (Perfetto, chrome://tracing)",
+    ".pickle": "record of memory (pytorch.org/memory_viz)",
+    ".csv": "this table",
+}
+"""Suffix of a file -> what it is."""
+
+
 def difference_table(runs: Sequence[ReportedRun]) -> Table:
     """The keys in which the recipes differ; no rows if they are the same."""
     rows = [[key, *map(format_value, values)] for key, values in differences(runs).items()]
@@ -324,5 +362,8 @@ def _paragraphs(runs: Sequence[ReportedRun]) -> Iterator[str]:
             yield table.text()
     phases = make_phases(runs)
     yield Table("Seconds of a step", phases.head, phases.rows).text()
+    for profile in make_profiles(runs, Path()):
+        yield profile.table.text()
+        yield "\n".join(f"{what}: {path}" for what, path in profile.files)
     if len(runs) > 1 and (differing := difference_table(runs)).rows:
         yield differing.text()
