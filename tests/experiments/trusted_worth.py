@@ -1,0 +1,353 @@
+"""Where trusted traces are not enough by themselves, on a real model: SmolLM2-135M-Instruct, LoRA, word problems.
+
+    python -m tests.experiments.trusted_worth run [--settings NAME ..]    what is missing
+    python -m tests.experiments.trusted_worth report                      the tables of docs/reports/trusted-worth.md
+
+Settings, rows, sizes, measures and predictions are on the page, committed before the first reported run. Everything runs
+in one process in fp32: training is a loop of PyTorch, the selection takes the utilities of `vcore_ds.token_utilities`.
+Results are appended to trusted_worth.jsonl, and what is there is skipped.
+"""
+
+import argparse
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+
+from launch_scripts.wrong_traces import NAMES, STORIES, THINGS
+from tests.experiments.processes import REPOSITORY, read
+from tests.experiments.task import separation_of_traces
+from vcore_ds import probe_direction, token_utilities
+from vcore_ds.common.statistics import cell
+from vcore_ds.data.answers import final_answer
+
+MODEL = REPOSITORY / "runs" / "quickstart_data" / "SmolLM2-135M-Instruct"
+RESULTS = Path(__file__).with_suffix(".jsonl")
+SEEDS = (0, 1, 2, 3, 4)
+NUM_TRAIN, NUM_SPOILED, NUM_TRUSTED, NUM_PROBLEMS = 32, 19, 8, 36
+NUM_STEPS, BATCH, LEARNING_RATE = 8, 4, 2e-3
+NUM_KEPT = NUM_TRAIN // 4
+MAX_NEW_TOKENS = 48
+
+ADDED_FIRST = (
+    "{name} has {start} {thing}, finds {more} and gives away {less}. How many does {name} have?",
+    "A box has {start} {thing}. {name} puts in {more} and takes out {less}. How many are in it?",
+)
+TOGETHER = (
+    "{name} has {start} {thing}. A friend has {less} fewer. How many do both have together?",
+    "A box has {start} {thing}, a bag has {less} fewer. How many are in both together?",
+)
+TYPES = (STORIES, ADDED_FIRST, TOGETHER)
+"""The first is that of launch_scripts/wrong_traces.py."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    num_types: int = 1
+    num_trusted_spoiled: int = 0
+    spoiled: str = "wrong rule"
+    """How authors spoil a trace: they add what is to be subtracted (wrong rule), or copy the right answer."""
+
+
+SETTINGS = {
+    "a quarter of the trusted traces wrong": Setting(num_trusted_spoiled=2),
+    "trusted traces of one type of three": Setting(num_types=3),
+    "copied answers": Setting(spoiled="copied answer"),
+    "all trusted traces right": Setting(),
+}
+SFT, SELECTION, POOL = ROWS = ("sft", "sft, quarter of highest utility", "sft on the pool alone")
+
+
+@dataclass(frozen=True)
+class Trace:
+    prompt: str
+    solution: str
+    answer: str
+    spoiled_answer: str
+    is_spoiled: bool
+    type: int
+
+
+def make(setting: Setting, seed: int) -> dict[str, list[Trace]]:
+    """The training, trusted and evaluated traces, a function of the seed. No two have the same type and numbers."""
+    problems = [_problems(seed, kind) for kind in range(len(TYPES))]
+    author = random.Random(f"authors {seed}")
+
+    def take(number: int, num_types: int, num_spoiled: int) -> list[Trace]:
+        errs = [i < num_spoiled for i in range(number)]
+        author.shuffle(errs)
+        return [_trace(*next(problems[i % num_types]), errs[i], setting) for i in range(number)]
+
+    return {
+        "train": take(NUM_TRAIN, setting.num_types, NUM_SPOILED),
+        "trusted": take(NUM_TRUSTED, 1, setting.num_trusted_spoiled),
+        "problems": take(NUM_PROBLEMS, setting.num_types, 0),
+    }
+
+
+def _problems(seed: int, kind: int) -> Iterator[tuple[int, str, int, int, int]]:
+    generator, seen = random.Random(f"{seed} {kind}"), set()
+    while True:
+        start = 10 * generator.randint(2, 9)
+        less, more = 10 * generator.randint(1, start // 10 - 1), generator.randint(1, 9)
+        story, name, thing = map(generator.choice, (TYPES[kind], NAMES, THINGS))
+        numbers = (start, less) if TYPES[kind] is TOGETHER else (start, less, more)  # 36 pairs, of which 32 are needed
+        if numbers not in seen:
+            seen.add(numbers)
+            yield kind, story.format(name=name, thing=thing, start=start, less=less, more=more), start, less, more
+
+
+def _trace(kind: int, problem: str, start: int, less: int, more: int, is_spoiled: bool, setting: Setting) -> Trace:
+    right, wrong = (_solve(kind, start, less, more, sign) for sign in ("-", "+"))
+    copied = (f"The answer is \\boxed{{{right[1]}}}.", right[1])
+    spoiled = wrong if setting.spoiled == "wrong rule" else copied
+    prompt = f"<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
+    return Trace(prompt, (spoiled if is_spoiled else right)[0], right[1], spoiled[1], is_spoiled, kind)
+
+
+def _solve(kind: int, start: int, less: int, more: int, sign: str) -> tuple[str, str]:
+    """A worked solution and its answer; with the sign `+` the wrong rule's."""
+    change = -less if sign == "-" else less
+    if kind == 1:
+        middle, total = start + more, start + more + change
+        steps = f"{start} + {more} = {middle}. {middle} {sign} {less} = {total}."
+    else:
+        middle, other = start + change, start if kind == 2 else more
+        total = middle + other
+        steps = f"{start} {sign} {less} = {middle}. {middle} + {other} = {total}."
+    return f"{steps} The answer is \\boxed{{{total}}}.", str(total)
+
+
+class Learner:
+    """The model with a new adapter, and how it is trained, scored with and asked."""
+
+    def __init__(self, base: Any, tokenizer: Any, seed: int):
+        torch.manual_seed(seed)
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.model: PeftModel = get_peft_model(base, lora)
+        self.model.config.use_cache = False
+        self._tokenizer, self._seed = tokenizer, seed
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.0)
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        self.model.unload()
+
+    def batch(self, traces: Sequence[Trace]) -> dict[str, Tensor]:
+        """Right-padded; causal attention hides the padding from the tokens before it."""
+        rows = []
+        for trace in traces:
+            prompt, solution = (
+                self._tokenizer(text, add_special_tokens=False).input_ids
+                for text in (trace.prompt, f"{trace.solution}<|im_end|>")
+            )
+            rows.append((prompt + solution, [-100] * len(prompt) + solution))
+        longest = max(len(tokens) for tokens, _ in rows)
+        end = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
+        return {
+            "input_ids": torch.tensor([tokens + [end] * (longest - len(tokens)) for tokens, _ in rows]),
+            "labels": torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows]),
+        }
+
+    def train(self, traces: Sequence[Trace]) -> None:
+        """`NUM_STEPS` steps, in each epoch every trace once in a new order."""
+        schedule = get_cosine_schedule_with_warmup(self._optimizer, 0, NUM_STEPS)
+        order: list[int] = []
+        generator = random.Random(f"order {self._seed}")
+        for _ in range(NUM_STEPS):
+            while len(order) < BATCH:
+                order += generator.sample(range(len(traces)), len(traces))
+            taken, order = order[:BATCH], order[BATCH:]
+            self.losses([traces[i] for i in taken]).mean().backward()
+            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            schedule.step()
+
+    def losses(self, traces: Sequence[Trace]) -> Tensor:
+        """`[B]`, the mean loss of the tokens of each trace."""
+        batch = self.batch(traces)
+        labels = batch["labels"][:, 1:]
+        rows, columns = (labels != -100).nonzero(as_tuple=True)
+        causal_lm = self.model.get_base_model()
+        hidden = causal_lm.model(batch["input_ids"][:, :-1]).last_hidden_state
+        losses = torch.nn.functional.cross_entropy(
+            causal_lm.lm_head(hidden[rows, columns]), labels[rows, columns], reduction="none"
+        )
+        return torch.stack([losses[rows == row].mean() for row in range(len(traces))])
+
+    def utilities(self, traces: Sequence[Trace], trusted: Sequence[Trace]) -> Tensor:
+        """`[B]`, the mean utility of the tokens of each trace, along the gradient of the trusted ones."""
+        direction = probe_direction(self.model, [self.batch(trusted)])
+        means = []
+        for group in _groups(traces, 12):
+            batch = self.batch(group)
+            supervised = batch["labels"] != -100
+            means.append(token_utilities(self.model, batch, direction).sum(1) / supervised.sum(1))
+        return torch.cat(means)
+
+    @torch.no_grad()
+    def mean_losses(self, traces: Sequence[Trace]) -> Tensor:
+        """`[B]`"""
+        return torch.cat([self.losses(group) for group in _groups(traces, 12)])
+
+    @torch.no_grad()
+    def answer(self, problems: Sequence[Trace]) -> list[str]:
+        """Greedy."""
+        end = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self._tokenizer.padding_side = "left"
+        inputs = self._tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True)
+        self.model.eval()
+        outputs = self.model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=MAX_NEW_TOKENS,
+            eos_token_id=end,
+            pad_token_id=end,
+            use_cache=True,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+        )
+        self.model.train()
+        answers = outputs[:, inputs["input_ids"].shape[1] :]
+        return self._tokenizer.batch_decode(answers, skip_special_tokens=True)
+
+
+def _groups(traces: Sequence[Trace], size: int) -> Iterator[Sequence[Trace]]:
+    return (traces[i : i + size] for i in range(0, len(traces), size))
+
+
+def run_rows(new_learner: Callable[[], Learner], setting: Setting, seed: int) -> Iterator[dict[str, Any]]:
+    """Results of all rows of a setting and seed."""
+    data = make(setting, seed)
+    start = time.process_time()
+    learner = new_learner()
+    learner.train(data["train"])
+    result = {"row": SFT, "cpu_seconds": time.process_time() - start}
+    yield result | evaluate(learner, data["problems"], setting)
+
+    start = time.process_time()
+    utilities = learner.utilities(data["train"], data["trusted"])
+    seconds_score = time.process_time() - start
+    is_spoiled = torch.tensor([trace.is_spoiled for trace in data["train"]])
+    kinds = torch.tensor([trace.type for trace in data["train"]])
+    kept = utilities.argsort(descending=True)[:NUM_KEPT]
+    separation = {
+        "auc": separation_of_traces(utilities, is_spoiled),
+        "auc_by_type": [
+            separation_of_traces(utilities[kinds == kind], is_spoiled[kinds == kind])
+            for kind in range(setting.num_types)
+        ],
+        "auc_of_loss": separation_of_traces(-learner.mean_losses(data["train"]), is_spoiled),
+        "right_share_kept": float((~is_spoiled[kept]).float().mean()),
+        "kept_by_type": torch.bincount(kinds[kept], minlength=setting.num_types).tolist(),
+    }
+    learner.close()
+    for row, traces in ((SELECTION, [data["train"][i] for i in kept.tolist()]), (POOL, data["trusted"])):
+        start = time.process_time()
+        learner = new_learner()
+        learner.train(traces)
+        result = {"row": row, "cpu_seconds": time.process_time() - start}
+        if row == SELECTION:
+            result |= {"cpu_seconds_score": seconds_score, **separation}
+        yield result | evaluate(learner, data["problems"], setting)
+        learner.close()
+
+
+def evaluate(learner: Learner, problems: Sequence[Trace], setting: Setting) -> dict[str, Any]:
+    """Shares of answers that are right, in all and by type, and that are as a spoiled trace would have them."""
+    outputs = learner.answer(problems)
+    answers = [final_answer(output, "math") if "\\boxed" in output else None for output in outputs]
+    right = np.array([answer == problem.answer for answer, problem in zip(answers, problems, strict=True)])
+    if setting.spoiled == "wrong rule":
+        spoiled = [answer == problem.spoiled_answer for answer, problem in zip(answers, problems, strict=True)]
+    else:
+        spoiled = [re.search(r"\d = \d", output) is None for output in outputs]
+    kinds = np.array([problem.type for problem in problems])
+    return {
+        "right": float(right.mean()),
+        "right_by_type": [float(right[kinds == kind].mean()) for kind in range(setting.num_types)],
+        "spoiled": float(np.mean(spoiled)),
+        "outputs": outputs[:3],
+    }
+
+
+def run(settings: Mapping[str, Setting], seeds: Sequence[int], results: Path = RESULTS) -> None:
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for name, setting in settings.items():
+        for seed in seeds:
+            done = {r["row"] for r in read(results) if (r["setting"], r["seed"]) == (name, seed)}
+            if done == set(ROWS):
+                continue
+            for result in run_rows(lambda seed=seed: Learner(base, tokenizer, seed), setting, seed):
+                print(name, seed, result, flush=True)
+                if result["row"] not in done:
+                    with results.open("a") as file:
+                        file.write(json.dumps({"setting": name, "seed": seed, **result}) + "\n")
+
+
+def report() -> None:
+    results = read(RESULTS)
+    for name, setting in SETTINGS.items():
+        of_row = {row: {r["seed"]: r for r in results if (r["setting"], r["row"]) == (name, row)} for row in ROWS}
+        if not of_row[SFT]:
+            continue
+        print(f"### {name}\n")
+        print(
+            "| row | right answers, % | to `sft` | to the pool alone | seeds | by type | as spoiled, % | CPU seconds |"
+        )
+        print("|---" * 8 + "|")
+        for row, by_seed in of_row.items():
+            seeds = sorted(by_seed)
+            right = [100 * by_seed[seed]["right"] for seed in seeds]
+            cells = [row, cell(right, 0)]
+            for other in (SFT, POOL):
+                to_other = [
+                    value - 100 * of_row[other][seed]["right"] for value, seed in zip(right, seeds, strict=True)
+                ]
+                cells.append("" if row == other else cell(to_other, 0, difference=True))
+            by_type = 100 * np.mean([by_seed[seed]["right_by_type"] for seed in seeds], axis=0)
+            seconds = np.mean([by_seed[s]["cpu_seconds"] + by_seed[s].get("cpu_seconds_score", 0.0) for s in seeds])
+            cells += [
+                ", ".join(f"{value:.0f}" for value in right),
+                ", ".join(f"{value:.0f}" for value in by_type) if setting.num_types > 1 else "",
+                cell([100 * by_seed[seed]["spoiled"] for seed in seeds], 0),
+                f"{seconds:.0f}",
+            ]
+            print("| " + " | ".join(cells) + " |")
+        for result in of_row[SELECTION].values():
+            keys = ("seed", "auc", "auc_by_type", "auc_of_loss", "right_share_kept", "kept_by_type")
+            print({key: result[key] for key in keys})
+        print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="train what is missing")
+    runs.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    runs.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    commands.add_parser("report", help="print the tables")
+    arguments = parser.parse_args()
+    if arguments.command == "report":
+        report()
+    else:
+        run({name: SETTINGS[name] for name in arguments.settings}, arguments.seeds)
+
+
+if __name__ == "__main__":
+    main()
