@@ -3,8 +3,8 @@
     python -m tests.experiments.trusted_worth run [--settings NAME ..]    what is missing
     python -m tests.experiments.trusted_worth report                      the tables of docs/reports/trusted-worth.md
 
-Settings, rows, sizes, measures and predictions are on the page, committed before the first reported run. Everything runs
-in one process in fp32: training is a loop of PyTorch, the selection takes the utilities of `vcore_ds.token_utilities`.
+Settings, rows, sizes, measures and predictions are on the page, committed before the first reported run. All runs in
+one process in fp32: training is a loop of PyTorch, the selection takes the utilities of `vcore_ds.token_utilities`.
 Results are appended to trusted_worth.jsonl, and what is there is skipped.
 """
 
