@@ -1,11 +1,12 @@
 """The attention kernel with tangents compiled for GPUs that are not here: what became of each tile.
 
-    python -m tests.benchmarks.kernel_compiles [--head-dim 256] [--first] [--tile 64,32,4,2] [--json]
+    python -m tests.benchmarks.kernel_compiles [--head-dim 256] [--first] [--quick] [--tile 64,32,4,2] [--json]
 
 Triton compiles ahead of time and brings NVIDIA's assembler and disassembler. For every tile that a run may choose, in
-bf16 with all tangents: registers of a thread, spilled bytes, shared memory, columns of tensor memory (B200), and
-whether the assembler says that it serializes products; and of the loop over keys the instructions of the tensor cores
-and the waits for them. Nothing is launched, so nothing here is a time. With `--tile` one that is not in the list.
+bf16 with all tangents, for value and tangent and for the tangent of a given value: registers of a thread, spilled
+bytes, shared memory, columns of tensor memory (B200), and whether the assembler says that it serializes products; and
+of the loop over keys the instructions of the tensor cores and the waits for them. Nothing is launched, so nothing here
+is a time. With `--tile` one that is not in the list.
 
 It starts Triton without a GPU, which is settled once a process: tests run it as a command.
 """
@@ -21,6 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from vcore_ds.models.flash_tangent import TILE, TILES, flash_tangent, kernel_arguments
+from vcore_ds.models.flash_tangent import TILE, TILES, flash_tangent, half_precision_tiles, kernel_arguments
 from vcore_ds.models.flash_tangent_kernel import attend
 
 GPUS = {90: "H100", 100: "B200"}
@@ -74,7 +76,8 @@ class Compiled:
 
     gpu: str
     head_dim: int
-    variant: str
+    value_is_given: bool
+    windowed_with_sinks: bool
     tile: str
     """Queries, keys, warps, pipeline stages."""
     registers: int
@@ -89,7 +92,9 @@ class Compiled:
     num_waits: int
 
 
-def compiled(capability: int, head_dim: int, tile: Sequence[int], *, windowed_with_sinks: bool = False) -> Compiled:
+def compiled(
+    capability: int, head_dim: int, tile: Sequence[int], *, value_is_given: bool, windowed_with_sinks: bool = False
+) -> Compiled:
     """The kernel in bf16 with all tangents."""
     NoDevice.capability = capability
 
@@ -107,6 +112,7 @@ def compiled(capability: int, head_dim: int, tile: Sequence[int], *, windowed_wi
         scale=0.1,
         sliding_window=SLIDING_WINDOW if windowed_with_sinks else None,
         sinks=(sinks, sinks) if windowed_with_sinks else None,
+        value_is_given=value_is_given,
     )
     with contextlib.redirect_stdout(io.StringIO()) as log:
         made = attend.warmup(*arguments, **constants, **dict(zip(TILE, tile, strict=True)), grid=(1, 1, 1))
@@ -118,7 +124,8 @@ def compiled(capability: int, head_dim: int, tile: Sequence[int], *, windowed_wi
     return Compiled(
         gpu=GPUS[capability],
         head_dim=head_dim,
-        variant="window, sinks" if windowed_with_sinks else "causal",
+        value_is_given=value_is_given,
+        windowed_with_sinks=windowed_with_sinks,
         tile=" ".join(map(str, tile)),
         registers=int(registers[1]),
         spilled_bytes=int(spilled[1]) + int(spilled[2]),
@@ -143,8 +150,9 @@ def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
         sass = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([^;]*);", sass)
     instructions = [(int(address, 16), words.split()) for address, words in lines]
-    # Behind the last exit are waits that were not over at once, and branches back to where they stand: no loops.
-    end = max(address for address, words in instructions if words[0] == "EXIT")
+    # Behind the last exit are waits that were not over at once, and branches back to where they stand: no loops. A
+    # kernel that exceeds the tensor memory is compiled to nothing, without an exit.
+    end = max((address for address, words in instructions if words[0] == "EXIT"), default=0)
     loops = []
     for address, words in instructions:
         target = re.fullmatch(r"0x([0-9a-f]+)", words[-1])
@@ -161,7 +169,7 @@ def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
 
 
 def count_compiles(head_dim: int) -> int:
-    """For batches of all kinds, as a run meets them one after the other. Nothing is compiled."""
+    """Compiles for batches of all kinds, as a run meets them one after the other. Nothing is compiled."""
     keys = set()
 
     def keep(*, key: str, **others: Any) -> bool:
@@ -186,6 +194,7 @@ def main() -> None:
     parser.add_argument("--gpu", nargs="+", choices=list(GPUS.values()), default=list(GPUS.values()))
     parser.add_argument("--tile", action="append", help="queries,keys,warps,stages instead of those a run may choose")
     parser.add_argument("--first", action="store_true", help="the first tile of each head dimension alone")
+    parser.add_argument("--quick", action="store_true", help="window and sinks for the tangent alone, and only there")
     parser.add_argument("--json", action="store_true", help="lists instead of a table")
     options = parser.parse_args()
     driver.set_active(NoDevice())
@@ -194,21 +203,27 @@ def main() -> None:
     found = []
     for capability, gpu in GPUS.items():
         for head_dim in options.head_dim if gpu in options.gpu else ():
-            chosen = TILES[max(64, triton.next_power_of_2(head_dim))]
-            tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
-            found += [compiled(capability, head_dim, tile) for tile in tiles[: 1 if options.first else None]]
-            found.append(compiled(capability, head_dim, tiles[0], windowed_with_sinks=True))
+            dim = triton.next_power_of_2(head_dim)
+            for is_given in (False, True):
+                chosen = half_precision_tiles(dim, is_given, has_tensor_memory=capability == 100)
+                tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
+                compile_one = partial(compiled, capability, head_dim, value_is_given=is_given)
+                if not (options.quick and is_given):
+                    found += [compile_one(tile) for tile in tiles[: 1 if options.first else None]]
+                if not options.quick or is_given:
+                    found.append(compile_one(tiles[0], windowed_with_sinks=True))
     num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
     if options.json:
         print(json.dumps(dict(tiles=[asdict(one) for one in found], num_compiles=num_compiles)))
         return
     print(
-        "| GPU | D | | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory | fits |"
-        " serialized | in the loop | waits |\n|" + "---|" * 12
+        "| GPU | D | computed | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory |"
+        " fits | serialized | in the loop | waits |\n|" + "---|" * 12
     )
     for one in found:
+        computed = ("tangent" if one.value_is_given else "both") + ", window, sinks" * one.windowed_with_sinks
         print(
-            f"| {one.gpu} | {one.head_dim} | {one.variant} | {one.tile} | {one.registers} | {one.spilled_bytes} |"
+            f"| {one.gpu} | {one.head_dim} | {computed} | {one.tile} | {one.registers} | {one.spilled_bytes} |"
             f" {one.shared_bytes / 1024:.0f} | {one.tensor_memory_columns} | {'yes' if one.fits else 'no'} |"
             f" {'yes' if one.is_serialized else 'no'} | {one.products} | {one.num_waits} |"
         )

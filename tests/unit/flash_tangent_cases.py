@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Relative to the norm of what is exact for inputs that are rounded already."""
 UNTOUCHED = 777.0
-NAMES = ("value", "tangent", "log-sum-exp")
+NAMES = ("value", "tangent", "log-sum-exp", "tangent alone")
 
 
 def drawn(num_rows: int, heads: int, kv_heads: int, num_tokens: int, head_dim: int, dtype=torch.float32, seed: int = 0):
@@ -110,7 +110,8 @@ def cu_seqlens_of(lengths) -> Tensor:
 def check(
     lengths, heads: int, kv_heads: int, head_dim: int, dtype, moving: str = "qkv", tiles=None, sinks=None
 ) -> list[float]:
-    """The errors of value, tangent and log-sum-exp, each within the tolerance of the dtype."""
+    """The errors of value, tangent, log-sum-exp and, given the exact value as another kernel rounds it, of the tangent
+    alone, each within the tolerance of the dtype."""
     num_tokens = sum(lengths[0])
     primals, tangents = drawn(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
@@ -120,6 +121,10 @@ def check(
     assert (found[1] is None) == (not moving and (sinks is None or sinks[1] is None))
     assert all(x is None or x.shape == y.shape for x, y in zip(found, exact, strict=True)) and found[0].dtype == dtype
     result = errors(found, exact)
+    if found[1] is not None:
+        given = exact[0].to(dtype), exact[2].float()
+        _, alone, _ = flash_tangent(*primals, tangents, **options, given=given)
+        result += errors([None, alone, None], exact)
     assert max(result) <= TOLERANCE[dtype], result
     return result
 
@@ -177,12 +182,17 @@ def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
 # ---- shapes, sequences, windows and strides, with nothing read or written out of bounds ------------------------------
 
 
-def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles) -> None:
-    """Right results from tensors inside of nan, and nothing written around results. layouts: those of `embedded`."""
-    shape = primals[0].shape
-    output = torch.zeros(shape, dtype=primals[0].dtype)
-    results = [output, None if all(dx is None for dx in tangents) else output, torch.zeros(shape[:3])]
+def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles, value_is_given) -> None:
+    """Right results from tensors inside of nan, and nothing written around results, or to a value that is given.
+    layouts: those of `embedded`."""
+    shape, dtype = primals[0].shape, primals[0].dtype
+    exact, terms = expected(primals, tangents, lengths, sliding_window)
+    output, log_sum_exp = torch.zeros(shape, dtype=dtype), torch.zeros(shape[:3])
+    results = [output, None if all(dx is None for dx in tangents) else output, log_sum_exp]
     fills = [math.nan] * 6 + [UNTOUCHED] * 3
+    if value_is_given:
+        results[0], results[2] = exact[0].to(dtype), exact[2].float()
+        fills[6] = fills[8] = math.nan
     inside = [
         (None, None) if x is None else embedded(x, fill, *layout)
         for x, fill, layout in zip((*primals, *tangents, *results), fills, layouts, strict=True)
@@ -191,12 +201,15 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
     launch(
         tuple(views[:3]), tuple(views[3:6]), tuple(views[6:]),
         cu_seqlens=cu_seqlens_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None,
-        tiles=tiles,
+        value_is_given=value_is_given, tiles=tiles,
     )  # fmt: skip
-    exact, terms = expected(primals, tangents, lengths, sliding_window)
-    assert max(errors(views[6:], exact, terms)) <= TOLERANCE[primals[0].dtype]
-    for view, buffer in inside[6:]:
-        if view is not None:
+    assert max(errors(views[6:], exact, terms)) <= TOLERANCE[dtype]
+    for result, (view, buffer), fill in zip(results, inside[6:], fills[6:], strict=True):
+        if view is None:
+            continue
+        if math.isnan(fill):
+            assert torch.equal(view, result)
+        else:
             view.fill_(UNTOUCHED)
             assert (buffer == UNTOUCHED).all()
 
@@ -225,27 +238,31 @@ def rows_of_sequences(draw) -> list[list[int]]:
     layouts=st.lists(
         st.tuples(st.permutations(range(4)), st.integers(1, 2), st.integers(1, 3)), min_size=9, max_size=9
     ),
-    max_value_dim=st.sampled_from([128, 16]),
+    max_value_dim=st.sampled_from([128, 16, 8]),
+    is_given=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_and_strides(
-    lengths, kv_heads, group, head_dim, dtype, sliding_window, tiles, moving, layouts, max_value_dim, seed
+    lengths, kv_heads, group, head_dim, dtype, sliding_window, tiles, moving, layouts, max_value_dim, is_given, seed
 ) -> None:
     primals, tangents = drawn(len(lengths), kv_heads * group, kv_heads, sum(lengths[0]), head_dim, dtype, seed)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
     with patch("vcore_ds.models.flash_tangent.MAX_VALUE_DIM", max_value_dim):  # programs share the values of 24
-        check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles)
+        is_given = is_given and moving != ""
+        check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles, is_given)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "sliding_window"),
-    [((16, 16), None), ((16, 16), 16), ((32, 16), 33), ((16, 32), 7),
-     *([((16, 16), 1), ((32, 16), 7), ((16, 32), 20), ((16, 32), 33)] if IS_SOAK else [])],
+    ("tiles", "sliding_window", "value_is_given"),
+    [((16, 16), None, True), ((16, 16), 16, False), ((32, 16), 33, False), ((16, 32), 7, True),
+     *([(*case, is_given) for is_given in (False, True)
+        for case in (((16, 16), None), ((16, 16), 1), ((32, 16), 7), ((16, 32), 7), ((16, 32), 20), ((16, 32), 33))]
+       if IS_SOAK else [])],
     ids=str,
 )  # fmt: skip
-def test_windows_over_many_blocks(tiles: tuple[int, int], sliding_window: int | None) -> None:
-    lengths = [[75, 5]]
-    check_within_bounds(*drawn(1, 1, 1, 80, 24), [((0, 1, 2, 3), 1, 1)] * 9, lengths, sliding_window, tiles)
+def test_windows_over_many_blocks(tiles: tuple[int, int], sliding_window: int | None, value_is_given: bool) -> None:
+    lengths, layouts = [[75, 5]], [((0, 1, 2, 3), 1, 1)] * 9
+    check_within_bounds(*drawn(1, 1, 1, 80, 24), layouts, lengths, sliding_window, tiles, value_is_given)
 
 
 def test_a_sequence_sees_no_other() -> None:
@@ -263,7 +280,7 @@ def test_a_sequence_sees_no_other() -> None:
 def test_tokens_beyond_the_last_end_are_left_alone() -> None:
     primals, tangents = drawn(1, 2, 1, 40, 16)
     results = tuple(torch.full(shape, UNTOUCHED) for shape in ((1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 40)))
-    options = dict(is_long=False, scale=SCALE, sliding_window=None, sinks=None, tiles=(16, 16))
+    options = dict(is_long=False, scale=SCALE, sliding_window=None, sinks=None, value_is_given=False, tiles=(16, 16))
     launch(primals, tangents, results, cu_seqlens=torch.tensor([0, 20, 20, 23], dtype=torch.int32), **options)
     for result in results:
         assert (result[:, :, 23:] == UNTOUCHED).all() and (result[:, :, :23] != UNTOUCHED).all()
@@ -292,7 +309,7 @@ def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: tor
 
 
 def test_deterministic_runs_do_not_time_tiles() -> None:
-    arguments, sizes = {"query": torch.zeros(1, dtype=torch.bfloat16)}, dict(DIM=128)
+    arguments, sizes = {"query": torch.zeros(1, dtype=torch.bfloat16)}, dict(DIM=128, VALUE_IS_GIVEN=False)
     assert len(_select_tiles([], arguments, **sizes)) > 1
     torch.use_deterministic_algorithms(True)
     try:

@@ -212,11 +212,8 @@ def causal_attention(primals: AttentionInputs, layout: RowLayout, scoring: Scori
     """Compute attention within each sequence, `[b, A, T, D]`, differentiable."""
     query, key, value, sinks = primals
     assert query is not None and key is not None and value is not None
-    if scoring.softcap is None and _can_use_flash(query):
-        if not TAKES_GROUPED_HEADS:
-            key, value = _repeat_kv_heads(query, key, value)
-        kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.cu_seqlens, layout.max_seqlen)
-        return flash_attention(query, key, value, sinks, kernel)[0]
+    if _can_use_flash(query, scoring):
+        return _attend_on_gpu(primals, layout, scoring)[0]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
         return (_attend(query, key, value, sinks, scoring),)
@@ -225,12 +222,23 @@ def causal_attention(primals: AttentionInputs, layout: RowLayout, scoring: Scori
     return output
 
 
-def _can_use_flash(query: Tensor) -> bool:
-    """Whether PyTorch's variable-length flash kernel takes this dtype and head dimension, which it does not pad as
+def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
+    """Whether PyTorch's variable-length flash kernel computes this: it has no softcaps, and does not pad heads as
     `scaled_dot_product_attention` does."""
     head_dim = query.shape[-1]
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_half and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+    fits = head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+    return query.is_cuda and is_half and fits and scoring.softcap is None
+
+
+def _attend_on_gpu(primals: AttentionInputs, layout: RowLayout, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Attention by that kernel, differentiable: output `[b, A, T, D]` and log-sum-exp `[b, A, T]`."""
+    query, key, value, sinks = primals
+    assert query is not None and key is not None and value is not None
+    if not TAKES_GROUPED_HEADS:
+        key, value = _repeat_kv_heads(query, key, value)
+    kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.cu_seqlens, layout.max_seqlen)
+    return flash_attention(query, key, value, sinks, kernel)
 
 
 def _repeat_kv_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -280,23 +288,9 @@ def attend_with_tangents(
         duals = [x if x is None or dx is None else make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
         output, d_output = forward_ad.unpack_dual(causal_attention(duals, layout, scoring))
         return output, d_output
-    sinks = None if sink is None else (sink, d_sink)
     if _can_use_triton(query):
-        from vcore_ds.models.flash_tangent import flash_tangent  # needs Triton
-
-        output, d_output, _ = flash_tangent(
-            query,
-            key,
-            value,
-            (d_query, d_key, d_value),
-            cu_seqlens=layout.cu_seqlens,
-            max_seqlen=layout.max_seqlen,
-            scale=scoring.scale,
-            sliding_window=scoring.sliding_window,
-            sinks=sinks,
-        )
-        return output, d_output
-
+        return _run_triton(primals, tangents, layout, scoring)
+    sinks = None if sink is None else (sink, d_sink)
     attend_in_blocks = functools.partial(
         block_attention, scale=scoring.scale, sliding_window=scoring.sliding_window, sinks=sinks
     )
@@ -311,6 +305,33 @@ def attend_with_tangents(
         output[rows, :, columns] = out
         if d_output is not None and d_out is not None:
             d_output[rows, :, columns] = d_out
+    return output, d_output
+
+
+def _run_triton(
+    primals: AttentionInputs,
+    tangents: AttentionInputs,
+    layout: RowLayout,
+    scoring: Scoring,
+    given: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and tangent by the Triton kernel; the tangent alone if output and log-sum-exp are given."""
+    from vcore_ds.models.flash_tangent import flash_tangent  # needs Triton
+
+    (query, key, value, sink), (*d_qkv, d_sink) = primals, tangents
+    assert query is not None and key is not None and value is not None
+    output, d_output, _ = flash_tangent(
+        query,
+        key,
+        value,
+        d_qkv,
+        cu_seqlens=layout.cu_seqlens,
+        max_seqlen=layout.max_seqlen,
+        scale=scoring.scale,
+        sliding_window=scoring.sliding_window,
+        sinks=None if sink is None else (sink, d_sink),
+        given=given,
+    )
     return output, d_output
 
 
@@ -347,11 +368,16 @@ def attend_with_graph_and_tangents(
         return attend_with_graph(primals, tangents, layout, scoring)
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
     assert query is not None and key is not None and value is not None
+    detached = [None if x is None else x.detach() for x in primals]
+    if _can_use_flash(query, scoring) and _can_use_triton(query):
+        output, log_sum_exp = _attend_on_gpu(primals, layout, scoring)
+        with torch.no_grad():
+            given = output.detach(), log_sum_exp.detach()
+            return output, _run_triton(detached, tangents, layout, scoring, given)[1]
     is_windowed = scoring.sliding_window is not None and layout.max_seqlen > scoring.sliding_window
     if query.device.type != "cpu" or is_windowed or scoring.softcap is not None:
         output = causal_attention(primals, layout, scoring)
         with torch.no_grad():
-            detached = [None if x is None else x.detach() for x in primals]
             _, d_output = attend_with_tangents(detached, tangents, layout, scoring)
         return output, d_output
 

@@ -1,4 +1,5 @@
-"""Launcher of the Triton kernel for causal attention and its JVP: output, tangent and log-sum-exp in one launch.
+"""Launcher of the Triton kernel for causal attention and its JVP: output, tangent and log-sum-exp in one launch, or the
+tangent alone where another kernel has computed the others.
 
 The kernel is in `vcore_ds.models.flash_tangent_kernel`.
 
@@ -40,9 +41,18 @@ TILES = {
 from the compiled code for H100 and B200 (docs/reports/kernel.md), not yet timed on either. 32 keys of dimension 256
 exceed the shared memory of B200, where the autotuner drops them; the last tile of 256 is for GPUs with 100 KB."""
 
+TANGENT_TILES = {
+    64: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+    128: ((128, 32, 8, 3), (128, 64, 8, 2), (128, 32, 8, 4), (64, 32, 4, 2)),
+    256: ((128, 16, 8, 3), (128, 16, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+}
+"""The same for the tangent alone. 128 keys of dimension 64 and 128 queries of dimension 256 exceed the tensor memory of
+a B200."""
+
 MAX_VALUE_DIM = 128
 """Value dimensions of one program; further programs compute the rest, and the scores again. The accumulators of value
-and tangent for 128 queries fill the registers of an H100, and the tensor memory of a B200."""
+and tangent for 128 queries fill the registers of an H100, and the tensor memory of a B200. Of the tangent alone, a
+program computes twice as many."""
 
 TILES_FP32 = ((16, 16, 4, 1),)
 """Candidates in fp32, which keeps its precision by not using tensor cores. Slow: only for checks."""
@@ -67,6 +77,7 @@ def flash_tangent(
     scale: float,
     sliding_window: int | None = None,
     sinks: Sinks | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
     tiles: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compute causal attention within each sequence, and its tangent.
@@ -81,6 +92,7 @@ def flash_tangent(
         scale: factor on the scores.
         sliding_window: number of keys that a query sees, itself included; None for all.
         sinks: attention sinks, not multiplied by `scale`; None for none.
+        given: output and log-sum-exp from another kernel, as returned here; None to compute them.
         tiles: tokens of a query block and of a key block, powers of two of at least 16, and optionally warps and
             pipeline stages; None to autotune over `TILES` for each shape.
 
@@ -89,11 +101,13 @@ def flash_tangent(
         layout, None if all tangents are None; and the log-sum-exp of the scaled scores and the sink, fp32 `[b, A, T]`.
     """
     batch, num_heads, num_tokens, head_dim = query.shape
-    output = query.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
+    output, log_sum_exp = given or (
+        query.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2),
+        query.new_empty(batch, num_heads, num_tokens, dtype=torch.float32),
+    )
     d_output = None
     if any(tangent is not None for tangent in (*tangents, None if sinks is None else sinks[1])):
         d_output = query.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
-    log_sum_exp = query.new_empty(batch, num_heads, num_tokens, dtype=torch.float32)
     launch(
         (query, key, value),
         tangents,
@@ -103,6 +117,7 @@ def flash_tangent(
         scale=scale,
         sliding_window=sliding_window,
         sinks=sinks,
+        value_is_given=given is not None,
         tiles=tiles,
     )
     return output, d_output, log_sum_exp
@@ -118,9 +133,11 @@ def launch(
     scale: float,
     sliding_window: int | None,
     sinks: Sinks | None,
+    value_is_given: bool,
     tiles: tuple[int, ...] | None,
 ) -> None:
-    """Launch the kernel on preallocated results. Tokens beyond the last sequence are not written."""
+    """Launch the kernel on preallocated results: output, tangent and log-sum-exp, of which it writes the tangent alone
+    if the value is given. Tokens beyond the last sequence are not written."""
     arguments, constants = kernel_arguments(
         primals,
         tangents,
@@ -130,6 +147,7 @@ def launch(
         scale=scale,
         sliding_window=sliding_window,
         sinks=sinks,
+        value_is_given=value_is_given,
     )
     batch, num_heads, num_tokens, head_dim = primals[0].shape
 
@@ -157,6 +175,7 @@ def kernel_arguments(
     scale: float,
     sliding_window: int | None,
     sinks: Sinks | None,
+    value_is_given: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `attend` without the tile: positional ones, and compile-time constants."""
     query, key, _ = primals
@@ -179,8 +198,9 @@ def kernel_arguments(
     constants = dict(
         HEAD_DIM=head_dim,
         DIM=dim,
-        VALUE_DIM=min(dim, MAX_VALUE_DIM),
+        VALUE_DIM=min(dim, MAX_VALUE_DIM * (2 if value_is_given else 1)),
         SLIDING=sliding_window is not None,
+        VALUE_IS_GIVEN=value_is_given,
         # Triton's interpreter multiplies bf16 as if its bits were integers.
         UPCAST=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
     )
@@ -212,7 +232,7 @@ def _tuned_tile(
     query, head_dim, is_long = arguments[0], constants["HEAD_DIM"], arguments[-1]
     dtypes = tuple(argument.dtype for argument in arguments if isinstance(argument, Tensor))
     # As the autotuner's key.
-    kind = (head_dim, constants["SLIDING"], is_long, dtypes)
+    kind = (head_dim, constants["SLIDING"], constants["VALUE_IS_GIVEN"], is_long, dtypes)
     if kind in _tiles:
         return _tiles[kind]
     candidates = _select_tiles((), {"query": query}, **constants)
@@ -248,12 +268,24 @@ def _tuned_tile(
 def _select_tiles(
     configs: Sequence["triton.Config"], arguments: Mapping[str, Any], **constants: Any
 ) -> list["triton.Config"]:
-    """Candidates for the dtype and head dimension. Only one with deterministic algorithms: a choice by timing would
-    change the last digits of a run."""
-    tiles = TILES_FP32 if arguments["query"].dtype == torch.float32 else TILES[max(64, constants["DIM"])]
+    """Candidates for the dtype, mode and head dimension. Only one with deterministic algorithms: a choice by timing
+    would change the last digits of a run."""
+    query = arguments["query"]
+    has_tensor_memory = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 10
+    tiles = half_precision_tiles(constants["DIM"], constants["VALUE_IS_GIVEN"], has_tensor_memory)
+    if query.dtype == torch.float32:
+        tiles = TILES_FP32
     if torch.are_deterministic_algorithms_enabled():
         tiles = tiles[:1]
     return [_config(*tile) for tile in tiles]
+
+
+def half_precision_tiles(dim: int, value_is_given: bool, has_tensor_memory: bool) -> tuple[tuple[int, ...], ...]:
+    """Candidates for heads padded to `dim`, in bf16 and fp16. The first one runs on H100 and B200."""
+    tiles = (TANGENT_TILES if value_is_given else TILES)[max(64, dim)]
+    if has_tensor_memory and value_is_given:
+        return tuple(tile for tile in tiles if tile[0] * dim <= 128 * 128)
+    return tiles
 
 
 def _config(query_block: int, key_block: int, warps: int, stages: int) -> triton.Config:
@@ -261,7 +293,7 @@ def _config(query_block: int, key_block: int, warps: int, stages: int) -> triton
 
 
 _tuned = triton.autotune(
-    configs=[_config(*tile) for tiles in (*TILES.values(), TILES_FP32) for tile in tiles],
-    key=["HEAD_DIM", "SLIDING", "is_long"],  # Triton adds the dtypes of the tensors
+    configs=[_config(*tile) for tiles in (*TILES.values(), *TANGENT_TILES.values(), TILES_FP32) for tile in tiles],
+    key=["HEAD_DIM", "SLIDING", "VALUE_IS_GIVEN", "is_long"],  # Triton adds the dtypes of the tensors
     prune_configs_by={"early_config_prune": _select_tiles},
 )(attend)

@@ -1,13 +1,20 @@
 """Triton kernel of the JVP of causal flash attention; `vcore_ds.models.flash_tangent` launches it.
 
-The algorithm is that of `vcore_ds.models.block_attention`, which has the formulas: an online softmax over blocks of
-keys, with all accumulators of the tangent rescaled together with those of the value. Here the score blocks stay on
+The algorithms are those of `vcore_ds.models.block_attention`, which has the formulas. Here the score blocks stay on
 chip, and one launch covers all sequences of all rows. A program computes one block of queries of one head, and up to
-`VALUE_DIM` of the value dimensions.
+`VALUE_DIM` of the value dimensions. The kernel has two modes:
 
-Matrix multiplications take inputs in the inputs' dtype and accumulate in fp32. The softmax weights are rounded to the
-inputs' dtype before `P V`, and the row sums add the rounded weights, so that the rounding cancels in the normalised
-output. In fp16 the weights' tangent has the range of fp16, like the tangents of all other activations.
+- Value and tangent: an online softmax over blocks of keys, with all accumulators of the tangent rescaled together with
+  those of the value. Six matrix multiplications for each pair of blocks: `Q K^T`, `dQ K^T`, `Q dK^T`, `P V`, `P dV` and
+  `(P * dS) V`.
+- `VALUE_IS_GIVEN`: the tangent alone, for an output and a log-sum-exp `L` that another kernel has computed. Since
+  `P = exp(S - L)`, there is no running maximum, no rescaling and no `P V`: five matrix multiplications, and half of the
+  accumulators.
+
+Matrix multiplications take inputs in the inputs' dtype and accumulate in fp32. The softmax weights and their tangent
+are rounded to the inputs' dtype before they are multiplied, and the row sums add the rounded numbers, so that the
+rounding cancels in the normalised output and in its tangent. In fp16 the weights' tangent has the range of fp16, like
+the tangents of all other activations.
 """
 
 import triton
@@ -66,11 +73,12 @@ def attend(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SLIDING: tl.constexpr,
+    VALUE_IS_GIVEN: tl.constexpr,  # output and log_sum_exp are inputs
     UPCAST: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
 ):
-    """Compute output, tangent and log-sum-exp of one block of queries of one head."""
+    """Compute output, tangent and log-sum-exp of one block of queries of one head; or the tangent alone."""
     # Later queries see more keys. Start with the longest programs, so that the short ones fill the tail.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -106,21 +114,32 @@ def attend(
     if d_value is not None:
         d_value = _offset_pointer(d_value, d_value_strides, row, kv_head, column) + first_dim * d_value_strides[3]
 
-    row_max = tl.full([QUERY_BLOCK], -float("inf"), tl.float32)
-    row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
+    output = _offset_pointer(output, output_strides, row, head, column) + first_dim * output_strides[3]
+    log_sum_exp_strides = (log_sum_exp_row_stride, log_sum_exp_head_stride, log_sum_exp_token_stride)
+    log_sum_exp = _offset_pointer(log_sum_exp, log_sum_exp_strides, row, head, column)
+    queries = query_start + tl.arange(0, QUERY_BLOCK)
+    # A sink is an additional score whose value vector is 0: the initial value of the softmax sums, or part of the given
+    # log-sum-exp.
     d_row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
-    if sinks is not None:  # an additional score whose value vector is 0: the initial value of the softmax sums
-        row_max = tl.zeros([QUERY_BLOCK], tl.float32) + tl.load(sinks + head) * LOG2_E
-        row_sum = tl.full([QUERY_BLOCK], 1.0, tl.float32)
-    if d_sinks is not None:
-        d_row_sum += tl.load(d_sinks + head)
-    total = tl.zeros([QUERY_BLOCK, VALUE_DIM], tl.float32)
+    if VALUE_IS_GIVEN:
+        in_sequence = queries < num_tokens
+        log2_sum = tl.load(log_sum_exp + queries * log_sum_exp_token_stride, mask=in_sequence, other=0.0) * LOG2_E
+        if d_sinks is not None:
+            d_row_sum += tl.load(d_sinks + head) * tl.exp2(tl.load(sinks + head) * LOG2_E - log2_sum)
+    else:
+        row_max = tl.full([QUERY_BLOCK], -float("inf"), tl.float32)
+        row_sum = tl.zeros([QUERY_BLOCK], tl.float32)
+        if sinks is not None:
+            row_max = tl.zeros([QUERY_BLOCK], tl.float32) + tl.load(sinks + head) * LOG2_E
+            row_sum = tl.full([QUERY_BLOCK], 1.0, tl.float32)
+        if d_sinks is not None:
+            d_row_sum += tl.load(d_sinks + head)
+        total = tl.zeros([QUERY_BLOCK, VALUE_DIM], tl.float32)
     d_total = tl.zeros([QUERY_BLOCK, VALUE_DIM], tl.float32)
 
     first_key = 0
     if SLIDING:
         first_key = tl.maximum(query_start - sliding_window + 1, 0) // KEY_BLOCK * KEY_BLOCK
-    queries = query_start + tl.arange(0, QUERY_BLOCK)
     dtype: tl.constexpr = value.dtype.element_ty
     # One loop with a mask, though only diagonal blocks need it: with two loops the accumulators pass from one to the
     # other in registers, and ptxas then serialises every tensor-core instruction (warning C7515).
@@ -140,18 +159,22 @@ def attend(
         if SLIDING:
             seen = seen & (distance < sliding_window)
         scores = tl.where(seen, scores * (scale * LOG2_E), -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        safe_max = new_max
-        if SLIDING:  # a query that has seen no key yet has maximum -inf; -inf - -inf is NaN
-            safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        exp_scores = tl.exp2(scores - safe_max[:, None])
-        rescale = tl.exp2(row_max - safe_max)
-        row_max = new_max
-        weights = _round(exp_scores, dtype, UPCAST)
-        row_sum = row_sum * rescale + tl.sum(weights.to(tl.float32), 1)
-        total = tl.dot(weights, v, total * rescale[:, None], input_precision=PRECISION)
-        d_total = d_total * rescale[:, None]
-        d_row_sum = d_row_sum * rescale  # also without d_scores: it may hold the sink's tangent
+        if VALUE_IS_GIVEN:
+            exp_scores = tl.exp2(scores - log2_sum[:, None])
+            weights = _round(exp_scores, dtype, UPCAST)
+        else:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            safe_max = new_max
+            if SLIDING:  # a query that has seen no key yet has maximum -inf; -inf - -inf is NaN
+                safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+            exp_scores = tl.exp2(scores - safe_max[:, None])
+            rescale = tl.exp2(row_max - safe_max)
+            row_max = new_max
+            weights = _round(exp_scores, dtype, UPCAST)
+            row_sum = row_sum * rescale + tl.sum(weights.to(tl.float32), 1)
+            total = tl.dot(weights, v, total * rescale[:, None], input_precision=PRECISION)
+            d_total = d_total * rescale[:, None]
+            d_row_sum = d_row_sum * rescale  # also without d_scores: it may hold the sink's tangent
         if d_value is not None:
             dv = _load(d_value, d_value_strides, start, num_tokens, value_dim, VALUE_DIM, KEY_BLOCK, UPCAST)
             d_total = tl.dot(weights, dv, d_total, input_precision=PRECISION)
@@ -160,20 +183,22 @@ def attend(
             d_row_sum += tl.sum(d_weights.to(tl.float32), 1)
             d_total = tl.dot(d_weights, v, d_total, input_precision=PRECISION)
 
-    # With a window, queries beyond the end of the sequence may have seen no key; they are not stored.
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    out = total / row_sum[:, None]
-    output = _offset_pointer(output, output_strides, row, head, column) + first_dim * output_strides[3]
-    _store(output, output_strides, out, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK)
+    if VALUE_IS_GIVEN:
+        out = _load(output, output_strides, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK, True)
+    else:
+        # With a window, queries beyond the end of the sequence may have seen no key; they are not stored.
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+        out = total / row_sum[:, None]
+        _store(output, output_strides, out, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK)
+        # The programs of all value dimensions store the same numbers.
+        natural = (row_max + tl.log2(row_sum)) * LN_2
+        tl.store(log_sum_exp + queries * log_sum_exp_token_stride, natural, mask=queries < num_tokens)
     if d_output is not None:
-        d_out = (d_total - d_row_sum[:, None] * out) / row_sum[:, None]
+        d_out = d_total - d_row_sum[:, None] * out
+        if not VALUE_IS_GIVEN:
+            d_out = d_out / row_sum[:, None]
         d_output = _offset_pointer(d_output, d_output_strides, row, head, column) + first_dim * d_output_strides[3]
         _store(d_output, d_output_strides, d_out, query_start, num_tokens, value_dim, VALUE_DIM, QUERY_BLOCK)
-    log_sum_exp_strides = (log_sum_exp_row_stride, log_sum_exp_head_stride, log_sum_exp_token_stride)
-    log_sum_exp = _offset_pointer(log_sum_exp, log_sum_exp_strides, row, head, column)
-    natural = (row_max + tl.log2(row_sum)) * LN_2
-    # The programs of all value dimensions store the same numbers.
-    tl.store(log_sum_exp + queries * log_sum_exp_token_stride, natural, mask=queries < num_tokens)
 
 
 @triton.jit
@@ -188,7 +213,7 @@ def _load(
     pointer, strides, first, num_tokens, head_dim,
     DIM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Load `[BLOCK, DIM]` starting at token `first`; zeros beyond `num_tokens` and `head_dim`."""
+    """Load `[BLOCK, DIM]` starting at token `first`, in fp32 if `UPCAST`; zeros beyond `num_tokens` and `head_dim`."""
     tokens, dims = tl.arange(0, BLOCK)[:, None], tl.arange(0, DIM)[None, :]
     tile = pointer + tl.cast(first, tl.int64) * strides[2] + tokens * strides[2] + dims * strides[3]
     tile = tl.load(tile, mask=(tokens < num_tokens - first) & (dims < head_dim), other=0.0)
