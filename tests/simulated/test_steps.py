@@ -17,6 +17,7 @@ from tests.helpers.parity import Case, run_case
 from tests.helpers.simulated_cuda import host_waits
 from tests.helpers.simulated_cuda.ranks import run_simulated
 from tests.helpers.step_cases import CASES, TESTED, VARIANCE
+from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visible
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.models import attention
 from vcore_ds.train.step_metrics import StepMetrics
@@ -205,9 +206,40 @@ def of_device() -> dict[str, Any]:
     return {"fresh": bool(tensor.isnan().all()), "refused": refused, "waits": number_of_waits}
 
 
+def errors_of_fused_attention() -> dict[str, Any]:
+    """Relative to fp64: the value's and the tangent's, with packs, a window and sinks; and how often the Triton kernel
+    was given a value."""
+    lengths, window = [[20, 13, 4], [37]], 11
+    primals, tangents = inputs(37, dtype=torch.bfloat16)
+    sinks = drawn_sinks(4)
+    layout = attention.RowLayout.from_lengths(lengths, 1, torch.device("cuda"))
+    on_device = [[x.cuda() for x in tensors] for tensors in ((*primals, sinks[0]), (*tangents, sinks[1]))]
+    given: list[bool] = []
+
+    def count(run: Any, *arguments: Any) -> Any:
+        given.append(len(arguments) == 5)
+        return run(*arguments)
+
+    scoring = attention.Scoring(SCALE, window)
+    with changed("_run_triton", count):
+        found = attention.attend_with_graph_and_tangents(*on_device, layout, scoring)
+    seen = visible(37, window, lengths)
+    exact, moving = (
+        tuple(x.double() for x in (*tensors, sink)) for tensors, sink in zip((primals, tangents), sinks, strict=True)
+    )
+    expected = torch.func.jvp(lambda q, k, v, s: unfused(q, k, v, seen, s), exact, moving)
+    plain = attention.causal_attention(on_device[0], layout, scoring)
+    return {
+        "given": given,
+        "errors": [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)],
+        "is_plain": torch.equal(found[0].cpu(), plain.cpu()),
+    }
+
+
 def run_all() -> dict[str, Any]:
     return {
         "device": of_device(),
+        "fused attention": errors_of_fused_attention(),
         "steps": {name: run_case(case) for name, case in STEPS.items()},
         "waits": {case: count_waits(case) for case in STEPS_THAT_WAIT},
         "mask": message_of_a_mask_on_the_host(),
@@ -230,6 +262,13 @@ def test_waits_of_the_host_are_counted(found: dict[str, Any]) -> None:
     waits = found["device"]["waits"]
     assert {name for name, number in waits.items() if number == 0} == {"pinned copy", "sum"}
     assert set(waits.values()) == {0, 1}
+
+
+def test_tangents_beside_a_graph_follow_from_the_flash_kernel(found: dict[str, Any]) -> None:
+    """The value is that of a pass without tangents to the last bit."""
+    print(found["fused attention"])
+    assert found["fused attention"]["given"] == [True] and found["fused attention"]["is_plain"]
+    assert max(found["fused attention"]["errors"]) < 1e-2
 
 
 @pytest.mark.parametrize("name", STEPS)
