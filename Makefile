@@ -19,7 +19,7 @@ LONGER_UNITS := \
 	provider push report signals slurm_scripts stops store sweep
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test soak static chaos gpu .venv clean
+.PHONY: help quickstart check test soak static chaos gpu gpu8 .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
@@ -28,6 +28,7 @@ help:
 	@echo "make soak         all tests with every combination of options and the runs that are killed again and again; hours"
 	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2 TENSOR=2)"
 	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (MINUTES=10 ONLY='kernel runs')"
+	@echo "make gpu8         on a node with 8, 4 or 2 GPUs: what one cannot show (MINUTES=10 ONLY='resume kill'; without GPUs: TRY=simulated)"
 	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
 	@echo "make clean        remove the environment and all caches; keeps runs/"
 
@@ -56,6 +57,10 @@ chaos: .venv
 # With the environment that is there: that of a GPU image, say, where nothing can be installed.
 gpu:
 	python -m tests.gpu.session $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
+
+gpu8:
+	python -m tests.gpu.node.session $(if $(TRY),--try $(TRY)) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(ONLY),--only $(ONLY))
 
 .venv: $(BIN)/installed-tests
 

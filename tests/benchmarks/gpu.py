@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.benchmarks.gpu_attention import measure_attention
+from tests.benchmarks.gpu_plan import estimated, lengths_of_row, needed_flops, predict_seconds, read_zero_section
 from tests.benchmarks.gpu_report import markdown
 from tests.helpers import step_runs, tiny
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.data.batches import Batch, StepBatches, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
@@ -38,12 +37,10 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.planning.hardware import peak_flops
-from vcore_ds.planning.memory import MemorySettings, memory_of
-from vcore_ds.planning.model_shape import ModelShape, layer_parameters
-from vcore_ds.planning.step_cost import StepPasses
 from vcore_ds.train.run_folder import environment
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
+from vcore_ds.train.step_metrics import StepMetrics
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities
 from vcore_ds.utility.finite_difference import FiniteDifference
@@ -64,14 +61,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
         tie_word_embeddings=False, **HEADS,
     ),
+    "32b": dict(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+        tie_word_embeddings=False, **HEADS,
+    ),
     "tiny": dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, vocab_size=128, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-PARTS_OF_A_ROW = (8, 4, 3, 1)
-"""Lengths of a row's sequences, in sixteenths."""
-
 METHODS: dict[str, dict[str, Any]] = {
     "sft": dict(method={"name": "sft"}),
     "jvp": dict(method={"kl_budget": 0.05}),
@@ -80,20 +78,8 @@ METHODS: dict[str, dict[str, Any]] = {
         method={"kl_budget": 0.05}, utility={"estimator": "finite_difference", "epsilon": 1e-2}
     ),
 }  # fmt: skip
-
-
-def shape_of(sizes: dict[str, Any]) -> ModelShape:
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    hidden, heads, kv_heads, head_dim, width = (sizes[name] for name in names)
-    return ModelShape(
-        sizes["num_hidden_layers"], heads, kv_heads, head_dim,
-        layer_parameters(hidden, heads, kv_heads, head_dim, width), hidden_size=hidden, intermediate_size=width,
-        vocabulary_size=sizes["vocab_size"], is_tied=sizes["tie_word_embeddings"], normalizes_heads=True,
-    )  # fmt: skip
-
-
-def lengths_of_row(num_tokens: int) -> list[int]:
-    return [num_tokens * part // 16 for part in PARTS_OF_A_ROW]
+LOW_RANK = {f"jvp, fused, rank {rank}": METHODS["jvp, fused"] | {"probe": {"rank": rank}} for rank in (8, 32)}
+"""Only where asked for."""
 
 
 def row(num_tokens: int, vocabulary: int, seed: int) -> Batch:
@@ -104,12 +90,6 @@ def row(num_tokens: int, vocabulary: int, seed: int) -> Batch:
         ids = torch.randint(0, vocabulary, (length,), generator=generator).int().numpy()
         made.append(TokenizedSequence(i, ids, torch.arange(length).ge(length // 8).numpy()))
     return pack([made], pad_token_id=0)
-
-
-def read_zero_section(deepspeed_config: str) -> dict[str, Any]:
-    """The section zero_optimization of a shipped DeepSpeed JSON."""
-    content: dict[str, Any] = json.loads((SHIPPED_DEEPSPEED_CONFIGS / deepspeed_config).read_text())
-    return content["zero_optimization"]
 
 
 def build_engine(sizes: dict[str, Any], deepspeed_config: str = "zero3_bf16.json") -> Engine:
@@ -127,49 +107,19 @@ def build_engine(sizes: dict[str, Any], deepspeed_config: str = "zero3_bf16.json
 
 
 def recipe_of(method: str):
-    return step_runs.recipe(model={"path": "none", "precision": "bf16"}, **METHODS[method])
+    return step_runs.recipe(model={"path": "none", "precision": "bf16"}, **(METHODS | LOW_RANK)[method])
 
 
 def estimator_of(method: str, engine: Engine, direction: Direction) -> Estimator:
-    """All of a method's passes look along one direction, of which there is then one copy."""
+    """All methods use one direction, so that there is one copy of its shards."""
     if method == "sft":
         return NoUtilities(engine)
+    if method in LOW_RANK:
+        rank = LOW_RANK[method]["probe"]["rank"]
+        return ForwardMode(engine, Direction(engine, rank, buffers=direction.buffers), fused=True)
     if method == "finite difference":
         return FiniteDifference(engine, direction, epsilon=METHODS[method]["utility"]["epsilon"])
     return ForwardMode(engine, direction, fused=method == "jvp, fused")
-
-
-def settings_of(method: str, num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> MemorySettings:
-    """What decides the memory and the passes of a method's step.
-
-    Args:
-        num_tokens: of a row; a micro-batch is one row.
-    """
-    zero = read_zero_section(deepspeed_config)
-    is_vcore, is_fused = method != "sft", method == "jvp, fused"
-    return MemorySettings(
-        num_ranks=layout.size("shards"),
-        main_tokens=num_tokens,
-        probe_tokens=num_tokens if is_vcore else 0,
-        utility_tokens=num_tokens if is_vcore and not is_fused else 0,
-        estimator=("finite_difference" if method == "finite difference" else "jvp") if is_vcore else None,
-        is_fused=is_fused,
-        is_checkpointed=True,
-        bucket_numel=zero["reduce_bucket_size"],
-        max_live_parameters=zero["stage3_max_live_parameters"],
-    )
-
-
-def estimated(method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> int:
-    """Bytes at the peak of a step, as the check before a run estimates them."""
-    return memory_of(shape_of(sizes), settings_of(method, num_tokens, deepspeed_config)).peak_bytes
-
-
-def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int) -> float:
-    """FLOP of a rank's step, as MFU counts them: what activation checkpoints compute again is not needed."""
-    passes = StepPasses.of(replace(settings_of(method, num_tokens), is_checkpointed=False))
-    lengths = lengths_of_row(num_tokens)
-    return passes.flops(shape_of(sizes), lengths * rows, lengths).total
 
 
 def measure_steps(
@@ -179,8 +129,13 @@ def measure_steps(
     rows: int,
     chosen: Sequence[str] = tuple(METHODS),
     deepspeed_config: str = "zero3_bf16.json",
+    profiles: Path | None = None,
 ) -> tuple[dict, dict]:
-    """Steps by method, of those chosen, and fidelity."""
+    """Steps by method, of those chosen, and fidelity.
+
+    Args:
+        profiles: folder for a profile of another step of each method.
+    """
     room = available_memory_bytes()
     needed = {name: estimated(name, sizes, num_tokens, deepspeed_config) for name in chosen}
     found: dict[str, Any] = {
@@ -195,6 +150,11 @@ def measure_steps(
     direction = Direction(engine)
     estimators = {name: estimator_of(name, engine, direction) for name in methods}
     lines: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+
+    def train(name: str, batches: StepBatches) -> StepMetrics:
+        batches = StepBatches(batches.main, [] if name == "sft" else batches.probe)
+        return step_runs.train_step(engine, recipe_of(name), batches, estimators[name])
+
     for k in range(num_rounds + 1):
         # Rows of the ranks differ, those of the methods do not.
         seed = 1000 * k + 10 * layout.rank("shards")
@@ -203,9 +163,8 @@ def measure_steps(
         for name in methods[k % len(methods) :] + methods[: k % len(methods)]:
             if "skipped" in found.get(name, {}):
                 continue
-            batches = StepBatches(main, probe if name != "sft" else [])
             try:
-                values = step_runs.train_step(engine, recipe_of(name), batches, estimators[name]).values
+                values = train(name, StepBatches(main, probe)).values
             except torch.OutOfMemoryError as error:  # of this method alone: the others may have room
                 found[name] = {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
                 gc.collect()
@@ -219,9 +178,16 @@ def measure_steps(
             flops = needed_flops(name, sizes, num_tokens, rows)
             kept = direction.persistent_bytes if name == "sft" else 0
             found[name] = summary(lines[name], sum(sequences) * rows, flops, needed[name], kept)
+            found[name]["predicted_seconds"] = predict_seconds(name, sizes, num_tokens, rows, deepspeed_config)
             if "sft" in methods and len(lines["sft"]) == len(lines[name]):
                 pairs = zip(lines[name], lines["sft"], strict=True)
                 found[name]["over_sft"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+    if profiles is not None:
+        batches = StepBatches(main, probe)
+        for name in methods:
+            if "skipped" not in found[name]:
+                file = profiles / f"{name}, {deepspeed_config}.txt".replace(", ", "_").replace(" ", "_")
+                write_profile(file, lambda name=name: train(name, batches))
     fidelity = fidelity_in_bf16(engine, direction, row(min(num_tokens, 4096), sizes["vocab_size"], 7))
     engine.close()
     return {name: found[name] for name in chosen}, fidelity
@@ -261,6 +227,20 @@ def fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict
     }
 
 
+def write_profile(file: Path, work: Callable[[], object]) -> None:
+    """The operators and kernels of one call that take longest, and its trace for a viewer (perfetto.dev) beside it;
+    written by the first rank."""
+    if not layout.is_first():
+        work()
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        work()
+    order = "self_cuda_time_total" if torch.version.cuda is not None else "self_cpu_time_total"
+    file.write_text(profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80))
+    profile.export_chrome_trace(str(file.with_suffix(".json.gz")))
+
+
 def timed(work: Callable[[], object], repeats: int) -> float:
     """Median seconds of one call."""
 
@@ -285,17 +265,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens of a row (default 16,384; 64 for tiny), a multiple of 128")
     parser.add_argument("--rows", type=int, default=2, help="main rows of a rank in a step")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of all methods")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=METHODS | LOW_RANK, default=list(METHODS), metavar="METHOD")
     parser.add_argument(
         "--deepspeed-config",
         nargs="+",
         default=["zero3_bf16.json"],
         metavar="FILE",
-        help="to compare: an engine for each",
+        help="to compare: an engine for each; FILE:KEY=VALUE changes a number of zero_optimization",
     )
+    parser.add_argument("--profile", action="store_true", help="profile a step of each method; needs --output")
     parser.add_argument("--attention-only", action="store_true", help="no steps")
     parser.add_argument("--output", type=Path, help="folder for gpu.md and gpu.json")
     arguments = parser.parse_args()
+    if arguments.profile and arguments.output is None:
+        parser.error("--profile needs --output")
     start_process_group(timeout_minutes=30)
     sizes = dict(SHAPES[arguments.shape])
     if arguments.layers is not None:
@@ -306,7 +289,13 @@ def main() -> None:
     if not arguments.attention_only:
         for file in arguments.deepspeed_config:
             of_file, fidelity = measure_steps(
-                sizes, num_tokens, arguments.rounds, arguments.rows, arguments.methods, file
+                sizes,
+                num_tokens,
+                arguments.rounds,
+                arguments.rows,
+                arguments.methods,
+                file,
+                arguments.output if arguments.profile else None,
             )
             is_alone = len(arguments.deepspeed_config) == 1
             steps |= {name if is_alone else f"{name}, {file}": row for name, row in of_file.items()}

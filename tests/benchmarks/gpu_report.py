@@ -23,20 +23,25 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield (
-        "| method | s a step | over SFT | tokens/s a rank | MFU | peak GiB (estimated) | probe s | utility s | main s "
-        "| update s |"
+        "| method | s a step (plan) | over SFT | tokens/s a rank | MFU | peak GiB (estimated) | probe s (plan) "
+        "| utility s (plan) | main s (plan) | update s (plan) |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for name, row in found["steps"].items():
         if "skipped" in row:
             yield f"| {name} | skipped: {row['skipped']} |" + " |" * 8
             continue
-        parts = " | ".join(f"{row[f'seconds_{part}']:.3f}" for part in ("probe", "utility", "main", "step"))
+        predicted = row["predicted_seconds"]
+        parts = " | ".join(
+            _seconds(row[f"seconds_{part}"], None if predicted is None else predicted[part])
+            for part in ("probe", "utility", "main", "step")
+        )
+        total = _seconds(row["seconds"], None if predicted is None else sum(predicted.values()))
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         over = f"{row['over_sft']:.2f}" if "over_sft" in row else "-"
         memory = f"{row['peak_memory_bytes'] / GIB:.2f} ({row['estimated_peak_memory_bytes'] / GIB:.2f})"
         speed = f"{row['tokens_per_second_per_rank']:,.0f}"
-        yield f"| {name} | {row['seconds']:.3f} | {over} | {speed} | {mfu} | {memory} | {parts} |"
+        yield f"| {name} | {total} | {over} | {speed} | {mfu} | {memory} | {parts} |"
     yield ""
     yield "| attention of one layer, one row | ms |"
     yield "|---|---|"
@@ -51,3 +56,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         f"Utilities in bf16 against fp32, same weights and direction, {fidelity['num_tokens']:,} tokens: Spearman "
         f"{fidelity['spearman']:.4f}, relative error {fidelity['relative_error']:.2g}."
     )
+
+
+def _seconds(measured: float, predicted: float | None) -> str:
+    return f"{measured:.3f}" if predicted is None else f"{measured:.3f} ({predicted:.3f})"

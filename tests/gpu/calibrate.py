@@ -1,14 +1,15 @@
-"""What a plan says with the speed that this GPU reaches: a run of a few steps, then `vcore-ds plan --calibrate`.
+"""What a plan says with the speed that these GPUs reach: a run of a few steps, then `vcore-ds plan --calibrate`.
 
-    python -m tests.gpu.calibrate [--shape 0.6b]
+    python -m tests.gpu.calibrate [--shape 0.6b] [--ranks 8]
 
 The run has random weights of a Qwen3's shape, and traces of random tokens with lengths around those of long chains of
-thought. The plan is that of the recipe for Qwen3-1.7B on this one GPU.
+thought. The plan is that of the recipe for Qwen3-1.7B on as many GPUs.
 """
 
 import argparse
-import os
 import random
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,40 +17,88 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.benchmarks.gpu import SHAPES
+from tests.gpu.results import results_folder, write_results
+from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.plan.calibrate import calibrate
+from vcore_ds.common.errors import UserError
+from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.planning.hardware import Achieved
 
-FOLDER = Path(os.environ.get("VCORE_DS_GPU_RESULTS", "runs/gpu")) / "calibration"
-NUM_TRACES, NUM_STEPS, MEAN_LETTERS = 128, 8, 3000
+RECIPE = "launch_scripts/recipes/qwen3_1.7b_math_full.yaml"
+NUM_TRACES, NUM_STEPS, MEAN_LETTERS = 128, 8, {"tiny": 60}
 """The tokenizer has a token for each letter."""
 
 
 def write_inputs(folder: Path, shape: str) -> None:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=131072)
+    sizes = SHAPES[shape]
+    sizes = sizes | {"vocab_size": max(sizes["vocab_size"], len(tokenizer))}
+    config = Qwen3Config(**sizes, max_position_embeddings=131072)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     drawn = random.Random(0)
-    lengths = [round(MEAN_LETTERS * drawn.lognormvariate(-0.25, 0.7)) for _ in range(NUM_TRACES)]
+    mean = MEAN_LETTERS.get(shape, 3000)
+    lengths = [round(mean * drawn.lognormvariate(-0.25, 0.7)) for _ in range(NUM_TRACES)]
     traces = [(f"question {i}?", "".join(drawn.choices("0123456789 ", k=length))) for i, length in enumerate(lengths)]
     write_conversations(folder / "train.jsonl", traces)
 
 
-if __name__ == "__main__":
+def make_settings(folder: Path, num_steps: int) -> list[str]:
+    """Arguments of `vcore-ds train` for the inputs in `folder`."""
+    return [
+        RECIPE,
+        f"model.path={folder / 'model'}",
+        f"data.train_path={folder / 'train.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"schedule.num_steps={num_steps}",
+        f"run.output_dir={folder / 'run'}",
+        "run.num_followed_traces=0",
+    ]
+
+
+def report(run: Path, num_ranks: int, shape: str) -> None:
+    calibration, assumed = calibrate(str(run)), Achieved()
+    rows = [
+        {
+            "speeds": name,
+            "matrix multiplications, share of the peak": achieved.compute,
+            "update, share of the memory bandwidth": achieved.memory,
+            "measured s a step": calibration.seconds_step,
+        }
+        for name, achieved in (("of this run", calibration.achieved), ("assumed by plan", assumed))
+    ]
+    write_results("calibrate", num_ranks, f"Speeds of a run of Qwen3-{shape} on {num_ranks} ranks.", rows)
+
+
+def run() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    write_inputs(FOLDER, arguments.shape)
-    recipe = "launch_scripts/recipes/qwen3_1.7b_math_full.yaml"
-    settings = [
-        f"model.path={FOLDER / 'model'}",
-        f"data.train_path={FOLDER / 'train.jsonl'}",
-        f"data.cache_dir={FOLDER / 'cache'}",
-        f"schedule.num_steps={NUM_STEPS}",
-        f"run.output_dir={FOLDER / 'run'}",
-    ]
-    failed = main(["train", recipe, *settings])
-    sys.exit(failed or main(["plan", recipe, "--gpus", "1", "--calibrate", str(FOLDER / "run")]))
+    folder, ranks = results_folder() / "calibrate" / "runs", arguments.ranks
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_inputs(folder, arguments.shape)
+    launcher = ["-m", "vcore_ds.distributed.torchrun", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [sys.executable, *launcher, "-m", "vcore_ds.commands.cli", "train", *make_settings(folder, NUM_STEPS)]
+    failed = subprocess.run(command, cwd=REPOSITORY).returncode
+    if failed:
+        return failed
+    plan = ["plan", RECIPE, "--gpus", str(ranks), "--calibrate", str(folder / "run")]
+    if uses_gpu():
+        report(folder / "run", ranks, arguments.shape)
+        return main(plan)
+    try:
+        calibrate(str(folder / "run"))
+    except UserError as error:  # as it has to: a CPU says nothing about a GPU
+        print(f"vcore-ds {' '.join(plan)}\nerror: {error}")
+        return 0 if "expected GPUs whose peak is known" in str(error) else 1
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run())

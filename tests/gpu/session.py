@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,9 +23,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from tests.gpu.results import RESULTS_VARIABLE, describe_devices
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "runs" / "gpu"
+PAGE = "gpu.md"
 PART_SECONDS = 570
 """A part is stopped after this; machines are lent by ten minutes."""
 TAIL_CHARACTERS = 4000
@@ -111,12 +118,16 @@ def run_parts(
     chosen: Sequence[str] = (),
     minutes: float | None = None,
     part_seconds: float = PART_SECONDS,
+    page: str = PAGE,
+    environment: Mapping[str, str] = os.environ,
 ) -> list[Outcome]:
     """Runs the parts that have not passed yet, and returns all outcomes so far.
 
     Args:
         chosen: names of the parts to run, also where they have passed; none for those that have not.
         minutes: no part begins that might not end in this time.
+        page: name of the file with all outcomes.
+        environment: variables of the parts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -129,16 +140,26 @@ def run_parts(
             print(f"{name}: not begun, it may take {part_seconds / 60:.0f} minutes", flush=True)
             break
         print(f"{name}: {part.question}", flush=True)
-        outcome = run_part(name, part, folder, commit=commit, device=device, part_seconds=part_seconds)
+        options = dict(commit=commit, device=device, part_seconds=part_seconds)
+        outcome = run_part(name, part, folder, environment, **options)
         print(f"    {ending(outcome)} after {outcome.seconds:.0f} s, output in {log_of(folder, name)}", flush=True)
-        write_page(parts, folder)
+        write_page(parts, folder, page)
     return [found for name in parts if (found := read_outcome(folder, name)) is not None]
 
 
-def run_part(name: str, part: Part, folder: Path, *, commit: str, device: str, part_seconds: float) -> Outcome:
+def run_part(
+    name: str,
+    part: Part,
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    commit: str,
+    device: str,
+    part_seconds: float,
+) -> Outcome:
     """Runs a part and leaves its log and its outcome in the folder."""
     command, started, log = [sys.executable, *part.arguments], time.monotonic(), log_of(folder, name)
-    environment = {**os.environ, "VCORE_DS_GPU_RESULTS": str(folder)}
+    environment = {**environment, RESULTS_VARIABLE: str(folder)}
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -158,7 +179,7 @@ def run_part(name: str, part: Part, folder: Path, *, commit: str, device: str, p
         commit,
         device,
         datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        " ".join(["python", *part.arguments]),
+        shlex.join(["python", *part.arguments]),
         time.monotonic() - started,
         exit_code,
         text[-TAIL_CHARACTERS:],
@@ -187,8 +208,8 @@ def ending(outcome: Outcome) -> str:
     return "stopped" if outcome.exit_code is None else f"failed ({outcome.exit_code})"
 
 
-def write_page(parts: Mapping[str, Part], folder: Path) -> None:
-    """`gpu.md`: a table of all parts, then the last lines of each."""
+def write_page(parts: Mapping[str, Part], folder: Path, page: str) -> None:
+    """A table of all parts, then the tables that each wrote in its folder, or else its last lines."""
     found = {name: read_outcome(folder, name) for name in parts}
     lines = ["| part | question | result | seconds | device | date | commit |", "|---|---|---|---|---|---|---|"]
     for name, part in parts.items():
@@ -202,8 +223,10 @@ def write_page(parts: Mapping[str, Part], folder: Path) -> None:
         )
     for name, outcome in found.items():
         if outcome is not None:
-            lines += ["", f"## {name}", "", f"`{outcome.command}`", "", "```", outcome.output.strip(), "```"]
-    (folder / "gpu.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            tables = [path.read_text(encoding="utf-8") for path in sorted((folder / name).glob("*.md"))]
+            lines += ["", f"## {name}", "", f"`{outcome.command}`", ""]
+            lines += tables if tables and outcome.passed else ["```", outcome.output.strip(), "```"]
+    (folder / page).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def current_commit() -> str:
@@ -218,19 +241,35 @@ def current_commit() -> str:
     return said.stdout.strip()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=(), metavar="PART", help="run these, and again")
+def read_arguments(
+    description: str, parts: Mapping[str, Part], folder: Path, parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """The arguments of this command, after `--list` has been answered.
+
+    Args:
+        parser: with further arguments.
+    """
+    parser = argparse.ArgumentParser() if parser is None else parser
+    parser.description, parser.formatter_class = description, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", nargs="+", choices=parts, default=(), metavar="PART", help="run these, and again")
     parser.add_argument("--minutes", type=float, help="begin no part that might not end in this time")
-    parser.add_argument("--output", type=Path, default=FOLDER, help=f"folder of the results (default {FOLDER})")
+    parser.add_argument("--output", type=Path, default=folder, help=f"folder of the results (default {folder})")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     arguments = parser.parse_args()
     if arguments.list:
-        for name, part in PARTS.items():
-            print(f"{name:20s}{part.question}\n{'':20s}python {' '.join(part.arguments)}")
-        return
-    import torch
+        for name, part in parts.items():
+            print(f"{name:20s}{part.question}\n{'':20s}{shlex.join(['python', *part.arguments])}")
+        sys.exit(0)
+    return arguments
 
+
+def end(outcomes: Sequence[Outcome], page: Path) -> NoReturn:
+    print(f"Results: {page}")
+    sys.exit(0 if outcomes and all(outcome.passed for outcome in outcomes) else 1)
+
+
+def main() -> None:
+    arguments = read_arguments(str(__doc__), PARTS, FOLDER)
     if not torch.cuda.is_available():
         sys.exit(
             f"make gpu: torch {torch.__version__} finds no GPU on {platform.node()}; what can be tested without one is "
@@ -240,12 +279,11 @@ def main() -> None:
         PARTS,
         arguments.output,
         commit=current_commit(),
-        device=torch.cuda.get_device_name(),
+        device=describe_devices(1),
         chosen=arguments.only,
         minutes=arguments.minutes,
     )
-    print(f"Results: {arguments.output / 'gpu.md'}")
-    sys.exit(0 if outcomes and all(outcome.passed for outcome in outcomes) else 1)
+    end(outcomes, arguments.output / PAGE)
 
 
 if __name__ == "__main__":

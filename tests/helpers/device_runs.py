@@ -77,14 +77,14 @@ def recipe_of(folder: Path, name: str, *, num_steps: int = resumed_runs.NUM_STEP
     )
 
 
-def write_inputs(folder: Path) -> None:
-    """Models of two layers whose sizes the kernels of a GPU take, and a dozen conversations."""
+def write_inputs(folder: Path, num_traces: int = 12) -> None:
+    """Models of two layers whose sizes the kernels of a GPU take, and conversations."""
     tokenizer = make_tokenizer()
     sizes: dict[str, Any] = dict(vocab_size=len(tokenizer), hidden_size=64, head_dim=64)
     for name, model in (("model", tiny.qwen3(**sizes)), ("mixture", tiny.mixture(**sizes))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    write_conversations(folder / "train.jsonl", sums(range(12)))
+    write_conversations(folder / "train.jsonl", sums(range(num_traces)))
 
 
 def measure_steps(folder: Path) -> dict[str, Any]:

@@ -37,8 +37,8 @@ class Case:
     """Degrees of sequence parallelism of the main batch and of the probe."""
     packed: bool = False
     """A micro-batch is one row of all its sequences."""
+    num_heads: int = 4
     num_kv_heads: int = 2
-    """Of 4 query heads."""
     vocabulary: int = tiny.VOCABULARY
     tensor: int = 1
     """Tensor-parallel degree, in megatron-core's parallel layers."""
@@ -65,7 +65,12 @@ def run_case(case: Case) -> dict[str, float]:
     recipe = step_runs.recipe(**case.sections)
     start_process_group(10, case.tensor, case.expert)
     layout.make_sequence_groups(case.sequence_parallel)  # those that are not there yet
-    sizes = dict(tied=case.tied, num_key_value_heads=case.num_kv_heads, vocab_size=case.vocabulary)
+    sizes = dict(
+        tied=case.tied,
+        num_attention_heads=case.num_heads,
+        num_key_value_heads=case.num_kv_heads,
+        vocab_size=case.vocabulary,
+    )
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
     if case.mixture_of is None:
         plain = tiny.qwen3(dtype=dtype, **sizes)

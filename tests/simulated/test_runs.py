@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.gpu.node import steps as node_steps
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.mixtures import mixture
 from tests.helpers.parity import Case, run_case
@@ -84,6 +85,9 @@ DIVIDED = {
 }  # fmt: skip
 """Steps with half of the experts on each of two ranks, by their precision; products by expert have a kernel in bf16."""
 
+STEPS_OF_A_NODE = ("Ulysses 2", "hpZ in groups of 2", "offloaded optimizer")
+"""Those of `make gpu8` that nothing else here has."""
+
 CAPPED = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     sliding_window=16,
@@ -150,6 +154,7 @@ def train_together(folder: Path) -> dict[str, Any]:
         with host_waits.counted() as waits:
             found[f"steps in {precision}"] = run_case(case)
         found[f"waits in {precision}"] = {place: n for place, n in waits.items() if "models/expert" in place}
+    found["steps of a node"] = node_steps.measure(STEPS_OF_A_NODE)
     return found
 
 
@@ -218,6 +223,12 @@ def test_a_step_with_divided_experts_equals_the_oracles(together: dict[str, Any]
     print(deviations)
     for quantity in ("utilities", "weights", "alpha", "gradient", "loss"):
         assert deviations[quantity] < (0.06 if precision == "bf16" else 1e-5), quantity
+
+
+def test_steps_of_a_node_equal_the_oracles(together: dict[str, Any]) -> None:
+    rows = together["steps of a node"]
+    assert [row["case"] for row in rows] == list(STEPS_OF_A_NODE)
+    assert all(row["bound"] < 1e-3 and row["result"] == "passed" for row in rows), rows
 
 
 def test_the_host_waits_once_for_the_tokens_of_a_layer(together: dict[str, Any]) -> None:

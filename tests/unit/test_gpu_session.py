@@ -1,11 +1,13 @@
 """`make gpu` without a GPU: the parts that it runs, stops, keeps and skips, here of plain Python."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import session
+from tests.gpu.node.session import make_parts, usable_ranks
 from tests.gpu.session import Part, read_outcome, run_parts
 
 PARTS = {
@@ -50,8 +52,9 @@ def test_no_part_begins_that_might_not_end_in_time(parts: dict[str, Part], tmp_p
     assert not (tmp_path / "count").exists()
 
 
-def test_every_part_names_what_is_there() -> None:
-    for name, part in session.PARTS.items():
+@pytest.mark.parametrize("parts", [session.PARTS, *(make_parts(number) for number in (8, 4, 2))])
+def test_every_part_names_what_is_there(parts: dict[str, Part]) -> None:
+    for name, part in parts.items():
         for argument in part.arguments:
             if argument.startswith("tests/"):
                 assert (session.REPOSITORY / argument).is_file(), name
@@ -61,4 +64,17 @@ def test_every_part_names_what_is_there() -> None:
 
 def test_outcomes_are_json(parts: dict[str, Part], tmp_path: Path) -> None:
     run_parts({"last": parts["last"]}, tmp_path, commit="abc", device="a GPU")
-    assert json.loads((tmp_path / "last.json").read_text())["command"] == "python -c print('done')"
+    assert json.loads((tmp_path / "last.json").read_text())["command"] == shlex.join(["python", "-c", "print('done')"])
+
+
+def test_a_node_is_used_as_far_as_a_power_of_two() -> None:
+    assert [usable_ranks(number) for number in (1, 2, 3, 4, 7, 8, 9)] == [0, 2, 2, 4, 4, 8, 8]
+    assert [name for name in make_parts(8) if "steps" in name] == ["steps_8", "steps_4"]
+    assert [name for name in make_parts(2) if "steps" in name] == ["steps_2"]
+
+
+def test_a_table_that_a_part_writes_is_on_the_page(tmp_path: Path) -> None:
+    code = "import os, pathlib; folder = pathlib.Path(os.environ['VCORE_DS_GPU_RESULTS'], 'tables'); folder.mkdir(); "
+    code += "(folder / 'results.md').write_text('| a | b |')"
+    run_parts({"tables": Part("Is it there?", ("-c", code))}, tmp_path, commit="abc", device="GPUs", page="gpu8.md")
+    assert "\n| a | b |" in (tmp_path / "gpu8.md").read_text()

@@ -1,4 +1,4 @@
-"""`run_simulated(function, world_size, ...)`: a function on ranks that have a simulated CUDA device each."""
+"""A function on ranks that have a simulated CUDA device each, and the variables with which commands have one."""
 
 import importlib.util
 import os
@@ -23,18 +23,7 @@ def run_simulated(library: Path, function: Callable[..., Any], world_size: int, 
     with TemporaryDirectory() as folder:
         call, result = Path(folder, "call"), Path(folder, "result")
         call.write_bytes(pickle.dumps((function, world_size, arguments)))
-        # What keeps all other tests on the CPU.
-        environment = dict(os.environ)
-        for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
-            environment.pop(name, None)
-        torch = importlib.util.find_spec("torch")
-        assert torch is not None and torch.submodule_search_locations
-        environment |= {
-            "TRITON_INTERPRET": "1",
-            "OMP_NUM_THREADS": "1",
-            # The device is loaded before PyTorch, whose libraries it needs.
-            "LD_LIBRARY_PATH": str(Path(torch.submodule_search_locations[0], "lib")),
-        }
+        environment = simulated_environment(library)
         command = [sys.executable, "-m", "tests.helpers.simulated_cuda.child", *map(str, (library, call, result))]
         done = subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=2 * HANG_SECONDS
@@ -42,3 +31,29 @@ def run_simulated(library: Path, function: Callable[..., Any], world_size: int, 
         print(done.stdout)
         assert done.returncode == 0, done.stderr
         return pickle.loads(result.read_bytes())
+
+
+def simulated_environment(library: Path, *, for_commands: bool = False) -> dict[str, str]:
+    """The variables of a process that loads `library`.
+
+    Args:
+        for_commands: every Python below this process installs the device when it starts, so that launchers and commands
+            run on it as they are typed.
+    """
+    # What keeps all other tests on the CPU.
+    environment = {name: x for name, x in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.submodule_search_locations
+    environment |= {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        # The device is loaded before PyTorch, whose libraries it needs.
+        "LD_LIBRARY_PATH": str(Path(torch.submodule_search_locations[0], "lib")),
+    }
+    if for_commands:
+        folders = [str(Path(__file__).with_name("startup")), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        environment |= {
+            "VCORE_DS_SIMULATED_CUDA": str(library.resolve()),
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        }
+    return environment

@@ -1,0 +1,128 @@
+"""What the plan says of the steps of tests/benchmarks/gpu.py: memory, FLOP and, on a GPU of a known peak, seconds."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import num_local_ranks, uses_gpu
+from vcore_ds.planning.hardware import Cluster, Gpu, find_gpu
+from vcore_ds.planning.memory import MemorySettings, Phase, memory_of, parameter_counts
+from vcore_ds.planning.model_shape import ModelShape, layer_parameters
+from vcore_ds.planning.packing import Waste
+from vcore_ds.planning.spread import Spread
+from vcore_ds.planning.step_cost import StepModel, StepPasses
+
+PARTS_OF_A_ROW = (8, 4, 3, 1)
+"""Lengths of a row's sequences, in sixteenths."""
+
+
+def shape_of(sizes: dict[str, Any]) -> ModelShape:
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    hidden, heads, kv_heads, head_dim, width = (sizes[name] for name in names)
+    return ModelShape(
+        sizes["num_hidden_layers"], heads, kv_heads, head_dim,
+        layer_parameters(hidden, heads, kv_heads, head_dim, width), hidden_size=hidden, intermediate_size=width,
+        vocabulary_size=sizes["vocab_size"], is_tied=sizes["tie_word_embeddings"], normalizes_heads=True,
+    )  # fmt: skip
+
+
+def lengths_of_row(num_tokens: int) -> list[int]:
+    return [num_tokens * part // 16 for part in PARTS_OF_A_ROW]
+
+
+def read_zero_section(deepspeed_config: str) -> dict[str, Any]:
+    """The section zero_optimization of a shipped DeepSpeed JSON, `FILE` or `FILE:KEY=NUMBER` with one key changed."""
+    file, _, change = deepspeed_config.partition(":")
+    content: dict[str, Any] = json.loads((SHIPPED_DEEPSPEED_CONFIGS / file).read_text())
+    section = content["zero_optimization"]
+    if change:
+        key, _, value = change.partition("=")
+        section[key] = int(value)
+    return section
+
+
+def settings_of(
+    method: str, num_tokens: int, deepspeed_config: str = "zero3_bf16.json", num_ranks: int | None = None
+) -> MemorySettings:
+    """What decides the memory and the passes of a method's step.
+
+    Args:
+        num_tokens: of a row; a micro-batch is one row.
+        num_ranks: those of this job by default.
+    """
+    zero = read_zero_section(deepspeed_config)
+    is_vcore, is_fused = method != "sft", "fused" in method
+    return MemorySettings(
+        num_ranks=num_ranks or layout.size("shards"),
+        main_tokens=num_tokens,
+        probe_tokens=num_tokens if is_vcore else 0,
+        utility_tokens=num_tokens if is_vcore and not is_fused else 0,
+        estimator=("finite_difference" if method == "finite difference" else "jvp") if is_vcore else None,
+        probe_rank=int(method.rpartition(" ")[2]) if "rank" in method else None,
+        is_fused=is_fused,
+        is_checkpointed=True,
+        bucket_numel=zero["reduce_bucket_size"],
+        max_live_parameters=zero["stage3_max_live_parameters"],
+    )
+
+
+def estimated(method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> int:
+    """Bytes at the peak of a step, as the check before a run estimates them."""
+    return memory_of(shape_of(sizes), settings_of(method, num_tokens, deepspeed_config)).peak_bytes
+
+
+def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int) -> float:
+    """FLOP of a rank's step, as MFU counts them: what activation checkpoints compute again is not needed."""
+    passes = StepPasses.of(replace(settings_of(method, num_tokens), is_checkpointed=False))
+    lengths = lengths_of_row(num_tokens)
+    return passes.flops(shape_of(sizes), lengths * rows, lengths).total
+
+
+def predict_seconds(
+    method: str,
+    sizes: dict[str, Any],
+    num_tokens: int,
+    rows: int,
+    deepspeed_config: str,
+    gpu: Gpu | None = None,
+    num_ranks: int | None = None,
+) -> Mapping[Phase, float] | None:
+    """Seconds of each phase by the plan's cost model; None on a device whose peak is unknown.
+
+    Args:
+        gpu, num_ranks: this rank's device, and the ranks of this job, by default.
+    """
+    if gpu is None and uses_gpu():
+        gpu = find_gpu(torch.cuda.get_device_name())
+    if gpu is None:
+        return None
+    settings = settings_of(method, num_tokens, deepspeed_config, num_ranks)
+    ranks, shape, zero = settings.num_ranks, shape_of(sizes), read_zero_section(deepspeed_config)
+    row = lengths_of_row(num_tokens)
+
+    def batch(num_rows: int) -> tuple[list[int], Spread]:
+        """Rows of every rank, one a micro-step."""
+        steps = [
+            [list(range(start, start + len(row))) for start in range(first, first + ranks * len(row), len(row))]
+            for first in range(0, num_rows * ranks * len(row), ranks * len(row))
+        ]
+        num_total = num_rows * ranks * num_tokens
+        waste = Waste(num_total, num_total, num_total / ranks, num_total / ranks, 0)
+        return row * ranks * num_rows, Spread(1, ranks, steps, waste, num_tokens, True, 0.0)
+
+    cluster = Cluster(gpu, ranks, num_local_ranks() if num_ranks is None else num_ranks)
+    model = StepModel(
+        shape,
+        parameter_counts(shape),
+        settings,
+        cluster,
+        int(zero["stage3_max_reuse_distance"]),
+        bool(zero.get("stage3_allgather_sequential", False)),
+    )
+    probe = [batch(1)] if method != "sft" else []
+    return model.step(StepPasses.of(settings), [batch(rows)], probe).seconds

@@ -1,0 +1,113 @@
+"""Runs on the ranks of a node that are killed, and resumed on as many ranks and on half of them, against the same runs
+without a kill.
+
+    python -m tests.gpu.node.resume --ranks 8
+
+The folder is copied as a kill after step 4 of 6 would leave it, and resumed from there. Models are tiny.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.node.launch import run_on_ranks
+from tests.gpu.results import is_real_gpu, results_folder, write_results
+from tests.helpers import resumed_runs
+from tests.helpers.device_runs import STOP, largest_difference, numbers_of, recipe_of, write_inputs
+from vcore_ds.config.schema import Recipe
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import local_rank, uses_gpu
+from vcore_ds.distributed.process_group import start_process_group
+
+RUNS = ("vcore, fp32", "vcore, bf16", "vcore, optimizer in host memory")
+NUM_SEQUENCES = 16
+"""Of a step and of its probe: two for each of 8 ranks."""
+
+
+def make_recipe(folder: Path, name: str, kind: str) -> Recipe:
+    recipe = recipe_of(folder, name)
+    sections = {
+        "batch": recipe.batch.model_copy(update={"global_size": NUM_SEQUENCES}),
+        "probe": recipe.probe.model_copy(update={"batch_size": NUM_SEQUENCES}),
+        "run": recipe.run.model_copy(update={"output_dir": str(run_folder(folder, name, kind))}),
+    }
+    return recipe.model_copy(update=sections)
+
+
+def run_folder(folder: Path, name: str, kind: str) -> Path:
+    return folder / f"{name}, {kind}".replace(", ", "_").replace(" ", "_")
+
+
+def train(folder: Path, kind: str) -> None:
+    """On every rank: the runs without a kill, or a copy of each killed one to its end."""
+    if uses_gpu():
+        torch.cuda.set_device(local_rank())
+    # Not by `start_process_group`, whose group would end with the first run.
+    torch.distributed.init_process_group("nccl" if uses_gpu() else "gloo")
+    start_process_group(timeout_minutes=5)
+    for name in RUNS:
+        recipe, killed = make_recipe(folder, name, kind), run_folder(folder, name, "killed")
+        if kind == "straight":
+            resumed_runs.killed_copy(recipe, STOP, killed)
+            continue
+        if layout.is_first():
+            shutil.copytree(killed, recipe.run.output_dir)
+        layout.gather_objects("job", None)
+        resumed_runs.to_the_end(recipe)
+
+
+def bound_of(name: str, same_ranks: bool) -> float:
+    """Largest relative difference of a step's loss and gradient norm. None at all where sums have a fixed order."""
+    if same_ranks and not is_real_gpu():
+        return 0.0
+    return 1e-4 if "fp32" in name else 3e-2
+
+
+def compare(folder: Path, name: str, num_before: int, num_after: int) -> dict[str, Any]:
+    straight = run_folder(folder, name, "straight")
+    resumed = run_folder(folder, name, f"on {num_after} ranks")
+    pairs = zip(numbers_of(resumed), numbers_of(straight), strict=True)
+    difference = max(largest_difference(*pair) for pair in pairs)
+    tensors, expected = resumed_runs.tensors_of(resumed), resumed_runs.tensors_of(straight)
+    differing = [key for key in tensors.keys() | expected.keys() if not torch.equal(tensors[key], expected[key])]
+    bound = bound_of(name, num_after == num_before)
+    is_equal = bound > 0 or not differing
+    return {
+        "run": name,
+        "ranks": f"{num_before} to {num_after}",
+        "largest difference": difference,
+        "bound": bound,
+        "tensors of the last checkpoint that differ": f"{len(differing)} of {len(expected)}",
+        "result": "passed" if difference <= bound and is_equal else "FAILED",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True, help="of the run that is killed")
+    parser.add_argument("--train", metavar="KIND", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    folder = results_folder() / "resume" / "runs"
+    if arguments.train is not None:
+        train(folder, arguments.train)
+        return 0
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_inputs(folder, num_traces=4 * NUM_SEQUENCES)
+    ranks, others = arguments.ranks, (arguments.ranks, arguments.ranks // 2)
+    run_on_ranks(ranks, "tests.gpu.node.resume", "--ranks", str(ranks), "--train", "straight")
+    for number in others:
+        run_on_ranks(number, "tests.gpu.node.resume", "--ranks", str(ranks), "--train", f"on {number} ranks")
+    rows = [compare(folder, name, ranks, number) for number in others for name in RUNS]
+    title = f"Runs of {ranks} ranks, killed after step {STOP} of {resumed_runs.NUM_STEPS} and resumed."
+    note = "Differences: the largest relative one of any step's loss or gradient norm."
+    write_results("resume", ranks, title, rows, [note])
+    return 0 if all(row["result"] == "passed" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What one GPU cannot show: collectives, checkpoints, faults and speed on the 8, 4 or 2 GPUs of a node.
+
+    make gpu8                                       all parts, in the order of their value
+    make gpu8 ONLY="resume kill"                    some of them; again, where they have run already
+    python -m tests.gpu.node.session --list         the parts
+    python -m tests.gpu.node.session --try cpu      the same scripts on two ranks without a GPU, in tiny sizes
+    python -m tests.gpu.node.session --try simulated
+
+Parts are run, stopped, kept and skipped as those of `make gpu` (`tests.gpu.session`). Results are in `runs/gpu8`, with
+`--try` in `runs/gpu8_cpu` and `runs/gpu8_simulated`.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.gpu.node.launch import on_ranks
+from tests.gpu.results import describe_devices
+from tests.gpu.session import REPOSITORY, Part, current_commit, end, read_arguments, run_parts
+from tests.helpers.simulated_cuda.build import compiled
+from tests.helpers.simulated_cuda.ranks import simulated_environment
+
+PAGE = "gpu8.md"
+TRIED_RANKS = 2
+FILES = ("zero3_bf16_large.json", "zero3_bf16_sequential.json", "zero3_bf16_large.json:reduce_bucket_size=500000000")
+
+
+def make_parts(num_ranks: int, *, is_tiny: bool = False) -> dict[str, Part]:
+    """The parts for this number of ranks, in the order of their value."""
+    ranks, shape = ("--ranks", str(num_ranks)), ("--shape", "tiny" if is_tiny else "0.6b")
+    sizes = ("tiny", "128", "8") if is_tiny else ("32b", "16384", "32")
+    layers = (
+        *("--shape", sizes[0], "--layers", "2", "--tokens", sizes[1], "--rounds", "1" if is_tiny else "3"),
+        *("--methods", "sft", "jvp, fused", f"jvp, fused, rank {sizes[2]}"),
+        *("--profile", "--output", "RESULTS/layers", "--deepspeed-config", *FILES),
+    )
+    parts = {
+        f"steps_{num_ranks}": Part(
+            "Do steps equal the oracle's, however model and batch are divided?", on_ranks(num_ranks, STEPS)
+        ),
+        "resume": Part("Do killed runs end as others do, on fewer ranks too?", ("-m", "tests.gpu.node.resume", *ranks)),
+        "kill": Part("Do the others end in time when a rank is lost?", ("-m", "tests.gpu.node.kill", *ranks, *shape)),
+        "layers": Part(
+            "How fast are two layers of Qwen3-32B, and is their memory the plan's?",
+            on_ranks(num_ranks, "tests.benchmarks.gpu", *layers),
+        ),
+        "calibrate": Part("Which speeds does plan read from a run?", ("-m", "tests.gpu.calibrate", *ranks, *shape)),
+    }
+    if num_ranks > 2:
+        question = "Do steps on half of the ranks equal the oracle's?"
+        parts[f"steps_{num_ranks // 2}"] = Part(question, on_ranks(num_ranks // 2, STEPS))
+    return parts
+
+
+STEPS = "tests.gpu.node.steps"
+
+
+def usable_ranks(num_gpus: int) -> int:
+    """8, 4 or 2 of the GPUs; 0 where there are fewer."""
+    return next((number for number in (8, 4, 2) if number <= num_gpus), 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--try", dest="tried", choices=("cpu", "simulated"), help="without GPUs, in tiny sizes")
+    tried = parser.parse_known_args()[0].tried
+    num_gpus = 0 if tried else torch.cuda.device_count()
+    num_ranks = TRIED_RANKS if tried else usable_ranks(num_gpus)
+    parts = make_parts(num_ranks or 8, is_tiny=tried is not None)
+    folder = REPOSITORY / "runs" / ("gpu8" if tried is None else f"gpu8_{tried}")
+    arguments = read_arguments(str(__doc__), parts, folder, parser)
+    if num_ranks == 0:
+        sys.exit(
+            f"make gpu8: torch {torch.__version__} finds {num_gpus} GPUs on {platform.node()}; expected 2 or more. "
+            "`make gpu` is for one GPU; TRY=cpu or TRY=simulated runs the same scripts without any"
+        )
+    environment, device = dict(os.environ), ""
+    if tried == "cpu":
+        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        device = f"{num_ranks} x CPU, torch {torch.__version__}, gloo"
+    elif tried == "simulated":
+        cache = REPOSITORY / ".pytest_cache" / "d" / "simulated_cuda"
+        cache.mkdir(parents=True, exist_ok=True)
+        environment = simulated_environment(compiled(cache), for_commands=True)
+        device = f"{num_ranks} x simulated device, torch {torch.__version__}, gloo"
+    outcomes = run_parts(
+        {name: fill_in(part, arguments.output) for name, part in parts.items()},
+        arguments.output,
+        commit=current_commit(),
+        device=device or describe_devices(num_ranks),
+        chosen=arguments.only,
+        minutes=arguments.minutes,
+        page=PAGE,
+        environment=environment,
+    )
+    end(outcomes, arguments.output / PAGE)
+
+
+def fill_in(part: Part, folder: Path) -> Part:
+    """The part with the folder of the results in its arguments."""
+    return Part(part.question, tuple(argument.replace("RESULTS", str(folder)) for argument in part.arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Steps on the ranks of a node against the oracle in plain PyTorch, for each way to divide model, batch and optimizer.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 8 -m tests.gpu.node.steps [--only NAME ...]
+
+The models are tiny, the collectives those of a run. The oracle computes on the first rank's CPU, in fp32.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils import groups
+
+from tests.gpu.results import is_real_gpu, write_results
+from tests.helpers.parity import Case, run_case
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.distributed.process_group import start_process_group
+
+QUANTITIES = ("utilities", "weights", "alpha", "gradient", "loss", "parameters")
+BF16 = {"model": {"path": "none", "precision": "bf16"}}
+SEPARATE = {"utility": {"fused": False}}
+SGD = {"optimizer": {"learning_rate": 0.1, "name": "sgd"}}
+"""In parallel layers Adam would move a parameter whose gradient is near zero by the sign of its rounding."""
+EXPERTS: dict[str, Any] = {"expert": 2, "mixture_of": "qwen3_moe", "checkpointing": True}
+
+
+def make_cases(num_ranks: int) -> dict[str, Case]:
+    """Cases by name; sequence-parallel sizes up to the number of ranks."""
+    # One sequence for each data-parallel rank, and for some two.
+    batch = {"num_main": num_ranks + num_ranks // 2, "num_probe": num_ranks}
+    cases = {
+        "ZeRO-3": Case(**batch),
+        "ZeRO-3, LoRA, separate passes": Case(**batch, lora=True, checkpointing=True, sections=SEPARATE),
+        "ZeRO-3, bf16": Case(**batch, checkpointing=True, sections=BF16),
+    }
+    for size in (2, 4, 8):
+        if size <= num_ranks:
+            of_size = dict(sequence_parallel=(size, size), num_heads=8, num_kv_heads=2, checkpointing=True)
+            cases[f"Ulysses {size}"] = Case(**of_size)
+            cases[f"Ulysses {size}, bf16, packed"] = Case(**of_size, packed=True, sections=BF16)
+    if num_ranks >= 4:
+        cases[f"Ulysses 2, probe {num_ranks}"] = Case(sequence_parallel=(2, num_ranks), num_heads=8)
+    return cases | {
+        "tensor 2": Case(**batch, tensor=2, checkpointing=True, sections=SGD),
+        "expert 2": Case(**batch, **EXPERTS),
+        "expert 2, bf16": Case(**batch, **EXPERTS, sections=BF16),
+        f"hpZ in groups of {max(2, num_ranks // 2)}": Case(
+            **batch, config={"zero_hpz_partition_size": max(2, num_ranks // 2)}
+        ),
+        "sequential all-gathers": Case(**batch, config={"stage3_allgather_sequential": True}),
+        "offloaded optimizer": Case(**batch, config={"offload_optimizer": {"device": "cpu", "pin_memory": uses_gpu()}}),
+    }
+
+
+def bound_of(case: Case) -> float:
+    """Largest relative deviation: of fp32 on a CPU or on a GPU, which sums in another order, and of bf16."""
+    if case.sections.get("model", {}).get("precision") == "bf16":
+        return 0.06
+    return 1e-3 if is_real_gpu() else 1e-5
+
+
+def measure(only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """A row for each case with its largest deviations over all ranks."""
+    rows = []
+    for name, case in make_cases(layout.size("job")).items():
+        if only and name not in only:
+            continue
+        worst = {}
+        for deviations in layout.gather_objects("job", run_case(case)):
+            worst = {q: max(deviations[q], worst.get(q, 0.0)) for q in QUANTITIES}
+        if (size := case.config.get("zero_hpz_partition_size")) is not None:
+            # Without its groups, DeepSpeed would divide over all ranks, with the same result.
+            assert dist.get_world_size(groups._get_zero_param_intra_parallel_group()) == size
+        # The parameters' is absolute, and bounded by the learning rate: shown, not compared.
+        passed = all(worst[quantity] < bound_of(case) for quantity in QUANTITIES[:-1])
+        rows.append({"case": name, **worst, "bound": bound_of(case), "result": "passed" if passed else "FAILED"})
+        if layout.is_first():
+            print(f"{name}: {rows[-1]}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=(), metavar="CASE")
+    arguments = parser.parse_args()
+    start_process_group(timeout_minutes=10)
+    rows, num_ranks = measure(tuple(arguments.only)), layout.size("job")
+    if layout.is_first():
+        title = f"Deviations of a step on {num_ranks} ranks from the oracle."
+        write_results(f"steps_{num_ranks}", num_ranks, title, rows)
+    return 0 if all(row["result"] == "passed" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
