@@ -12,6 +12,7 @@ gpu.json are written there. The tiny shape runs on a CPU, which only shows that 
 import argparse
 import gc
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tests.benchmarks.gpu_attention import measure_attention
 from tests.benchmarks.gpu_plan import estimated, lengths_of_row, needed_flops, predict_seconds, read_zero_section
 from tests.benchmarks.gpu_report import markdown
+from tests.gpu.results import command_line, describe_devices
 from tests.helpers import step_runs, tiny
 from vcore_ds.data.batches import Batch, StepBatches, pack
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -186,7 +188,7 @@ def measure_steps(
         batches = StepBatches(main, probe)
         for name in methods:
             if "skipped" not in found[name]:
-                file = profiles / f"{name}, {deepspeed_config}.txt".replace(", ", "_").replace(" ", "_")
+                file = profiles / (re.sub(r"\W+", "_", f"{name} {deepspeed_config}") + ".txt")
                 write_profile(file, lambda name=name: train(name, batches))
     fidelity = fidelity_in_bf16(engine, direction, row(min(num_tokens, 4096), sizes["vocab_size"], 7))
     engine.close()
@@ -302,8 +304,9 @@ def main() -> None:
             gc.collect()
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "device": where["devices"][0],
+        "device": describe_devices(where["world_size"]),
         "ranks": where["world_size"],
+        "command": command_line(),
         "versions": {"python": where["python"], "CUDA": torch.version.cuda, **where["packages"]},
         "commit": where["git_commit"],
         "shape": arguments.shape,

@@ -14,12 +14,12 @@ def markdown(found: Mapping[str, Any]) -> str:
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     sizes = found["sizes"]
-    yield f"## Qwen3-{found['shape']}, {sizes['num_hidden_layers']} layers, on {found['ranks']} x {found['device']}"
+    yield f"## Qwen3-{found['shape']}, {sizes['num_hidden_layers']} layers, on {found['device']}"
     yield ""
     yield (
-        f"{found['date']}; {versions}; commit {found['commit']}. Random weights, all parameters trained, bf16, "
-        f"activation checkpoints, {found['rows']} packed row(s) of {found['tokens_of_a_row']:,} tokens a rank and "
-        f"step; medians of {found['rounds']} round(s) in turns."
+        f"{found['date']}; `{found['command']}`; {versions}; commit {found['commit']}. Random weights, all "
+        f"parameters trained, bf16, activation checkpoints, {found['rows']} packed row(s) of "
+        f"{found['tokens_of_a_row']:,} tokens a rank and step; medians of {found['rounds']} round(s) in turns."
     )
     yield ""
     yield (

@@ -48,7 +48,7 @@ def write_results(
 ) -> None:
     """Print a table of `rows`, and write NAME/results.md and NAME/results.json in the folder of the results."""
     device, date = describe_devices(num_devices), datetime.now(UTC).strftime("%Y-%m-%d")
-    command = shlex.join(["python", "-m", _module(), *sys.argv[1:]])
+    command = command_line()
     columns = list(rows[0])
     lines = [f"**{title}** {device}; {date}; `{command}`", ""]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -62,9 +62,11 @@ def write_results(
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _module() -> str:
+def command_line() -> str:
+    """The module and arguments of this process, without its launcher."""
     specification = sys.modules["__main__"].__spec__
-    return "unknown" if specification is None else specification.name
+    module = sys.argv[0] if specification is None else specification.name
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def _show(value: Any) -> str:

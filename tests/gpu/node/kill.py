@@ -27,7 +27,7 @@ DEAD_SECONDS = 10.0
 """After which the ranks of a host have noticed a dead one (docs/reliability.md), and end."""
 HUNG_SECONDS = 15.0
 """`engine.lost_rank_seconds` here; 60 by default."""
-NUM_STEPS = 60
+NUM_STEPS = 20
 STEPS_BETWEEN = 3
 """Between checkpoints, and between the beginning of a command and the fault."""
 
