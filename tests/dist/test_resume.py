@@ -494,6 +494,32 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
     }
 
 
+def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
+    """A run whose steps are so long that the held-out loss soon rises, resumed after step 3; each step is evaluated and
+    saved."""
+    sections = CASES["sft_lora"] | {
+        "optimizer": {"learning_rate": 0.3},
+        "checkpoint": {"keep_last": 1, "keep_best": 2, "every_steps": 1},
+        "data": {"validation_path": "pool.jsonl"},
+        "run": {"validate_every": 1},
+    }
+    own = recipe(folder, "best", sections)
+    resumed_runs.until(own, 1)
+    said: list[str] = []
+    say, Console.say = Console.say, lambda self, text="": said.append(text)
+    try:
+        for step in (2, 3):
+            resumed_runs.until(own, step)
+        with resumed_runs.saving_after([4, 5], stop=False):
+            run.train(own)
+    finally:
+        Console.say = say
+    path = Path(own.run.output_dir)
+    losses = {line["step"]: line["validation_loss"] for line in resumed_runs.timeless_metrics(path)[:-1]}
+    losses[NUM_STEPS] = json.loads((path / "held_out.json").read_text())["after"][""]
+    return {"losses": losses, "said": said, "left": sorted(one.name for one in (path / "checkpoints").iterdir())}
+
+
 def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
     """The disk of a run is full from its first checkpoint on, up to the page that metrics.jsonl ends in."""
     stopped = recipe(folder, "full_disk", CASES["sft_lora"])
@@ -566,6 +592,7 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
             other_data,
             other_base,
             longer_and_branched,
+            best_by_held_out_loss,
         )
     }
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
@@ -798,6 +825,17 @@ def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(found
         f"checkpoint.branch_from: {setup}/short/checkpoints/step_00000004: is of a run of another recipe:\n"
         "  batch.global_size: 2 there, 4 here\n"
         "expected the same values; keys of schedule may differ. Set these keys as they are there"
+    )
+
+
+def test_the_checkpoints_with_the_lowest_held_out_loss_are_kept_through_a_resume(found: dict[str, Any]):
+    losses, said = found["best_by_held_out_loss"]["losses"], found["best_by_held_out_loss"]["said"]
+    best, second, *_ = sorted(losses, key=lambda step: (losses[step], step))
+    assert max(best, second) < 4  # known to the process that resumed after step 3 from the checkpoints alone
+    kept = sorted({best, second, NUM_STEPS})
+    assert found["best_by_held_out_loss"]["left"] == [f"step_0000000{step}" for step in kept]
+    assert said[-1].startswith(
+        f"Lowest held-out loss: {losses[best]:.4f}, step_0000000{best}. As a model: vcore-ds export"
     )
 
 

@@ -17,6 +17,7 @@ from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
 from vcore_ds.engine import checkpoint_folder as files
+from vcore_ds.train.best_checkpoint import check_compared
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 from vcore_ds.train.metrics_log import MetricsLog
@@ -49,6 +50,37 @@ def problem(folder: Path) -> str | None:
 
 def names(checkpoints: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_the_lowest_held_out_losses_are_kept(tmp_path: Path):
+    """Equal losses go to the earlier step; NaN is written as null; other data, and a damaged file, do not compare."""
+    states = {
+        1: {"held_out_loss": 0.5, "held_out_digest": "other"},
+        2: {"held_out_loss": None, "held_out_digest": "a"},
+        3: {"held_out_loss": 2.0, "held_out_digest": "a"},
+        4: {"held_out_loss": 1.0, "held_out_digest": "a"},
+        5: {},
+        6: {"held_out_loss": 2.0, "held_out_digest": "a"},
+        7: {"held_out_loss": 3.0, "held_out_digest": "a"},
+    }
+    for step, state in states.items():
+        (write_checkpoint(tmp_path, step) / "run_state.json").write_text(json.dumps(state))
+    (write_checkpoint(tmp_path, 8) / "run_state.json").write_text("{")
+    ranked = files.rank_by_loss(tmp_path, "a")
+    assert [(loss, files.parse_step(folder)) for loss, folder in ranked] == [(1.0, 4), (2.0, 3), (2.0, 6), (3.0, 7)]
+    files.remove_old(tmp_path, keep_last=1, keep_every_steps=None, best=[folder for _, folder in ranked[:2]])
+    assert names(tmp_path) == ["step_00000003", "step_00000004", "step_00000008"]
+
+
+def test_nothing_to_compare_in_a_run_of_epochs_is_refused():
+    """Where the schedule has steps, it is a rule of the recipe."""
+    recipe = smallest_recipe()
+    recipe["data"]["validation_path"], recipe["run"]["validate_every"] = "v.jsonl", 10
+    recipe["schedule"] = {"num_epochs": 1}
+    recipe["checkpoint"] = {"keep_best": 1, "every_steps": 4}
+    check_compared(Recipe.model_validate(recipe), num_steps=21)
+    with pytest.raises(UserError, match="keep_best: found step 20 as the first with a checkpoint and an evaluation"):
+        check_compared(Recipe.model_validate(recipe), num_steps=20)
 
 
 def test_a_written_checkpoint_verifies_and_lists_its_files(tmp_path: Path):
@@ -173,9 +205,7 @@ def test_unfinished_checkpoints_never_displace_a_good_one(tmp_path: Path):
     assert problem(good) is None
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As on NFS, where a folder with a file that somebody reads cannot be removed."""
     values = smallest_recipe()
     values["run"] |= {"output_dir": str(tmp_path)}
@@ -187,8 +217,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
     monkeypatch.setattr(files.shutil, "rmtree", refuse)
-    Checkpoints(Recipe.model_validate(values), Console(enabled=True)).remove_old()
-    assert "step_00000010" in capsys.readouterr().out
+    warning = Checkpoints(Recipe.model_validate(values), Console(enabled=True)).remove_old()
+    assert warning is not None and "step_00000010" in warning
     assert problem(tmp_path / "checkpoints" / "step_00000010") is not None  # what is left of it never counts
     assert problem(tmp_path / "checkpoints" / "step_00000020") is None
 

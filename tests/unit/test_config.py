@@ -378,6 +378,28 @@ RULES: list[tuple[list[str], str, list[str]]] = [
         ["run.validate_every=null", "data.validation_path=v.jsonl"],
     ),
     (
+        ["checkpoint.keep_best=2"],
+        "checkpoint.keep_best: found 2 together with data.validation_path null; expected null, or held-out",
+        ["checkpoint.keep_best=null"],
+    ),
+    (
+        ["checkpoint.keep_best=2", "data.validation_path=v.jsonl"],
+        "checkpoint.keep_best: found 2 together with run.validate_every null; expected null, or the interval",
+        ["checkpoint.keep_best=null"],
+    ),
+    (
+        ["checkpoint.keep_best=2", "data.validation_path=v.jsonl", "run.validate_every=1"],
+        "checkpoint.keep_best: found 2 together with checkpoint.every_steps null and run.validate_every 1 and "
+        "schedule.num_steps 3; expected null, or a checkpoint before the last step that is evaluated",
+        ["checkpoint.keep_every_steps=2"],
+    ),
+    (
+        ["checkpoint.keep_best=2", "data.validation_path=v.jsonl", "run.validate_every=2", "checkpoint.every_steps=3"],
+        "checkpoint.keep_best: found 2 together with checkpoint.every_steps 3 and run.validate_every 2 and "
+        "schedule.num_steps 3; expected null, or a checkpoint before the last step that is evaluated",
+        ["checkpoint.every_steps=2"],
+    ),
+    (
         ["model.attention=flash_attention_2", "model.precision=fp32"],
         "model.attention: found flash_attention_2 together with model.precision fp32; expected auto, sdpa or eager",
         ["model.attention=sdpa", "model.precision=bf16"],

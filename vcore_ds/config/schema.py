@@ -1,6 +1,7 @@
 """The recipe: its sections, and the rules over several keys."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -136,6 +137,7 @@ def broken_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     yield from _keep_rules(recipe)
     yield from _model_rules(recipe)
     yield from _training_rules(recipe)
+    yield from _checkpoint_rules(recipe)
 
 
 def _method_rules(recipe: Recipe) -> Iterator[BrokenRule]:
@@ -371,3 +373,26 @@ def _training_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             "exactly one of schedule.num_steps (optimizer steps) and schedule.num_epochs (passes over the data); set "
             "the other to null",
         )
+
+
+def _checkpoint_rules(recipe: Recipe) -> Iterator[BrokenRule]:
+    best = "checkpoint.keep_best"
+    if recipe.checkpoint.keep_best is None:
+        return
+    if recipe.data.validation_path is None:
+        yield BrokenRule((best, "data.validation_path"), "null, or held-out conversations in data.validation_path")
+    elif recipe.run.validate_every is None:
+        yield BrokenRule((best, "run.validate_every"), "null, or the interval of evaluations in run.validate_every")
+    elif (first := first_compared_step(recipe)) is None or first >= (recipe.schedule.num_steps or math.inf):
+        yield BrokenRule(
+            (best, "checkpoint.every_steps", "run.validate_every", "schedule.num_steps"),
+            "null, or a checkpoint before the last step that is evaluated: set checkpoint.every_steps and "
+            "run.validate_every to the same number",
+        )
+
+
+def first_compared_step(recipe: Recipe) -> int | None:
+    """The first step with both a checkpoint and an evaluation (`checkpoint.keep_best`); None without such a step."""
+    evaluated, settings = recipe.run.validate_every, recipe.checkpoint
+    every = [n for n in (settings.every_steps, settings.keep_every_steps) if n is not None]
+    return min((math.lcm(n, evaluated) for n in every), default=None) if evaluated is not None else None

@@ -460,6 +460,9 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; older ones are deleted once a new one is complete."""
     keep_every_steps: Count | None = None
     """Keep the checkpoints of every multiple of this many optimizer steps permanently; null for none."""
+    keep_best: Count | None = None
+    """Number of checkpoints with the lowest held-out loss to keep besides the newest, among those of steps that
+    run.validate_every evaluates; several held-out sets count by their mean. null for none."""
     async_: Annotated[bool, Field(alias="async")] = False
     """Copy the state to host memory, and write the checkpoint from there while the next steps run: the run waits for
     the copy alone. Takes the size of a rank's part of the checkpoint in host memory (`vcore-ds plan`)."""

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -136,19 +137,47 @@ def remove(folder: Path) -> None:
 
 
 def remove_old(
-    checkpoints: Path, *, keep_last: int, keep_every_steps: int | None, keep_step: int | None = None
+    checkpoints: Path,
+    *,
+    keep_last: int,
+    keep_every_steps: int | None,
+    keep_step: int | None = None,
+    best: Iterable[Path] = (),
 ) -> list[Path]:
-    """Delete complete checkpoints except the newest `keep_last`, every `keep_every_steps`-th and that of `keep_step`;
-    return them."""
-    complete = [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
+    """Delete complete checkpoints except the newest `keep_last`, every `keep_every_steps`-th, that of `keep_step` and
+    the `best`; return them."""
+    complete, best = _list_complete(checkpoints), set(best)
     old = [
         folder
         for folder in complete[keep_last:]
-        if (keep_every_steps is None or _number(folder) % keep_every_steps != 0) and _number(folder) != keep_step
+        if (keep_every_steps is None or _number(folder) % keep_every_steps != 0)
+        and _number(folder) != keep_step
+        and folder not in best
     ]
     for folder in old:
         remove(folder)
     return old
+
+
+def _list_complete(checkpoints: Path) -> list[Path]:
+    return [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
+
+
+def rank_by_loss(checkpoints: Path, held_out_digest: str) -> list[tuple[float, Path]]:
+    """Held-out loss and folder of the complete checkpoints that have one, the lowest first; of equal losses the
+    earlier step.
+
+    Args:
+        held_out_digest: of the held-out data; losses on other data are left out.
+    """
+    ranked = []
+    for folder in reversed(_list_complete(checkpoints)):
+        with suppress(OSError, ValueError):  # a damaged one has no loss; `find_problem` says so when it is needed
+            state = read_run_state(folder)
+            loss = state.get("held_out_loss")
+            if loss is not None and state.get("held_out_digest") == held_out_digest:
+                ranked.append((loss, folder))
+    return sorted(ranked, key=lambda one: one[0])
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:

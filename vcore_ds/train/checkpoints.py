@@ -1,6 +1,9 @@
 """The checkpoints of a run: when it saves, which ones it keeps, and which one it resumes from."""
 
+import math
+import statistics
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -53,6 +56,8 @@ class Checkpoints:
         wandb_run_id: the run on Weights & Biases, None without; only rank 0's is saved.
         branch_step: after which the learning rate of `wsd` decays; its checkpoint is kept, so that the run can be made
             longer and decays of other lengths can branch off; None for other schedules.
+        validation_losses_after: those after the last step, where they were measured before its checkpoint.
+        held_out_digest: of the held-out sets, whose losses compare checkpoints; set before the first save.
         seconds_write: of the last write beside the steps (`checkpoint.async`); None before its end.
     """
 
@@ -60,6 +65,8 @@ class Checkpoints:
         self.validation_losses_before: dict[str, float] = {}
         self.wandb_run_id: str | None = None
         self.branch_step: int | None = None
+        self.validation_losses_after: dict[str, float] | None = None
+        self.held_out_digest = ""
         self.seconds_write: float | None = None
         self._recipe, self._console = recipe, console
         self._folder = Path(recipe.run.output_dir) / "checkpoints"
@@ -68,6 +75,11 @@ class Checkpoints:
         self._stager: Stager | None = None
         self._group: Group | None = None
         self._metrics: dict[str, float] = {}
+
+    @property
+    def compares(self) -> bool:
+        """Whether checkpoints are kept by their held-out loss (`checkpoint.keep_best`)."""
+        return self._recipe.checkpoint.keep_best is not None
 
     @cached_property
     def frozen_digest(self) -> str | None:
@@ -222,13 +234,23 @@ class Checkpoints:
         overdue = layout.is_first() and time.monotonic() - self._last_end >= 60 * settings.every_minutes
         return layout.sum_over("job", [float(overdue)])[0] > 0
 
-    def save(self, step: int, engine: Engine, estimator: Estimator, feed: Feed, *, is_last: bool = False) -> Saved:
+    def save(
+        self,
+        step: int,
+        engine: Engine,
+        estimator: Estimator,
+        feed: Feed,
+        losses: Mapping[str, float] | None = None,
+        *,
+        is_last: bool = False,
+    ) -> Saved:
         """Write the checkpoint after `step` steps, then delete old ones according to the recipe.
 
         With `checkpoint.async` the state is only copied here, and a thread writes it while the steps go on; first the
         write before this one is waited for, so that there is one copy at a time.
 
         Args:
+            losses: nats after this step, by name of the held-out set; None or empty where none were measured.
             is_last: whether no step follows in this process: the checkpoint is complete when this returns.
 
         Raises:
@@ -239,6 +261,7 @@ class Checkpoints:
         self.wait()
         is_async = self._recipe.checkpoint.async_ and not is_last
         is_first, folder = layout.is_first(), checkpoint_folder.step_folder(self._folder, step)
+        loss = statistics.fmean(losses.values()) if losses else math.nan
         needed = self._direction_of_next_step(step, estimator)
         tensors = self._stage(folder, engine, needed) if is_async else state_tensors(engine, needed)
         content = CheckpointContent(
@@ -252,6 +275,8 @@ class Checkpoints:
                 validation_losses_before=self.validation_losses_before,
                 wandb_run_id=self.wandb_run_id,
                 frozen_digest=self.frozen_digest if is_first else None,
+                held_out_loss=loss if math.isfinite(loss) else None,
+                held_out_digest=self.held_out_digest if losses else None,
             ),
             dump_recipe(self._recipe),
             tensors,
@@ -329,10 +354,16 @@ class Checkpoints:
                 keep_last=settings.keep_last,
                 keep_every_steps=settings.keep_every_steps,
                 keep_step=self.branch_step,
+                best=[folder for _, folder in self.rank_by_loss()[: settings.keep_best or 0]],
             )
         except OSError as error:
             return f"an old checkpoint cannot be deleted: {error}. Delete it where room is short"
         return None
+
+    def rank_by_loss(self) -> list[tuple[float, Path]]:
+        """Held-out loss in nats and folder of the checkpoints that have one, the lowest first; empty without
+        `checkpoint.keep_best`. For rank 0."""
+        return checkpoint_folder.rank_by_loss(self._folder, self.held_out_digest) if self.compares else []
 
     def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
         """The direction, where the step after `num_done` steps reuses it; else None."""

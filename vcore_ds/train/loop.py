@@ -1,7 +1,7 @@
 """The training loop: optimizer steps, metrics, validation, checkpoints and stops."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -212,7 +212,10 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
             **run.checkpoints.take_metrics(),
             **batches.measured,
         }
-        if settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
+        losses: dict[str, float] = {}
+        if done == num_steps and run.checkpoints.compares:
+            losses = run.checkpoints.validation_losses_after = validate(run.trainer.engine, run.data, console)
+        elif settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
             losses = validate(run.trainer.engine, run.data, console)
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
         if run.log.metrics is not None:
@@ -224,7 +227,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         run.checkpoints.collect()
         reason = stops.agree_on_reason()
         if reason is not None or run.checkpoints.due(done, num_steps):
-            saved = save(run, done, is_last=reason is not None or done == num_steps)
+            saved = save(run, done, losses, is_last=reason is not None or done == num_steps)
             if saved.is_complete:
                 stops.record_save(saved.seconds)
             else:
@@ -246,12 +249,12 @@ def seconds_of_training(metrics: StepMetrics) -> float:
     return seconds - (metrics.values.get("seconds_followed") or 0.0)
 
 
-def save(run: Run, done: int, *, is_last: bool) -> Saved:
-    """A checkpoint after `done` steps; `is_last` as in `Checkpoints.save`. A collective."""
+def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> Saved:
+    """A checkpoint after `done` steps; `losses` and `is_last` as in `Checkpoints.save`. A collective."""
     mark("checkpoint")
     # A checkpoint must not outlive the metrics of its steps; where rank 0 cannot write them, all ranks fail.
     run_first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
-    return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed, is_last=is_last)
+    return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed, losses, is_last=is_last)
 
 
 LONG_SECONDS = 15 * 60.0

@@ -32,6 +32,7 @@ from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.run_plan import derive_needed_passes
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train import run_folder
+from vcore_ds.train.best_checkpoint import check_compared, make_digest, say_best
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console, describe_example
 from vcore_ds.train.extension import begin_branch, find_common_checkpoint
@@ -137,6 +138,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     schedule = derive_schedule(recipe, len(feed.dataset))
     num_steps = schedule.num_steps
     check_profile(recipe.run.profile, num_steps)
+    check_compared(recipe, num_steps)
+    checkpoints.held_out_digest = make_digest(validation)
     if schedule.kind == "wsd":
         checkpoints.branch_step = schedule.first_decay_step
     newest_step = 0 if checkpoint is None else checkpoint[1].step
@@ -194,6 +197,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     last_step = run_training(run, num_done, is_new=checkpoint is None)
     result = write_result(recipe, run, reader.tokenizer, last_step)
     console.say(summarize(result, reader.tokenizer))
+    if console.enabled:
+        say_best(checkpoints, num_steps, console)
     engine.close()
     return result
 
@@ -335,7 +340,9 @@ def write_result(
 ) -> RunResult:
     """Validate, and write losses and trained weights into the run's folder. A collective."""
     before = run.checkpoints.validation_losses_before
-    after = validate(run.trainer.engine, run.data, run.log.console)
+    after = run.checkpoints.validation_losses_after
+    if after is None:
+        after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
     if after:
         run_on_first_rank(lambda: run_folder.write_held_out(run.folder, before, after))
