@@ -141,15 +141,20 @@ class PassWork:
 FORWARD = PassWork(1, 1, 1, 1, 1)
 
 
-def tangents_beside(settings: MemorySettings) -> PassWork:
-    """The cost that tangents add to a forward."""
-    # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input. The kernel for
-    # the tangents of attention computes scores and values again, which is another forward.
-    fp8, rank = int(settings.fp8_tangents), settings.probe_rank
+def tangents_beside(settings: MemorySettings, *, is_fused: bool) -> PassWork:
+    """The cost that tangents add to a forward.
+
+    Args:
+        is_fused: the forward is the main one, whose values FlashAttention computes.
+    """
+    # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input. A forward of
+    # attention has two GEMMs, its tangent another four, in one kernel; beside FlashAttention's values that kernel has
+    # five, as it computes the scores again.
+    fp8, rank, again = int(settings.fp8_tangents), settings.probe_rank, 0.5 if is_fused else 0.0
     if rank is not None:
-        return PassWork(1, 2, gathers=0, exchanges=1, runs=1, fp8=fp8, low_rank=rank, attention_again=1.0)
+        return PassWork(1, 2, gathers=0, exchanges=1, runs=1, fp8=fp8, low_rank=rank, attention_again=again)
     linear = 2 if settings.adapters is None else 1
-    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, fp8=fp8, attention_again=1.0)
+    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, fp8=fp8, attention_again=again)
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class StepPasses:
         linear = (3 if is_full else 2) + again
         # The backward of FlashAttention computes the scores again, half a forward.
         train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True, attention_again=0.5)
-        tangents = tangents_beside(settings)
+        tangents = tangents_beside(settings, is_fused=settings.is_fused)
         forwards = reference_forwards
         utility: PassWork | None = None
         if settings.estimator == "jvp" and not settings.is_fused:
@@ -314,7 +319,7 @@ class StepModel:
         """Seconds in which `vcore-ds score` takes a batch along one direction, mean over the batches."""
         sums = _Sums()
         for batch in main:
-            self._pass(sums, "utility", FORWARD + tangents_beside(self.settings), batch, 1 / len(main))
+            self._pass(sums, "utility", FORWARD + tangents_beside(self.settings, is_fused=False), batch, 1 / len(main))
         return sums.seconds["utility"]
 
     def needed_flops(self, passes: StepPasses, main: Sequence[Sequence[int]], probe: Sequence[Sequence[int]]) -> float:
