@@ -1,6 +1,7 @@
 """Failures and checkpoints of a long run, against a simulation and the best interval by search."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -27,13 +28,13 @@ def simulate(goodput: Goodput, minutes: float, num_intervals: int) -> float:
 
 @pytest.mark.parametrize(("num_gpus", "minutes"), [(256, 30.0), (2048, 30.0), (16384, 10.0)])
 def test_the_share_is_that_of_a_simulated_run(num_gpus: int, minutes: float) -> None:
-    goodput = Goodput(40.0, 340.0, num_gpus)
+    goodput = Goodput(40.0, 40.0, 340.0, num_gpus)
     assert goodput.share(minutes) == pytest.approx(simulate(goodput, minutes, 40_000), rel=0.01)
 
 
 @pytest.mark.parametrize("num_gpus", [16, 256, 2048, 16384])
 def test_no_interval_is_better_than_the_best(num_gpus: int) -> None:
-    goodput = Goodput(40.0, 340.0, num_gpus)
+    goodput = Goodput(40.0, 40.0, 340.0, num_gpus)
     others = [goodput.share(0.1 * 1.01**i) for i in range(1500)]
     assert max(others) <= 1.0005 * goodput.share(goodput.best_minutes)
     assert 0 < goodput.share(goodput.best_minutes) < 1
@@ -51,3 +52,8 @@ def test_a_checkpoint_of_twelve_bytes_a_parameter_by_hand() -> None:
     assert goodput.best_minutes == pytest.approx((2 * 38.4 * 20 * 3600) ** 0.5 / 60, rel=0.02)
     halved = Goodput.derive(Cluster(GPUS["H100"], 1000, storage_bandwidth=40e9), counts, settings)
     assert halved.seconds_checkpoint == pytest.approx(19.2)
+    # Copied to the host at 50 GB/s on each of 1,000 GPUs, and no more often than it is written.
+    beside = Goodput.derive(Cluster(GPUS["H100"], 1000), counts, replace(settings, stages_checkpoints=True))
+    assert beside.seconds_checkpoint == pytest.approx(384 / 1000 / 50)
+    assert beside.best_minutes == pytest.approx((38.4 - 0.00768) / 60)
+    assert beside.share(beside.best_minutes) > goodput.share(goodput.best_minutes)

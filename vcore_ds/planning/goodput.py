@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from vcore_ds.planning.hardware import Cluster
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts
+from vcore_ds.planning.step_cost import HOST_LINK
 
 GPU_HOURS_BETWEEN_FAILURES = 20_000.0
 """The geometric mean of the two below."""
@@ -29,7 +30,10 @@ class Goodput:
     """What failures and checkpoints take of a run."""
 
     seconds_checkpoint: float
-    """In which a checkpoint is written and read back, while training waits."""
+    """For which training waits: a checkpoint is written and read back, or with `checkpoint.async` copied to the
+    host."""
+    seconds_write: float
+    """In which it is written and read back; a checkpoint waits for the one before."""
     seconds_restart: float
     """From a failure to the next step."""
     num_gpus: int
@@ -39,7 +43,8 @@ class Goodput:
         """Of a run whose ranks write the fp32 parameters that are trained, and Adam's moments."""
         num_bytes = counts.trained * _FP32 * (3 if settings.has_moments else 1)
         seconds = 2 * num_bytes / cluster.storage_bandwidth  # written and read back, or verified and read
-        return cls(seconds, RESTART_SECONDS + seconds, cluster.num_gpus)
+        waits = num_bytes / cluster.num_gpus / HOST_LINK if settings.stages_checkpoints else seconds
+        return cls(waits, seconds, RESTART_SECONDS + seconds, cluster.num_gpus)
 
     def hours_between_failures(self, gpu_hours: float = GPU_HOURS_BETWEEN_FAILURES) -> float:
         """Mean hours between failures of any GPU of the run."""
@@ -53,7 +58,8 @@ class Goodput:
         if seconds >= 2 * between:
             return between / 60
         x = seconds / (2 * between)
-        return (math.sqrt(2 * seconds * between) * (1 + math.sqrt(x) / 3 + x / 9) - seconds) / 60
+        best = math.sqrt(2 * seconds * between) * (1 + math.sqrt(x) / 3 + x / 9) - seconds
+        return max(best, self.seconds_write - seconds) / 60
 
     def share(self, minutes: float, gpu_hours: float = GPU_HOURS_BETWEEN_FAILURES) -> float:
         """The share of the time in which the run takes steps that are not lost, by Daly's model of a whole run.

@@ -139,7 +139,7 @@ def _goodput_rows(row: Callable[[str, Callable[[RunPlan], str]], Row]) -> Iterat
 
     yield "Failures and checkpoints", []
     yield row("  hours between failures", lambda plan: f"{plan.goodput.hours_between_failures():,.1f}")
-    yield row("  seconds of a checkpoint", lambda plan: f"{plan.goodput.seconds_checkpoint:,.1f}")
+    yield row("  seconds for which a checkpoint stops training", lambda plan: f"{plan.goodput.seconds_checkpoint:,.1f}")
     yield row("  share of the time that trains, as in the recipe", share)
     yield row("  checkpoint.every_minutes that loses least", lambda plan: f"{plan.goodput.best_minutes:,.0f}")
     yield row("  share of the time that trains, with that", best)
