@@ -186,7 +186,7 @@ def whole_traces_table(
     for name in rows.keys() & rates.keys():
         by_seed = results_of(replace(rows[name], learning_rate=rates[name]), results)
         found[name] = {seed: by_seed[seed] for seed in seeds if seed in by_seed}
-    references = ("sft", "sft + trusted")
+    references = [name for name in ("sft", "sft + trusted") if name in rows]
     differences = [f"to {name}" for name in references]
     columns = ["row", "rate", "seeds", "accuracy %", *differences, "loss", *differences, "AUC", "wrong", "cost"]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]

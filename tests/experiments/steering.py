@@ -29,7 +29,6 @@ SEEDS = tuple(range(5))
 RATES = {"adamw": (3e-4, 1e-3, 3e-3), "sgd": (0.05, 0.2, 0.5)}
 TRUSTED_SHARE = 0.2
 """4 trusted sequences beside 16 of the training data."""
-BASELINE_ROWS = ("asft", "eaft", "deft", "profit")
 WITHIN = 0.005
 """Nats within a trace, where the budget is over the batch."""
 
@@ -46,7 +45,6 @@ def grid(noise: str, optimizer: str) -> dict[str, Setting]:
     rows = {
         "sft": sft,
         "dft": dft,
-        **{name: replace(sft, method=name) for name in BASELINE_ROWS},
         "sft + trusted": replace(sft, trusted_share=TRUSTED_SHARE),
         "dft + trusted": replace(dft, trusted_share=TRUSTED_SHARE),
         "sft on the pool alone": replace(sft, main_data="pool"),
@@ -72,15 +70,7 @@ def grid(noise: str, optimizer: str) -> dict[str, Setting]:
     }
     if optimizer == "adamw":
         return rows
-    names = (
-        "sft",
-        "dft",
-        *BASELINE_ROWS,
-        "sft + trusted",
-        "dft + trusted",
-        "vcore, B' all",
-        "vcore, B' all, base dft, + trusted",
-    )
+    names = ("sft", "dft", "sft + trusted", "dft + trusted", "vcore, B' all", "vcore, B' all, base dft, + trusted")
     return {name: rows[name] for name in names}
 
 

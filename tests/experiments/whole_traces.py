@@ -88,8 +88,6 @@ RANK_ROWS = (
 """Matrices are 64 wide. Whether presets take `probe.rank` by default, decided before these ran: they do where the row
 of rank 16 is, in the mean over the seeds, less than 1 point of accuracy below the row of the whole direction with both
 weightings, and the interval of the difference includes 0. Predicted: rank 16 even, rank 4 less than 2 points below."""
-BASELINE_ROWS = ("asft", "eaft", "deft", "profit")
-"""Token weights of papers of 2025 and 2026 beside `dft`, with their authors' numbers."""
 POOL_ROWS = (
     "sft",
     "sft + trusted",
@@ -126,7 +124,6 @@ def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_trac
         "sft on the pool alone": replace(sft, main_data="pool", num_traces=0, **pool),
         "dft": dft,
         "dft + trusted": replace(dft, **trusted),
-        **{name: replace(sft, method=name) for name in BASELINE_ROWS},
         "sft, random quarter": replace(sft, keep="random"),
         "sft, quarter of lowest loss": replace(sft, keep="loss"),
         "sft, quarter of highest utility": utility,
@@ -160,7 +157,7 @@ def rows_of_cell(noise: str, wrong_traces: float) -> dict[str, Setting]:
     rows = grid(noise, wrong_traces)
     if (noise, wrong_traces) == CELLS[0]:
         return rows
-    return {name: rows[name] for name in (*MAIN_ROWS, *BASELINE_ROWS, *(MAJORITY_ROWS if wrong_traces < 0.5 else ()))}
+    return {name: rows[name] for name in (*MAIN_ROWS, *(MAJORITY_ROWS if wrong_traces < 0.5 else ()))}
 
 
 def rows_of_pool(pool_size: int, pool_wrong_traces: float) -> dict[str, Setting]:
@@ -181,7 +178,7 @@ def rates_of(row: Setting) -> Sequence[float]:
 def due() -> Iterator[Setting]:
     """All runs, each given when those before it have been run; ordered such that a limited time leaves out what matters
     least."""
-    last = (*OPTION_ROWS, *RANK_ROWS, *BASELINE_ROWS)
+    last = (*OPTION_ROWS, *RANK_ROWS)
     others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *PRESET_ROWS, *last)]
     cells = [rows_of_cell(*cell) for cell in CELLS[1:]]
     pools = [rows_of_pool(*pool) for pool in POOLS]
@@ -195,9 +192,6 @@ def due() -> Iterator[Setting]:
     yield from due_elsewhere(cells, MAJORITY_ROWS, SEEDS[:3])
     yield from due_elsewhere(cells + pools, (*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
     yield from due_in_the_centre(RANK_ROWS)
-    yield from due_in_the_centre(BASELINE_ROWS)
-    yield from due_elsewhere([cells[1]], BASELINE_ROWS, SEEDS)  # systematic, 30%
-    yield from due_elsewhere([cells[0]], BASELINE_ROWS, SEEDS)  # random, 60%
 
 
 def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:

@@ -65,6 +65,8 @@ class MemorySettings:
     """Bytes of a number: 2 in bf16, 4 in fp32. Adapters are in fp32 in either."""
     adapters: AdapterShape | None = None
     """None trains all parameters."""
+    is_anchored: bool = False
+    """Whether the loss has the divergence from the base model."""
     has_moments: bool = True
     """AdamW, against plain SGD."""
     is_checkpointed: bool = False
@@ -444,5 +446,8 @@ class _Model:
             return (3 if self.is_full else 2) * block + in_16_bits + 4 * hidden
         if not has_gradient:  # where they are gathered, beside those of the supervised tokens
             return block + in_16_bits + hidden + self._exchanged(num_tokens)
+        if self.settings.is_anchored:
+            # Logits of both models and their ratios; hidden states of both, and a gradient of each of the two losses.
+            return 3 * block + in_16_bits + 5 * hidden
         weight_bytes = (_FP32 + b) * self.embedding if self.is_full else 0
         return block + in_16_bits + 3 * hidden + weight_bytes

@@ -227,6 +227,7 @@ def plan_memory(
         is_fused=settings.is_fused,
         number_bytes=2 if model.precision == "bf16" else 4,
         adapters=None if lora is None else AdapterShape(lora.rank, lora.dropout > 0.0),
+        is_anchored=settings.is_anchored,
         has_moments=settings.has_moments,
         is_checkpointed=model.gradient_checkpointing,
         offloads_checkpoints=model.activation_offload,

@@ -34,6 +34,8 @@ class PlanSettings:
     """Whether sequences that share a micro-batch change each other's alpha."""
     runs_reference: bool
     """Whether every step runs the model without its adapters: iw_sft with adapters, and asft."""
+    is_anchored: bool
+    """Whether the loss has the divergence from the base model: asft."""
     has_moments: bool
     """Whether the optimizer is Adam."""
     stages_checkpoints: bool
@@ -71,6 +73,7 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
         utility_micro_batch_size=utility.micro_batch_size_per_rank,
         alpha_of_micro_batch=method.alpha_scope == "micro_batch",
         runs_reference=(method.reads_reference or method.is_anchored) and lora is not None,
+        is_anchored=method.is_anchored,
         has_moments=recipe.optimizer.name == "adamw",
         stages_checkpoints=recipe.checkpoint.async_,
         gradient_clipping=recipe.optimizer.gradient_clipping,

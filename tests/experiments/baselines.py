@@ -1,0 +1,99 @@
+"""Token weights of other methods beside plain fine-tuning, where whole traces and where single tokens are wrong
+(docs/reports/baselines.md).
+
+    python -m tests.experiments.baselines run       what is missing
+    python -m tests.experiments.baselines report    the tables
+
+Task, seeds, choice of learning rates and measures are those of `whole_traces.py` in its central cell and of
+`steering.py` with AdamW. Results are appended to RESULTS, and what is there is skipped.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.experiments import steering, whole_traces
+from tests.experiments.processes import read
+from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, setting_of, steering_table, whole_traces_table
+from tests.experiments.settings import Setting
+from tests.experiments.training import train
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
+METHODS = ("sft", "dft", "asft", "eaft", "deft", "profit")
+CELL = whole_traces.CELLS[0]
+
+
+def rows_of_traces() -> dict[str, Setting]:
+    """The rows where whole traces are wrong, seed and learning rate (0) aside."""
+    rows = whole_traces.grid(*CELL)
+    return {"before training": rows["before training"]} | {n: replace(rows["sft"], method=n) for n in METHODS}
+
+
+def rows_of_tokens(noise: str) -> dict[str, Setting]:
+    """The rows where single tokens are wrong, seed and learning rate (0) aside."""
+    sft = steering.grid(noise, "adamw")["sft"]
+    return {name: replace(sft, method=name) for name in METHODS}
+
+
+def rates_of_traces() -> dict[str, float]:
+    """By row. Raises ValueError where one has not been run at all rates."""
+    results, seeds = read(RESULTS), whole_traces.CHOOSING_SEEDS
+    return {
+        name: chosen_rate(row, whole_traces.rates_of(row), results, seeds, by_accuracy=True)
+        for name, row in rows_of_traces().items()
+    }
+
+
+def due() -> Iterator[Setting]:
+    """All runs, each given when those before it have been run."""
+    for seed in whole_traces.CHOOSING_SEEDS:
+        for row in rows_of_traces().values():
+            yield from (replace(row, learning_rate=rate, seed=seed) for rate in whole_traces.rates_of(row))
+    rates = rates_of_traces()
+    for seed in whole_traces.SEEDS:
+        yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows_of_traces().items())
+    all_rates = steering.RATES["adamw"]
+    for noise in steering.NOISES:
+        for seed in steering.SEEDS:
+            for row in rows_of_tokens(noise).values():
+                is_choosing = seed in CHOOSING_SEEDS
+                for rate in all_rates if is_choosing else (chosen_rate(row, all_rates, read(RESULTS)),):
+                    yield replace(row, learning_rate=rate, seed=seed)
+
+
+def run() -> None:
+    torch.set_num_threads(1)
+    for folder in (whole_traces.FOLDER, steering.FOLDER):
+        folder.mkdir(parents=True, exist_ok=True)
+    done = {setting_of(result) for result in read(RESULTS)}
+    for setting in due():
+        if setting in done:
+            continue
+        result = whole_traces.train(setting) if setting.wrong_traces > 0 else train(setting, steering.FOLDER)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps({**whole_traces.changed(setting), **result}) + "\n")
+        print(f"{setting.label()} seed={setting.seed}: {result}", flush=True)
+
+
+def report() -> None:
+    results = read(RESULTS)
+    print(f"### {CELL[0].capitalize()} noise, {CELL[1]:.0%} of the traces wrong\n")
+    print(whole_traces_table(rows_of_traces(), rates_of_traces(), results, whole_traces.SEEDS) + "\n")
+    for noise in steering.NOISES:
+        print(f"### {noise.capitalize()} noise of single tokens\n")
+        print(steering_table(rows_of_tokens(noise), steering.RATES["adamw"], results) + "\n")
+    print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "report"))
+    {"run": run, "report": report}[parser.parse_args().command]()
+
+
+if __name__ == "__main__":
+    main()
