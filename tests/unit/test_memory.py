@@ -65,6 +65,14 @@ def test_full_vcore_keeps_20_bytes_for_each_parameter(num_ranks: int, gigabytes:
     assert {"direction", "moments"}.isdisjoint(without.persistent) and "probe" not in without.phases
 
 
+def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
+    settings = MemorySettings(num_ranks=8, main_tokens=2048, adapters=AdapterShape(rank=8), is_checkpointed=True)
+    small = shape(2, 1024, 16, 3072, tied=True)
+    loss, anchored = (memory_of(small, replace(settings, is_anchored=is_anchored)).phases["main"]["loss"]
+                      for is_anchored in (False, True))  # fmt: skip
+    assert anchored - loss == 2 * 256 * 2**20 + 2 * 2048 * 2 * 1024
+
+
 def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
     full, low_rank = memory_of(QWEN3_32B, FULL), memory_of(QWEN3_32B, replace(FULL, probe_rank=64))
     in_layer = 64 * (2 * (8192 + 5120) + 2 * (1024 + 5120) + 3 * (25600 + 5120))
