@@ -80,10 +80,6 @@ CASES = {
     "iw_sft, lora": Case(
         sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "iw_sft"}, "lora": {"rank": 4, "alpha": 8}}
     ),
-    "asft, lora": Case(
-        sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "asft"}, "lora": {"rank": 4, "alpha": 8}}
-    ),
-    "eaft, packed": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "eaft"}}),
 } | soak(
     {
         "random": Case(
