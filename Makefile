@@ -13,9 +13,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Unit tests that load models, run commands or start processes: several minutes, so `make check` leaves them out.
 LONGER_UNITS := \
 	activation_offload attention cache chat check_command comparison_statistics data dropout estimators \
-	evaluation evaluation_server evaluation_tasks expert_parallelism export flash_tangent followed \
-	gradient_sum imports known_models language_model lora_linear megatron_configuration megatron_decoder \
-	memory model_folder model_shape one_process peak_memory plan_command power_law preflight prepare \
+	evaluation evaluation_server evaluation_tasks expert_parallelism export export_mixtures flash_tangent \
+	followed gradient_sum imports known_models language_model lora_linear megatron_configuration \
+	megatron_decoder memory mixture model_folder model_shape one_process peak_memory plan_command \
+	power_law preflight prepare \
 	provider push report signals slurm_scripts stops store sweep
 
 .DEFAULT_GOAL := help

@@ -1,10 +1,9 @@
 """What every rank imports; imported once by the server that ranks are forked from."""
 
-import gc
+from vcore_ds.common.imports import lasting_imports
 
-import pytest  # noqa: F401
+with lasting_imports():  # garbage collection would look through all of it, here and at the start of every engine
+    import pytest  # noqa: F401
 
-import tests.helpers.megatron  # noqa: F401
-import vcore_ds.train.run  # noqa: F401
-
-gc.freeze()  # DeepSpeed collects garbage whenever it starts; what was imported is none
+    import tests.helpers.megatron  # noqa: F401
+    import vcore_ds.train.run  # noqa: F401
