@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -183,8 +183,11 @@ def spread(
     """
     best: tuple[int, list[list[list[int]]]] | None = None
     best_time = float("inf")
+    micro_step = time_model.micro_step
     for k in degrees_that_hold(max(lengths), degrees, limit):
         num_groups = time_model.num_ranks // k
+        exchanges = time_model.exchanges(k)
+        row_time = partial(_row_time, k=k, work=time_model.work, exchange=time_model.exchange(k))
         row_tokens = limit.row_tokens(k, max(lengths))
         if limit.is_packed:
             positions = pack_batch(
@@ -192,7 +195,7 @@ def spread(
                 num_groups=num_groups,
                 row_tokens=row_tokens,
                 work=time_model.work,
-                micro_step_cost=k * (time_model.micro_step + time_model.exchanges(k)),
+                micro_step_cost=k * (micro_step + exchanges),
             )
         elif limit.num_sequences is not None:
             positions = split_batch(lengths, num_groups=num_groups, micro_batch_size=limit.num_sequences)
@@ -202,10 +205,10 @@ def spread(
                 num_groups=num_groups,
                 sequence_parallel=k,
                 most_tokens=row_tokens,
-                row_time=partial(_row_time, k=k, time_model=time_model),
-                micro_step_time=time_model.exchanges(k) + time_model.micro_step,
+                row_time=row_time,
+                micro_step_time=exchanges + micro_step,
             )
-        time = sum(_micro_step_time(groups, lengths, k, limit, time_model) for groups in positions)
+        time = sum(_slowest_time(groups, lengths, k, limit, row_time) + exchanges + micro_step for groups in positions)
         if time < best_time:
             best, best_time = (k, positions), time
     assert best is not None  # `degrees` hold the longest sequence
@@ -223,22 +226,22 @@ def spread(
     return Spread(degree, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
 
 
-def _micro_step_time(
-    groups: Sequence[Sequence[int]], lengths: Sequence[int], k: int, limit: RowLimit, time_model: TimeModel
+def _slowest_time(
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], k: int, limit: RowLimit, row_time: Callable[[int], float]
 ) -> float:
-    """In units of one token's linear layers."""
+    """Time of the group with the most work, in units of one token's linear layers."""
     slowest = 0.0
     for positions in groups:
         own = [lengths[i] for i in positions]
         if not limit.is_packed:
             own = padded_rows(own, k, is_packed=False)
-        slowest = max(slowest, sum(_row_time(n, k, time_model) for n in own))
-    return slowest + time_model.exchanges(k) + time_model.micro_step
+        slowest = max(slowest, sum(map(row_time, own)))
+    return slowest
 
 
-def _row_time(num_tokens: int, k: int, time_model: TimeModel) -> float:
+def _row_time(num_tokens: int, k: int, work: Callable[[int], float], exchange: float) -> float:
     """Time of one sequence at sequence-parallel size k, in units of one token's linear layers."""
-    return (time_model.work(num_tokens) + time_model.exchange(k) * num_tokens) / k
+    return (work(num_tokens) + exchange * num_tokens) / k
 
 
 # Utilization of the ranks.
