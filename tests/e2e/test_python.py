@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import REPOSITORY, command_environment
-from tests.helpers.setups import sums, write_conversations, write_model
-from vcore_ds.commands.quickstart.session import DATA
-from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
+from tests.helpers.setups import pretrained_model, sums, write_conversations, write_model
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +20,7 @@ def test_the_twenty_lines_print_what_the_page_shows(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```\n\nprints", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (shown,) = re.findall(r"prints\n\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "HuggingFaceTB").mkdir()
-    model = prepare_quickstart_data(DATA).model
+    model = pretrained_model()
     (tmp_path / "HuggingFaceTB" / model.name).symlink_to(model)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=command_environment()
