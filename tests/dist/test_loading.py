@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTr
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import write_model
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.common import progress as progress_module
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig, OptimizerConfig
@@ -180,7 +181,7 @@ def adapters_digest(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3, *([2] if IS_SOAK else [])])
 def test_shards_are_those_of_the_broadcast(folders: dict[str, str], num_ranks: int) -> None:
     ranks = run_ranks(load_both_ways, num_ranks, folders)
     for name, bf16 in ranks[0]:

@@ -12,6 +12,7 @@ import torch
 from tests.helpers import megatron, step_runs, tiny
 from tests.helpers.oracle import Reference
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
@@ -145,7 +146,7 @@ def measure_all() -> dict[str, dict[str, Any]]:
     return {name: measure(case) for name, case in CASES.items() if case.min_ranks <= num_ranks}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 4, *([2] if IS_SOAK else [])])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
     return run_ranks(measure_all, request.param)
 
