@@ -20,7 +20,6 @@ from tests.helpers.commands import (
     has_control_characters,
     read_metrics,
     run_command,
-    wait_for_port,
 )
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
@@ -32,8 +31,6 @@ pytestmark = pytest.mark.e2e
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_full.yaml"
 """That of train_32b.sh."""
-DEEPSPEED_PORT = 29500
-"""That of the deepspeed launcher when it is told none."""
 HELD_OUT = re.compile(r"Held-out loss: ([\d.]+) -> ([\d.]+)")
 
 
@@ -53,15 +50,18 @@ class Run:
 
 
 def train(command: str, overrides: list[str], folder: Path, *, terminal: bool = False) -> Run:
-    line = f"{command} {' '.join(overrides)}"
-    done = run_command(line, terminal=terminal)
-    while f"port: {DEEPSPEED_PORT}" in done.stdout and "EADDRINUSE" in done.stdout:  # another program's
-        wait_for_port(DEEPSPEED_PORT)
-        done = run_command(line, terminal=terminal)
+    done = run_command(f"{command} {' '.join(overrides)}", terminal=terminal)
     assert done.returncode == 0, done.stdout
     assert "Traceback" not in done.stdout
     assert terminal or not has_control_characters(done.stdout), ascii(done.stdout)
     return Run(done.stdout, folder)
+
+
+def fork(arguments: list[str], folder: Path, *, num_ranks: int = 1) -> Run:
+    """`vcore-ds train` without a launcher."""
+    with ForkedJob(main, ["train", *arguments], folder.with_suffix(".log"), num_ranks=num_ranks) as job:
+        assert job.wait() == 0, job.output
+    return Run(job.output, folder)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +114,7 @@ def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, 
 def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.packed_row_tokens=300", model=setup.tied)
-    with ForkedJob(main, ["train", RECIPE, *overrides], tmp_path / "log", num_ranks=2) as job:
-        assert job.wait() == 0, job.output
-    run = Run(job.output, folder)
+    run = fork([RECIPE, *overrides], folder, num_ranks=2)
     assert "4 sequences a step on 2 ranks, packed into rows of at most 300 tokens" in run.output
     assert check_folder(run, load_recipe_of(run)) == 2
     assert assert_same_records(folder, bash_run.folder, num_sequences=4) == [1, 2]
@@ -147,10 +145,9 @@ def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetu
     assert run.held_out_losses[1] != run.held_out_losses[0]
 
 
-def test_deepspeed_alone_with_sft(setup: TinySetup, tmp_path: Path):
+def test_sft_with_validation(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
-    overrides = setup.overrides(folder, "methods/sft.yaml", "run.validate_every=1")
-    run = train("deepspeed launch_scripts/train_32b.sh", overrides, folder)
+    run = fork([RECIPE, *setup.overrides(folder, "methods/sft.yaml", "run.validate_every=1")], folder)
     check_folder(run, load_recipe_of(run), some={"validation_loss"})
     first, second = read_metrics(folder)
     assert first["validation_loss"] < run.held_out_losses[0] and "validation_loss" not in second
