@@ -7,7 +7,7 @@ import pytest
 
 from tests.dist.test_fused import Pass, check, main_pass, peak_bytes
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import soak
+from tests.helpers.soak import IS_SOAK, soak
 from vcore_ds.distributed import layout
 
 pytestmark = pytest.mark.dist
@@ -39,7 +39,8 @@ MEMORY_CASES = {
 
 def run_all() -> tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str, int]]]:
     layout.arrange(tensor=2)
-    layout.make_sequence_groups([2])
+    if IS_SOAK:
+        layout.make_sequence_groups([2])
     passes = {
         name: {fused: main_pass(replace(case, tensor=2), fused) for fused in (True, False)}
         for name, case in PASSES.items()
@@ -54,7 +55,7 @@ def run_all() -> tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str
 
 @pytest.fixture(scope="module")
 def found() -> list[tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str, int]]]]:
-    return run_ranks(run_all, 4)
+    return run_ranks(run_all, 4 if IS_SOAK else 2)
 
 
 @pytest.mark.parametrize("name", PASSES)

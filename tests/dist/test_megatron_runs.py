@@ -34,8 +34,9 @@ DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 UNTRAINED = (("untied", "fp32"), ("tied", "bf16"))
 COMPARED = {"loss", "alpha", "grad_norm", "direction_norm", "supervised_tokens", "sequences", "validation_loss"}
 """Metrics of a step that do not depend on how the ranks are used."""
-STOP = 3
-NUM_STEPS = resumed_runs.NUM_STEPS
+NUM_STEPS = 3
+STOP = 1
+"""The step after it takes the direction that was saved."""
 
 
 def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
@@ -52,7 +53,7 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
         batch={"global_size": 4},
         probe={"batch_size": 2, "every": 2},
         optimizer=sections.pop("optimizer", {"learning_rate": 1e-3, "eps": 1e-4}),
-        schedule={"num_steps": NUM_STEPS},
+        schedule=sections.pop("schedule", {"num_steps": NUM_STEPS}),
         run={
             "output_dir": str(folder / "runs" / name),
             "validate_every": 2,
@@ -159,7 +160,7 @@ def runs(folder: Path) -> Path:
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(runs):
-    assert resumed_runs.differences(runs / "stopped", runs / "whole") == []
+    assert resumed_runs.differences(runs / "stopped", runs / "whole", NUM_STEPS) == []
 
 
 @pytest.mark.parametrize(("parallel", "alone"), [("whole", "alone"), ("tied", "tied_alone")])
@@ -169,7 +170,7 @@ def test_losses_are_those_of_hugging_faces_layers(runs, parallel, alone):
         assert a.keys() == b.keys()
         for key in COMPARED & {key for key in b if b[key] is not None}:
             assert a[key] == pytest.approx(b[key], rel=2e-4), (a["step"], key)
-    assert sum(line.get("validation_loss") is not None for line in found) >= 2
+    assert any(line.get("validation_loss") is not None for line in found)
     assert all(any(line.get(key) is not None for line in expected) for key in COMPARED)
 
 
@@ -269,7 +270,7 @@ def test_resuming_with_layers_divided_otherwise_is_refused_with_the_way_to_them(
 
 
 def test_resuming_on_fewer_ranks(resumed, runs):
-    on_two, whole = (resumed_runs.tensors_of(runs / name) for name in ("on_two", "whole"))
+    on_two, whole = (resumed_runs.tensors_of(runs / name, NUM_STEPS) for name in ("on_two", "whole"))
     assert on_two.keys() == whole.keys()
     for name, tensor in whole.items():
         if name.startswith("master"):
