@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.commands import read_metrics, run_command
+from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.ranks import run_ranks
-from tests.helpers.setups import TinySetup
+from tests.helpers.setups import TinySetup, write_first_layers
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.quickstart.session import RECIPE
@@ -28,7 +28,7 @@ from vcore_ds.train.token_records import read_records
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NUM_LAYERS = 4
+NUM_LAYERS = 2
 """Of 30: tokens and weights are real, and a step takes a fraction. The whole model is for `test_quickstart.py`."""
 FRAGMENTS = {name: f"methods/{name}.yaml" for name in ("sft", "dft", "iw_sft", "random")}
 
@@ -46,11 +46,8 @@ def train_all(overrides: list[str], folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     """The runs of all methods, each in a folder named after it."""
     folder = tmp_path_factory.mktemp("methods")
-    whole, training, *_ = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
-    model = folder / "model"
-    first_layers = {"num_hidden_layers": NUM_LAYERS, "dtype": torch.bfloat16}
-    AutoModelForCausalLM.from_pretrained(whole, **first_layers).save_pretrained(model)
-    load_tokenizer(str(whole)).save_pretrained(model)
+    training = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data").train
+    model = write_first_layers(folder / "model", NUM_LAYERS)
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]
     overrides += ["probe.batch_size=1", "data.cutoff_length=192", "run.num_followed_traces=0"]
@@ -208,11 +205,10 @@ RECIPE_32B = "launch_scripts/recipes/qwen3_32b_math_full.yaml"
 @pytest.fixture(scope="module")
 def reference(setup: TinySetup, tmp_path_factory) -> Reference:
     folder = tmp_path_factory.mktemp("reference")
-    words = " ".join(setup.overrides(folder / "unused"))
-    launcher = "torchrun --nproc_per_node 2 --no-python vcore-ds"
-    done = run_command(f"{launcher} reference {RECIPE_32B} {words} --output {folder}/reference.npz")
-    assert done.returncode == 0, done.stdout
-    return Reference(folder / "reference.npz", done.stdout)
+    words = ["reference", RECIPE_32B, *setup.overrides(folder / "unused"), "--output", f"{folder}/reference.npz"]
+    with ForkedJob(main, words, folder / "log", num_ranks=2) as job:
+        assert job.wait() == 0, job.output
+    return Reference(folder / "reference.npz", job.output)
 
 
 def test_the_reference_holds_every_sequences_log_probability(reference: Reference, setup: TinySetup) -> None:
