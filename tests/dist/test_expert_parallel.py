@@ -44,6 +44,10 @@ CLIPPED = {
     "probe": {"direction": "adam", "clip": 1.0},
     "optimizer": {"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.1},
 }
+MUON = {
+    "probe": {"direction": "muon"},
+    "optimizer": {"name": "muon", "learning_rate": step_runs.LEARNING_RATE, "weight_decay": 0.1},
+}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 QWEN, DEEPSEEK = "qwen3_moe", "deepseek_v3"
 CASES = {
@@ -56,6 +60,7 @@ CASES = {
         expert=2, mixture_of=DEEPSEEK, lora=True, num_main=5, num_probe=1
     ),
     "2 of 4, sequence parallel, packed": Case(expert=2, mixture_of=DEEPSEEK, sequence_parallel=(2, 4), packed=True),
+    "2 of 4, muon": Case(expert=2, mixture_of=QWEN, sections=MUON),
     "all 4, idle experts, one reduction, clipped": Case(
         expert=4, mixture_of=f"{QWEN}, idle experts", coalesce=True, sections=CLIPPED
     ),

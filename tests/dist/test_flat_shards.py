@@ -5,9 +5,13 @@ Odd sizes give the last ranks padding, weight decay gives two parameter groups, 
 
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,
@@ -23,6 +27,7 @@ from vcore_ds.engine import flat_shards
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.method.adam import adam_direction
+from vcore_ds.method.muon import blend_momentum, muon_direction, muon_update
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.finite_difference import perturb_parameters
 
@@ -38,6 +43,8 @@ CASES = [
     (False, True, "optimizer", "adamw", True),
     (False, True, "all", "adamw", False),
     (False, False, "none", "sgd", False),
+    (False, True, "none", "muon", True),
+    (False, False, "optimizer", "muon", False),
 ]
 """(LoRA, bf16, what is offloaded, optimizer, coalesced reduction)"""
 
@@ -51,6 +58,8 @@ def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: 
     config = tiny.deepspeed_config(bf16=bf16, gradient_clipping=0.05, persistence_threshold=500)
     config["zero_force_ds_cpu_optimizer"] = False
     config["zero_optimization"] |= {"sub_group_size": 3000, **{key: {"device": "cpu"} for key in OFFLOADS[offload]}}
+    if optimizer == "muon":  # DeepSpeed's own was silently inactive on a model built so, whose parameters have no shape
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     return Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
 
 
@@ -89,18 +98,57 @@ class OneByOne:
         dtype = engine.trainable[0][1].dtype
         if optimizer == "sgd":
             return [(gradient * factor).to(dtype) for gradient in gradients]
-        moments = [self.of(safe_get_local_optimizer_state, key) for key in ("exp_avg", "exp_avg_sq")]
         settings = engine.optimizer.param_groups[0]
-        return [
-            adam_direction(
-                g * factor, m, v, step=engine.num_updates + 1, betas=settings["betas"], eps=settings["eps"]
-            ).to(dtype)
-            for g, m, v in zip(gradients, *moments, strict=True)
-        ]
+        step, betas, eps, beta = engine.num_updates + 1, settings["betas"], settings["eps"], settings.get("momentum")
+        shards = {}
+        for name, parameter in engine.trainable:
+            if optimizer == "muon" and is_hidden_matrix(name):
+                g, m = (get(parameter, *key).float() for get, *key in GRADIENT_AND_MOMENTUM)
+                blend = blend_momentum(g * factor, m, beta).to(dtype)
+                shards[id(parameter)] = own_part(parameter, muon_direction(blend, (g * factor).to(dtype), beta))
+                continue
+            g, m, v = (get(parameter, *key) for get, *key in LOCAL_GRADIENT_AND_MOMENTS)
+            shards[id(parameter)] = adam_direction(g * factor, m, v, step=step, betas=betas, eps=eps).to(dtype)
+        return self._own(shards)
+
+    def muon_update(self) -> dict[str, Tensor]:
+        """The hidden matrices after a step with the gradients in the shards, whole, by name. A collective."""
+        engine = self._engine
+        dtype, group = engine.trainable[0][1].dtype, engine.optimizer.param_groups[0]
+        factor = 1 / max(1.0, (self.norm(self.of(safe_get_local_grad)) + 1e-6) / 0.05)  # the clipping of the engine
+        expected = {}
+        for name, parameter in filter(lambda item: is_hidden_matrix(item[0]), engine.trainable):
+            g, m = (get(parameter, *key).float() for get, *key in GRADIENT_AND_MOMENTUM)
+            update = muon_update(blend_momentum(g * factor, m, group["momentum"]).to(dtype)).float()
+            master = safe_get_full_fp32_param(parameter)
+            expected[name] = master * (1 - 1e-2 * 0.1) - 1e-2 * update
+        return expected
+
+    def whole_masters(self) -> dict[str, Tensor]:
+        """The hidden matrices, whole, by name. A collective."""
+        return {n: safe_get_full_fp32_param(p).clone() for n, p in self._engine.trainable if is_hidden_matrix(n)}
 
     def shards(self) -> list[Tensor]:
         """Copies of the parameters in their own dtype."""
         return self._own({id(p): p.ds_tensor.data.clone() for _, p in self._engine.trainable})
+
+
+GRADIENT_AND_MOMENTUM = ((safe_get_full_grad,), (safe_get_full_optimizer_state, "momentum_buffer"))
+LOCAL_GRADIENT_AND_MOMENTS = (
+    (safe_get_local_grad,),
+    (safe_get_local_optimizer_state, "exp_avg"),
+    (safe_get_local_optimizer_state, "exp_avg_sq"),
+)
+
+
+def is_hidden_matrix(name: str) -> bool:
+    return ".layers." in name and name.endswith("_proj.weight")
+
+
+def own_part(parameter: torch.nn.Parameter, whole: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor."""
+    numel = parameter.ds_tensor.numel()
+    return whole.reshape(-1)[layout.rank("shards") * numel :][:numel]
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -115,7 +163,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     engine.step(1e-2)  # masters that are no longer values of the parameter dtype, and moments
     probe = step_runs.deal(tiny.rows(8, seed=9), 2)
     direction, errors = Direction(engine), {}
-    for name in ("sgd", "adam") if optimizer == "adamw" else ("sgd",):
+    for name in ("sgd", *{"adamw": ["adam"], "muon": ["muon"]}.get(optimizer, [])):
         direction.compute(probe, normalization="sequence", clip=CLIP, optimizer=name)
         errors[f"direction, {name}"] = error(
             step_runs.without_padding(engine, direction.buffers), one_by_one.direction(name)
@@ -147,7 +195,15 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
         vectors += [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
     whole = [sum(map(torch.count_nonzero, vector)) for vector in vectors]
     without_padding = [sum(map(torch.count_nonzero, step_runs.without_padding(engine, vector))) for vector in vectors]
+    if optimizer == "muon":
+        before_step, expected_after = one_by_one.whole_masters(), one_by_one.muon_update()
     norm_clipped_with = engine.step(1e-2)
+    if optimizer == "muon":
+        after = one_by_one.whole_masters()
+        errors["moved matrices"] = error(
+            [matrix.flatten() for matrix in after.values()], [matrix.flatten() for matrix in expected_after.values()]
+        )
+        assert len(after) == 14 and not any(torch.allclose(after[name], before_step[name]) for name in after)
     result = dict(
         errors=errors,
         norm_of_step=abs(norm_clipped_with / one_by_one.norm(expected_gradients) - 1),
@@ -197,13 +253,15 @@ def checked(request: pytest.FixtureRequest) -> list[dict[tuple, dict[str, Any]]]
 def test_flat_work_is_the_work_on_each_parameter(checked, case) -> None:
     for of_rank in checked:
         found = of_rank[case]
-        exact = {name: value for name, value in found["errors"].items() if "norm" not in name and name != "perturbed"}
+        rounded = ("perturbed", "moved matrices")
+        exact = {name: value for name, value in found["errors"].items() if "norm" not in name and name not in rounded}
         assert set(exact.values()) == {0.0}, exact
         norms = {name: value for name, value in found["errors"].items() if "norm" in name}
         assert max(norms.values()) < 1e-12, norms
         # A shift may be rounded once (fused multiply-add) or twice, depending on an element's place in a vector
         # register; in bf16 a bit of fp32 decides between two neighbours only at a tie.
         assert found["errors"]["perturbed"] < (1e-4 if case[1] else 1e-7)
+        assert found["errors"].get("moved matrices", 0.0) < 1e-6  # the norm that clips is in fp32
         assert found["norm_of_step"] < 1e-6  # DeepSpeed returns it in fp32
         reported, counted = found["changed_fraction"]
         assert reported == pytest.approx(counted, abs=1e-4) and 0 < reported <= 1

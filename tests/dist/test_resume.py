@@ -68,6 +68,8 @@ FINITE_DIFFERENCE = {"estimator": "finite_difference", "epsilon": "auto"}
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.05}
 VCORE = {"name": "vcore", "kl_budget": 0.05}
 
+MUON = {"name": "muon", "learning_rate": 1e-3, "weight_decay": 0.1}
+
 KEEP = {"scores": "scores", "top": 0.5}
 """A selection that a run finds again, with all that wraps or extends the training data."""
 KEPT = {0, 2, 3, 5, 8, 11}
@@ -88,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Every 3: the first step after the kill takes the stored direction.
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
     "low_rank_full": {"method": VCORE, "probe": {"rank": 4, "every": 3, "batch_size": 2}},
+    "muon_full": {"method": VCORE, "probe": {"direction": "muon", "every": 3, "batch_size": 2}, "optimizer": MUON},
     "vcore_trusted_full": {
         "method": VCORE | {"scope": "sequence_and_batch", "batch_kl_budget": 0.1, "base_measure": "dft"},
         "probe": {"every": 3, "batch_size": "all", "loss": "dft"},

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.dist
 SEPARATE = {"utility": {"fused": False}}
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
 SGD = {"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}
+MUON = {"name": "muon", "learning_rate": step_runs.LEARNING_RATE, "weight_decay": 0.1}
 BATCH_WIDE = {"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}
 CASES = {
     "full": Case(),
@@ -59,6 +60,8 @@ CASES = {
     "direction adam, lora, one probe for two steps": Case(
         lora=True, probe_every=2, sections={"probe": {"direction": "adam", "clip": 1.0}}
     ),
+    "muon": Case(sections={"optimizer": MUON, "probe": {"direction": "muon", "clip": 1.0}}),
+    "muon, mixture": Case(mixture_of="qwen3_moe, idle experts", sections={"optimizer": MUON}),
     "base measure and probe loss dft": Case(
         sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft", "clip": 1.0}}
     ),
@@ -107,7 +110,7 @@ def deviations() -> list[dict[str, dict[str, float]]]:
     return run_ranks(run_all_cases, 2)
 
 
-STEERING = [name for name in CASES if name.startswith(("base", "sequences"))]
+STEERING = [name for name in CASES if name.startswith(("base", "sequences", "muon"))]
 
 
 def run_alone() -> dict[str, dict[str, float]]:

@@ -13,6 +13,60 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 
+class Muon(torch.optim.Optimizer):
+    """Muon on the matrices of the layers and AdamW on the rest, in fp64: the former by an SVD, as the polynomial of
+    singular values that Newton-Schulz iterations are."""
+
+    def __init__(self, named, lr, momentum, betas, eps, weight_decay=0.0):
+        self.matrices = {p: None for name, p in named if ".layers." in name and p.ndim > 1}
+        self.adamw = torch.optim.AdamW(
+            [{"params": [p for _, p in named if p not in self.matrices and (p.ndim > 1) == is_matrix],
+              "weight_decay": weight_decay * is_matrix} for is_matrix in (True, False)],
+            lr=lr, betas=betas, eps=eps,
+        )  # fmt: skip
+        super().__init__(list(self.matrices), dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @staticmethod
+    def blend(gradient, momentum, beta):
+        return beta * (beta * momentum + (1 - beta) * gradient) + (1 - beta) * gradient
+
+    @staticmethod
+    def orthogonalize(x):
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        s = s / s.square().sum(-1, keepdim=True).sqrt().clamp_min(1e-7)
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        return 0.2 * max(x.shape[-2:]) ** 0.5 * (u * s[..., None, :]) @ v
+
+    @torch.no_grad()
+    def step(self):
+        self.adamw.step()
+        (group,) = self.param_groups
+        for p in group["params"]:
+            gradient, beta = p.grad.double(), group["momentum"]
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(gradient))
+            update = self.orthogonalize(self.blend(gradient, momentum, beta))
+            momentum.mul_(beta).add_((1 - beta) * gradient)
+            p.copy_(p.double() * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update)
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.adamw.zero_grad()
+
+    def direction(self, parameter, gradient):
+        """`J^T g`, by autograd through the iterations; None before the first step."""
+        if not self.state[parameter]:
+            return None
+        (group,), g = self.param_groups, gradient.double().requires_grad_()
+        x = self.blend(g, self.state[parameter]["momentum"], group["momentum"])
+        x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp_min(1e-7)
+        for _ in range(5):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        (pulled,) = torch.autograd.grad(0.2 * max(x.shape[-2:]) ** 0.5 * x, g, gradient.double())
+        return pulled.to(parameter.dtype)
+
+
 class Reference:
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
@@ -88,12 +142,18 @@ class Reference:
                 out = [self.losses(x, y, dual) for x, y in self.rows(batch)]
                 return [torch.zeros_like(s) if (t := forward_ad.unpack_dual(s).tangent) is None else t for s in out]
 
-    def adam_jacobian_times(self, gradient):
-        """`J_k g`, the Jacobian by autograd through Adam's update as its paper writes it; g before the first step."""
-        group, found = self.optimizer.param_groups[0], {}
+    def jacobian_times(self, gradient):
+        """`J^T g`, the Jacobian by autograd through the update of Adam, as its paper writes it, or of Muon; g before
+        the first step."""
+        muon, found = self.optimizer if isinstance(self.optimizer, Muon) else None, {}
+        adam = self.optimizer if muon is None else muon.adamw
+        group = adam.param_groups[0]
         (b1, b2), eps = group["betas"], group["eps"]
         for name, parameter in self.trained.items():
-            state = self.optimizer.state.get(parameter)
+            if muon is not None and parameter in muon.matrices:
+                found[name] = muon.direction(parameter, gradient[name])
+                continue
+            state = adam.state.get(parameter)
             if not state:
                 return gradient
             k, g = int(state["step"]) + 1, gradient[name].double().requires_grad_()
@@ -109,7 +169,7 @@ class Reference:
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
         if clip is not None and norm > clip:
             gradient = {name: g * (clip / norm) for name, g in gradient.items()}
-        self.direction = self.adam_jacobian_times(gradient) if optimizer == "adam" else gradient
+        self.direction = gradient if optimizer == "sgd" else self.jacobian_times(gradient)
 
     def reference_losses(self, batch):
         """Losses under the model without its adapters, or under the parameters that training started from."""

@@ -9,7 +9,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from tests.helpers import tiny
-from tests.helpers.oracle import Reference
+from tests.helpers.oracle import Muon, Reference
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, StepBatches, idle_batch
 from vcore_ds.distributed import layout
@@ -157,10 +157,16 @@ def reference_of(model, recipe: Recipe) -> Reference:
         if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
             module.config._attn_implementation = "eager"
     trained = [p for p in plain.parameters() if p.requires_grad]
-    if recipe.optimizer.name == "sgd":
-        optimizer = torch.optim.SGD(trained, lr=recipe.optimizer.learning_rate)
+    adamw = recipe.optimizer
+    if adamw.name == "sgd":
+        optimizer = torch.optim.SGD(trained, lr=adamw.learning_rate)
+    elif adamw.name == "muon":
+        optimizer = Muon(
+            [(name, p) for name, p in plain.named_parameters() if p.requires_grad],
+            lr=adamw.learning_rate, momentum=adamw.momentum, betas=adamw.betas, eps=adamw.eps,
+            weight_decay=adamw.weight_decay,
+        )  # fmt: skip
     else:
-        adamw = recipe.optimizer
         optimizer = torch.optim.AdamW(
             trained, lr=adamw.learning_rate, betas=adamw.betas, eps=adamw.eps, weight_decay=0.0
         )

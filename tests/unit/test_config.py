@@ -69,6 +69,7 @@ def test_dump_loads_to_the_same_recipe(recipe_file: Path, tmp_path: Path) -> Non
         ["method.name=random", "method.kl_budget=null", "method.keep_share=0.5"],
         ["utility.estimator=finite_difference", "utility.epsilon=1e-4"],
         ["optimizer.name=sgd"],
+        ["optimizer.name=muon", "optimizer.momentum=0.9"],
         ["lora={rank: 8, alpha: 16.0, target_modules: [q_proj, v_proj]}", "data.keep={scores: s, top: 0.5}"],
     ):
         recipe = load_recipe(recipe_file, overrides)
@@ -318,6 +319,31 @@ RULES: list[tuple[list[str], str, list[str]]] = [
         ["probe.direction=adam", "optimizer.name=sgd"],
         "probe.direction: found adam together with optimizer.name sgd and method.name vcore; expected sgd",
         ["probe.direction=sgd", "optimizer.name=adamw"],
+    ),
+    (
+        ["probe.direction=muon"],
+        "probe.direction: found muon together with optimizer.name adamw and method.name vcore; expected sgd",
+        ["probe.direction=sgd", "optimizer.name=muon"],
+    ),
+    (
+        ["probe.direction=adam", "optimizer.name=muon"],
+        "probe.direction: found adam together with optimizer.name muon and method.name vcore; expected muon or sgd",
+        ["probe.direction=muon", "probe.direction=sgd", "optimizer.name=adamw"],
+    ),
+    (
+        ["optimizer.name=muon", LORA],
+        "optimizer.name: found muon together with lora.rank 8; expected adamw: Muon orthogonalizes",
+        ["optimizer.name=adamw", "lora=null"],
+    ),
+    (
+        ["optimizer.name=muon", "model.provider=megatron", "parallel.tensor=2"],
+        "optimizer.name: found muon together with model.provider megatron; expected adamw: each rank has only a shard",
+        ["optimizer.name=adamw"],
+    ),
+    (
+        ["optimizer.momentum=0.9"],
+        "optimizer.momentum: found 0.9 together with optimizer.name adamw; expected no such key: it belongs to muon",
+        ["optimizer.name=muon"],
     ),
     (
         ["utility.micro_batch_size_per_rank=2"],

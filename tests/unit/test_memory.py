@@ -61,7 +61,7 @@ def test_full_vcore_keeps_20_bytes_for_each_parameter(num_ranks: int, gigabytes:
     kept = dict(memory_of(QWEN3_32B, replace(FULL, num_ranks=num_ranks)).persistent)
     del kept["reduction buffer"]
     assert sum(kept.values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
-    without = memory_of(QWEN3_32B, replace(FULL, num_ranks=num_ranks, estimator=None, has_moments=False))
+    without = memory_of(QWEN3_32B, replace(FULL, num_ranks=num_ranks, estimator=None, optimizer="sgd"))
     assert {"direction", "moments"}.isdisjoint(without.persistent) and "probe" not in without.phases
 
 
@@ -71,6 +71,18 @@ def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
     loss, anchored = (memory_of(small, replace(settings, is_anchored=is_anchored)).phases["main"]["loss"]
                       for is_anchored in (False, True))  # fmt: skip
     assert anchored - loss == 2 * 256 * 2**20 + 2 * 2048 * 2 * 1024
+
+
+def test_muon_has_one_moment_of_the_layers_matrices_and_two_of_the_rest() -> None:
+    muon = replace(FULL, optimizer="muon")
+    in_layers = 64 * QWEN3_32B.layer_parameters
+    saved = memory_of(QWEN3_32B, FULL).persistent_bytes - memory_of(QWEN3_32B, muon).persistent_bytes
+    assert saved == 4 * -(-in_layers // FULL.num_ranks)
+    largest = 2 * (6 * 25600 * 5120 + 3 * 5120**2)
+    assert memory_of(QWEN3_32B, muon).phases["step"]["a matrix of Muon"] == largest
+    # Orthogonalized on the device all the same.
+    offloaded = memory_of(QWEN3_32B, replace(muon, offloads_optimizer=True))
+    assert offloaded.transient_bytes("step") == largest and offloaded.host["moments"] > 0
 
 
 def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:

@@ -162,6 +162,20 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             assert getattr(recipe, section) == getattr(preset, section)
 
 
+def test_muon_is_merged_over_every_recipe_of_all_parameters_and_refused_with_adapters() -> None:
+    for path in recipe_kinds():
+        recipe, words = load(path), ["parts/training/muon.yaml"]
+        if recipe.lora is not None:
+            assert "muon.yaml:6: optimizer.name: found muon together with lora.rank" in problem_of(path, *words)
+            continue
+        if recipe.model.provider == "megatron":
+            assert "found muon together with model.provider megatron" in problem_of(path, *words)
+            continue
+        muon = load_recipe(path, words)
+        assert muon.optimizer.name == muon.probe.direction == "muon"
+        assert muon.optimizer.learning_rate == recipe.optimizer.learning_rate
+
+
 def test_a_method_removes_the_reference_of_iw_sft(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(

@@ -242,8 +242,25 @@ def test_the_update_reads_and_writes_the_shard() -> None:
     memory = replace(FAST, flops=math.inf, attention_flops=math.inf, memory_bandwidth=1000.0)
     shard = 3000 / 2
     assert cost_of(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (24 + 16 + 2) / 1000)
-    sgd = cost_of(replace(SFT, has_moments=False), memory, 2, [16] * 2)
+    sgd = cost_of(replace(SFT, optimizer="sgd"), memory, 2, [16] * 2)
     assert sgd.seconds["step"] == pytest.approx(shard * (24 + 2) / 1000)
+
+
+def test_muon_orthogonalizes_each_matrix_once() -> None:
+    """By hand, for 2 GPUs: 2 layers with 2 matrices of 32 by 10, 2 of 16 by 10 and 3 of 20 by 10."""
+    muon = replace(SFT, optimizer="muon")
+    without, update = (cost_of(settings, FAST, 2, [16] * 2) for settings in (SFT, muon))
+    columns = 2 * (2 * 32 + 2 * 16 + 3 * 20)
+    flops = 5 * (4 * 10 * 10 * columns + 2 * 10**3 * 2 * 7)
+    assert update.seconds["step"] - without.seconds["step"] == pytest.approx(flops / 2 / 1e6)
+    sent = 2 * 10 * columns / 2
+    assert update.traffic["matrices of Muon"].inside == pytest.approx(2 * sent / 2)
+    matched = replace(JVP, optimizer="muon", has_muon_direction=True)
+    plain = cost_of(replace(JVP, optimizer="muon"), FAST, 2, [16] * 2)
+    direction = cost_of(matched, FAST, 2, [16] * 2)
+    flops = 5 * (10 * 10 * 10 * columns + 4 * 10**3 * 2 * 7)
+    assert direction.seconds["probe"] - plain.seconds["probe"] == pytest.approx(flops / 2 / 1e6)
+    assert direction.traffic["matrices of Muon"].inside == pytest.approx(5 * sent / 2)
 
 
 def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:

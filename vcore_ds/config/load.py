@@ -139,9 +139,9 @@ def make_override(key: str, value: object) -> str:
 def dump_recipe(recipe: Recipe) -> str:
     """YAML text with every key and without bases; loads to an equal recipe."""
     values = recipe.model_dump(mode="json")
-    if recipe.optimizer.name == "sgd":
-        for key in ("betas", "eps"):  # refused with sgd
-            del values["optimizer"][key]
+    refused = {"adamw": ("momentum",), "sgd": ("betas", "eps", "momentum"), "muon": ()}
+    for key in refused[recipe.optimizer.name]:
+        del values["optimizer"][key]
     return dump_yaml(values)
 
 

@@ -201,10 +201,12 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             ("batch.global_size", "method.scope"),
             "at least 2 sequences, which share the weight (or set method.scope to sequence)",
         )
-    if recipe.probe.direction == "adam" and recipe.optimizer.name != "adamw":
+    optimizer = {"sgd": recipe.optimizer.name, "adam": "adamw", "muon": "muon"}[recipe.probe.direction]
+    if recipe.optimizer.name != optimizer:
+        expected = "muon or sgd" if recipe.optimizer.name == "muon" else "sgd"
         yield BrokenRule(
             ("probe.direction", "optimizer.name", "method.name"),
-            "sgd: the direction must match the optimizer (or set optimizer.name to adamw)",
+            f"{expected}: the direction must match the optimizer (or set optimizer.name to {optimizer})",
         )
     if recipe.probe.rank is not None and recipe.utility.estimator == "finite_difference":
         yield BrokenRule(
@@ -367,6 +369,20 @@ def _training_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if optimizer.name == "sgd":
         for key in sorted({"betas", "eps"} & optimizer.model_fields_set):
             yield BrokenRule((f"optimizer.{key}", "optimizer.name"), "no such key: it belongs to adamw (remove it)")
+    if optimizer.name != "muon" and "momentum" in optimizer.model_fields_set:
+        yield BrokenRule(("optimizer.momentum", "optimizer.name"), "no such key: it belongs to muon (remove it)")
+    if optimizer.name == "muon" and recipe.lora is not None:
+        yield BrokenRule(
+            ("optimizer.name", "lora.rank"),
+            "adamw: Muon orthogonalizes updates of whole weight matrices, which the two factors of an adapter are not "
+            "(or set lora to null)",
+        )
+    if optimizer.name == "muon" and recipe.model.provider == "megatron":
+        yield BrokenRule(
+            ("optimizer.name", "model.provider"),
+            "adamw: each rank has only a shard of a tensor-parallel matrix, and Muon needs whole ones (or set "
+            "model.provider to huggingface)",
+        )
     if (schedule.num_steps is None) == (schedule.num_epochs is None):
         yield BrokenRule(
             ("schedule.num_steps", "schedule.num_epochs"),

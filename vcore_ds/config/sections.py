@@ -163,9 +163,10 @@ class ProbeConfig(Section):
     loss: Literal["uniform", "dft"] = "uniform"
     """Token weights of the probe's loss: `uniform` (the paper), or `dft`, the tokens' probabilities, so that tokens
     that the model finds unlikely, such as noise, have little influence."""
-    direction: Literal["sgd", "adam"] = "sgd"
+    direction: Literal["sgd", "adam", "muon"] = "sgd"
     """The probe direction: `sgd` the probe gradient g; `adam` J g, with the diagonal Jacobian J of Adam's update
-    (appendix "Optimizer Scope and Robustness") at g. The first step has no optimizer state and uses g."""
+    (appendix "Optimizer Scope and Robustness") at g; `muon` the same for Muon, transposed: J^T g. The first step has no
+    optimizer state and uses g."""
     every: Count = 1
     """Optimizer steps for which one probe direction is used."""
     rank: Count | None = None
@@ -355,16 +356,20 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer over the trainable parameters."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """`adamw`, or `sgd` without momentum."""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """`adamw`; `sgd` without momentum; or `muon`, which updates the weight matrices of the decoder layers by Muon and
+    everything else by AdamW. Muon's update is scaled to the size of AdamW's (arXiv 2502.16982), so learning rate and
+    weight decay are those of AdamW. Only without adapters."""
     learning_rate: Positive
     """Peak learning rate, reached after the warm-up."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     eps: Positive = 1e-8
     """AdamW's term in the denominator."""
+    momentum: Beta = 0.95
+    """Muon's decay rate of the momentum, with Nesterov's rule."""
     weight_decay: NonNegative = 0.0
-    """Weight decay (decoupled for AdamW), multiplied by the learning rate in each step."""
+    """Weight decay (decoupled for AdamW and Muon), multiplied by the learning rate in each step."""
     gradient_clipping: Positive | None = 1.0
     """Upper bound of the gradient's 2-norm over all trainable parameters and ranks; null for none."""
 

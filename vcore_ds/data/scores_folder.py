@@ -107,8 +107,8 @@ class Scores:
     """Its `compute_model_digest`."""
     checkpoints: list[ScoredCheckpoint]
     """Empty for scores at the base model."""
-    direction: Literal["sgd", "adam"]
-    """`sgd`: the gradient of a set's loss; `adam`: that times the Jacobian of Adam's update."""
+    direction: Literal["sgd", "adam", "muon"]
+    """`sgd`: the gradient of a set's loss; `adam` and `muon`: that times the Jacobian of the optimizer's update."""
     normalization: Literal["sequence", "token"]
     """Weight of a sequence in a set's loss (method.normalization)."""
     sets: dict[str, TrustedSet]

@@ -241,7 +241,7 @@ def all_to_all(axis: Literal["sequence", "expert"], sent: Tensor, sequence_paral
     return received
 
 
-def exchange_rows(axis: Literal["expert"], sent: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
+def exchange_rows(axis: Axis, sent: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
     """All-to-all of uneven splits: send `num_sent[j]` consecutive rows to the j-th rank of the group; the result holds
     `num_received[j]` rows from each, in order. A collective, also for ranks without rows."""
     received = sent.new_empty(sum(num_received), *sent.shape[1:])

@@ -191,9 +191,12 @@ class FlatShards:
         self._streams.wait_for_reductions()
         return list(self._zero.grad_partitions_flat_buffer.split(self._numels))
 
-    def optimizer_state(self, key: str) -> list[Tensor]:
-        """A buffer of AdamW (`exp_avg`, `exp_avg_sq`) in fp32, zero before its first step."""
-        return [self._zero.optimizer.state[master][key] for master in self._zero.fp32_partitioned_groups_flat]
+    def optimizer_state(self, key: str, sub_groups: Iterable[int] | None = None) -> list[Tensor]:
+        """A buffer of AdamW (`exp_avg`, `exp_avg_sq`) or of Muon (`momentum_buffer`) in fp32, zero before its first
+        step. `sub_groups`: indices of the flat tensors that have it; None for all."""
+        masters = self._zero.fp32_partitioned_groups_flat
+        chosen = range(len(masters)) if sub_groups is None else sub_groups
+        return [self._zero.optimizer.state[masters[i]][key] for i in chosen]
 
     def scale_gradient(self, factor: float) -> None:
         """Multiply the reduced gradient, and the norms of it that DeepSpeed clips with."""
@@ -210,6 +213,10 @@ class FlatShards:
     def numel(self, parameter: nn.Parameter) -> int:
         """Number of elements of a trained parameter on this rank, without padding."""
         return self._positions[id(parameter)].numel
+
+    def position(self, parameter: nn.Parameter) -> ShardPosition:
+        """Position of a trained parameter's shard in every vector."""
+        return self._positions[id(parameter)]
 
     def shard(self, vector: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
         """A parameter's shard of a vector: a flat view, with padding."""

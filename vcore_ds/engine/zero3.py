@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
@@ -32,6 +33,7 @@ from vcore_ds.engine.flat_shards import (
     as_partitioned,
     unsharded_shape,
 )
+from vcore_ds.engine.muon import Muon, ShardedMatrix, find_matrices, hidden_matrices
 from vcore_ds.method.objective import GlobalCounts
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
@@ -60,41 +62,48 @@ def describe_sequences(sequence_ids: Sequence[int], sequence_parallel: int) -> s
     return "; ".join(f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build AdamW, or SGD without momentum, over the trainable parameters, with weight decay on matrices only.
+def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build AdamW, SGD without momentum, or Muon, over the trainable parameters, with weight decay on matrices only.
 
     AdamW is PyTorch's fused one: under ZeRO-3 it updates a few large shards.
+
+    Raises:
+        UserError: Muon would have nothing to update.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if _num_axes(parameter) >= 2]
-    vectors = [parameter for parameter in trainable if _num_axes(parameter) < 2]
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-        if parameters
-    ]
+    hidden = hidden_matrices(model, model.layers) if config.name == "muon" else []
+    of_muon = {id(parameter) for parameter in hidden}
+    rest = [parameter for parameter in trainable if id(parameter) not in of_muon]
+    matrices = [parameter for parameter in rest if _num_axes(parameter) >= 2]
+    vectors = [parameter for parameter in rest if _num_axes(parameter) < 2]
+    parts = [(hidden, config.weight_decay), (matrices, config.weight_decay), (vectors, 0.0)]
     if config.weight_decay == 0.0:
-        groups = [{"params": trainable, "weight_decay": 0.0}]  # one group, so fewer flat shards
+        parts = [(hidden, 0.0), (rest, 0.0)]  # fewer groups, so fewer flat shards
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay} for parameters, decay in parts if parameters
+    ]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)
+    if config.name == "muon":
+        for group in groups:
+            group |= {"muon": group["params"] is hidden, "momentum": config.momentum}
+        return Muon(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 
-def initialize_moments(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
-    """Allocate AdamW's moments and counters, all 0, as its first step would.
+def initialize_moments(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Allocate the moments and counters of AdamW and Muon, all 0, as the first step would.
 
     So a run without the memory for them fails at its start and not after its first backward.
-
-    Args:
-        masters: the fp32 shards that the optimizer updates, on the devices of their moments.
     """
+    optimizer = zero.optimizer
     if not isinstance(optimizer, torch.optim.AdamW):
         return  # SGD without momentum has no state
-    for master in masters:
-        optimizer.state[master] = {
-            "step": torch.zeros((), dtype=torch.float32, device=master.device),
-            "exp_avg": torch.zeros_like(master, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+    for sub_group, master in enumerate(zero.fp32_partitioned_groups_flat):
+        is_muon = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]].get("muon", False)
+        optimizer.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device)} | {
+            key: torch.zeros_like(master, requires_grad=False)
+            for key in (("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq"))
         }
 
 
@@ -113,6 +122,7 @@ class Engine:
         module: the wrapped model.
         trainable: names and trained parameters, in the model's order, which is the same on every rank.
         shards: this rank's shards of the trained parameters, their gradient and the optimizer's state.
+        matrices: by sub-group of the shards, the matrices in it that Muon updates; empty with other optimizers.
         coalesces: whether gradients are reduced once per step.
     """
 
@@ -144,7 +154,7 @@ class Engine:
             mpu=TensorAxis.if_parallel(),
             dist_init_required=False,
         )
-        initialize_moments(self.optimizer.optimizer, self.optimizer.fp32_partitioned_groups_flat)
+        initialize_moments(self.optimizer)
         self.module: TokenLossModel | ParallelTokenLossModel = model
         self.trainable: list[tuple[str, PartitionedParameter]] = [
             (name, as_partitioned(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -152,6 +162,9 @@ class Engine:
         self._saved_parameters = SavedParameters(model)
         self._streams = Streams(self.optimizer)
         self.shards = FlatShards(self.optimizer, self._streams, [parameter for _, parameter in self.trainable])
+        self.matrices: dict[int, list[ShardedMatrix]] = {}
+        if isinstance(self.optimizer.optimizer, Muon):
+            self.matrices = self._find_muon_matrices(self.optimizer.optimizer)
         self.device = device()
         self.coalesces = coalesce_gradient_reduction
         self._gradient_sum = GradientSum([p for _, p in self.trainable if p.dtype != torch.float32])
@@ -159,6 +172,16 @@ class Engine:
         self._dropouts = [m for m in model.modules() if isinstance(m, TokenDropout)]
         self._dropout_seed = 0
         self._experts = [m for m in model.modules() if uses_our_experts(m)]
+
+    def _find_muon_matrices(self, muon: Muon) -> dict[int, list[ShardedMatrix]]:
+        """Find the matrices in the shards, for the probe direction and for Muon."""
+        groups, group_of = muon.param_groups, self.optimizer.sub_group_to_group_id
+        of_muon = [p for _, p in self.trainable if groups[group_of[self.shards.position(p).sub_group]]["muon"]]
+        matrices = find_matrices(self.shards, of_muon)
+        masters = self.optimizer.fp32_partitioned_groups_flat
+        muon.matrices = {masters[sub_group]: in_group for sub_group, in_group in matrices.items()}
+        muon.dtype = of_muon[0].dtype
+        return matrices
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss in nats of each supervised token of `batch`, fp32 `[N]`, row-major; with a graph unless under no_grad.

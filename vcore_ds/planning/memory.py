@@ -67,8 +67,9 @@ class MemorySettings:
     """None trains all parameters."""
     is_anchored: bool = False
     """Whether the loss has the divergence from the base model."""
-    has_moments: bool = True
-    """AdamW, against plain SGD."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    has_muon_direction: bool = False
+    """Whether the direction is that of Muon's update."""
     is_checkpointed: bool = False
     offloads_checkpoints: bool = False
     """Activations that the backward needs are in host memory until then."""
@@ -206,6 +207,11 @@ def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCoun
     phases["main"] = model.pass_with_gradient(settings.main_tokens, carries_tangents=settings.is_fused)
     in_update = 0 if settings.offloads_optimizer else min(SUB_GROUP_NUMEL, _shard(counts.trained, settings))
     phases["step"] = {"gradients of the update": _FP32 * in_update}
+    if settings.optimizer == "muon":
+        phases["step"] = {**phases["step"], "a matrix of Muon": _muon_workspace(shape, settings, copies=6, squares=3)}
+    if settings.has_muon_direction and "probe" in phases:
+        in_direction = {"a matrix of Muon": _muon_workspace(shape, settings, copies=10, squares=6)}
+        phases["probe"] = max(phases["probe"], in_direction, key=lambda parts: sum(parts.values()))
     if settings.offloads_checkpoints:
         most = max(settings.main_tokens, settings.probe_tokens)
         host["activation checkpoints"] = model.kept_activations(most)
@@ -214,6 +220,18 @@ def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCoun
 
 def _shard(numel: int, settings: MemorySettings) -> int:
     return -(-numel // settings.num_ranks)
+
+
+def _muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int, squares: int) -> int:
+    """Bytes of the largest matrix while it is orthogonalized.
+
+    Args:
+        copies: tensors of its shape: its shards on their way, the matrix, and intermediate results.
+        squares: tensors of the shape of its product with its transpose.
+    """
+    return settings.number_bytes * max(
+        copies * rows * columns + squares * min(rows, columns) ** 2 for _, rows, columns in shape.hidden_matrices()
+    )
 
 
 def _persistent(
@@ -232,8 +250,11 @@ def _persistent(
     # An offloaded optimizer has the reduced gradient twice: as it is accumulated, and as it is updated from.
     optimizer_home["gradients"] = _FP32 * trained * (2 if settings.offloads_optimizer else 1)
     optimizer_home["master weights"] = _FP32 * trained
-    if settings.has_moments:
+    if settings.optimizer != "sgd":
         optimizer_home["moments"] = 2 * _FP32 * trained
+    if settings.optimizer == "muon":  # one moment instead of two
+        hidden = sum(number * rows * columns for number, rows, columns in shape.hidden_matrices())
+        optimizer_home["moments"] -= _FP32 * min(trained, _shard(hidden, settings))
     if settings.estimator is not None:
         device["direction"] = b_trained * trained
         if settings.probe_rank is not None:

@@ -251,13 +251,17 @@ class ModelShape:
         Args:
             active: only those that a token is multiplied by, so without input embedding and idle experts.
         """
+        embeddings = (1 if self.is_tied or active else 2, self.vocabulary_size, self.hidden_size)
+        return [*self.hidden_matrices(active=active), embeddings]
+
+    def hidden_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
+        """The same without embeddings: what Muon updates."""
         hidden, experts = self.hidden_size, self.experts
         num_dense = self.num_layers if experts is None else self.num_layers - experts.num_layers
         matrices = [
             (2 * self.num_layers, self.num_heads * self.head_dim, hidden),
             (2 * self.num_layers, self.num_kv_heads * self.head_dim, hidden),
             (3 * num_dense, self.intermediate_size, hidden),
-            (1 if self.is_tied or active else 2, self.vocabulary_size, hidden),
         ]
         if experts is not None:
             num_experts = experts.per_token if active else experts.num_experts

@@ -36,8 +36,7 @@ class PlanSettings:
     """Whether every step runs the model without its adapters: iw_sft with adapters, and asft."""
     is_anchored: bool
     """Whether the loss has the divergence from the base model: asft."""
-    has_moments: bool
-    """Whether the optimizer is Adam."""
+    optimizer: Literal["adamw", "sgd", "muon"]
     stages_checkpoints: bool
     """`checkpoint.async`"""
     gradient_clipping: float | None
@@ -74,7 +73,7 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
         alpha_of_micro_batch=method.alpha_scope == "micro_batch",
         runs_reference=(method.reads_reference or method.is_anchored) and lora is not None,
         is_anchored=method.is_anchored,
-        has_moments=recipe.optimizer.name == "adamw",
+        optimizer=recipe.optimizer.name,
         stages_checkpoints=recipe.checkpoint.async_,
         gradient_clipping=recipe.optimizer.gradient_clipping,
         coalesce_gradient_reduction=recipe.engine.coalesce_gradient_reduction,

@@ -25,6 +25,9 @@ from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import padded_rows
 from vcore_ds.planning.spread import Spread
 
+NUM_ITERATIONS = 5
+"""Newton-Schulz iterations of Muon."""
+
 # FLOP of a pass.
 
 
@@ -498,19 +501,43 @@ class StepModel:
         shard = self.counts.trained / self._num_groups
         # Norm and alpha read and write the gradient; the update reads gradient, master and moments, writes the last
         # three and the parameter.
-        moments = 4 * _FP32 if settings.has_moments else 0
+        moments = 0 if settings.optimizer == "sgd" else 4 * _FP32
         update = (3 + 1 + 2) * _FP32 + moments + settings.number_bytes
         if settings.offloads_optimizer:
             sums.spend("step", "update", shard * update / HOST_MEMORY + shard * settings.number_bytes / HOST_LINK)
         else:
             sums.spend("step", "update", shard * update / memory)
+        if settings.optimizer == "muon":
+            self._orthogonalize(sums, "step", 1.0, num_exchanges=2, wide=4, square=2)
         if settings.estimator is None:
             return
+        if passes.probe is not None and settings.has_muon_direction:
+            # The derivative of the iterations: gradient and momentum go in, the direction comes out.
+            self._orthogonalize(sums, "probe", 1 / passes.steps_per_probe, num_exchanges=3, wide=10, square=4)
         if passes.probe is not None:  # reads the gradient and the moments, writes the direction
             read = 3 * _FP32 + settings.number_bytes
             sums.spend("probe", "update", shard * read / memory / passes.steps_per_probe)
         if settings.estimator == "finite_difference":  # perturbed and put back
             sums.spend("utility", "update", 2 * shard * (_FP32 + 2 * settings.number_bytes) / memory)
+
+    def _orthogonalize(
+        self, sums: _Sums, phase: Phase, weight: float, *, num_exchanges: int, wide: int, square: int
+    ) -> None:
+        """Newton-Schulz iterations of all matrices, divided among the ranks, and the exchanges of their shards.
+
+        Args:
+            num_exchanges: all-to-alls of the shards.
+            wide: FLOP of an iteration, in units of `n^2 m` for a matrix of n rows and m >= n columns.
+            square: the same in units of `n^3`.
+        """
+        hidden = self._part.hidden_matrices()
+        sizes = [(number, min(rows, columns), max(rows, columns)) for number, rows, columns in hidden]
+        flops = NUM_ITERATIONS * sum(number * n * n * (wide * m + square * n) for number, n, m in sizes)
+        shard = self.settings.number_bytes * sum(number * n * m for number, n, m in sizes) / self._num_groups
+        traffic = exchanged(num_exchanges * shard, self._num_groups, self._groups_per_node) * weight
+        sums.move("matrices of Muon", traffic)
+        sums.spend(phase, "exchanges", traffic.seconds(self.cluster.machine))
+        sums.spend(phase, "matrix multiplications", weight * flops / self._num_groups / self.cluster.machine.flops)
 
     def _move_trained(self, number_bytes: int) -> Traffic:
         """A reduce-scatter of all gradients, or an all-gather of the direction."""

@@ -70,8 +70,9 @@ def explain_steps(settings: StepSettings) -> str:
         "In each step: loss in nats, alpha factor of the weighted loss, tau sharpness of the weights, kl their "
         "distance from uniform in nats, s utilities of the tokens (mean±std), |g| gradient norm, lr learning rate"
     )
-    if settings.probe.direction == "adam":
-        text += ". s and tau of step 1, where Adam has no state yet, have another scale"
+    if settings.probe.direction != "sgd":
+        optimizer = settings.probe.direction.capitalize()
+        text += f". s and tau of step 1, where {optimizer} has no state yet, have another scale"
     return text
 
 

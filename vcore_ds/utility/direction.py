@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block, unsharded_shape
+from vcore_ds.engine.muon import write_muon_direction
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
@@ -84,7 +85,7 @@ class Direction:
         *,
         normalization: Normalization,
         clip: float | None,
-        optimizer: Literal["sgd", "adam"] = "sgd",
+        optimizer: Literal["sgd", "adam", "muon"] = "sgd",
         loss_weights: Literal["uniform", "dft"] = "uniform",
         seed: int = 0,
     ) -> Probe:
@@ -96,8 +97,9 @@ class Direction:
         Args:
             batches: this rank's micro-batches of the probe; the same number on every rank, idle ranks included.
             clip: bound on the global norm of the probe gradient; None for no clipping.
-            optimizer: `sgd` keeps the gradient; `adam` multiplies it by the Jacobian of Adam's update, which depends
-                on the optimizer's moments. Before the optimizer's first step there are none, and `adam` equals `sgd`.
+            optimizer: `sgd` keeps the gradient; `adam` and `muon` multiply it by the transposed Jacobian of that
+                optimizer's update, which depends on the optimizer's moments. Before the optimizer's first step there
+                are none, and the gradient is kept.
             loss_weights: `uniform` over each sequence (the paper), or each token's probability (`dft`).
             seed: seed of the random sketch of a low-rank direction; the same on all ranks.
 
@@ -107,7 +109,7 @@ class Direction:
         loss = self._backward(batches, normalization, loss_weights)
         norm = self._engine.gradient_norm()
         factor = 1.0 if clip is None or norm <= clip else clip / norm
-        self._store(factor, with_adam=optimizer == "adam" and self._engine.num_updates > 0)
+        self._store(factor, with_moments=optimizer != "sgd" and self._engine.num_updates > 0)
         self.norm = self._engine.shards.norm(self.buffers)
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -136,22 +138,31 @@ class Direction:
                 parts.append(loss.detach().double())
         return float(torch.stack(parts).sum())
 
-    def _store(self, factor: float, with_adam: bool) -> None:
-        """Store the engine's gradient times `factor` and, with Adam, times the Jacobian of its update."""
-        engine, shards, moments = self._engine, self._engine.shards, []
-        if with_adam:
-            step, settings = engine.num_updates + 1, engine.optimizer.param_groups[0]  # the same in all groups
-            moments = [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
-        for part, gradient, *adam_moments in chunks(self.buffers, shards.gradients(), *moments):
+    def _store(self, factor: float, with_moments: bool) -> None:
+        """Store the engine's gradient times `factor` and, with moments, times the transposed Jacobian of the
+        optimizer's update."""
+        engine, shards = self._engine, self._engine.shards
+        gradients, settings, moments = shards.gradients(), {}, []
+        matrices = engine.matrices if with_moments else {}
+        rest = [i for i in range(len(gradients)) if i not in matrices]
+        if with_moments:
+            settings = engine.optimizer.param_groups[0]  # the same in all groups
+            moments = [shards.optimizer_state(key, rest) for key in ("exp_avg", "exp_avg_sq")]
+        parts, gradients_of_rest = ([vector[i] for i in rest] for vector in (self.buffers, gradients))
+        for part, gradient, *adam_moments in chunks(parts, gradients_of_rest, *moments):
             gradient = gradient.to(engine.device)
             if factor != 1.0:
                 gradient = gradient * factor
-            if with_adam:
+            if with_moments:
                 exp_avg, exp_avg_sq = (moment.to(engine.device) for moment in adam_moments)
-                gradient = adam_direction(
-                    gradient, exp_avg, exp_avg_sq, step=step, betas=settings["betas"], eps=settings["eps"]
-                )
+                step, betas, eps = engine.num_updates + 1, settings["betas"], settings["eps"]
+                gradient = adam_direction(gradient, exp_avg, exp_avg_sq, step=step, betas=betas, eps=eps)
             part.copy_(gradient)
+        for i, in_group in matrices.items():
+            (momentum,) = shards.optimizer_state("momentum_buffer", [i])
+            write_muon_direction(
+                in_group, gradients[i], momentum, self.buffers[i], factor=factor, beta=settings["momentum"]
+            )
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of `v` for `parameter`: a flat view, padded like `parameter.ds_tensor`."""

@@ -295,7 +295,8 @@ def output_bytes(recipe: Recipe) -> int:
 
     num_parts = recipe.parallel.tensor
     counts = count_parameters(recipe.model.path, recipe.lora, num_parts)
-    num_fp32_states = 3 if recipe.optimizer.name == "adamw" else 1  # master weights, and AdamW's two moments
+    # Master weights, and two moments of AdamW. Muon's matrices have one, but not the embeddings.
+    num_fp32_states = 1 if recipe.optimizer.name == "sgd" else 3
     parameter_bytes = DTYPES[recipe.model.precision].itemsize
     checkpoint = num_parts * counts.trained * (4 * num_fp32_states + parameter_bytes)  # last: the probe direction
     written = len(list(Path(recipe.run.output_dir).glob("checkpoints/step_*/COMPLETE")))

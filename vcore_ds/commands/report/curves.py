@@ -123,16 +123,16 @@ _ON_THE_SCALE_OF_UTILITIES = ("tau", "utility_mean", "utility_std", "direction_n
 
 
 def _omits_first_step(run: ReportedRun, key: str) -> bool:
-    """Whether a curve leaves out step 1: Adam's direction has no state there, and utilities another scale, often a
-    hundred times smaller, beside which all other steps would be a flat line."""
-    is_adam = run.recipe.method.uses_utilities and run.recipe.probe.direction == "adam"
-    return is_adam and key in _ON_THE_SCALE_OF_UTILITIES and len(run.metrics) > 1
+    """Whether a curve leaves out step 1: the optimizer has no state there for its direction, and utilities another
+    scale, often a hundred times smaller, beside which all other steps would be a flat line."""
+    has_other_scale = run.recipe.method.uses_utilities and run.recipe.probe.direction != "sgd"
+    return has_other_scale and key in _ON_THE_SCALE_OF_UTILITIES and len(run.metrics) > 1
 
 
 def _add_note(groups: Sequence[Group], key: str, note: str) -> str:
     if not any(_omits_first_step(run, key) for group in groups for run in group.runs):
         return note
-    return f"{note}{note and '. '}Without step 1, where Adam has no state yet and utilities another scale"
+    return f"{note}{note and '. '}Without step 1, where the optimizer has no state yet and utilities another scale"
 
 
 def make_charts(groups: Sequence[Group]) -> list[Chart]:

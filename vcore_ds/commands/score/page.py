@@ -184,7 +184,10 @@ def _describe_weights(scores: Scores) -> str:
     if scores.checkpoints:
         steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
         model = f"{scores.checkpoints[0].run} after step {steps}"
-    direction = "gradient" if scores.direction == "sgd" else "gradient, multiplied by the Jacobian of Adam's update,"
+    optimizer = scores.direction.capitalize()
+    direction = "gradient"
+    if scores.direction != "sgd":
+        direction = f"gradient, multiplied by the Jacobian of {optimizer}'s update,"
     return f"Computed with the weights of {model}, along the {direction} of each set's loss."
 
 

@@ -113,7 +113,7 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
     Everything that scoring does not use gets a fixed value, because the recipe is part of the request's identity
     (`describe_request`).
     """
-    has_moments = run is not None and recipe.probe.direction == "adam"
+    has_moments = run is not None and recipe.probe.direction != "sgd"
     probe = {"batch_size": "all", "every": 1}
     data = {
         "trusted_share": 0.0,
@@ -126,7 +126,7 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
     changes = {
         "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
         "utility": UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
-        # Clipping scales all utilities alike. Adam's Jacobian needs it: the moments are of clipped gradients.
+        # Clipping scales all utilities alike. The optimizer's Jacobian needs it: moments are of clipped gradients.
         "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
         "data": recipe.data.model_copy(update=data),
         "schedule": ScheduleConfig(num_steps=1),

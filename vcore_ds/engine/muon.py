@@ -1,0 +1,182 @@
+"""Muon under ZeRO-3: matrices are orthogonalized whole, one on each rank at a time.
+
+Momentum and master weights stay in the flat shards. In each round every rank receives the shards of one matrix in the
+parameters' dtype, in which it computes, and returns the shards of the result. So each matrix is orthogonalized once,
+and a rank holds one at a time beside the shards.
+
+Why not DeepSpeed's Muon (0.19.8): docs/decisions/engine.md.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
+from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, chunks, is_expert_block, unsharded_shape
+from vcore_ds.method.muon import blend_momentum, muon_direction, muon_update
+
+
+class ShardedMatrix(NamedTuple):
+    """A matrix in a flat tensor of shards."""
+
+    axis: layout.Axis
+    """The ranks over which it is sharded."""
+    shape: torch.Size
+    """Rows and columns."""
+    numels: list[int]
+    """Elements on each of these ranks."""
+    offset: int
+    """Of this rank's elements in the flat tensor."""
+
+    @property
+    def local(self) -> slice:
+        """This rank's elements of the flat tensor."""
+        return slice(self.offset, self.offset + self.numels[layout.rank(self.axis)])
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for parameter groups with `muon: True`, AdamW for the others, with one learning rate and decoupled weight
+    decay.
+
+    Attributes:
+        matrices: by flat master tensor, the matrices in it. Set when the parameters are in shards.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
+        """`settings`: those of `torch.optim.AdamW`."""
+        super().__init__(groups, fused=True, **settings)
+        self.matrices: dict[Tensor, list[ShardedMatrix]] = {}
+        self.dtype = torch.float32
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure is taken
+        """Update the flat tensors in the groups, all of Muon's groups or all of AdamW's: DeepSpeed has one at a time in
+        them."""
+        is_muon = False
+        for group in self.param_groups:
+            for master in group["params"] if group["muon"] else ():
+                is_muon = True
+                self._update(master, group)
+        if not is_muon:
+            super().step(closure)
+
+    def _update(self, master: Tensor, group: dict[str, Any]) -> None:
+        state, gradient, beta = self.state[master], cast(Tensor, master.grad), group["momentum"]
+        state["step"] += 1
+        # In place of the gradient, which nothing reads after the update.
+        for momentum, part in chunks([state["momentum_buffer"]], [gradient]):
+            blend = blend_momentum(part, momentum, beta)
+            momentum.lerp_(part, 1 - beta)
+            part.copy_(blend)
+        transform_matrices(self.matrices[master], lambda span: [gradient[span]], muon_update, gradient, self.dtype)
+        master.mul_(1 - group["lr"] * group["weight_decay"]).sub_(gradient, alpha=group["lr"])
+
+
+def transform_matrices(
+    matrices: Sequence[ShardedMatrix],
+    read: Callable[[slice], Sequence[Tensor]],
+    transform: Callable[..., Tensor],
+    output: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Write a function of whole matrices to their shards in `output`. A collective.
+
+    Args:
+        matrices: in one flat tensor, sharded over the same ranks; all ranks name the same ones.
+        read: from a span of this rank's flat tensors, shards of the arguments of `transform`.
+        transform: returns a matrix of the same shape and dtype as its arguments.
+        output: a flat tensor; `read` may read it.
+        dtype: of the matrices that are exchanged and given to `transform`.
+    """
+    if not matrices:
+        return
+    axis = matrices[0].axis
+    size, rank = layout.size(axis), layout.rank(axis)
+    ordered = sorted(matrices, key=lambda matrix: -matrix.shape.numel())  # the ranks of a round have equal work
+    for start in range(0, len(ordered), size):
+        of_round = ordered[start : start + size]
+        local = [matrix.numels[rank] for matrix in of_round] + [0] * (size - len(of_round))
+        mine = of_round[rank] if rank < len(of_round) else None
+        numels = [0] * size if mine is None else mine.numels
+        arguments = zip(*(read(matrix.local) for matrix in of_round), strict=True)
+        received = [
+            _exchange(axis, torch.cat([part.to(device(), dtype) for part in parts]), local, numels)
+            for parts in arguments
+        ]
+        result = received[0]
+        if mine is not None:
+            result = transform(*(argument.view(mine.shape) for argument in received)).reshape(-1)
+        results = _exchange(axis, result, numels, local).split(local)
+        for matrix, part in zip(of_round, results, strict=False):
+            output[matrix.local] = part
+
+
+def _exchange(axis: layout.Axis, sent: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
+    return sent if layout.size(axis) == 1 else layout.exchange_rows(axis, sent, num_sent, num_received)
+
+
+def write_muon_direction(
+    matrices: Sequence[ShardedMatrix],
+    gradient: Tensor,
+    momentum: Tensor,
+    output: Tensor,
+    *,
+    factor: float,
+    beta: float,
+) -> None:
+    """Write the probe direction of the matrices in a flat tensor (`muon_direction`). A collective.
+
+    Args:
+        factor: by which clipping multiplies the gradient.
+        beta: the momentum's decay rate.
+    """
+
+    def read(span: slice) -> tuple[Tensor, Tensor]:
+        clipped = gradient[span] * factor
+        return blend_momentum(clipped, momentum[span], beta), clipped
+
+    transform_matrices(matrices, read, lambda blend, g: muon_direction(blend, g, beta), output, output.dtype)
+
+
+def hidden_matrices(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The trained parameters that Muon updates: weight matrices of the decoder layers, and stacks of such, as of
+    experts. Embeddings, the output embedding, norms, biases and convolutions are AdamW's.
+
+    Raises:
+        UserError: the model has none.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        for module in layer.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                shape = unsharded_shape(parameter)
+                is_weight = len(shape) == 3 or (len(shape) == 2 and name.endswith("weight"))
+                if is_weight and min(shape[-2:]) > 1 and "bias" not in name and not isinstance(module, nn.Embedding):
+                    found[id(parameter)] = parameter
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in found]
+    if not trained:
+        raise UserError(
+            "optimizer.name: found muon with a model without decoder layers that are known here; expected adamw"
+        )
+    return trained
+
+
+def find_matrices(shards: FlatShards, parameters: Iterable[PartitionedParameter]) -> dict[int, list[ShardedMatrix]]:
+    """The matrices in each flat tensor, by the index of its sub-group; of a stack each matrix by itself."""
+    found: dict[int, list[ShardedMatrix]] = {}
+    for parameter in parameters:
+        axis: layout.Axis = "expert_shards" if is_expert_block(parameter) else "shards"
+        position, shape = shards.position(parameter), parameter.ds_shape[-2:]
+        step, length = position.shard_numel, shape.numel()
+        for start in range(0, parameter.ds_numel, length):
+            bounds = [min(max(rank * step, start), start + length) for rank in range(layout.size(axis) + 1)]
+            numels = [end - begin for begin, end in itertools.pairwise(bounds)]
+            rank = layout.rank(axis)
+            offset = position.offset + bounds[rank] - rank * step
+            found.setdefault(position.sub_group, []).append(ShardedMatrix(axis, shape, numels, offset))
+    return found

@@ -1,0 +1,99 @@
+"""Muon's update of a weight matrix, and the probe direction that belongs to it.
+
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the scale of Liu et al. 2025 (arXiv 2502.16982):
+the numbers of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which needs whole matrices and computes in bf16 only.
+"""
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+"""Norm below which a matrix is not scaled to norm 1."""
+
+
+def blend_momentum(gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
+    """Nesterov's blend of a gradient and the momentum before it, which Muon orthogonalizes: the momentum becomes
+    `M = beta * momentum + (1 - beta) * gradient`, and the blend is `beta * M + (1 - beta) * gradient`."""
+    return gradient.lerp(momentum.lerp(gradient, 1 - beta), beta)
+
+
+def muon_update(blend: Tensor) -> Tensor:
+    """The update per unit of learning rate: the orthogonalized blend times `0.2 sqrt(max(rows, columns))`, which gives
+    it the root mean square of AdamW's updates.
+
+    Singular values become about 1 (between 0.7 and 1.2) by five Newton-Schulz iterations.
+
+    Args:
+        blend: `[..., rows, columns]`, of any floating-point dtype, in which it computes.
+    """
+    return _from_wide(blend, _iterate(_scale_to_one(_to_wide(blend.detach()))[0])) * rms_factor(blend.shape)
+
+
+def muon_direction(blend: Tensor, gradient: Tensor, beta: float) -> Tensor:
+    """`J^T g`: the probe direction matched to Muon, with `J` the Jacobian of `muon_update` by the gradient.
+
+    A token's weight changes the update by `J` times the token's gradient, so its effect on the probe's loss is that
+    gradient's product with `J^T g`. For Adam `J` is diagonal and `J^T = J`; here they differ (cosine of 0.76 to 0.999
+    on random matrices). The iterations are an odd function of the singular values, the derivative of a function of
+    them, so their Jacobian is symmetric, and a forward-mode pass through them computes `J^T g` without a graph.
+
+    Args:
+        blend: `[..., rows, columns]`, `blend_momentum` of the gradient, at which `J` is evaluated.
+        gradient: `g`, of the same shape and dtype.
+        beta: the momentum's decay rate; the blend changes by `1 - beta^2` of the gradient.
+    """
+    x, norm = _scale_to_one(_to_wide(blend))
+    d_x = _to_wide(gradient)
+    # Scaled to norm 1: products of small gradients would underflow, and the Jacobian is linear.
+    d_x, size = _scale_to_one(d_x)
+    d_x = _differentiate(x, d_x)
+    # The Jacobian of X / |X| is symmetric as well; it comes last, since this is the transpose.
+    along = (d_x * x).sum((-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    d_x = torch.where(norm > SMALLEST_NORM, d_x - x * along.to(x.dtype), d_x)
+    scale = size / norm.clamp(min=SMALLEST_NORM) * ((1 - beta**2) * rms_factor(blend.shape))
+    return _from_wide(gradient, d_x * scale)
+
+
+def rms_factor(shape: torch.Size) -> float:
+    """Factor of the orthogonalized matrix. Transposing the matrix does not change it, so layers that store the
+    transposed weight are trained alike."""
+    return 0.2 * float(max(shape[-2:])) ** 0.5
+
+
+def _iterate(x: Tensor) -> Tensor:
+    """Newton-Schulz iterations of `x [..., rows, columns]`, of Frobenius norm at most 1."""
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x
+
+
+def _differentiate(x: Tensor, d_x: Tensor) -> Tensor:
+    """The derivative of `_iterate` at `x` along `d_x`."""
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_ITERATIONS):
+        gram, half = x @ x.mT, d_x @ x.mT
+        d_gram = half + half.mT
+        square = d_gram @ gram
+        polynomial = b * gram + c * (gram @ gram)
+        d_x = a * d_x + polynomial @ d_x + (b * d_gram + c * (square + square.mT)) @ x
+        x = a * x + polynomial @ x
+    return d_x
+
+
+def _scale_to_one(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices with a Frobenius norm of 1, and the norm `[..., 1, 1]` before, in fp32 or fp64."""
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (x / norm.clamp(min=SMALLEST_NORM)).to(x.dtype), norm
+
+
+def _to_wide(x: Tensor) -> Tensor:
+    """The matrix with at most as many rows as columns, transposed if necessary, for the smaller `x @ x.mT`."""
+    return x.mT if x.shape[-2] > x.shape[-1] else x
+
+
+def _from_wide(like: Tensor, x: Tensor) -> Tensor:
+    return x.mT if like.shape[-2] > like.shape[-1] else x
