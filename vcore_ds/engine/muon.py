@@ -30,13 +30,15 @@ class ShardedMatrix(NamedTuple):
     """Rows and columns."""
     numels: list[int]
     """Elements on each of these ranks."""
+    rank: int
+    """This rank's index among them."""
     offset: int
     """Of this rank's elements in the flat tensor."""
 
     @property
     def local(self) -> slice:
         """This rank's elements of the flat tensor."""
-        return slice(self.offset, self.offset + self.numels[layout.rank(self.axis)])
+        return slice(self.offset, self.offset + self.numels[self.rank])
 
 
 class Muon(torch.optim.AdamW):
@@ -95,8 +97,7 @@ def transform_matrices(
     """
     if not matrices:
         return
-    axis = matrices[0].axis
-    size, rank = layout.size(axis), layout.rank(axis)
+    axis, rank, size = matrices[0].axis, matrices[0].rank, len(matrices[0].numels)
     ordered = sorted(matrices, key=lambda matrix: -matrix.shape.numel())  # the ranks of a round have equal work
     for start in range(0, len(ordered), size):
         of_round = ordered[start : start + size]
@@ -117,7 +118,7 @@ def transform_matrices(
 
 
 def _exchange(axis: layout.Axis, sent: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
-    return sent if layout.size(axis) == 1 else layout.exchange_rows(axis, sent, num_sent, num_received)
+    return sent if len(num_sent) == 1 else layout.exchange_rows(axis, sent, num_sent, num_received)
 
 
 def write_muon_direction(
@@ -170,13 +171,16 @@ def find_matrices(shards: FlatShards, parameters: Iterable[PartitionedParameter]
     """The matrices in each flat tensor, by the index of its sub-group; of a stack each matrix by itself."""
     found: dict[int, list[ShardedMatrix]] = {}
     for parameter in parameters:
-        axis: layout.Axis = "expert_shards" if is_expert_block(parameter) else "shards"
+        axis: layout.Axis
+        if is_expert_block(parameter):
+            axis, num_ranks, rank = "expert_shards", layout.size("expert_shards"), layout.rank("expert_shards")
+        else:
+            axis, num_ranks, rank = "shards", layout.size("shards"), layout.rank("shards")
         position, shape = shards.position(parameter), parameter.ds_shape[-2:]
         step, length = position.shard_numel, shape.numel()
         for start in range(0, parameter.ds_numel, length):
-            bounds = [min(max(rank * step, start), start + length) for rank in range(layout.size(axis) + 1)]
+            bounds = [min(max(i * step, start), start + length) for i in range(num_ranks + 1)]
             numels = [end - begin for begin, end in itertools.pairwise(bounds)]
-            rank = layout.rank(axis)
             offset = position.offset + bounds[rank] - rank * step
-            found.setdefault(position.sub_group, []).append(ShardedMatrix(axis, shape, numels, offset))
+            found.setdefault(position.sub_group, []).append(ShardedMatrix(axis, shape, numels, rank, offset))
     return found
