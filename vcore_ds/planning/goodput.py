@@ -40,8 +40,9 @@ class Goodput:
 
     @classmethod
     def derive(cls, cluster: Cluster, counts: ParameterCounts, settings: MemorySettings) -> "Goodput":
-        """Of a run whose ranks write the fp32 parameters that are trained, and Adam's moments."""
-        num_bytes = counts.trained * _FP32 * (3 if settings.has_moments else 1)
+        """Of a run whose ranks write the fp32 parameters that are trained, and Adam's moments; Muon's one moment
+        counts as two."""
+        num_bytes = counts.trained * _FP32 * (1 if settings.optimizer == "sgd" else 3)
         seconds = 2 * num_bytes / cluster.storage_bandwidth  # written and read back, or verified and read
         waits = num_bytes / cluster.num_gpus / HOST_LINK if settings.stages_checkpoints else seconds
         return cls(waits, seconds, RESTART_SECONDS + seconds, cluster.num_gpus)

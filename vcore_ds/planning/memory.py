@@ -260,7 +260,7 @@ def _persistent(
         if settings.probe_rank is not None:
             device["factors of the direction"] = b * count_factors(shape, settings.probe_rank)
     if settings.stages_checkpoints:
-        staged = _FP32 * trained * (3 if settings.has_moments else 1)
+        staged = _FP32 * trained + optimizer_home.get("moments", 0)
         host["copy of the checkpoint"] = staged + b_trained * trained * settings.keeps_direction
     device["reduction buffer"] = b * settings.bucket_numel
     return device, host
