@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl
 
 from tests.unit.test_attention import LAYOUTS, SCALE, drawn_sinks, inputs, unfused, visible
 from vcore_ds.models.attention import RowLayout, training_attention
+from vcore_ds.models.attention_kernels import _has_flash_4, can_use_flash_4
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -26,3 +28,12 @@ def test_the_flash_kernel_over_variable_lengths(name: str, sliding_window: int |
     torch.testing.assert_close(output.cpu().double(), expected, rtol=0.02, atol=0.02)
     for found, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(found.cpu().double(), reference, rtol=0.05, atol=0.05)
+
+
+def test_flash_attention_4_computes_where_it_is_installed() -> None:
+    """So the cases above are of that version there."""
+    if not _has_flash_4():
+        pytest.skip("flash-attn-4 is not installed")
+    test_the_flash_kernel_over_variable_lengths("a sequence a row", None, False)
+    is_active = current_flash_attention_impl() == "FA4"
+    assert is_active == can_use_flash_4(torch.cuda.get_device_capability(), 64)

@@ -395,6 +395,35 @@ def test_fp32_has_a_key_for_each_query_head(on_gpu) -> None:
     assert on_gpu(torch.float32, 64, (6, 3)) == ("one call a sequence", (1, 6, 16, 64))
 
 
+def test_flash_attention_4_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's switch is recorded, as its kernels need a GPU: on for heads of 64, off for good after heads of 256."""
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    assert "FA4" in torch.nn.attention.list_flash_attention_impls()
+    chosen = {(9, 0): False, (10, 0): True, (10, 3): True, (12, 0): False}
+    assert {gpu: flash_attention.can_use_flash_4(gpu, 128) for gpu in chosen} == chosen
+    assert not flash_attention.can_use_flash_4((10, 0), 136)
+    states: list[str | None] = [None]
+    for name, change in {
+        "activate_flash_attention_impl": states.append,
+        "restore_flash_attention_impl": lambda: states.append(None),
+        "current_flash_attention_impl": lambda: states[-1],
+    }.items():
+        monkeypatch.setattr(torch.nn.attention, name, change)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+
+    def states_after(*head_dims: int) -> list[str | None]:
+        monkeypatch.setattr(flash_attention, "_head_dims", set())
+        states[:] = [None]
+        for head_dim in head_dims:
+            flash_attention.select_flash_version(torch.device("cuda"), head_dim)
+        return states[1:]
+
+    assert states_after(64) == []  # not installed here
+    monkeypatch.setattr(flash_attention, "_has_flash_4", lambda: True)
+    assert states_after(64, 128, 64) == ["FA4"]
+    assert states_after(64, 256, 128) == ["FA4", None] and states_after(256, 64) == []
+
+
 @pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins with the signatures of both; what else would be passed is a TypeError."""
@@ -422,7 +451,7 @@ def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypat
     monkeypatch.setattr(flash_attention, "varlen_attn", of_2_13 if takes_groups else of_2_11)
     for module in (flash_attention, attention_module):
         monkeypatch.setattr(module, "TAKES_GROUPED_HEADS", takes_groups)
-    monkeypatch.setattr(attention_module, "_can_use_flash", lambda query: True)
+    monkeypatch.setattr(attention_module, "_can_use_flash", lambda query, scoring: True)
     found = attention_module.causal_attention((*primals, None), layout, attention_module.Scoring(SCALE))
     expected = unfused(*primals, visible(60, lengths=LAYOUTS["short ones"]))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -30,6 +30,7 @@ from vcore_ds.models.attention_kernels import (
     CudaFlash,
     explicit_attention,
     flash_attention,
+    select_flash_version,
 )
 from vcore_ds.models.block_attention import block_attention, block_attention_tangent
 from vcore_ds.models.dual_tensors import make_dual
@@ -237,6 +238,7 @@ def _attend_on_gpu(primals: AttentionInputs, layout: RowLayout, scoring: Scoring
     assert query is not None and key is not None and value is not None
     if not TAKES_GROUPED_HEADS:
         key, value = _repeat_kv_heads(query, key, value)
+    select_flash_version(query.device, query.shape[-1])
     kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.cu_seqlens, layout.max_seqlen)
     return flash_attention(query, key, value, sinks, kernel)
 

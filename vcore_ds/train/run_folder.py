@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "megatron-core")
-OPTIONAL_PACKAGES = ("triton", "transformer_engine")
+OPTIONAL_PACKAGES = ("triton", "transformer_engine", "flash-attn-4")
 """Packages whose versions environment.json records: kernels of the optional ones are used where they are installed."""
 
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
