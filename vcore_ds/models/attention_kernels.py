@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from vcore_ds.distributed import layout
+
 TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether `varlen_attn` supports grouped-query attention (torch 2.12 and later)."""
 
@@ -53,7 +55,7 @@ def select_flash_version(device: torch.device, head_dim: int) -> None:
             nn.attention.restore_flash_attention_impl()
         else:
             nn.attention.activate_flash_attention_impl("FA4")
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        if layout.is_first():
             print(f"Attention with gradients, heads of {head_dim}: FlashAttention-{2 if is_active else 4}", flush=True)
 
 
