@@ -1,4 +1,4 @@
-"""`vcore-ds fidelity` on one process and on two ranks, and as it is typed."""
+"""`vcore-ds fidelity` on one process and on two ranks."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.commands import free_port, run_command
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import main
@@ -85,16 +84,13 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
     assert not (tmp_path / "run").exists()  # a measurement is no run
 
 
-def test_a_recipe_without_utilities_in_bf16_under_the_deepspeed_launcher(setup: TinySetup, tmp_path: Path) -> None:
+def test_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_path: Path) -> None:
     output = tmp_path / "found"
     own = "utility.estimator=finite_difference utility.epsilon=auto utility.rounding=stochastic".split()
     own.append(f"data.probe_path={setup.validation}")
     arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *own, precision="bf16"), "lora=null"]
     arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--ranks", "4", "64", "--output", str(output)]
-    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()} --module vcore_ds.commands.cli"
-    done = run_command(f"{launcher} fidelity {RECIPE} {' '.join(arguments)}")
-    assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
-    said = done.stdout
+    said = fidelity(arguments, tmp_path / "log", num_ranks=2)
     report = read(output)
     assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in said
     assert f"Trusted data: {setup.validation}: 5 sequences" in said and report["probe_batch_size"] == 2
