@@ -27,7 +27,10 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the name that torch 2.8 knows
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from vcore_ds.commands.cli import launch  # noqa: E402
-from vcore_ds.commands.quickstart.session import RECIPE, SHORTER, prepare, say_what_next  # noqa: E402
+from vcore_ds.common.imports import lasting_imports  # noqa: E402
+
+with lasting_imports():
+    from vcore_ds.commands.quickstart.session import RECIPE, SHORTER, prepare, say_what_next
 
 if __name__ == "__main__":  # processes that prepare data import this file
     at_its_end = {"after": say_what_next, "with_report": True, "can_evaluate": True, "advice_if_long": SHORTER}
