@@ -238,7 +238,7 @@ def write_profile(file: Path, work: Callable[[], object]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         work()
-    order = "self_cuda_time_total" if torch.version.cuda is not None else "self_cpu_time_total"
+    order = "self_device_time_total" if torch.version.cuda is not None else "self_cpu_time_total"
     file.write_text(profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80))
     profile.export_chrome_trace(str(file.with_suffix(".json.gz")))
 

@@ -28,8 +28,15 @@ from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.planning.hardware import Achieved
 
 RECIPE = "launch_scripts/recipes/qwen3_1.7b_math_full.yaml"
-NUM_TRACES, NUM_STEPS, MEAN_LETTERS = 128, 8, {"tiny": 60}
-"""The tokenizer has a token for each letter."""
+NUM_TRACES, NUM_STEPS = 128, 8
+MEAN_LETTERS = {"tiny": 60}
+"""3000 for the others. The tokenizer has a token for each letter."""
+
+TINY = (
+    *("model.precision=fp32", "engine.deepspeed_config=ds_configs/zero3_fp32.json"),
+    *("batch.global_size=8", "probe.batch_size=4"),
+)
+"""Settings for the tiny shape. In bf16 the simulated device interprets the attention kernel, for minutes a step."""
 
 
 def write_inputs(folder: Path, shape: str) -> None:
@@ -47,7 +54,7 @@ def write_inputs(folder: Path, shape: str) -> None:
     write_conversations(folder / "train.jsonl", traces)
 
 
-def make_settings(folder: Path, num_steps: int) -> list[str]:
+def make_settings(folder: Path, shape: str, num_steps: int) -> list[str]:
     """Arguments of `vcore-ds train` for the inputs in `folder`."""
     return [
         RECIPE,
@@ -57,6 +64,7 @@ def make_settings(folder: Path, num_steps: int) -> list[str]:
         f"schedule.num_steps={num_steps}",
         f"run.output_dir={folder / 'run'}",
         "run.num_followed_traces=0",
+        *(TINY if shape == "tiny" else ()),
     ]
 
 
@@ -84,7 +92,14 @@ def run() -> int:
     folder.mkdir(parents=True)
     write_inputs(folder, arguments.shape)
     launcher = ["-m", "vcore_ds.distributed.torchrun", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "vcore_ds.commands.cli", "train", *make_settings(folder, NUM_STEPS)]
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "vcore_ds.commands.cli",
+        "train",
+        *make_settings(folder, arguments.shape, NUM_STEPS),
+    ]
     failed = subprocess.run(command, cwd=REPOSITORY).returncode
     if failed:
         return failed

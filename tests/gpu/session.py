@@ -15,16 +15,17 @@ import json
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import torch
 
 from tests.gpu.results import RESULTS_VARIABLE, describe_devices
@@ -169,9 +170,12 @@ def run_part(
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
-            # Its ranks as well: one that is left would hold the GPU's memory.
+            # Its ranks as well: one that is left would hold the GPU's memory. torchrun starts each rank in a
+            # new session, which a signal to the process group does not reach.
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
                 process.wait()
     text = log.read_text(encoding="utf-8", errors="replace")
     outcome = Outcome(

@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.gpu import session
@@ -40,9 +41,17 @@ def test_parts_run_in_processes_of_their_own_and_are_kept(parts: dict[str, Part]
     assert (tmp_path / "count").read_text() == "xxx"  # asked for
 
 
-def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
-    hanging = {"hangs": Part("Is it stopped?", ("-c", "import time; time.sleep(600)"))}
-    (outcome,) = run_parts(hanging, tmp_path, commit="abc", device="a GPU", part_seconds=1)
+def test_a_part_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path / 'rank')!r}).write_text(str(rank.pid))\n"
+        "time.sleep(600)"
+    )
+    hanging = {"hangs": Part("Is it stopped?", ("-c", code))}
+    (outcome,) = run_parts(hanging, tmp_path, commit="abc", device="a GPU", part_seconds=5)
+    rank = int((tmp_path / "rank").read_text())
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
     assert outcome.exit_code is None and session.ending(outcome) == "stopped"
     assert "| stopped |" in (tmp_path / "gpu.md").read_text()
 

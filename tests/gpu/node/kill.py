@@ -32,9 +32,9 @@ STEPS_BETWEEN = 3
 """Between checkpoints, and between the beginning of a command and the fault."""
 
 
-def make_command(folder: Path, num_ranks: int) -> str:
+def make_command(folder: Path, shape: str, num_ranks: int) -> str:
     settings = [
-        *make_settings(folder, NUM_STEPS),
+        *make_settings(folder, shape, NUM_STEPS),
         f"checkpoint.every_steps={STEPS_BETWEEN}",
         f"engine.lost_rank_seconds={HUNG_SECONDS}",
     ]
@@ -96,7 +96,7 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_inputs(folder, arguments.shape)
-    command, rows = make_command(folder, ranks), []
+    command, rows = make_command(folder, arguments.shape, ranks), []
     for fault in (signal.SIGKILL, signal.SIGSTOP, None):
         log = folder / f"{'end' if fault is None else fault.name}.log"
         print(f"{command} > {log}", flush=True)

@@ -32,10 +32,12 @@ FILES = ("zero3_bf16_large.json", "zero3_bf16_sequential.json", "zero3_bf16_larg
 def make_parts(num_ranks: int, *, is_tiny: bool = False) -> dict[str, Part]:
     """The parts for this number of ranks, in the order of their value."""
     ranks, shape = ("--ranks", str(num_ranks)), ("--shape", "tiny" if is_tiny else "0.6b")
-    sizes = ("tiny", "128", "8") if is_tiny else ("32b", "16384", "32")
+    if is_tiny:
+        sizes, low_rank = ("--shape", "tiny", "--tokens", "64", "--rows", "1", "--rounds", "1"), "jvp, fused, rank 8"
+    else:
+        sizes, low_rank = ("--shape", "32b", "--tokens", "16384", "--rounds", "3"), "jvp, fused, rank 32"
     layers = (
-        *("--shape", sizes[0], "--layers", "2", "--tokens", sizes[1], "--rounds", "1" if is_tiny else "3"),
-        *("--methods", "sft", "jvp, fused", f"jvp, fused, rank {sizes[2]}"),
+        *(*sizes, "--layers", "2", "--methods", "sft", "jvp, fused", low_rank),
         *("--profile", "--output", "RESULTS/layers", "--deepspeed-config", *FILES),
     )
     parts = {
