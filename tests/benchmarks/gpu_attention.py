@@ -1,5 +1,6 @@
 """Attention alone, for tests/benchmarks/gpu.py: with tangents by kernel and in blocks, beside the plain forward."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,9 +46,12 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
             options = dict(cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=scale, tiles=tiles)
             return flash_tangent(*primals, tangents, **options)
 
-        ways["with tangents, kernel"] = kernel
         padded = max(64, 1 << (head_dim - 1).bit_length())
-        for tiles in TILES[padded]:
+        # Seconds of Triton's interpreter say nothing, and it takes minutes.
+        is_compiled = os.environ.get("TRITON_INTERPRET") != "1"
+        if is_compiled:
+            ways["with tangents, kernel"] = kernel
+        for tiles in TILES[padded] if is_compiled else ():
             ways["kernel, tiles " + " ".join(map(str, tiles))] = lambda tiles=tiles: kernel(tiles)
     for name, work in ways.items():
         try:
