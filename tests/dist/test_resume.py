@@ -498,11 +498,11 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
 
 
 def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
-    """A run whose steps are so long that the held-out loss soon rises, resumed after step 3; each step is evaluated and
-    saved."""
+    """A run that is resumed after steps 1, 2 and 3, and evaluates and saves each step. Its best four are not all after
+    the last resume."""
     sections = CASES["sft_lora"] | {
-        "optimizer": {"learning_rate": 0.3},
-        "checkpoint": {"keep_last": 1, "keep_best": 2, "every_steps": 1},
+        "optimizer": {"learning_rate": 0.05},
+        "checkpoint": {"keep_last": 1, "keep_best": 4, "every_steps": 1},
         "data": {"validation_path": "pool.jsonl"},
         "run": {"validate_every": 1},
     }
@@ -680,7 +680,9 @@ def test_a_profile_has_the_phases_and_operations_of_a_step(
         inside = Counter(event["name"] for event in events if start <= event["ts"] <= end)
         assert 1e6 * rows["(Python and waiting)"].seconds <= ranges[phase]["dur"]
         named = [row for row in rows.values() if not row.operation.startswith("(")]
-        assert len(named) > 5 and all(row.calls == inside[row.operation] for row in named)
+        # PyTorch counts an operation that calls itself once.
+        assert len(named) > 5 and all(0 < row.calls <= inside[row.operation] for row in named)
+        assert (rows["aten::mm"].calls if "aten::mm" in rows else 0) == inside["aten::mm"]
         assert ("aten::mm" in inside) == (phase != "update")
     assert [ranges[phase]["ts"] for phase in phases] == sorted(ranges[phase]["ts"] for phase in phases)
 
@@ -833,13 +835,13 @@ def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(found
 
 def test_the_checkpoints_with_the_lowest_held_out_loss_are_kept_through_a_resume(found: dict[str, Any]):
     losses, said = found["best_by_held_out_loss"]["losses"], found["best_by_held_out_loss"]["said"]
-    best, second, *_ = sorted(losses, key=lambda step: (losses[step], step))
-    assert max(best, second) < 4  # known to the process that resumed after step 3 from the checkpoints alone
-    kept = sorted({best, second, NUM_STEPS})
+    ranked = sorted(losses, key=lambda step: (losses[step], step))
+    assert len(ranked) == NUM_STEPS
+    kept = sorted({*ranked[:4], NUM_STEPS})
     assert found["best_by_held_out_loss"]["left"] == [f"step_0000000{step}" for step in kept]
-    assert said[-1].startswith(
-        f"Lowest held-out loss: {losses[best]:.4f}, step_0000000{best}. As a model: vcore-ds export"
-    )
+    best = ranked[0]
+    named = [line for line in said if line.startswith(f"Lowest held-out loss: {losses[best]:.4f}, step_0000000{best}.")]
+    assert len(named) == (best != NUM_STEPS)
 
 
 def test_other_data_are_refused(found: dict[str, Any]):

@@ -1,4 +1,5 @@
-"""The pictures of a report in docs/pictures: a followed trace with coloured tokens, and curves.
+"""The pictures of a report in docs/pictures: a followed trace with coloured tokens, curves, and a profiled step where
+the run has one.
 
     python -m tests.helpers.report_pictures RUN [--output docs/pictures]
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tests.helpers.browser import opened, started_browser, why_not
 from vcore_ds.commands.report import write_report
+from vcore_ds.train.profile_folder import read_profiles
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -34,6 +36,10 @@ def main() -> None:
         with opened(browser, report, viewport={"width": 1000, "height": 1600}, device_scale_factor=1.5) as page:
             page.locator("figure[data-chart=loss] svg").hover()  # the cursor
             _shoot(page, "#curves h2", "figure[data-chart=alpha]", arguments.output / "report_curves.png")
+        if not read_profiles(arguments.run):
+            return
+        with opened(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=1.25) as page:
+            _shoot(page, "#cost h3", "#cost details tbody tr:nth-child(30)", arguments.output / "report_profile.png")
 
 
 def _shoot(page: "Page", first: str, last: str, path: Path) -> None:
