@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -170,13 +170,8 @@ def run_part(
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
-            # Its ranks as well: one that is left would hold the GPU's memory. torchrun starts each rank in a
-            # new session, which a signal to the process group does not reach.
             if process.poll() is None:
-                for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-                    with suppress(psutil.NoSuchProcess):
-                        one.kill()
-                process.wait()
+                kill_with_ranks(process)
     text = log.read_text(encoding="utf-8", errors="replace")
     outcome = Outcome(
         name,
@@ -190,6 +185,18 @@ def run_part(
     )
     outcome_of(folder, name).write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
     return outcome
+
+
+def kill_with_ranks(process: subprocess.Popen[Any]) -> None:
+    """Kill a part and all processes below it: a rank that is left would hold the GPU's memory. torchrun starts each
+    rank in a new session, which a signal to the process group does not reach."""
+    parent = psutil.Process(process.pid)
+    processes = [parent, *parent.children(recursive=True)]
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def log_of(folder: Path, name: str) -> Path:

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -41,17 +43,24 @@ def test_parts_run_in_processes_of_their_own_and_are_kept(parts: dict[str, Part]
     assert (tmp_path / "count").read_text() == "xxx"  # asked for
 
 
-def test_a_part_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
+def test_a_part_is_killed_with_its_ranks() -> None:
     code = (
-        "import pathlib, subprocess, sys, time\n"
+        "import subprocess, sys\n"
         "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        f"pathlib.Path({str(tmp_path / 'rank')!r}).write_text(str(rank.pid))\n"
-        "time.sleep(600)"
+        "print(rank.pid, flush=True)\n"
+        "rank.wait()"
     )
-    hanging = {"hangs": Part("Is it stopped?", ("-c", code))}
-    (outcome,) = run_parts(hanging, tmp_path, commit="abc", device="a GPU", part_seconds=5)
-    rank = int((tmp_path / "rank").read_text())
-    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    rank = psutil.Process(int(process.stdout.readline()))
+    session.kill_with_ranks(process)
+    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+    process.stdout.close()
+
+
+def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
+    hanging = {"hangs": Part("Is it stopped?", ("-c", "import time; time.sleep(600)"))}
+    (outcome,) = run_parts(hanging, tmp_path, commit="abc", device="a GPU", part_seconds=1)
     assert outcome.exit_code is None and session.ending(outcome) == "stopped"
     assert "| stopped |" in (tmp_path / "gpu.md").read_text()
 
