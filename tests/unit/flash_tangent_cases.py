@@ -134,18 +134,18 @@ def check(
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_precision(dtype: torch.dtype) -> None:
-    found = check([[40, 33]], 2, 1, 64, dtype)
+    found = check([[40, 23]], 2, 1, 64, dtype, tiles=(64, 32))
     print(f"{dtype}:", ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found, strict=True)))
 
 
 @pytest.mark.parametrize("head_dim", [5, 80, 256, *([128, 192] if IS_SOAK else [])])
 def test_head_dimensions(head_dim: int) -> None:
-    check([[19]], 2, 1, head_dim, torch.float32, tiles=(16, 16))
+    check([[19]], 1, 1, head_dim, torch.float32, tiles=(32, 16))
 
 
 @pytest.mark.parametrize("moving", ["".join(x) for n in range(3) for x in itertools.combinations("qkv", n)])
 def test_tangents_of_some_inputs_only(moving: str) -> None:
-    check([[9, 20]], 2, 1, 16, torch.float32, moving, tiles=(16, 16))
+    check([[9, 20]], 1, 1, 16, torch.float32, moving, tiles=(32, 16))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -153,15 +153,15 @@ def test_sinks(dtype: torch.dtype) -> None:
     sinks, d_sinks = drawn_sinks(2)
     cases = (("qkv", d_sinks), ("qkv", None), ("", d_sinks), ("", None))
     for moving, d_moving in cases if dtype == torch.float32 else cases[:1]:
-        found = check([[40, 33]], 2, 1, 16, dtype, moving, sinks=(sinks, d_moving))
+        found = check([[20, 13]], 2, 1, 16, dtype, moving, sinks=(sinks, d_moving), tiles=(32, 16))
         print(f"{dtype}:", ", ".join(f"{error:.1e}" for error in found))
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_the_block_version_agrees(with_sinks: bool) -> None:
-    primals, tangents = drawn(2, 4, 2, 37, 16)
-    options = dict(scale=SCALE, sliding_window=11, sinks=drawn_sinks(4) if with_sinks else None)
-    found = flash_tangent(*primals, tangents, cu_seqlens=cu_seqlens_of([[37], [37]]), max_seqlen=37, **options)
+    primals, tangents = drawn(1, 2, 1, 37, 16)
+    options = dict(scale=SCALE, sliding_window=11, sinks=drawn_sinks(2) if with_sinks else None)
+    found = flash_tangent(*primals, tangents, cu_seqlens=cu_seqlens_of([[37]]), max_seqlen=37, **options)
     with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
         blocks = block_attention(*primals, tangents, **options)
     torch.testing.assert_close(found[:2], blocks, rtol=1e-5, atol=1e-6)
@@ -217,7 +217,7 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
 @st.composite
 def rows_of_sequences(draw) -> list[list[int]]:
     """Lengths of the sequences of one or two rows of equally many tokens."""
-    num_tokens = draw(st.integers(1, 44))
+    num_tokens = draw(st.integers(1, 44 if IS_SOAK else 36))
     rows = []
     for _ in range(draw(st.integers(1, 2))):
         cuts = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=3))) if num_tokens > 1 else []
@@ -229,7 +229,7 @@ def rows_of_sequences(draw) -> list[list[int]]:
 @given(
     lengths=rows_of_sequences(),
     kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
+    group=st.integers(1, 3 if IS_SOAK else 2),
     head_dim=st.sampled_from([16, 24, 3]),
     dtype=st.sampled_from(list(TOLERANCE)),
     sliding_window=st.none() | st.integers(1, 46),
@@ -266,7 +266,7 @@ def test_windows_over_many_blocks(tiles: tuple[int, int], sliding_window: int | 
 
 
 def test_a_sequence_sees_no_other() -> None:
-    lengths, primals_and_tangents = [[13, 20, 7]], drawn(1, 2, 1, 40, 16)
+    lengths, primals_and_tangents = [[13, 20, 7]], drawn(1, 1, 1, 40, 16)
     poisoned = [[x.clone() for x in tensors] for tensors in primals_and_tangents]
     for tensor in (*poisoned[0], *poisoned[1]):
         tensor[:, :, :13] = tensor[:, :, 33:] = math.nan
@@ -288,7 +288,7 @@ def test_tokens_beyond_the_last_end_are_left_alone() -> None:
 
 def test_more_sequences_than_are_searched_at_once() -> None:
     # Empty ones cost nothing in the interpreter but the search.
-    check([[1] * 6 + [0] * 124 + [2] * 5], 1, 1, 16, torch.float32, tiles=(16, 16))
+    check([[1] + [0] * 129 + [2, 3]], 1, 1, 16, torch.float32, moving="q", tiles=(16, 16))
 
 
 # ---- the way from the models ---------------------------------------------------------------------------------------
@@ -296,13 +296,13 @@ def test_more_sequences_than_are_searched_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: torch.dtype) -> None:
-    lengths, (primals, tangents) = [[13, 20], [33]], drawn(2, 2, 1, 33, 16, dtype)
+    lengths, (primals, tangents) = [[13, 7], [20]], drawn(2, 2, 1, 20, 16, dtype)
     layout = RowLayout.from_lengths(lengths, 1, CPU)
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
         output, _ = forward_mode_attention(torch.nn.Module(), *duals, None, scaling=SCALE, row_layout=layout)
         found = forward_ad.unpack_dual(output)
-    kernel = flash_tangent(*primals, tangents, cu_seqlens=layout.cu_seqlens, max_seqlen=33, scale=SCALE)
+    kernel = flash_tangent(*primals, tangents, cu_seqlens=layout.cu_seqlens, max_seqlen=20, scale=SCALE)
     for x, y in zip(found, kernel[:2], strict=True):
         assert torch.equal(x.transpose(1, 2), y) == (dtype == torch.bfloat16)
         torch.testing.assert_close(x.transpose(1, 2), y, rtol=0.02, atol=0.02)
