@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.parity import keep_some
+from tests.helpers.parity import PREPARE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.data.batches import StepBatches
@@ -17,7 +17,7 @@ from vcore_ds.train.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
 
-METHODS = ("vcore", "sft", "dft", "iw_sft", "random", "asft", "eaft", "deft", "profit")
+METHODS = ("vcore", "sft", "dft", "iw_sft", "random", "asft", "eaft", "deft", "profit", "stored")
 SECTIONS = {
     "vcore": {"kl_budget": 0.1},
     # The step's rate is small: with the usual weight the divergence would have no part in the gradient.
@@ -30,11 +30,11 @@ NUM_STEPS = 2
 
 def make_recipe(method: str, lora: bool, normalization: str):
     section = {"name": method, "normalization": normalization} | SECTIONS.get(method, {})
-    reference = {"reference_log_probabilities": "none"} if method == "iw_sft" and not lora else {}
+    files = {"iw_sft": {} if lora else {"reference_log_probabilities": "none"}, "stored": {"token_weights": "none"}}
     return step_runs.recipe(
         method=section,
         probe={"direction": "adam"},
-        data={"train_path": "none", **reference},
+        data={"train_path": "none", **files.get(method, {})},
         lora={"rank": 4, "alpha": 8} if lora else None,
         # With 1e-8, an entry whose gradient is about as small moves by its rounding: 1.8e-6 in two of these runs.
         optimizer={"learning_rate": step_runs.LEARNING_RATE, "eps": 1e-6},
@@ -56,13 +56,13 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
             rows = [tiny.take(main, [row]) for row in range(num_rows)]
             main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
     followed = tiny.rows(3, seed=90)
-    followed_masks = keep_some(followed) if method == "random" else None
+    followed_masks = PREPARE[method](followed) if method in PREPARE else None
     if method == "iw_sft" and not lora:
         alone = [tiny.take(followed, [row]) for row in range(3)]
         followed.reference_log_probability = torch.cat(compute_log_probabilities(engine, alone))
     worst: dict[str, float] = dict.fromkeys(("weights", "alpha", "gradient", "parameters", "loss", "base_kl"), 0.0)
     for k, main in enumerate(mains):
-        masks = keep_some(main) if method == "random" else None
+        masks = PREPARE[method](main) if method in PREPARE else None
         probe = tiny.rows(4, seed=70 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if method == "vcore" else [])
         if k == NUM_STEPS - 1:
@@ -165,5 +165,5 @@ def test_a_step_of_every_combination_equals_the_reference(deviations, world_size
         # The weights of these do not sum to 1; if they did, the method would not have been in effect.
         if combination[0] in ("dft", "asft", "deft", "profit"):
             assert 0 < worst["total_weight"] < 0.99
-        if combination[0] in ("iw_sft", "eaft"):
+        if combination[0] in ("iw_sft", "eaft", "stored"):
             assert abs(worst["total_weight"] - 1.0) > 1e-5

@@ -80,6 +80,14 @@ CASES = {
     "iw_sft, lora": Case(
         sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "iw_sft"}, "lora": {"rank": 4, "alpha": 8}}
     ),
+    "stored, packed": Case(
+        sequence_parallel=(2, 1),
+        packed=True,
+        sections={
+            "method": {"name": "stored", "normalization": "token"},
+            "data": {"train_path": "none", "token_weights": "none"},
+        },
+    ),
 } | soak(
     {
         "random": Case(

@@ -197,6 +197,8 @@ class Reference:
                 weights = weights * (before[i] - losses).mean().exp().clamp(0, 16)
             elif method == "random":
                 weights = kept[i] / kept[i].sum()
+            elif method == "stored":
+                weights = weights * kept[i]
             entropies = -(log_p.exp() * log_p).sum(-1)
             found.append(
                 dict(losses=losses, entropies=entropies, utilities=utilities and utilities[i], weights=weights)
@@ -208,7 +210,7 @@ class Reference:
              groups=None, base_measure="uniform", batch_kl_budget=None, probe_loss="uniform",
              followed=None, followed_kept=None, kl_weight=0.0, min_probability=None):  # fmt: skip
         """Args:
-        kept: for method `random`, a mask `[n_i]` for each row.
+        kept: for each row, `[n_i]`, a mask for method `random` and factors of the losses for `stored`.
         groups: the rows of each micro-batch, where every micro-batch has its own alpha.
         followed: rows that are measured before the update, see `measured`.
         """
@@ -236,6 +238,8 @@ class Reference:
         if method == "random":
             weights = [mask / mask.sum() if len(mask) else mask.float() for mask in kept]
             scales = shares(torch.stack([mask.sum() for mask in kept]))
+        if method == "stored":
+            weights = [factor * u for factor, u in zip(kept, weights, strict=True)]
         factors, direction = [1.0] * len(losses), None
         if method == "vcore":
             if probe is not None:

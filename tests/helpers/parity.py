@@ -116,7 +116,7 @@ def run_case(case: Case) -> dict[str, float]:
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k, main in enumerate(mains):
         probe = tiny.rows(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
-        masks = keep_some(main) if recipe.method.name == "random" else None
+        masks = PREPARE[recipe.method.name](main) if recipe.method.name in PREPARE else None
         if k % case.probe_every != 0 or recipe.method.name != "vcore":
             probe = None
         k_main, k_probe = case.sequence_parallel
@@ -179,6 +179,17 @@ def keep_some(batch: Batch) -> list[torch.Tensor]:
         masks.append(torch.from_numpy(random_mask(in_answer, 0.4, generator(Stream.RANDOM_MASK, 5, row))))
         batch.kept[row, targets] = masks[-1]
     return masks
+
+
+def store_weights(batch: Batch) -> list[torch.Tensor]:
+    """Give each token a factor of its loss, some of them 0; returns those of the targets by row."""
+    factors = torch.rand(batch.labels.shape, generator=torch.Generator().manual_seed(7)) * 4 - 1
+    batch.loss_weights = factors.clamp(min=0)
+    return [batch.loss_weights[row, batch.labels[row] != -100] for row in range(batch.num_sequences)]
+
+
+PREPARE = {"random": keep_some, "stored": store_weights}
+"""What gives a batch the data that a method takes from it, and the oracle its `kept`."""
 
 
 def assert_equal(of_ranks: list[dict[str, float]]) -> None:

@@ -124,7 +124,7 @@ def take(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
     """Some rows of a batch, padded so that `sequence_parallel` ranks can share them."""
     padding = -batch.labels.shape[1] % sequence_parallel
 
-    def rows(tensor: torch.Tensor | None, fill: int = 0) -> torch.Tensor | None:
+    def rows(tensor: torch.Tensor | None, fill: float = 0) -> torch.Tensor | None:
         return None if tensor is None else pad(tensor[indices], (0, padding), value=fill)
 
     reference = batch.reference_log_probability
@@ -134,6 +134,7 @@ def take(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
         rows(batch.labels, IGNORED_LABEL),
         rows(batch.kept),
         None if reference is None else reference[indices],
+        rows(batch.loss_weights),
         sequence_parallel=sequence_parallel,
     )
 
@@ -148,6 +149,7 @@ def packed(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batc
             (batch.labels[i] != IGNORED_LABEL).numpy(),
             kept=None if batch.kept is None else batch.kept[i].numpy(),
             reference_log_probability=None if references is None else float(references[i]),
+            loss_weights=None if batch.loss_weights is None else batch.loss_weights[i].numpy(),
         )
         for i in indices
     ]
