@@ -31,7 +31,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
+from triton.runtime.jit import KernelInterface
 
+from vcore_ds.models import pointwise_kernels
 from vcore_ds.models.flash_tangent import TILE, TILES, flash_tangent, half_precision_tiles, kernel_arguments
 from vcore_ds.models.flash_tangent_kernel import attend
 
@@ -188,6 +190,34 @@ def count_compiles(head_dim: int) -> int:
     return len(keys)
 
 
+def compile_pointwise(capability: int) -> dict[str, tuple[int, int]]:
+    """Registers and spilled bytes of the kernels of `pointwise_kernels`, with sizes of Qwen3-32B."""
+    NoDevice.capability = capability
+    x, weight, inverse = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 5120), (5120,), (64, 1)))
+    query = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)
+    angles = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16)
+    calls = {
+        "norm": lambda: pointwise_kernels.rms_norm_tangent_kernel(x, weight, inverse.float(), x, weight),
+        "norm of a head": lambda: pointwise_kernels.rms_norm_tangent_kernel(
+            query, weight[:128], query[..., :1].float(), query, weight[:128]
+        ),
+        "rotary embedding": lambda: pointwise_kernels.rotate_kernel(query, angles, angles),
+        "gated activation": lambda: pointwise_kernels.gated_silu_tangent_kernel(x, x, x, x),
+    }
+    results = {}
+    launch = KernelInterface.__getitem__
+    for name, call in calls.items():
+        KernelInterface.__getitem__ = lambda kernel, grid: partial(kernel.warmup, grid=grid)
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            call()
+        KernelInterface.__getitem__ = launch
+        registers = re.search(r"Used (\d+) registers", log.getvalue())
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+        assert registers is not None and spilled is not None, log.getvalue()
+        results[name] = int(registers[1]), int(spilled[1]) + int(spilled[2])
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256], help="dimensions of a head")
@@ -212,9 +242,10 @@ def main() -> None:
                     found += [compile_one(tile) for tile in tiles[: 1 if options.first else None]]
                 if not options.quick or is_given:
                     found.append(compile_one(tiles[0], windowed_with_sinks=True))
+    pointwise = {gpu: compile_pointwise(capability) for capability, gpu in GPUS.items() if gpu in options.gpu}
     num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
     if options.json:
-        print(json.dumps(dict(tiles=[asdict(one) for one in found], num_compiles=num_compiles)))
+        print(json.dumps(dict(tiles=[asdict(one) for one in found], num_compiles=num_compiles, pointwise=pointwise)))
         return
     print(
         "| GPU | D | computed | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory |"
@@ -227,6 +258,7 @@ def main() -> None:
             f" {one.shared_bytes / 1024:.0f} | {one.tensor_memory_columns} | {'yes' if one.fits else 'no'} |"
             f" {'yes' if one.is_serialized else 'no'} | {one.products} | {one.num_waits} |"
         )
+    print("\nPointwise kernels, registers and spilled bytes:", pointwise)
     print("\nKernels compiled for one tile and 22 kinds of batches, by head dimension:", num_compiles)
 
 

@@ -16,7 +16,8 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.models.dual_tensors import make_dual
-from vcore_ds.models.megatron.decoder import RMSNorm, find_norm_class, rms_norm, rms_norm_tangent
+from vcore_ds.models.megatron.decoder import RMSNorm, find_norm_class
+from vcore_ds.models.pointwise import rms_norm, rms_norm_tangent
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.megatron import decoder as norms
 from vcore_ds.models.megatron.configuration import WeightSlice, copy_to_weight
-from vcore_ds.models.megatron.decoder import DualTensorNorm, PlainRMSNorm
+from vcore_ds.models.megatron.decoder import DualTensorNorm, RMSNorm
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.utility.finite_difference import perturb_parameters
 
@@ -83,7 +83,7 @@ class _NormKernel(torch.autograd.Function):
         return by_x.to(x.dtype), None, (by_y * normalized).flatten(0, -2).sum(0).to(x.dtype)
 
 
-class _PlainKernelNorm(PlainRMSNorm):
+class _PlainKernelNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return _NormKernel.apply(x, self, self._parameters["weight"])
 

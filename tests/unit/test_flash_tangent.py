@@ -64,6 +64,7 @@ def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
         number, name = one["products"].split()
         assert name == {"H100": "HGMMA", "B200": "UTCHMMA"}[one["gpu"]] and int(number) >= 20, one
         assert 0 < one["num_waits"] <= {"H100": 4, "B200": 6}[one["gpu"]], one
+    assert {spilled for one in found["pointwise"].values() for _, spilled in one.values()} == {0}
     assert found["num_compiles"] == {str(head_dim): 1 for head_dim in head_dims}
 
 

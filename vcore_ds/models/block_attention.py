@@ -108,12 +108,27 @@ def block_attention_tangent(
         output: `[B, A, T, D]`.
         log_sum_exp: `[B, A, T]`, over each query's scaled scores and its sink.
     """
-    sink, d_sink = sinks or (None, None)
-    blocks = _Blocks(query, key, value, tangents, scale, None)
     d_output = torch.empty_like(query)
+    # Row by row: the memory of a block of scores is that of one row's heads.
+    for row in range(len(query)):
+        one = slice(row, row + 1)
+        d_qkv = [None if tangent is None else tangent[one] for tangent in tangents]
+        blocks = _Blocks(query[one], key[one], value[one], d_qkv, scale, None)
+        _write_row_tangent(d_output[one], blocks, output[one], log_sum_exp[one], sinks or (None, None))
+    return d_output
+
+
+def _write_row_tangent(
+    d_output: Tensor,
+    blocks: "_Blocks",
+    output: Tensor,
+    log_sum_exp: Tensor,
+    sinks: tuple[Tensor | None, Tensor | None],
+) -> None:
+    sink, d_sink = sinks
     for queries in blocks.iter_query_blocks():
         normalizer = blocks.query_rows(log_sum_exp[..., None], queries, blocks.accumulate)
-        d_out = blocks.new_accumulator(query.shape[-1])
+        d_out = blocks.new_accumulator(output.shape[-1])
         d_row_sum = blocks.expand_heads(d_sink, absent=0.0)  # sum of P * dS
         if d_sink is not None:
             d_row_sum.mul_(blocks.expand_heads(sink, absent=-torch.inf).sub_(normalizer).exp_())
@@ -122,7 +137,6 @@ def block_attention_tangent(
             blocks.add_tangents(d_out, d_row_sum, weights, keys)
         out = blocks.query_rows(output, queries, blocks.accumulate)
         blocks.write_block(d_output, queries, d_out.addcmul_(d_row_sum, out, value=-1))
-    return d_output
 
 
 class _Blocks:

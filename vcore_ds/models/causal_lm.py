@@ -20,6 +20,7 @@ from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
+from vcore_ds.models.pointwise import use_formulas
 from vcore_ds.models.token_loss import (
     LogitTransform,
     PredictionStatistic,
@@ -158,6 +159,7 @@ class TokenLossModel(nn.Module):
         self.causal_lm: PreTrainedModel | PeftModel = causal_lm
         self._activation_offload = activation_offload
         use_token_dropout(causal_lm)
+        use_formulas(causal_lm)
         base = self.base
         head = base.get_output_embeddings()
         if not isinstance(head, nn.Linear):

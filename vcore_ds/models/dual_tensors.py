@@ -18,6 +18,11 @@ def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
     return forward_ad.make_dual(forward_ad.unpack_dual(value).primal, tangent)
 
 
+def make_dual_if_any(value: Tensor, tangent: Tensor | None) -> Tensor:
+    """Return a dual tensor, or the value if the tangent is None."""
+    return value if tangent is None else make_dual(value, tangent)
+
+
 def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
     """Return the value and the tangent (None if it has none) of a parameter, while its module runs.
 

@@ -294,14 +294,17 @@ class _TokenLoss(torch.autograd.Function):
                     if hidden_gradient is not None:
                         hidden_gradient[block] = gradient
                     if d_losses is not None and d_hidden is not None:
-                        d_losses[block] += (gradient * d_hidden[block]).sum(-1)
+                        d_losses[block] += gradient.mul_(d_hidden[block]).sum(-1)
+                    del gradient
                 if d_losses is not None and isinstance(d_weight, LowRank):  # (q Q) . (B h)
                     inner = _matmul_t(hidden[block], d_weight.right)
-                    d_losses[block] += (_matmul_t(d_raw_logits, _token_rows(d_weight.left, shard).t()) * inner).sum(-1)
+                    inner.mul_(_matmul_t(d_raw_logits, _token_rows(d_weight.left, shard).t()))
+                    d_losses[block] += inner.sum(-1)
+                    del inner
                 elif d_losses is not None and isinstance(d_weight, Tensor):
-                    d_losses[block] += (_matmul_t(d_raw_logits, _token_rows(d_weight, shard).t()) * hidden[block]).sum(
-                        -1
-                    )
+                    by_weight = _matmul_t(d_raw_logits, _token_rows(d_weight, shard).t()).mul_(hidden[block])
+                    d_losses[block] += by_weight.sum(-1)
+                    del by_weight
                 del d_raw_logits
             del logits  # free this block before the next one is computed
         if d_losses is not None and shard is not None:

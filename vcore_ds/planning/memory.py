@@ -326,7 +326,7 @@ class _Model:
         between = self._between_layers(num_tokens)
         if self.settings.is_checkpointed:
             return between * b * shape.hidden_size * (shape.num_layers + 1)
-        last_norm = between * shape.hidden_size * (_FP32 + 2 * b)
+        last_norm = between * shape.hidden_size * (self._norm_bytes + b)
         return shape.num_layers * self._layer_kept(num_tokens) + last_norm
 
     def _kept_on_device(self, num_tokens: int) -> dict[str, int]:
@@ -376,13 +376,13 @@ class _Model:
         """What a layer's backward needs: the tensors that autograd saves in its forward, one by one."""
         shape, b = self.shape, self.b
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-        # Norms compute in fp32: their input; for the gradient of their weight, what that is multiplied by.
-        weight_bytes = b if self.is_full else 0
         hidden = self._between_layers(num_tokens) * shape.hidden_size
-        norms = (2 * hidden + shape.normalizes_heads * heads * num_tokens) * (_FP32 + weight_bytes)
+        # The input of a norm; that of a recomputed layer's first norm is the checkpoint.
+        num_norms = 1 if self.settings.is_checkpointed and shape.has_llama_norms else 2
+        norms = (num_norms * hidden + shape.normalizes_heads * heads * num_tokens) * self._norm_bytes
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
         attention = b * 2 * heads + _FP32 * shape.num_heads
-        mlp = 3 * b * self._mlp_width  # gate, its activation, up
+        mlp = b * (3 * self._mlp_width - shape.has_llama_norms * self._formula_width)  # gate, its activation, up
         # Outputs of the norms and the product of the MLP: inputs of linear layers whose weights are trained, or whose
         # adapters take them as they are. Other adapters keep separate copies; tensor-parallel layers keep both.
         inputs = b * (2 * hidden + num_tokens * self._mlp_width)
@@ -390,6 +390,20 @@ class _Model:
             inputs = 0
         kept = norms + num_tokens * (attention + mlp) + inputs + self._kept_by_adapters(num_tokens)
         return kept + self._kept_by_routing(num_tokens)
+
+    @property
+    def _norm_bytes(self) -> int:
+        """What a norm keeps of a number: its input in its dtype, or in fp32 and, for the gradient of the weight, what
+        that is multiplied by."""
+        if self.shape.has_llama_norms:
+            return self.b
+        return _FP32 + (self.b if self.is_full else 0)
+
+    @property
+    def _formula_width(self) -> int:
+        """Width of the MLP whose activated gate is computed again; experts keep it."""
+        experts = self.shape.experts
+        return self.shape.intermediate_size if experts is None else experts.shared_width
 
     @property
     def _mlp_width(self) -> int:

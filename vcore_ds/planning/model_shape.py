@@ -154,6 +154,21 @@ SIZE_NAMES = {
 _NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
 """Prefixes of architectures that normalise queries and keys."""
 
+_OTHER_NORMS = (
+    "gemma",
+    "olmo",
+    "flex_olmo",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "gpt2",
+    "gpt_neox",
+    "phi",
+    "falcon",
+    "opt",
+)
+"""Prefixes of architectures whose norms are not computed by Llama's code; others are taken to be Llama-like."""
+
 REQUIRED_SIZES = ("num_layers", "num_heads", "hidden_size")
 
 
@@ -193,6 +208,8 @@ class ModelShape:
     """Whether input and output embedding are one parameter."""
     normalizes_heads: bool = False
     """Whether queries and keys are normalised, as in Qwen3."""
+    has_llama_norms: bool = True
+    """Whether norms and gated MLPs are those of Llama, which keep little for the backward (`models/pointwise.py`)."""
     experts: Experts | None = None
     """None for a dense model."""
     max_positions: int | None = None
@@ -307,13 +324,15 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
     shape = replace(shape, max_positions=_max_positions(config))
     if vocabulary is None:
         return replace(shape, experts=experts)
+    model_type = str(config.get("model_type", ""))
     return replace(
         shape,
         hidden_size=hidden,
         intermediate_size=width or 4 * hidden,
         vocabulary_size=vocabulary,
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        normalizes_heads=str(config.get("model_type", "")).startswith(_NORMALIZED_HEADS),
+        normalizes_heads=model_type.startswith(_NORMALIZED_HEADS),
+        has_llama_norms=not model_type.startswith(_OTHER_NORMS),
         experts=experts,
     )
 

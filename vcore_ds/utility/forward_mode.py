@@ -33,6 +33,7 @@ from vcore_ds.models.dual_tensors import (
 )
 from vcore_ds.models.experts import EXPERT_WEIGHTS, uses_our_experts
 from vcore_ds.models.lora_linear import BaseLinear, linear_tangent, linear_with_addend
+from vcore_ds.models.pointwise import rotate_by_formula
 from vcore_ds.utility.direction import Direction, ShardGroupGather
 
 if TYPE_CHECKING:  # megatron-core takes seconds
@@ -81,7 +82,8 @@ def dual_parameters(
     config._attn_implementation = attention
     try:
         tangents.attach(engine)
-        yield
+        with rotate_by_formula(engine.module):
+            yield
         tangents.check_all_dual(engine)
     finally:
         tangents.detach()

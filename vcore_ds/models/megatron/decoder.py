@@ -21,7 +21,6 @@ from functools import cache, partial
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -32,14 +31,14 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.attention import RowLayout
-from vcore_ds.models.dual_tensors import unpack_parameter
+from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
 from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
-from vcore_ds.models.megatron.token_exchange import make_dual_if_any
+from vcore_ds.models.pointwise import gated_silu, rms_norm, rms_norm_tangent
 
 
 class DualTensorNorm(nn.Module):
-    """Mixin before the class of an RMSNorm: values come from that class, tangents from `rms_norm_tangent`.
+    """Mixin before the class of an RMSNorm by kernels: values come from that class, tangents from `rms_norm_tangent`.
 
     The class needs `weight`, `eps` and a forward, which may be an autograd Function without a forward-mode rule, and
     whose backward may read the weight from the module again.
@@ -68,7 +67,7 @@ class DualTensorNorm(nn.Module):
             self.__dict__["weight"] = dual
 
 
-class PlainRMSNorm(nn.Module):
+class RMSNorm(nn.Module):
     """RMSNorm over the last dimension in PyTorch operations."""
 
     def __init__(self, size: int, eps: float):
@@ -77,11 +76,8 @@ class PlainRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class RMSNorm(DualTensorNorm, PlainRMSNorm):
-    """The norm without TransformerEngine."""
+        weight, d_weight = unpack_parameter(self, "weight")
+        return rms_norm(x, weight, self.eps, d_weight=d_weight)
 
 
 def make_norm(config: TransformerConfig, size: int) -> nn.Module:
@@ -119,7 +115,7 @@ def _transformer_engine_norm() -> type[nn.Module]:
     from transformer_engine.pytorch import RMSNorm as KernelNorm
 
     class TransformerEngineNorm(DualTensorNorm, KernelNorm):
-        """One fused kernel each for value and gradient. In bf16 it rounds once; `PlainRMSNorm` rounds the normalized
+        """One fused kernel each for value and gradient. In bf16 it rounds once; `RMSNorm` rounds the normalized
         values, and again after multiplying by the weight."""
 
         def __init__(self, size: int, eps: float):
@@ -127,46 +123,6 @@ def _transformer_engine_norm() -> type[nn.Module]:
             super().__init__(size, eps=eps, device=torch.empty(0).device)
 
     return TransformerEngineNorm
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `w x / sqrt(mean(x^2) + eps)` over the last dimension, in fp32 or fp64, rounding where Hugging Face's
-    models do.
-
-    Args:
-        x: `[..., size]`.
-        weight: `[size]`, of the dtype of `x`.
-    """
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (exact * _inverse_root_mean_square(exact, eps)).to(x.dtype)
-
-
-@torch.no_grad()
-def rms_norm_tangent(
-    x: Tensor, weight: Tensor, eps: float, *, d_x: Tensor | None = None, d_weight: Tensor | None = None
-) -> Tensor | None:
-    """Compute the tangent of `rms_norm`, not differentiable; None without tangents.
-
-    With `r = 1 / sqrt(mean(x^2) + eps)` and `n = r x`: `dn = r (dx - n mean(n dx))`.
-    """
-    if d_x is None and d_weight is None:
-        return None
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    inverse = _inverse_root_mean_square(exact, eps)
-    normalized, tangent = exact * inverse, None
-    if d_x is not None:
-        d_exact = d_x.to(exact.dtype)
-        projection = (normalized * d_exact).mean(-1, keepdim=True)
-        d_normalized = torch.addcmul(d_exact, normalized, projection, value=-1).mul_(inverse)
-        tangent = weight * d_normalized.to(x.dtype)
-    if d_weight is not None:
-        weight_term = d_weight * normalized.to(x.dtype)
-        tangent = weight_term if tangent is None else tangent.add_(weight_term)
-    return tangent
-
-
-def _inverse_root_mean_square(exact: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
 
 
 Angles = tuple[Tensor, Tensor]
@@ -246,24 +202,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `silu(gate) * up`; takes dual tensors, whose tangents it overwrites.
-
-    Nothing else needs these tangents. PyTorch's rule would allocate three more tensors of the MLP's width, at the peak
-    memory of a checkpointed forward with tangents.
-    """
-    (value, d_gate), (factor, d_up) = forward_ad.unpack_dual(gate), forward_ad.unpack_dual(up)
-    activated = silu(value)
-    with torch.no_grad():
-        tangent = None
-        if d_gate is not None:
-            tangent = torch.ops.aten.silu_backward.grad_input(d_gate, value, grad_input=d_gate).mul_(factor)
-        if d_up is not None:
-            tangent = d_up.mul_(activated) if tangent is None else tangent.addcmul_(activated, d_up)
-    gated = activated * factor if torch.is_grad_enabled() else activated.mul_(factor)
-    return make_dual_if_any(gated, tangent)
 
 
 def make_row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:

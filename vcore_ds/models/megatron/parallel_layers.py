@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import LowRank, unpack_parameter, unpack_weight
+from vcore_ds.models.dual_tensors import LowRank, make_dual_if_any, unpack_parameter, unpack_weight
 from vcore_ds.models.lora_linear import linear_tangent, linear_with_addend
 from vcore_ds.models.megatron.adapters import (
     Adapter,
@@ -31,7 +31,6 @@ from vcore_ds.models.megatron.adapters import (
 )
 from vcore_ds.models.megatron.token_exchange import (
     all_gather_tokens,
-    make_dual_if_any,
     reduce_scatter_both,
     reduce_scatter_tokens,
     scatter_tokens,

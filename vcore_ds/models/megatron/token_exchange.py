@@ -16,7 +16,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import make_dual
+from vcore_ds.models.dual_tensors import make_dual_if_any
 
 
 def gather_tokens(part: Tensor) -> Tensor:
@@ -30,11 +30,6 @@ def gather_tokens(part: Tensor) -> Tensor:
 def scatter_tokens(partial: Tensor) -> Tensor:
     """Reduce-scatter `[t, b, ...]` to `[t / n, b, ...]`; takes dual tensors, if all ranks have one or none."""
     return make_dual_if_any(*_ScatterTokens.apply(*forward_ad.unpack_dual(partial)))
-
-
-def make_dual_if_any(value: Tensor, tangent: Tensor | None) -> Tensor:
-    """Return a dual tensor, or the value if the tangent is None."""
-    return value if tangent is None else make_dual(value, tangent)
 
 
 def all_gather_tokens(part: Tensor, tangent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,271 @@
+"""RMSNorm, rotary embedding and gated activation of tensors that may be dual, by formulas.
+
+Values and gradients equal those of Hugging Face's operations to the last bit in fp32 and bf16. PyTorch would
+differentiate these one elementwise operation after the other, and its graph keeps fp32 copies of a norm's input and the
+activated gate, which the backward here computes again.
+
+`use_formulas` gives norm and gated activation to the modules of a Hugging Face model whose forward has the code of
+Llama's (about 140 norms of transformers 5.23; not those of Gemma, OLMo and gpt-oss); `rotate_by_formula` covers the
+rotary embedding. The parallel layers (`vcore_ds.models.megatron`) call the same functions.
+
+On a GPU in half precision one Triton kernel each computes the tangent (`pointwise_kernels`). Values remain PyTorch's,
+so losses equal those of a pass without tangents.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers.models.llama import modeling_llama
+
+from vcore_ds.models.attention import _has_triton
+from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
+
+
+def use_formulas(model: nn.Module) -> None:
+    """Give norms and gated MLPs with the code of Llama's the formulas below, in place. Only their classes change."""
+    for module in model.modules():
+        kind = type(module)
+        if _has_code_of(kind.forward, modeling_llama.LlamaRMSNorm.forward):
+            module.__class__ = _with_forward(kind, _norm_forward)
+        elif _has_code_of(kind.forward, modeling_llama.LlamaMLP.forward) and _is_silu(module.act_fn):
+            module.__class__ = _with_forward(kind, _mlp_forward)
+
+
+def _has_code_of(function: Any, other: Callable[..., Any]) -> bool:
+    """Whether two functions are compiled from the same text, apart from docstrings."""
+    code, expected = getattr(function, "__code__", None), other.__code__
+    if code is None:
+        return False
+    docstrings = {function.__doc__, other.__doc__}
+    constants, of_other = ([x for x in c.co_consts if x not in docstrings] for c in (code, expected))
+    return (code.co_code, code.co_names, constants) == (expected.co_code, expected.co_names, of_other)
+
+
+@cache
+def _with_forward(kind: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
+    """A subclass of the same name with another forward."""
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _is_silu(activation: Any) -> bool:
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    weight, d_weight = unpack_parameter(self, "weight")
+    if hidden_states.dtype != weight.dtype:
+        return modeling_llama.LlamaRMSNorm.forward(self, hidden_states)
+    return rms_norm(hidden_states, weight, self.variance_epsilon, d_weight=d_weight, accumulation=torch.float32)
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    # Nested, so that no local variable keeps gate and up alive during the last GEMM.
+    return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+
+
+@contextmanager
+def rotate_by_formula(model: nn.Module) -> Iterator[None]:
+    """A context in which the rotary embeddings of a model, where their code is that of Llama's, carry tangents by
+    formula. Their functions are globals of the modules of the architecture's attention."""
+    sources = {name: sys.modules[name] for name in {type(module).__module__ for module in model.modules()}}
+    rotations = {
+        name: source.apply_rotary_pos_emb
+        for name, source in sources.items()
+        if _has_code_of(getattr(source, "apply_rotary_pos_emb", None), modeling_llama.apply_rotary_pos_emb)
+        and _has_code_of(getattr(source, "rotate_half", modeling_llama.rotate_half), modeling_llama.rotate_half)
+    }
+    try:
+        for name, rotation in rotations.items():
+            sources[name].apply_rotary_pos_emb = partial(_rotate_pair, rotation)  # type: ignore[attr-defined]
+        yield
+    finally:
+        for name, rotation in rotations.items():
+            sources[name].apply_rotary_pos_emb = rotation  # type: ignore[attr-defined]
+
+
+def _rotate_pair(
+    rotation: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_pos_emb` of queries and keys that may be dual."""
+    with torch._C.DisableTorchFunction():
+        (query, d_query), (key, d_key) = forward_ad.unpack_dual(q), forward_ad.unpack_dual(k)
+        values = rotation(query, key, cos, sin, unsqueeze_dim)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        tangents = (None if dx is None else rotate(dx, cos, sin) for dx in (d_query, d_key))
+        rotated_query, rotated_key = map(make_dual_if_any, values, tangents)
+        return rotated_query, rotated_key
+
+
+@torch.no_grad()
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x [..., D]` by angles whose cosines and sines `[..., D]` broadcast to it; without a graph."""
+    if _can_use_triton(x) and x.dim() == cos.dim() == 4 and cos.shape[1] == 1:
+        from vcore_ds.models.pointwise_kernels import rotate_kernel
+
+        return rotate_kernel(x, cos, sin)
+    half = x.shape[-1] // 2
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return rotated
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute `silu(gate) * up`; takes dual tensors, whose tangents it overwrites.
+
+    Nothing else needs these tangents. PyTorch's rule would allocate three more tensors of the MLP's width, at the peak
+    memory of a checkpointed forward with tangents.
+    """
+    with torch._C.DisableTorchFunction():
+        (gate, d_gate), (up, d_up) = forward_ad.unpack_dual(gate), forward_ad.unpack_dual(up)
+        tangent = gated_silu_tangent_(gate, up, d_gate, d_up)
+        value = _GatedSilu.apply(gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up)
+        return make_dual_if_any(value, tangent)
+
+
+@torch.no_grad()
+def gated_silu_tangent_(gate: Tensor, up: Tensor, d_gate: Tensor | None, d_up: Tensor | None) -> Tensor | None:
+    """Compute the tangent of `gated_silu`, in one of the tangents' memory; None without tangents."""
+    if d_gate is None and d_up is None:
+        return None
+    if _can_use_triton(gate):
+        from vcore_ds.models.pointwise_kernels import gated_silu_tangent_kernel
+
+        return gated_silu_tangent_kernel(gate, up, d_gate, d_up)
+    tangent = None
+    if d_gate is not None:
+        tangent = torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate).mul_(up)
+    if d_up is not None:
+        tangent = d_up.mul_(silu(gate)) if tangent is None else tangent.addcmul_(silu(gate), d_up)
+    return tangent
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        # Detached: a view of a dual tensor would keep its tangent alive until the dual level ends.
+        ctx.save_for_backward(gate.detach(), up.detach())
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(grad * up, gate) if ctx.needs_input_grad[0] else None
+        return d_gate, silu(gate).mul_(grad) if ctx.needs_input_grad[1] else None
+
+
+def _can_use_triton(x: Tensor) -> bool:
+    """Whether to use the kernels: on a GPU in half precision."""
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return is_half and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, d_weight: Tensor | None = None, accumulation: torch.dtype | None = None
+) -> Tensor:
+    """Compute `w x / sqrt(mean(x^2) + eps)` over the last dimension, rounding where Hugging Face's models do.
+
+    Args:
+        x: `[..., size]`; may be a dual tensor.
+        weight: `[size]`, of the dtype of `x`.
+        d_weight: its tangent.
+        accumulation: dtype of the computation; None for fp32, or fp64 for fp64.
+    """
+    with torch._C.DisableTorchFunction():  # in the fused pass every function called from Python takes a detour
+        x, d_x = forward_ad.unpack_dual(x)
+        accumulation = accumulation or torch.promote_types(x.dtype, torch.float32)
+        if torch.is_grad_enabled():
+            value, inverse = _RMSNorm.apply(x, weight, eps, accumulation)
+        else:
+            value, inverse = _normalize(x, weight, eps, accumulation)
+        return make_dual_if_any(value, _rms_norm_tangent(x, weight, inverse, d_x, d_weight))
+
+
+@torch.no_grad()
+def rms_norm_tangent(
+    x: Tensor, weight: Tensor, eps: float, *, d_x: Tensor | None = None, d_weight: Tensor | None = None
+) -> Tensor | None:
+    """Compute the tangent of `rms_norm`, not differentiable; None without tangents."""
+    if d_x is None and d_weight is None:
+        return None
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return _rms_norm_tangent(x, weight, _inverse_root_mean_square(exact, eps), d_x, d_weight)
+
+
+def _inverse_root_mean_square(exact: Tensor, eps: float) -> Tensor:
+    return exact.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The value and `1 / sqrt(mean(x^2) + eps)`, `[..., 1]` in the dtype of the computation."""
+    exact = x.to(accumulation)
+    inverse = _inverse_root_mean_square(exact, eps)
+    normalized = exact * inverse if exact is x else exact.mul_(inverse)
+    return weight * normalized.to(x.dtype), inverse
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Returns the value and the inverse root mean square (not differentiable).
+
+    The backward has autograd's operations in autograd's order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype) -> tuple[Tensor, Tensor]:
+        value, inverse = _normalize(x, weight, eps, accumulation)
+        ctx.save_for_backward(x.detach(), weight, inverse)  # detached: see _GatedSilu
+        ctx.mark_non_differentiable(inverse)
+        return value, inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        exact = x.to(inverse.dtype)
+        d_x = d_weight = None
+        if ctx.needs_input_grad[1]:
+            normalized = (exact * inverse).to(x.dtype)
+            d_weight = (grad * normalized).sum_to_size(weight.shape)
+        if ctx.needs_input_grad[0]:
+            by_normalized = (grad * weight).to(exact.dtype)
+            by_inverse = (by_normalized * exact).sum(-1, keepdim=True)
+            by_mean = (-0.5 * by_inverse * inverse.pow(3)).div_(exact.shape[-1])
+            # Not fused: addcmul would round once less than autograd does.
+            d_x = (by_normalized * inverse).add_(exact * (2.0 * by_mean)).to(x.dtype)
+        return d_x, d_weight, None, None
+
+
+@torch.no_grad()
+def _rms_norm_tangent(
+    x: Tensor, weight: Tensor, inverse: Tensor, d_x: Tensor | None, d_weight: Tensor | None
+) -> Tensor | None:
+    """With `r = 1 / sqrt(mean(x^2) + eps)` and `n = r x`: `dy = w r (dx - n mean(n dx)) + dw n`."""
+    if d_x is None and d_weight is None:
+        return None
+    if _can_use_triton(x):
+        from vcore_ds.models.pointwise_kernels import rms_norm_tangent_kernel
+
+        return rms_norm_tangent_kernel(x, weight, inverse, d_x, d_weight)
+    exact = x.to(inverse.dtype)
+    normalized = exact * inverse if exact is x else exact.mul_(inverse)
+    tangent = None
+    if d_x is not None:
+        d_exact = d_x.to(exact.dtype)
+        projection = (normalized * d_exact).mean(-1, keepdim=True)
+        tangent = torch.addcmul(d_exact, normalized, projection, value=-1).mul_(inverse).to(x.dtype).mul_(weight)
+    if d_weight is not None:
+        narrow = normalized.to(x.dtype)
+        tangent = narrow * d_weight if tangent is None else tangent.addcmul_(narrow, d_weight)
+    return tangent
