@@ -177,7 +177,7 @@ def test_what_does_not_fit_has_its_cheapest_remedies(capsys: pytest.CaptureFixtu
     text, error = capsys.readouterr()
     assert error == (
         f"vcore-ds: memory: {RECIPE} does not fit on 8 H100: found 79.00 GiB of GPU memory for each rank, expected "
-        "97.47\n"
+        "96.70\n"
     )
     assert "vcore does not fit. The changes with the fewest GPU hours that make it fit\n  16 ranks: " in text
     _, vcore = planned(capsys, str(RECIPE), "--gpus", "8", fits=False)["columns"]
@@ -350,7 +350,7 @@ def test_check_says_what_a_run_costs_and_refuses_what_cannot_fit(
     assert second.startswith("Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; ")
     assert main([*words, "--ranks", "8"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("vcore-ds: memory: found 79.00 GiB of GPU memory for each rank; expected 97.47 GiB")
+    assert error.startswith("vcore-ds: memory: found 79.00 GiB of GPU memory for each rank; expected 96.70 GiB")
     _, _, remedies = error.partition("It fits, with the fewest GPU hours by a prediction, with\n")
     assert [line.split(":")[0].strip() for line in remedies.splitlines()[:3]] == [
         "16 ranks",
