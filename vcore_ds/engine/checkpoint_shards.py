@@ -117,6 +117,7 @@ class Stager:
         """A copy of `state_tensors`. Waits for the device."""
         views = _local_tensors(engine, direction)
         staged = self._stager.stage({name: view for name, (_, view) in views.items()})
+        assert isinstance(staged, dict)  # a future with async staging alone
         return {name: _as_dtensor(parameter, staged[name]) for name, (parameter, _) in views.items()}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from peft import PeftModel
 from torch import Tensor, nn
@@ -132,7 +133,8 @@ class TokenLossHead(nn.Module):
         """
         if targets is None:
             return compute_raw_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
-        weight, bias, options = self.weight, self.bias, {"transform": self._transform, "shard": self._shard}
+        weight, bias = self.weight, self.bias
+        options: dict[str, Any] = {"transform": self._transform, "shard": self._shard}
         if statistic is not None:
             return loss_and_statistic(hidden, weight, targets, statistic, bias, **options)
         losses = token_loss(

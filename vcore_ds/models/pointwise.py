@@ -32,7 +32,7 @@ from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
 def use_formulas(model: nn.Module) -> None:
     """Give norms and gated MLPs with the code of Llama's the formulas below, in place. Only their classes change."""
     for module in model.modules():
-        kind = type(module)
+        kind: Any = type(module)
         if _has_code_of(kind.forward, modeling_llama.LlamaRMSNorm.forward):
             module.__class__ = _with_forward(kind, _norm_forward)
         elif _has_code_of(kind.forward, modeling_llama.LlamaMLP.forward) and _is_silu(module.act_fn):
@@ -50,8 +50,8 @@ def _has_code_of(function: Any, other: Callable[..., Any]) -> bool:
 
 
 @cache
-def _with_forward(kind: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
-    """A subclass of the same name with another forward."""
+def _with_forward(kind: Any, forward: Any) -> Any:
+    """A subclass of a module's class, of the same name, with another forward."""
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 

@@ -124,7 +124,8 @@ def sum_operations(events: Iterable[Any], on_gpu: bool) -> list[OperationRow]:
         for event in on_host
         if event.is_user_annotation and event.name in PHASES.values()
     ]
-    sums: dict[str, dict[str, list[float]]] = {name: {} for *_, name in sorted(ranges)} | {OUTSIDE: {}}
+    sums: dict[str, dict[str, list[float]]] = {name: {} for *_, name in sorted(ranges)}
+    sums[OUTSIDE] = {}
     for event in on_host:
         # By time, not by thread: the backward runs on autograd's. Phases do not overlap.
         phase = next((name for start, end, name in ranges if start <= event.time_range.start <= end), OUTSIDE)
