@@ -41,6 +41,10 @@ IW_SFT = {
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
     "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
+    "lora, asft, padded vocabulary": Case(
+        lora=True, vocabulary=121, sections=sections(method={"name": "asft"}, lora={"rank": 4, "alpha": 8})
+    ),
+    "eaft, packed, padded vocabulary": Case(packed=True, vocabulary=121, sections=sections(method={"name": "eaft"})),
     "jvp, packed, padded vocabulary, tied, checkpointed, one reduction": Case(
         packed=True, vocabulary=121, tied=True, checkpointing=True, coalesce=True, sections=sections()
     ),
@@ -71,6 +75,7 @@ CASES = {
     {
         "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
         "dft": Case(sections=sections(method={"name": "dft"})),
+        "deft": Case(sections=sections(method={"name": "deft"})),
         "random, packed": Case(packed=True, sections=sections(method={"name": "random", "keep_share": 0.4})),
         "iw_sft, packed": Case(packed=True, sections=sections(**IW_SFT)),
         "jvp": Case(sections=sections()),

@@ -88,6 +88,10 @@ CASES = {
             "data": {"train_path": "none", "token_weights": "none"},
         },
     ),
+    "asft, lora": Case(
+        sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "asft"}, "lora": {"rank": 4, "alpha": 8}}
+    ),
+    "eaft, packed": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "eaft"}}),
 } | soak(
     {
         "random": Case(

@@ -66,7 +66,7 @@ def test_all_problems_of_files_and_overrides_are_one_message(refuses: Refuses, t
     assert f"{recipe}:{line + 3}: schedule.warmup_ration: found 0.1" in message
     assert 'did you mean "schedule.warmup_ratio"?' in message
     assert "override global_size=8: global_size: found 8" in message and '"batch.global_size"?' in message
-    assert 'override optimizer.name=adam: optimizer.name: found "adam"; expected adamw or sgd' in message
+    assert 'override optimizer.name=adam: optimizer.name: found "adam"; expected adamw, sgd or muon' in message
     assert "found 2 together with schedule.num_epochs 1; expected exactly one" in message
     assert 'override batch.global_size: found "batch.global_size"; expected section.key=value' in message
 

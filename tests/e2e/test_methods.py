@@ -30,7 +30,9 @@ pytestmark = pytest.mark.e2e
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_LAYERS = 2
 """Of 30: tokens and weights are real, and a step takes a fraction. The whole model is for `test_quickstart.py`."""
-FRAGMENTS = {name: f"methods/{name}.yaml" for name in ("sft", "dft", "iw_sft", "random")}
+FRAGMENTS = {
+    name: f"methods/{name}.yaml" for name in ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random")
+}
 
 
 def train_all(overrides: list[str], folder: str) -> None:
@@ -67,7 +69,7 @@ def test_loss_is_the_same_quantity_whatever_the_method(lines_by_method) -> None:
     # is off in this recipe.
     assert {first["loss"] for first in firsts.values()} == {firsts["sft"]["loss"]}
     assert firsts["sft"]["weighted_loss"] == pytest.approx(firsts["sft"]["loss"], rel=1e-6)
-    for name in ("dft", "random", "vcore"):
+    for name in ("dft", "asft", "eaft", "deft", "profit", "random", "vcore"):
         assert firsts[name]["weighted_loss"] != pytest.approx(firsts[name]["loss"], rel=1e-3), name
     assert firsts["dft"]["total_weight"] < 0.9
     # Not what rounding leaves of a ratio: these methods have no alpha.
@@ -75,6 +77,8 @@ def test_loss_is_the_same_quantity_whatever_the_method(lines_by_method) -> None:
     assert {line["alpha"] for lines in baselines for line in lines} == {1.0}
     # Adapters start where the reference is.
     assert firsts["iw_sft"]["total_weight"] == pytest.approx(1.0, abs=1e-3)
+    assert firsts["asft"]["base_kl"] == pytest.approx(0.0, abs=1e-6) and "base_kl" not in firsts["dft"]
+    assert lines_by_method["asft"][1]["base_kl"] > 1e-6
 
 
 def test_the_second_steps_differ(lines_by_method) -> None:
