@@ -460,15 +460,16 @@ class _Model:
 
     def _layer_with_tangents(self, num_tokens: int) -> int:
         """Values and tangents together, as they were found in the forward of small models: six widths of the MLP, or
-        queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel), beside the
-        residual and the norm. Tensor-parallel layers send the products of the MLP beside them: both, and one more
-        that is about to be put there."""
+        queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel), nine times
+        where norms are Llama's, beside the residual and the norm. Tensor-parallel layers send the products of the MLP
+        beside them: both, and one more that is about to be put there."""
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         adapter_bytes = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
         mlp = num_tokens * (6 * b + adapter_bytes) * self._mlp_width + 3 * self._exchanged(num_tokens)
         mlp += int(2 * self._copies + 2 * self._on_the_way) * b * num_tokens * shape.hidden_size
-        attention = num_tokens * (12 * b * (query_heads + 2 * kv_heads) + adapter_bytes * query_heads)
+        times = 9 if shape.has_llama_norms else 12
+        attention = num_tokens * (times * b * (query_heads + 2 * kv_heads) + adapter_bytes * query_heads)
         return 4 * b * self._between_layers(num_tokens) * shape.hidden_size + max(mlp, attention)
 
     def _loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
@@ -477,8 +478,8 @@ class _Model:
         in_16_bits = block // 2 if b < _FP32 else 0  # beside the block in fp32
         hidden = num_tokens * b * shape.hidden_size
         if has_tangent:
-            # Logits, their tangent through the hidden states and, with a trained head, that through its weight.
-            return (3 if self.is_full else 2) * block + in_16_bits + 4 * hidden
+            # Logits and the loss's gradient by them; tangents are summed in what the products with it return.
+            return 2 * block + in_16_bits + 4 * hidden
         if not has_gradient:  # where they are gathered, beside those of the supervised tokens
             return block + in_16_bits + hidden + self._exchanged(num_tokens)
         if self.settings.is_anchored:
