@@ -68,7 +68,12 @@ def make_recipe(folder: Path, name: str, *, precision: str, base: str, lora: dic
         model={"path": str(folder / base), "precision": precision},
         method={"kl_budget": 0.05},
         lora=lora,
-        data={"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
+        data={
+            "train_path": str(folder / "train.jsonl"),
+            # A forward that no backward follows, after which parameters are in flight when the export begins.
+            "validation_path": str(folder / "held_out.jsonl"),
+            "cache_dir": str(folder / "cache"),
+        },
         batch={"global_size": 4},
         probe={"batch_size": 2},
         optimizer={"learning_rate": 1e-2},
@@ -151,6 +156,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
     write_mixture(folder / "mixture", "deepseek_v3", torch.bfloat16)
     (folder / "mixture" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     write_conversations(folder / "train.jsonl", sums(range(12)))
+    write_conversations(folder / "held_out.jsonl", sums(range(12, 16)))
     for precision in ("fp32", "bf16"):
         config = tiny.deepspeed_config(bf16=precision == "bf16", persistence_threshold=500)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):

@@ -56,7 +56,7 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
         schedule=sections.pop("schedule", {"num_steps": NUM_STEPS}),
         run={
             "output_dir": str(folder / "runs" / name),
-            "validate_every": 2,
+            "validate_every": sections.pop("validate_every", 2),
             "num_followed_traces": 3 if name in ("whole", "stopped", "alone") else 0,
         },
         engine={"deepspeed_config": str(DEEPSPEED_CONFIGS / f"zero3_{model['precision']}.json")},

@@ -29,6 +29,8 @@ NUM_TRACES, NUM_STEPS = 6, 2
 LEARNING_RATE = 0.5 if TRL is None else 0.02
 TOLERANCE = 1e-5
 """Nats."""
+WEIGHTS_MATTER = 100 * TOLERANCE if TRL is None else 0.1
+"""By which weights change the first loss at least: they change that of the tiny model, which knows nothing, by 0.005."""
 SETTINGS = (
     "model.precision=fp32 engine.deepspeed_config=ds_configs/zero3_fp32.json lora=null data.validation_path=null "
     f"batch.global_size={NUM_TRACES} schedule.num_steps={NUM_STEPS} schedule.warmup_ratio=0 schedule.kind=constant "
@@ -120,8 +122,8 @@ def check(found: list[float], folder: Path) -> None:
     ours = [step["weighted_loss"] for step in steps]
     print(f"ours {ours}\nfound {found}\nuniform {[step['loss'] for step in steps]}")
     assert found == pytest.approx(ours, abs=TOLERANCE)
-    assert len(ours) == NUM_STEPS and abs(ours[-1] - ours[0]) > 1000 * TOLERANCE  # the parameters moved
-    assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > 100 * TOLERANCE  # the weights matter
+    assert len(ours) == NUM_STEPS and abs(ours[-1] - ours[0]) > 0.1  # the parameters moved
+    assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > WEIGHTS_MATTER
 
 
 def test_plain_transformers(folder: Path) -> None:

@@ -182,6 +182,9 @@ def _gather_weights(engine: Engine, keepers: Mapping[str, Collection[int]]) -> I
     A decoder layer is gathered at once, other weights one by one. Each item may be a collective: all ranks must take
     all items.
     """
+    # A pass prefetches what it expects the next module to need, and what is not needed then stays in flight until the
+    # next pass: without this, DeepSpeed could neither gather nor release it here.
+    engine.optimizer.empty_partition_cache()
     layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
     named = [(name, p) for name, p in engine.module.named_parameters() if name.removeprefix(PREFIX) in keepers]
 
