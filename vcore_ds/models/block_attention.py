@@ -113,8 +113,13 @@ def block_attention_tangent(
     for row in range(len(query)):
         one = slice(row, row + 1)
         d_qkv = [None if tangent is None else tangent[one] for tangent in tangents]
-        blocks = _Blocks(query[one], key[one], value[one], d_qkv, scale, None)
-        _write_row_tangent(d_output[one], blocks, output[one], log_sum_exp[one], sinks or (None, None))
+        _write_row_tangent(  # holds the blocks of this row, which are gone before those of the next are made
+            d_output[one],
+            _Blocks(query[one], key[one], value[one], d_qkv, scale, None),
+            output[one],
+            log_sum_exp[one],
+            sinks or (None, None),
+        )
     return d_output
 
 
