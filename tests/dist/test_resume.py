@@ -682,7 +682,8 @@ def test_a_profile_has_the_phases_and_operations_of_a_step(
         named = [row for row in rows.values() if not row.operation.startswith("(")]
         # PyTorch counts an operation that calls itself once.
         assert len(named) > 5 and all(0 < row.calls <= inside[row.operation] for row in named)
-        assert (rows["aten::mm"].calls if "aten::mm" in rows else 0) == inside["aten::mm"]
+        if "aten::mm" in rows:  # the longest operations are listed, and in a phase of a tiny model it may not be one
+            assert rows["aten::mm"].calls == inside["aten::mm"]
         assert ("aten::mm" in inside) == (phase != "update")
     assert [ranges[phase]["ts"] for phase in phases] == sorted(ranges[phase]["ts"] for phase in phases)
 

@@ -40,9 +40,15 @@ def install(on_cpu: OnCpu) -> None:
 
 
 def interpret_kernels(on_cpu: OnCpu) -> None:
-    """Makes `TRITON_INTERPRET=1` run the kernel with tangents on the device's memory."""
-    from vcore_ds.models import flash_tangent  # here alone: it imports Triton, which reads the variable
+    """Makes `TRITON_INTERPRET=1` run attention's kernel with tangents on the device's memory. Those of norms, rotary
+    embedding and gate, of which each layer has several, are PyTorch's operations here: the interpreter would take
+    minutes for a step, and `unit/test_pointwise.py` runs them in it."""
+    from vcore_ds.models import (
+        flash_tangent,
+        pointwise,
+    )  # here alone: the first imports Triton, which reads the variable
 
+    pointwise._can_use_triton = lambda x: False
     launch = flash_tangent.launch
 
     def interpreted(*arguments: Any, **options: Any) -> None:
