@@ -30,7 +30,7 @@ LEARNING_RATE = 0.5 if TRL is None else 0.02
 TOLERANCE = 1e-5
 """Nats."""
 WEIGHTS_MATTER = 100 * TOLERANCE if TRL is None else 0.1
-"""By which weights change the first loss at least: they change that of the tiny model, which knows nothing, by 0.005."""
+"""By which weights change the first loss at least: that of the tiny model, which knows nothing, changes by 0.005."""
 SETTINGS = (
     "model.precision=fp32 engine.deepspeed_config=ds_configs/zero3_fp32.json lora=null data.validation_path=null "
     f"batch.global_size={NUM_TRACES} schedule.num_steps={NUM_STEPS} schedule.warmup_ratio=0 schedule.kind=constant "
