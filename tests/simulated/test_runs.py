@@ -228,7 +228,10 @@ def test_a_step_with_divided_experts_equals_the_oracles(together: dict[str, Any]
 def test_steps_of_a_node_equal_the_oracles(together: dict[str, Any]) -> None:
     rows = together["steps of a node"]
     assert [row["case"] for row in rows] == list(STEPS_OF_A_NODE)
-    assert all(row["bound"] < 1e-3 and row["result"] == "passed" for row in rows), rows
+    for row in rows:
+        assert row["result"] == "passed", row
+        # Its bound is that of a GPU; the simulated one sums as the CPU does.
+        assert all(row[quantity] < 1e-5 for quantity in node_steps.QUANTITIES[:-1]), row
 
 
 def test_the_host_waits_once_for_the_tokens_of_a_layer(together: dict[str, Any]) -> None:
