@@ -100,11 +100,11 @@ def transform_matrices(
     axis, rank, size = matrices[0].axis, matrices[0].rank, len(matrices[0].numels)
     ordered = sorted(matrices, key=lambda matrix: -matrix.shape.numel())  # the ranks of a round have equal work
     for start in range(0, len(ordered), size):
-        of_round = ordered[start : start + size]
-        local = [matrix.numels[rank] for matrix in of_round] + [0] * (size - len(of_round))
-        mine = of_round[rank] if rank < len(of_round) else None
+        current = ordered[start : start + size]
+        local = [matrix.numels[rank] for matrix in current] + [0] * (size - len(current))
+        mine = current[rank] if rank < len(current) else None
         numels = [0] * size if mine is None else mine.numels
-        arguments = zip(*(read(matrix.local) for matrix in of_round), strict=True)
+        arguments = zip(*(read(matrix.local) for matrix in current), strict=True)
         received = [
             _exchange(axis, torch.cat([part.to(device(), dtype) for part in parts]), local, numels)
             for parts in arguments
@@ -113,7 +113,7 @@ def transform_matrices(
         if mine is not None:
             result = transform(*(argument.view(mine.shape) for argument in received)).reshape(-1)
         results = _exchange(axis, result, numels, local).split(local)
-        for matrix, part in zip(of_round, results, strict=False):
+        for matrix, part in zip(current, results, strict=False):
             output[matrix.local] = part
 
 

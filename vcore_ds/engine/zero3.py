@@ -72,8 +72,8 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = hidden_matrices(model, model.layers) if config.name == "muon" else []
-    of_muon = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in trainable if id(parameter) not in of_muon]
+    hidden_ids = {id(parameter) for parameter in hidden}
+    rest = [parameter for parameter in trainable if id(parameter) not in hidden_ids]
     matrices = [parameter for parameter in rest if _num_axes(parameter) >= 2]
     vectors = [parameter for parameter in rest if _num_axes(parameter) < 2]
     parts = [(hidden, config.weight_decay), (matrices, config.weight_decay), (vectors, 0.0)]
@@ -176,11 +176,11 @@ class Engine:
     def _find_muon_matrices(self, muon: Muon) -> dict[int, list[ShardedMatrix]]:
         """Find the matrices in the shards, for the probe direction and for Muon."""
         groups, group_of = muon.param_groups, self.optimizer.sub_group_to_group_id
-        of_muon = [p for _, p in self.trainable if groups[group_of[self.shards.position(p).sub_group]]["muon"]]
-        matrices = find_matrices(self.shards, of_muon)
+        parameters = [p for _, p in self.trainable if groups[group_of[self.shards.position(p).sub_group]]["muon"]]
+        matrices = find_matrices(self.shards, parameters)
         masters = self.optimizer.fp32_partitioned_groups_flat
         muon.matrices = {masters[sub_group]: in_group for sub_group, in_group in matrices.items()}
-        muon.dtype = of_muon[0].dtype
+        muon.dtype = parameters[0].dtype
         return matrices
 
     def token_losses(self, batch: Batch) -> Tensor:

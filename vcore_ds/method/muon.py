@@ -91,7 +91,7 @@ def _scale_to_one(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_wide(x: Tensor) -> Tensor:
-    """The matrix with at most as many rows as columns, transposed if necessary, for the smaller `x @ x.mT`."""
+    """Transpose a matrix with more rows than columns, for the smaller `x @ x.mT`."""
     return x.mT if x.shape[-2] > x.shape[-1] else x
 
 

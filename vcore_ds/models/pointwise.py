@@ -45,8 +45,8 @@ def _has_code_of(function: Any, other: Callable[..., Any]) -> bool:
     if code is None:
         return False
     docstrings = {function.__doc__, other.__doc__}
-    constants, of_other = ([x for x in c.co_consts if x not in docstrings] for c in (code, expected))
-    return (code.co_code, code.co_names, constants) == (expected.co_code, expected.co_names, of_other)
+    constants, expected_constants = ([x for x in c.co_consts if x not in docstrings] for c in (code, expected))
+    return (code.co_code, code.co_names, constants) == (expected.co_code, expected.co_names, expected_constants)
 
 
 @cache

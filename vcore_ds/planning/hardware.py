@@ -213,7 +213,7 @@ class Achieved:
     # src/graph/tuning.cc, 2026-06): the time of an all-gather or reduce-scatter without contents.
     ring_latency: float = 14e-6
     ring_step_latency: float = 1.9e-6
-    """Seconds of each step of a ring within a node; it has as many steps as other ranks."""
+    """Seconds of each step of a ring within a node; a ring of n ranks has n - 1 steps."""
     ring_step_latency_between: float = 4e-6
     """Seconds of each step from one node to the next."""
 

@@ -404,10 +404,10 @@ class StepModel:
         and head, or one for each parameter."""
         num_layers, in_node = self.shape.num_layers, self._groups_per_node
         whole = self.cluster.ring_seconds(self._num_groups, in_node)
-        of_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
+        within_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
         num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.gathers_in_place else 1)
         num_others = (2 + num_layers) * (work.tangent_gathers + int(reduces))
-        seconds_gathers = work.gathers * of_copy + makes_copy * (whole - of_copy)
+        seconds_gathers = work.gathers * within_copy + makes_copy * (whole - within_copy)
         return num_gathers * seconds_gathers + num_others * whole
 
     def _launch_seconds(self, work: PassWork, makes_copy: bool) -> float:
