@@ -1,4 +1,4 @@
-"""Scores of whole traces, and which of them are kept to be trained on."""
+"""Scores of whole traces, which of them are kept to be trained on, and token weights that are stored."""
 
 import copy
 from collections.abc import Callable
@@ -12,10 +12,13 @@ from tests.experiments.directions import Direction, token_losses
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
 from tests.experiments.training import Run
+from vcore_ds.method.weights import gibbs_weights_for_budget
 
 KEEP_SHARE = 0.25
 FALL = {"num_steps": 20, "learning_rate": 1e-3}
 """SFT on the pool whose fall of the loss is a score."""
+SFT_RATE = 3e-4
+"""That `sft` has in the tables of whole-traces.md."""
 
 
 def keep(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
@@ -25,6 +28,18 @@ def keep(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
     num_kept = int((~traces.wrong()).sum()) if setting.keep == "right" else round(KEEP_SHARE * len(traces))
     run.main.keep(scores.argsort(descending=True)[:num_kept].numpy())
     return scores
+
+
+def store(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
+    """Leaves the token weights of all training traces, made with `model` as `vcore-ds keep --weights` makes them, to
+    the run. Returns the traces' mean utilities, `[num_traces]`."""
+    traces = run.main.whole_pool()
+    utilities = token_utilities(model, traces, run.trusted.whole_pool(), sign=False)
+    weights = gibbs_weights_for_budget(utilities, traces.sequence_index, len(traces), setting.kl_budget).weights
+    num_tokens = torch.bincount(traces.sequence_index).tolist()
+    rows = zip(traces.input_ids.tolist(), weights.split(num_tokens), strict=True)
+    run.stored_weights = {tuple(tokens): (len(part) * part).half().float() for tokens, part in rows}
+    return traces.mean(utilities)
 
 
 def score(setting: Setting, model: PreTrainedModel, traces: Traces, pool: Traces) -> Tensor:
@@ -47,7 +62,12 @@ def mean_losses(model: PreTrainedModel, traces: Traces) -> Tensor:
 
 
 def mean_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign: bool) -> Tensor:
-    """`[B]`: by how much a step on a trace, per token of it, lowers the loss of the pool, to first order.
+    """`[B]`: by how much a step on a trace, per token of it, lowers the loss of the pool, to first order."""
+    return traces.mean(token_utilities(model, traces, pool, sign=sign))
+
+
+def token_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign: bool) -> Tensor:
+    """`[N]`
 
     Args:
         sign: along the sign of the pool's gradient, Adam's first step, instead of the gradient.
@@ -58,12 +78,20 @@ def mean_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign
     if sign:
         for vector in direction.vector.values():
             vector.sign_()
-    return traces.mean(direction.utilities(model, traces))
+    return direction.utilities(model, traces)
 
 
 def trained_on_pool(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
-    short = replace(setting, method="sft", main_data="pool", trusted_share=0.0, **FALL)
-    run = Run(short, copy.deepcopy(model))
-    for k in range(short.num_steps):
+    return _trained(replace(setting, method="sft", main_data="pool", trusted_share=0.0, **FALL), model)
+
+
+def trained_on_all(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
+    """By `sft`, for as many steps."""
+    return _trained(replace(setting, method="sft", stored="", learning_rate=SFT_RATE), model)
+
+
+def _trained(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
+    run = Run(setting, copy.deepcopy(model))
+    for k in range(setting.num_steps):
         run.step(k)
     return run.model

@@ -43,6 +43,10 @@ class Setting:
     the highest KEEP_SHARE of `num_traces`; right, all those that are right; all without a name."""
     keep_again: bool = False
     """Whether they are scored a second time half-way, by the model as it is then."""
+    stored: str = ""
+    """When the token weights of all training traces are computed, of utilities along the pool's gradient: start, once
+    with the model before training; finished, once with that of a finished `sft` run; epoch, at the start of each one.
+    Weights follow the model in each step without a name."""
     method: str = "sft"
     """vcore, one of BASELINES, or sft_mixed: sft on the batch and the probe's sequences together."""
     kl_budget: float = 0.0
@@ -111,7 +115,7 @@ def method_config(setting: Setting, kl_budget: float) -> MethodConfig:
             alpha_scope="micro_batch",
             **(batch if setting.batch_kl_budget > 0 else {}),
         )
-    return MethodConfig(name=setting.method if setting.method in BASELINES else "sft")
+    return MethodConfig(name=setting.method if setting.method in (*BASELINES, "stored") else "sft")
 
 
 def learning_rate_factor(k: int, num_steps: int) -> float:

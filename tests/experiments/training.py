@@ -73,6 +73,8 @@ class Run:
         }[setting.probe_data]()
         self.last_utilities: Tensor | None = None
         """`[N]`, of the last step, where its method has them."""
+        self.stored_weights: dict[tuple[int, ...], Tensor] = {}
+        """By a trace's tokens, `[n_i]`, 1 on average: of `method.name: stored`."""
 
     def pool(self, draws: int) -> TraceStream:
         """The pool, drawn from by a generator of its own."""
@@ -98,6 +100,9 @@ class Run:
         losses = cross_entropy(logits, traces.input_ids[:, 1:][traces.supervised], reduction="none")
         tokens = self.tokens(k, traces, losses.detach(), utilities)
         tokens = replace(tokens, statistics=prediction_statistics(method, logits.detach()))
+        if self.stored_weights:
+            weights_of = [self.stored_weights[tuple(row)] for row in traces.input_ids.tolist()]
+            tokens = replace(tokens, loss_weights=torch.cat(weights_of))
         weights = token_weights(method, tokens).weights
         shares = sequence_shares(method, tokens, weights)
         alpha = torch.as_tensor(alpha_of_micro_batch(method, tokens, weights, shares))  # scalar or one per sequence

@@ -22,7 +22,7 @@ import torch
 from tests.experiments import selection, task
 from tests.experiments.processes import read
 from tests.experiments.report import chosen_rate, setting_of, whole_traces_table
-from tests.experiments.settings import Setting
+from tests.experiments.settings import BATCH_SIZE, Setting
 from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, model_at_start
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_whole_traces"
@@ -221,10 +221,14 @@ def train(setting: Setting) -> dict[str, Any]:
         if setting.keep and (k == 0 or (setting.keep_again and k == setting.num_steps // 2)):
             scores = selection.keep(setting, model, run)
             areas.append(task.separation_of_traces(scores, run.main.whole_pool().wrong()))
+        if setting.stored and (k == 0 or (setting.stored == "epoch" and k % (NUM_TRACES // BATCH_SIZE) == 0)):
+            scored_with = selection.trained_on_all(setting, model) if setting.stored == "finished" else model
+            scores = selection.store(setting, scored_with, run)
+            areas.append(task.separation_of_traces(scores, run.main.whole_pool().wrong()))
         traces, weights, _ = run.step(k)
         if k % (setting.num_steps // 20) == 0 and setting.main_data == "training":
             shares.append(float(weights[traces.planted > task.SOUND].sum() / weights.sum()))
-            if setting.method != "sft" and not setting.keep:
+            if setting.method != "sft" and not setting.keep and not setting.stored:
                 scored = weights if run.last_utilities is None else run.last_utilities
                 areas.append(task.separation_of_traces(traces.mean(scored), traces.wrong()))
     result = {"seconds": round(time.process_time() - start, 2)}
