@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from vcore_ds.distributed.device import device
-from vcore_ds.models.attention import MAX_KERNEL_HEAD_DIM, RowLayout, Scoring, causal_attention
+from vcore_ds.models.attention import (
+    MAX_KERNEL_HEAD_DIM,
+    RowLayout,
+    Scoring,
+    attend_with_graph_and_tangents,
+    causal_attention,
+)
 from vcore_ds.models.block_attention import block_attention
 
 Timed = Callable[[Callable[[], object], int], float]
@@ -38,6 +44,13 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
         "plain forward": lambda: causal_attention([*primals, None], layout, Scoring(scale)),
         "with tangents, in blocks": in_blocks,
     }
+    # Seconds of Triton's interpreter say nothing, and it takes minutes.
+    is_compiled = os.environ.get("TRITON_INTERPRET") != "1"
+    if is_compiled:
+        # As in the fused main pass: on a GPU FlashAttention, then the kernel for the tangent from its output.
+        ways["with tangents, beside the plain forward"] = lambda: attend_with_graph_and_tangents(
+            [*primals, None], [*tangents, None], layout, Scoring(scale)
+        )
     found: dict[str, Any] = {}
     if on.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
         from vcore_ds.models.flash_tangent import TILES, flash_tangent
@@ -47,8 +60,6 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
             return flash_tangent(*primals, tangents, **options)
 
         padded = max(64, 1 << (head_dim - 1).bit_length())
-        # Seconds of Triton's interpreter say nothing, and it takes minutes.
-        is_compiled = os.environ.get("TRITON_INTERPRET") != "1"
         if is_compiled:
             ways["with tangents, kernel"] = kernel
         for tiles in TILES[padded] if is_compiled else ():

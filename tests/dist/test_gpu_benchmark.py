@@ -85,7 +85,9 @@ def test_it_runs_and_writes_a_table(tmp_path: Path) -> None:
     assert found["fidelity_in_bf16"]["spearman"] > 0.99
     assert {"date", "device", "versions", "commit"} <= set(found) and found["sizes"]["num_hidden_layers"] == 1
     text = (tmp_path / "gpu.md").read_text()
-    assert all(f"| {name} | " in text for name in (*gpu.METHODS, "plain forward", "with tangents, in blocks"))
+    ways = ("plain forward", "with tangents, in blocks", "with tangents, beside the plain forward")
+    assert all(found["attention"][way] > 0 for way in ways)
+    assert all(f"| {name} | " in text for name in (*gpu.METHODS, *ways))
     assert found["date"] in text and "Spearman" in text
 
 
