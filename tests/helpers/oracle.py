@@ -75,45 +75,55 @@ class Reference:
         self.direction = {name: torch.zeros_like(p) for name, p in self.trained.items()}
 
     @staticmethod
-    def rows(batch):
-        return list(zip(batch.input_ids, batch.labels, strict=True))
+    def targets(batch):
+        """Supervised tokens of each row, `[n_i]`."""
+        return [labels[labels != -100] for labels in batch.labels[:, 1:]]
 
-    def logits(self, row, labels, parameters=None):
-        """Logits of the supervised tokens of one row, `[n_i, V]`."""
-        inputs = dict(input_ids=row[None])
+    def logits(self, batch, parameters=None):
+        """Logits of the supervised tokens of each row, `[n_i, V]`.
+
+        One forward of all rows: they are padded on the right, where causal attention does not look.
+        """
+        inputs = dict(input_ids=batch.input_ids)
         if parameters is None:
-            logits = self.model(**inputs).logits[0, :-1]
+            logits = self.model(**inputs).logits[:, :-1]
         else:
-            logits = functional_call(self.model, parameters, (), inputs, tie_weights=True).logits[0, :-1]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))[labels[1:] != -100]
+            logits = functional_call(self.model, parameters, (), inputs, tie_weights=True).logits[:, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return [of_row[labels != -100] for of_row, labels in zip(logits, batch.labels[:, 1:], strict=True)]
 
-    def losses(self, row, labels, parameters=None):
-        """Loss of each supervised token of one row, `[n_i]`."""
-        targets = labels[1:][labels[1:] != -100]
-        return cross_entropy(self.logits(row, labels, parameters), targets, reduction="none")
+    def losses(self, batch, parameters=None):
+        """Loss of each supervised token of each row, `[n_i]`."""
+        pairs = zip(self.logits(batch, parameters), self.targets(batch), strict=True)
+        return [cross_entropy(logits, targets, reduction="none") for logits, targets in pairs]
 
-    def divergences(self, row, labels):
-        """`KL(model without adapters || model)` of each supervised token of one row, as LLaMA-Factory computes it."""
+    def divergences(self, batch):
+        """`KL(model without adapters || model)` of each supervised token of each row, as LLaMA-Factory computes it."""
         with torch.no_grad(), self.model.disable_adapter():
-            base = log_softmax(self.logits(row, labels), -1)
-        return kl_div(log_softmax(self.logits(row, labels), -1), base.exp(), reduction="none").sum(-1)
+            bases = [log_softmax(logits, -1) for logits in self.logits(batch)]
+        pairs = zip(self.logits(batch), bases, strict=True)
+        return [kl_div(log_softmax(x, -1), base.exp(), reduction="none").sum(-1) for x, base in pairs]
 
     def gradient(self, batch, weights, shares, kl_weight=0.0):
         """`sum_i share_i (sum_t weights[i][t] * grad l[i,t] + kl_weight * mean_t grad kl[i,t])`."""
         self.optimizer.zero_grad()
-        rows = zip(batch.input_ids, batch.labels, weights, shares, strict=True)
+        divergences = self.divergences(batch) if kl_weight else [torch.zeros_like(w) for w in weights]
+        rows = zip(self.losses(batch), divergences, weights, shares, strict=True)
         sum(
-            share * ((w * self.losses(row, labels)).sum()
-                     + (kl_weight * self.divergences(row, labels).mean() if kl_weight else 0.0))
-            for row, labels, w, share in rows
+            share * ((w * losses).sum() + kl_weight * divergence.mean())
+            for losses, divergence, w, share in rows
             if len(w)
-        ).backward()  # fmt: skip
+        ).backward()
         return {name: p.grad.clone() for name, p in self.trained.items()}
 
     @torch.no_grad()
-    def factors(self, row, labels, method, min_probability):
-        """What a token's uniform weight is multiplied with, from all probabilities, in fp64; `[n_i]`."""
-        logits, targets = self.logits(row, labels), labels[1:][labels[1:] != -100]
+    def factors(self, batch, method, min_probability):
+        """What a token's uniform weight is multiplied with, from all probabilities, in fp64; `[n_i]` of each row."""
+        pairs = zip(self.logits(batch), self.targets(batch), strict=True)
+        return [self.factors_of_row(logits, targets, method, min_probability) for logits, targets in pairs]
+
+    @staticmethod
+    def factors_of_row(logits, targets, method, min_probability):
         log_p = log_softmax(logits.double(), -1)
         of_target = log_p.gather(1, targets[:, None])[:, 0].exp()
         if method in ("dft", "asft"):
@@ -135,11 +145,11 @@ class Reference:
         with torch.no_grad():
             if epsilon is not None:
                 shifted = {name: p - epsilon * direction[name] for name, p in self.trained.items()}
-                both = [(self.losses(x, y), self.losses(x, y, shifted)) for x, y in self.rows(batch)]
+                both = zip(self.losses(batch), self.losses(batch, shifted), strict=True)
                 return [(at - below) / epsilon for at, below in both]
             with forward_ad.dual_level():
                 dual = {name: forward_ad.make_dual(p.detach(), direction[name]) for name, p in self.trained.items()}
-                out = [self.losses(x, y, dual) for x, y in self.rows(batch)]
+                out = self.losses(batch, dual)
                 return [torch.zeros_like(s) if (t := forward_ad.unpack_dual(s).tangent) is None else t for s in out]
 
     def jacobian_times(self, gradient):
@@ -176,20 +186,20 @@ class Reference:
         with torch.no_grad():
             if hasattr(self.model, "disable_adapter"):
                 with self.model.disable_adapter():
-                    return [self.losses(x, y) for x, y in self.rows(batch)]
-            return [self.losses(x, y, self.start) for x, y in self.rows(batch)]
+                    return self.losses(batch)
+            return self.losses(batch, self.start)
 
     def measured(self, batch, method, direction, *, temperature, kl_budget, epsilon, kept, min_probability):
         """Losses, entropies, utilities and weights of each row of a batch that is not trained on."""
         found = []
         utilities = None if direction is None else self.utilities(batch, direction, epsilon)
         before = self.reference_losses(batch) if method == "iw_sft" else None
-        for i, (row, labels) in enumerate(self.rows(batch)):
-            with torch.no_grad():
-                losses = self.losses(row, labels)
-                logits = self.model(input_ids=row[None]).logits[0, :-1][labels[1:] != -100].double()
-            log_p = torch.log_softmax(logits, -1)
-            weights = self.factors(row, labels, method, min_probability) / len(losses)
+        factors = self.factors(batch, method, min_probability)
+        with torch.no_grad():
+            pairs = list(zip(self.losses(batch), self.logits(batch), strict=True))
+        for i, (losses, logits) in enumerate(pairs):
+            log_p = torch.log_softmax(logits.double(), -1)
+            weights = factors[i] / len(losses)
             if method == "vcore":
                 s = utilities[i]
                 weights = tilted(s, weights, temperature or tau(s, weights, kl_budget))
@@ -225,11 +235,11 @@ class Reference:
             return (n / n.sum() if normalization == "token" else (n > 0) / (n > 0).sum()).tolist()
 
         with torch.no_grad():
-            losses = [self.losses(x, y) for x, y in self.rows(main)]
+            losses = self.losses(main)
         utilities, weights, scales = None, uniform(main), shares(counts(main))
         plain_scales = list(scales)
         plain = sum(w * loss.mean() for w, loss in zip(scales, losses, strict=True) if len(loss))
-        factors = [self.factors(x, y, method, min_probability) for x, y in self.rows(main)]
+        factors = self.factors(main, method, min_probability)
         weights = [factor * u for factor, u in zip(factors, weights, strict=True)]
         if method == "iw_sft":
             before = self.reference_losses(main)
@@ -246,7 +256,7 @@ class Reference:
                 of_probe = uniform(probe)
                 if probe_loss == "dft":
                     with torch.no_grad():
-                        probabilities = [torch.exp(-self.losses(x, y)) for x, y in self.rows(probe)]
+                        probabilities = [torch.exp(-loss) for loss in self.losses(probe)]
                     of_probe = [p * u for p, u in zip(probabilities, of_probe, strict=True)]
                 self.take(self.gradient(probe, of_probe, shares(counts(probe))), probe_clip, optimizer)
             direction = self.direction
@@ -291,8 +301,7 @@ class Reference:
         if method == "asft":
             anchor = kl_weight
             with torch.no_grad():
-                rows = [(w, x, y) for w, (x, y) in zip(scales, self.rows(main), strict=True) if w]
-                base_kl = sum(w * float(self.divergences(x, y).mean()) for w, x, y in rows)
+                base_kl = sum(w * float(x.mean()) for w, x in zip(scales, self.divergences(main), strict=True) if w)
         gradient = self.gradient(main, weights, [f * w for f, w in zip(factors, scales, strict=True)], anchor)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.trained.values(), clip)
