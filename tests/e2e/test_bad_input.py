@@ -17,7 +17,7 @@ from tests.helpers.commands import (
     run_command,
     variables_with_unused_gpu,
 )
-from tests.helpers.jobs import ForkedJob, Job
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
@@ -277,13 +277,10 @@ def test_gpus_that_pytorch_cannot_use_are_not_left_idle(
 
 @without_cuda
 def test_ranks_that_cannot_use_their_gpus_say_so_once(setup: TinySetup, tmp_path: Path):
-    """As typed, under a launcher; and a node of preflight, in its report."""
+    """Two ranks of a run, as under torchrun; and a node of preflight, in its report."""
     words = [str(FULL), *setup.overrides(tmp_path / "output")]
-    line = (
-        f"python -m vcore_ds.distributed.torchrun --nproc-per-node 2 -m vcore_ds.commands.cli train {' '.join(words)}"
-    )
     variables = variables_with_unused_gpu(tmp_path)
-    with Job(line, tmp_path / "log", **variables) as job:
+    with ForkedJob(main, ["train", *words], tmp_path / "log", num_ranks=2, **variables) as job:
         assert job.wait() == 2 and job.output.count(UNUSED_GPU) == 1, job.output
     with ForkedJob(main, ["preflight", *words], tmp_path / "preflight", **variables) as job:
         assert job.wait() == 2 and job.output.count(UNUSED_GPU) == 1, job.output
