@@ -5,8 +5,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.benchmark_rows import ROWS, write_rows
-from tests.helpers.commands import UNUSED_GPU, command_environment, variables_with_unused_gpu
+from tests.helpers.commands import HANG_SECONDS, UNUSED_GPU, variables_with_unused_gpu
+from tests.helpers.ranks import forkserver
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import after_training
@@ -153,20 +153,18 @@ def sampled(base: Path, output: Path, *options: str) -> list[str]:
     return [*words, "--temperature", "1", "--max-new-tokens", "12", "--batch-size", "4", *FP32, *options]
 
 
-KILLED_IN_THE_THIRD_BATCH = """
-import os, signal, sys
-from vcore_ds.commands.cli import main
-from vcore_ds.commands.evaluate import after_training
-from vcore_ds.commands.evaluate.generation import InProcessAPI
-answer, batches = InProcessAPI.answer, []
-def answer_twice(self, requests):
-    batches.append(requests)
-    if len(batches) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return answer(self, requests)
-InProcessAPI.answer = answer_twice
-main(sys.argv[1:])
-"""
+def kill_in_the_third_batch(words: Sequence[str]) -> int:
+    """`vcore-ds` in a process that is killed while it evaluates."""
+    answer, batches = InProcessAPI.answer, []
+
+    def answer_twice(self, requests):
+        batches.append(requests)
+        if len(batches) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer(self, requests)
+
+    InProcessAPI.answer = answer_twice
+    return main(words)
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +179,10 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
     base: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     words = sampled(base, tmp_path / "out")
-    command = [sys.executable, "-c", KILLED_IN_THE_THIRD_BATCH, *words]
-    killed = subprocess.run(command, env=command_environment(), capture_output=True, text=True, timeout=600)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = forkserver().Process(target=kill_in_the_third_batch, args=(words,))
+    killed.start()
+    killed.join(HANG_SECONDS)
+    assert killed.exitcode == -signal.SIGKILL
     batches: list[object] = []
     answer = InProcessAPI.answer
 
