@@ -1,14 +1,17 @@
 """The Python API as a user calls it: the lines of docs/python.md print what the page shows; `score` and `train`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.commands import REPOSITORY, command_environment
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import pretrained_model, sums, write_conversations, write_model
 
 pytestmark = pytest.mark.e2e
@@ -37,14 +40,12 @@ def test_the_twenty_lines_print_what_the_page_shows(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys
 import pyarrow.parquet as pq
 import torch
 import vcore_ds
 from transformers import AutoModelForCausalLM
 from vcore_ds.commands.cli import main
 
-folder = sys.argv[1]
 recipe = dict(
     model={"path": f"{folder}/model", "precision": "fp32"}, lora=None, probe={"direction": "sgd"},
     data={"train_path": f"{folder}/train.jsonl", "validation_path": None, "cache_dir": f"{folder}/cache"},
@@ -93,24 +94,27 @@ except vcore_ds.UserError as error:
 """
 
 
+def run_script(arguments: Sequence[str]) -> int:
+    """Runs the script as without a launcher: none of its variables is set."""
+    plain = {name: value for name, value in command_environment().items() if not name.startswith("TORCHELASTIC_")}
+    os.environ.clear()
+    os.environ.update(plain)
+    exec(SCRIPT, {"folder": arguments[0]})
+    return 0
+
+
 def test_score_and_train_are_functions(tmp_path: Path) -> None:
     """One process: scores of all tokens equal `token_utilities`, and a run with stored weights has the weighted loss of
     plain transformers."""
     write_model(tmp_path / "model")
     write_conversations(tmp_path / "train.jsonl", sums(range(6)))
     write_conversations(tmp_path / "trusted.jsonl", sums(range(20, 23)))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env=command_environment(),
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert "6 traces: utilities of the command and of the function agree" in done.stdout
-    assert "result True" in done.stdout and "refused " in done.stdout and "method.kl_budgt" in done.stdout
+    with ForkedJob(run_script, [str(tmp_path)], tmp_path / "log") as job:
+        assert job.wait() == 0, job.output
+    assert "6 traces: utilities of the command and of the function agree" in job.output
+    assert "result True" in job.output and "refused " in job.output and "method.kl_budgt" in job.output
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (expected,) = re.findall(r"^weighted loss (\S+)$", done.stdout, re.MULTILINE)
+    (expected,) = re.findall(r"^weighted loss (\S+)$", job.output, re.MULTILINE)
     print(f"run {steps[0]['weighted_loss']}, plain transformers {expected}, uniform {steps[0]['loss']}")
     assert steps[0]["weighted_loss"] == pytest.approx(float(expected), abs=1e-5)
     assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > 1e-4 and len(steps) == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.browser import opened
-from tests.helpers.commands import read_metrics, run_command
+from tests.helpers.commands import read_metrics
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import main
@@ -49,9 +49,11 @@ def runs(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(runs: Path) -> Path:
-    """The report of one run, from the command as it is typed."""
-    done = run_command(f"vcore-ds report {runs}/vcore_1")
-    assert done.returncode == 0 and done.stdout.strip() == f"{runs}/vcore_1/report.html", done.stdout
+    """The report of one run."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert main(["report", f"{runs}/vcore_1"]) == 0
+    assert said.getvalue().strip() == f"{runs}/vcore_1/report.html"
     return runs / "vcore_1" / "report.html"
 
 
