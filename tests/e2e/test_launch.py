@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tests.helpers.commands import (
     FINITE_DIFFERENCE_METRICS,
     METRICS,
-    free_port,
     has_control_characters,
     read_metrics,
     run_command,
@@ -24,7 +24,7 @@ from tests.helpers.commands import (
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from tests.helpers.token_records import assert_same_records
-from vcore_ds.commands.cli import main
+from vcore_ds.commands.cli import launch, main
 from vcore_ds.config.load import dump_recipe, load_recipe
 
 pytestmark = pytest.mark.e2e
@@ -62,6 +62,12 @@ def fork(arguments: list[str], folder: Path, *, num_ranks: int = 1) -> Run:
     with ForkedJob(main, ["train", *arguments], folder.with_suffix(".log"), num_ranks=num_ranks) as job:
         assert job.wait() == 0, job.output
     return Run(job.output, folder)
+
+
+def script(arguments: Sequence[str]) -> int:
+    """As train_32b.sh, whose ranks the deepspeed launcher starts in `test_stops.py`, and the quickstart's to their end
+    in `test_quickstart.py`."""
+    return launch(RECIPE, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +128,14 @@ def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: R
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
 
 
-def test_deepspeed_on_two_ranks_with_finite_differences_and_lora(setup: TinySetup, tmp_path: Path):
+def test_the_script_on_two_ranks_with_finite_differences_and_lora(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
-    launcher = f"deepspeed --num_accelerators 2 --master_port {free_port()}"
-    recipe = "--recipe launch_scripts/recipes/qwen3_32b_math_lora.yaml"
-    overrides = setup.overrides(folder, "utility.estimator=finite_difference", "utility.epsilon=1e-3")
-    run = train(f"{launcher} launch_scripts/train_32b.sh {recipe}", overrides, folder)
+    words = ["--recipe", "launch_scripts/recipes/qwen3_32b_math_lora.yaml"]
+    words += setup.overrides(folder, "utility.estimator=finite_difference", "utility.epsilon=1e-3")
+    with ForkedJob(script, words, tmp_path / "log", num_ranks=2, rank_0_serves_store=True) as job:
+        assert job.wait() == 0, job.output
+    run = Run(job.output, folder)
+    assert "Traceback" not in run.output and not has_control_characters(run.output), ascii(run.output)
     assert run.output.count("step 2/2  loss ") == 1
     assert "warning: utility.epsilon" not in run.output  # in fp32 this epsilon resolves the loss
     assert check_folder(run, load_recipe_of(run), also=FINITE_DIFFERENCE_METRICS) == 2
