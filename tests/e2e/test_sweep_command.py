@@ -11,6 +11,7 @@ from tests.helpers.commands import HANG_SECONDS, num_steps_done, read_metrics, r
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 from tests.helpers.sweeps import write_sweep
+from vcore_ds.commands.cli import main
 
 pytestmark = pytest.mark.e2e
 
@@ -18,7 +19,7 @@ NUM_STEPS = 60
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "run.num_token_records=0", "run.num_followed_traces=0")
 
 
-def test_a_sweep_ends_with_all_runs_done(setup: TinySetup, tmp_path: Path) -> None:
+def test_a_sweep_ends_with_all_runs_done(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here, probes = tmp_path / "here", tmp_path / "here" / "probe.jsonl"
     file = write_sweep(here, setup, [1], CHANGES, vcore=["schedule.num_steps=2", f"data.probe_path={probes}"])
     line, sweep = f"vcore-ds sweep {file}", here / "sweep"
@@ -42,8 +43,8 @@ def test_a_sweep_ends_with_all_runs_done(setup: TinySetup, tmp_path: Path) -> No
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.startswith("[1/2] sft/seed_1: done already\n")
     assert f"2 of 2 runs are done. Tables and curves: vcore-ds report {sweep}" in finished.stdout
-    status = run_command(f"{line} --status")
-    assert [row.split()[1] for row in status.stdout.splitlines()[:-1]] == ["done", "done"]
+    assert main(["sweep", str(file), "--status"]) == 0
+    assert [row.split()[1] for row in capsys.readouterr().out.splitlines()[:-1]] == ["done", "done"]
 
 
 def wait_for_step(job: Job, run: Path, step: int) -> None:
