@@ -16,11 +16,11 @@ import argparse
 import json
 import statistics
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
 from scipy.stats import spearmanr
-from torch import Tensor
 
 from tests.helpers.ranks import run_ranks
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
@@ -65,21 +65,24 @@ def measure(ranks: list[int], num_steps: int) -> list[dict]:
     engine = build_engine(derive_engine_settings(recipe), deepspeed_config(plan_settings, plan))
     batches = feed.batches(list(MEASURED), 1)
 
-    def utilities(
-        optimizer: str, rank: int | None, probe: range = PROBE, passes: int = 1
-    ) -> tuple[list[Tensor], float | None]:
+    def take(optimizer: str, probe: range) -> Direction:
         settings = replace(step_settings, probe=step_settings.probe.model_copy(update={"direction": optimizer}))
-        direction = Direction(engine, rank, passes)
-        taken = take_direction(direction, settings, feed.probe_batches(probe), seed=rank or 0)
-        return compute_jvp_utilities(engine, direction, batches), taken.energy and taken.energy["total"]
+        direction = Direction(engine)
+        take_direction(direction, settings, feed.probe_batches(probe), seed=0)
+        return direction
 
     rows: list[dict] = []
 
     def compare(state: str, optimizer: str) -> None:
-        reference, _ = utilities(optimizer, None)
-        low_ranks = [(f"rank {rank}, {passes} pass", rank, PROBE, passes) for rank in ranks for passes in (1, 2)]
-        for name, rank, probe, passes in [*low_ranks, ("another probe", None, OTHER, 1)]:
-            found, energy = utilities(optimizer, rank, probe, passes)
+        direction = take(optimizer, PROBE)
+        reference = compute_jvp_utilities(engine, direction, batches)
+        directions = {"another probe": take(optimizer, OTHER)}
+        for rank, passes in product(ranks, (1, 2)):
+            low_rank = directions[f"rank {rank}, {passes} pass"] = direction.with_rank(rank)
+            low_rank.rank_passes = passes
+        for name, direction in directions.items():
+            found = compute_jvp_utilities(engine, direction, batches)
+            energy = None if direction.rank is None else direction.measure_energy()["total"]
             within = [float(spearmanr(a, b).statistic) for a, b in zip(found, reference, strict=True)]
             row = dict(state=state, direction=optimizer, name=name, median=statistics.median(within))
             rows.append(row | dict(mean=statistics.fmean(within), least=min(within), energy=energy))
@@ -104,7 +107,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    (rows,) = run_ranks(measure, 1, arguments.ranks, arguments.steps)
+    (rows,) = run_ranks(measure, 1, arguments.ranks, arguments.steps, timeout_seconds=7200)
     print("\n| state | direction | | Spearman within traces, median | mean | least | energy |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:

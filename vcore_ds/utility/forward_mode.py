@@ -124,15 +124,16 @@ def _dual_linear(
 
     `in_fp8`: see `linear_tangent`.
     """
-    (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
-    tangent = read_low_rank_tangent(layer, "weight") or d_weight
-    bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
-    addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
-    out = linear_with_addend(x, weight, bias, addend, scaling)
-    with torch.no_grad():
-        tangents = dict(d_x=d_x, d_weight=tangent, d_bias=d_bias, d_addend=d_addend)
-        d_out = linear_tangent(x, weight, **tangents, scaling=scaling, in_fp8=in_fp8)
-    return out if d_out is None else make_dual(out, d_out)
+    with torch._C.DisableTorchFunction():  # see rms_norm
+        (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
+        tangent = read_low_rank_tangent(layer, "weight") or d_weight
+        bias, d_bias = (None, None) if layer.bias is None else forward_ad.unpack_dual(layer.bias)
+        addend, d_addend = (None, None) if addend is None else forward_ad.unpack_dual(addend)
+        out = linear_with_addend(x, weight, bias, addend, scaling)
+        with torch.no_grad():
+            tangents = dict(d_x=d_x, d_weight=tangent, d_bias=d_bias, d_addend=d_addend)
+            d_out = linear_tangent(x, weight, **tangents, scaling=scaling, in_fp8=in_fp8)
+        return out if d_out is None else make_dual(out, d_out)
 
 
 def _dual_embedding(layer: nn.Embedding, ids: Tensor) -> Tensor:

@@ -164,4 +164,5 @@ def orthonormalize(sketch: Tensor) -> Tensor:
 
 def squared_norm(tangent: Tensor | LowRank) -> Tensor:
     """Squared 2-norm of a tangent, in fp64. `Q` is orthonormal, so `Q B` has the norm of `B`."""
-    return (tangent.right if isinstance(tangent, LowRank) else tangent).double().square().sum()
+    tensor = tangent.right if isinstance(tangent, LowRank) else tangent
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()  # without a copy in fp64
