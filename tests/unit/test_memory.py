@@ -70,7 +70,7 @@ def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
     small = shape(2, 1024, 16, 3072, tied=True)
     loss, anchored = (memory_of(small, replace(settings, is_anchored=is_anchored)).phases["main"]["loss"]
                       for is_anchored in (False, True))  # fmt: skip
-    assert anchored - loss == 2 * 256 * 2**20 + 2 * 2048 * 2 * 1024
+    assert anchored - loss == 2 * 1024 * 2**20 + 2 * 2048 * 2 * 1024
 
 
 def test_muon_has_one_moment_of_the_layers_matrices_and_two_of_the_rest() -> None:

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from tests.helpers.allocations import Allocations
 from vcore_ds.models.token_loss import PLAIN, LogitTransform, token_entropy, token_loss
+from vcore_ds.planning.memory import loss_block_multiple
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
 module = importlib.import_module("vcore_ds.models.token_loss")
@@ -67,6 +68,19 @@ def test_losses_and_gradients_for_any_gradient_of_each_token(block: int, kind: s
     torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13)
     gradients = torch.autograd.grad(losses, tensors, upstream(kind))
     for gradient, right in zip(gradients, torch.autograd.grad(expected, tensors, upstream(kind)), strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_are_larger_for_small_models_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiples = [loss_block_multiple(size, on_gpu=on_gpu) for size, on_gpu in ((1536, True), (2048, True), (64, False))]
+    assert multiples == [4, 1, 1]
+    set_block(monkeypatch, 2, VOCABULARY)
+    monkeypatch.setattr(module, "loss_block_multiple", lambda hidden_size, *, on_gpu: 4)
+    hidden, weight, bias, targets = inputs()
+    assert module._block_size(weight) == 8
+    tensors = [t.requires_grad_() for t in (hidden, weight, bias)]
+    losses, expected = token_loss(hidden, weight, targets, bias), reference(hidden, weight, bias, targets)
+    for gradient, right in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (losses, expected)), strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
 
 

@@ -29,7 +29,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from vcore_ds.models.dual_tensors import LowRank
-from vcore_ds.planning.memory import LOSS_BLOCK_BYTES
+from vcore_ds.planning.memory import LOSS_BLOCK_BYTES, loss_block_multiple
 
 PredictionStatistic = Literal["entropy", "top_entropy", "concentration"]
 """`entropy`: of the prediction in nats; takes another matrix multiplication. `top_entropy`: entropy of the 20 most
@@ -204,7 +204,8 @@ def compute_raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def _block_size(weight: Tensor) -> int:
-    return max(1, LOSS_BLOCK_BYTES // (4 * weight.shape[0]))
+    num_bytes = LOSS_BLOCK_BYTES * loss_block_multiple(weight.shape[1], on_gpu=weight.is_cuda)
+    return max(1, num_bytes // (4 * weight.shape[0]))
 
 
 def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
