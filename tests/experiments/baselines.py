@@ -1,5 +1,5 @@
-"""Token weights of other methods beside plain fine-tuning, where whole traces and where single tokens are wrong
-(docs/reports/baselines.md).
+"""Token weights of other methods beside plain fine-tuning, where whole traces and where single tokens are wrong, and
+Muon beside AdamW where whole traces are (docs/reports/baselines.md).
 
     python -m tests.experiments.baselines run       what is missing
     python -m tests.experiments.baselines report    the tables
@@ -33,29 +33,44 @@ def rows_of_traces() -> dict[str, Setting]:
     return {"before training": rows["before training"]} | {n: replace(rows["sft"], method=n) for n in METHODS}
 
 
+def rows_of_optimizers() -> dict[str, Setting]:
+    """AdamW and Muon where whole traces are wrong, seed and learning rate (0) aside."""
+    grid = whole_traces.grid(*CELL)
+    sft, vcore = grid["sft"], grid["vcore, 0.5 nats within"]
+    muon = replace(vcore, optimizer="muon")
+    return {
+        "sft": sft,
+        "sft, Muon": replace(sft, optimizer="muon"),
+        "vcore": vcore,
+        "vcore, Muon": replace(muon, direction="muon"),
+        "vcore, Muon, along the gradient": replace(muon, direction="sgd"),
+    }
+
+
 def rows_of_tokens(noise: str) -> dict[str, Setting]:
     """The rows where single tokens are wrong, seed and learning rate (0) aside."""
     sft = steering.grid(noise, "adamw")["sft"]
     return {name: replace(sft, method=name) for name in METHODS}
 
 
-def rates_of_traces() -> dict[str, float]:
-    """By row. Raises ValueError where one has not been run at all rates."""
+def rates_of(rows: dict[str, Setting]) -> dict[str, float]:
+    """By row where whole traces are wrong. Raises ValueError where one has not been run at all rates."""
     results, seeds = read(RESULTS), whole_traces.CHOOSING_SEEDS
     return {
         name: chosen_rate(row, whole_traces.rates_of(row), results, seeds, by_accuracy=True)
-        for name, row in rows_of_traces().items()
+        for name, row in rows.items()
     }
 
 
 def due() -> Iterator[Setting]:
     """All runs, each given when those before it have been run."""
-    for seed in whole_traces.CHOOSING_SEEDS:
-        for row in rows_of_traces().values():
-            yield from (replace(row, learning_rate=rate, seed=seed) for rate in whole_traces.rates_of(row))
-    rates = rates_of_traces()
-    for seed in whole_traces.SEEDS:
-        yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows_of_traces().items())
+    for rows in (rows_of_traces(), rows_of_optimizers()):
+        for seed in whole_traces.CHOOSING_SEEDS:
+            for row in rows.values():
+                yield from (replace(row, learning_rate=rate, seed=seed) for rate in whole_traces.rates_of(row))
+        rates = rates_of(rows)
+        for seed in whole_traces.SEEDS:
+            yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows.items())
     all_rates = steering.RATES["adamw"]
     for noise in steering.NOISES:
         for seed in steering.SEEDS:
@@ -82,7 +97,8 @@ def run() -> None:
 def report() -> None:
     results = read(RESULTS)
     print(f"### {CELL[0].capitalize()} noise, {CELL[1]:.0%} of the traces wrong\n")
-    print(whole_traces_table(rows_of_traces(), rates_of_traces(), results, whole_traces.SEEDS) + "\n")
+    for rows in (rows_of_traces(), rows_of_optimizers()):
+        print(whole_traces_table(rows, rates_of(rows), results, whole_traces.SEEDS) + "\n")
     for noise in steering.NOISES:
         print(f"### {noise.capitalize()} noise of single tokens\n")
         print(steering_table(rows_of_tokens(noise), steering.RATES["adamw"], results) + "\n")

@@ -13,6 +13,7 @@ from tests.experiments import task
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
 from vcore_ds.method.adam import adam_direction
+from vcore_ds.method.muon import blend_momentum, muon_direction, muon_update
 from vcore_ds.method.weights import uniform_weights
 from vcore_ds.utility.low_rank import orthonormalize
 
@@ -20,6 +21,7 @@ CLIP = 1.0
 """2-norm of the gradient, and of the probe gradient."""
 BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 FINITE_DIFFERENCE_EPS = 1e-4
+MUON_MOMENTUM = 0.95
 
 
 def small_qwen3(seed: int) -> PreTrainedModel:
@@ -66,6 +68,29 @@ def mean_over_sequences(values: Tensor, traces: Traces) -> Tensor:
     return (values * uniform_weights(traces.sequence_index, len(traces), values.dtype)).sum() / len(traces)
 
 
+class Muon(torch.optim.AdamW):
+    """The product's Muon in one process: for the matrices of the layers; AdamW for the rest, without weight decay."""
+
+    def __init__(self, parameters: dict[str, Tensor]):
+        matrices = [p for name, p in parameters.items() if ".layers." in name and p.dim() == 2]
+        others = [p for p in parameters.values() if all(p is not matrix for matrix in matrices)]
+        settings = dict(lr=1.0, betas=BETAS, eps=ADAM_EPS, weight_decay=0.0)
+        super().__init__(others, **settings)
+        self.matrices = matrices
+        for matrix in matrices:
+            self.state[matrix]["momentum"] = torch.zeros_like(matrix, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is taken
+        super().step()
+        for matrix in self.matrices:
+            momentum = self.state[matrix]["momentum"]
+            update = muon_update(blend_momentum(matrix.grad, momentum, MUON_MOMENTUM))
+            momentum.lerp_(matrix.grad, 1 - MUON_MOMENTUM)
+            matrix.sub_(self.param_groups[0]["lr"] * update)
+            matrix.grad = None
+
+
 class Direction:
     """The probe direction of one run, kept between steps as the product keeps it (`vcore_ds.utility.direction`); with
     `probe_decay` as a running mean, which the product had up to version 0.6."""
@@ -95,8 +120,10 @@ class Direction:
         share = (1 - decay) / (1 - decay**self.num_taken)
         for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
             g = gradient * (CLIP / norm).clamp_max(1.0)
-            state = self.optimizer.state.get(parameter)
-            if self.setting.direction == "adam" and state:
+            state = self.optimizer.state.get(parameter, {})
+            if self.setting.direction == "muon" and "momentum" in state:
+                g = muon_direction(blend_momentum(g, state["momentum"], MUON_MOMENTUM), g, MUON_MOMENTUM)
+            elif self.setting.direction != "sgd" and state:
                 moments = (state["exp_avg"], state["exp_avg_sq"])
                 g = adam_direction(g, *moments, step=int(state["step"]) + 1, betas=BETAS, eps=ADAM_EPS)
             self.vector[name].lerp_(g, share)

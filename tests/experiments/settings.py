@@ -20,6 +20,7 @@ class Setting:
     regime: str = "scratch"
     """scratch, or tuned: from the model of `base_model`."""
     optimizer: str = "adamw"
+    """adamw, sgd, or muon for the matrices of the layers with AdamW for the rest."""
     learning_rate: float = 6e-3
     num_steps: int = 600
     training_noise: bool = True

@@ -20,6 +20,7 @@ from tests.experiments.directions import (
     BETAS,
     CLIP,
     Direction,
+    Muon,
     mean_over_sequences,
     small_qwen3,
     supervised_logits,
@@ -55,6 +56,8 @@ class Run:
         parameters = dict(model.named_parameters())
         if setting.optimizer == "adamw":
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=BETAS, eps=ADAM_EPS, weight_decay=0.0)
+        elif setting.optimizer == "muon":
+            self.optimizer = Muon(parameters)
         else:
             self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         self.direction = Direction(setting, parameters, self.optimizer)
