@@ -153,9 +153,10 @@ DRAWN_IN_STEPS: dict[str, dict[str, Any]] = {
 ACROSS_WORLD_SIZES = {
     "method": VCORE,
     "batch": {"global_size": 4},
-    "probe": {"direction": "adam", "batch_size": 4, "every": 2},
+    "probe": {"direction": "muon", "batch_size": 4, "every": 2},
+    "optimizer": MUON,
 }
-"""Step 4 takes the direction of step 3, step 5 probes."""
+"""Step 4 takes the direction of step 3, step 5 probes. With Muon the state has AdamW's moments too, of the embeddings."""
 
 
 def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
