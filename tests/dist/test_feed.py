@@ -12,7 +12,7 @@ import torch
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.mixture import JoinedDataset
+from vcore_ds.data.dataset import JoinedDataset
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.models.configuration import read_model_shape

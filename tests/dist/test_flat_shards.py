@@ -26,8 +26,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine import flat_shards
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.method.adam import adam_direction
-from vcore_ds.method.muon import blend_momentum, muon_direction, muon_update
+from vcore_ds.method.optimizers import adam_direction, blend_momentum, muon_direction, muon_update
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.finite_difference import perturb_parameters
 

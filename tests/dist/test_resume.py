@@ -156,7 +156,7 @@ ACROSS_WORLD_SIZES = {
     "probe": {"direction": "muon", "batch_size": 4, "every": 2},
     "optimizer": MUON,
 }
-"""Step 4 takes the direction of step 3, step 5 probes. With Muon the state has AdamW's moments too, of the embeddings."""
+"""Step 4 takes the direction of step 3, step 5 probes. Muon's state has AdamW's moments too, of the embeddings."""
 
 
 def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:

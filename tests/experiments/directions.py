@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from tests.experiments import task
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
-from vcore_ds.method.adam import adam_direction
-from vcore_ds.method.muon import blend_momentum, muon_direction, muon_update
+from vcore_ds.method.optimizers import adam_direction, blend_momentum, muon_direction, muon_update
 from vcore_ds.method.weights import uniform_weights
 from vcore_ds.utility.low_rank import orthonormalize
 

@@ -31,8 +31,7 @@ from tests.experiments.task import Traces, TraceStream
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.baselines import random_mask
-from vcore_ds.method.tokens import Tokens
-from vcore_ds.method.weights import segment_sum
+from vcore_ds.method.weights import Tokens, segment_sum
 from vcore_ds.train.weighting import alpha_of_micro_batch, sequence_weights, token_weights
 
 KEEP_SHARE = 0.2

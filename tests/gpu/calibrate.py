@@ -22,7 +22,7 @@ from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.plan.calibrate import calibrate
+from vcore_ds.commands.plan.columns import calibrate
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.planning.hardware import Achieved

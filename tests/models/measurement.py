@@ -28,6 +28,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
+from vcore_ds.models.architecture_check import check_model
 from vcore_ds.models.configuration import read_config, read_model_shape
 from vcore_ds.models.loading import prepare_for_training
 from vcore_ds.models.lora import add_lora
@@ -35,7 +36,6 @@ from vcore_ds.models.megatron.configuration import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
-from vcore_ds.train.model_check import check_model
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_estimator, load_model
 from vcore_ds.train.start_checks import check_derivatives, check_start

@@ -68,7 +68,7 @@ MOST_WAITS = {
     "distributed/layout.py norm_over: item": 2,
     "distributed/layout.py sum_over: copy to the device": 7,
     "distributed/layout.py sum_over: copy to the host": 7,
-    "engine/log_probabilities.py compute_log_probabilities: copy to the device": 4,
+    "train/weighting.py compute_log_probabilities: copy to the device": 4,
     "engine/zero3.py num_updates: item": 2,
     "engine/zero3.py step: item": 1,
     "method/weights.py gibbs_weights: copy to the device": 4,

@@ -13,8 +13,8 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.batches import Batch, StepBatches
-from vcore_ds.engine.log_probabilities import compute_log_probabilities
 from vcore_ds.method.baselines import random_mask
+from vcore_ds.train.weighting import compute_log_probabilities
 
 NUM_STEPS, NUM_RANKS = 4, 2
 NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 8, 4, 2

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
-from vcore_ds.distributed.compile_cache import use_local_compile_caches
+from vcore_ds.distributed.device import use_local_compile_caches
 from vcore_ds.models import flash_tangent as kernels
 from vcore_ds.models.attention import RowLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vcore_ds.method.adam import adam_direction
+from vcore_ds.method.optimizers import adam_direction
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 

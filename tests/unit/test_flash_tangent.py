@@ -87,9 +87,7 @@ def test_a_compiler_that_is_missing_is_said(tmp_path: Path) -> None:
 
 def test_without_triton_attention_runs_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]  # any import of it fails
-    monkeypatch.setattr(
-        attention, "_has_triton", attention._has_triton.__wrapped__
-    )  # what this process found is cached
+    monkeypatch.setattr(attention, "has_triton", attention.has_triton.__wrapped__)  # what this process found is cached
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     query = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
     layout = attention.RowLayout.from_lengths([[4, 5]], 1, query.device)

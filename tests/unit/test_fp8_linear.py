@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from vcore_ds.models.fp8_linear import fp8_linear, is_supported
-from vcore_ds.models.lora_linear import linear_tangent
+from vcore_ds.models.lora_linear import fp8_linear, is_supported, linear_tangent
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from vcore_ds.planning.goodput import Goodput
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts
+from vcore_ds.planning.run_plan import Goodput
 
 
 def simulate(goodput: Goodput, minutes: float, num_intervals: int) -> float:

@@ -18,8 +18,7 @@ from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import DataConfig, MethodConfig, WeightedPath
 from vcore_ds.data.cache import find_or_make_store
-from vcore_ds.data.dataset import KeptDataset, MainOrder, list_files
-from vcore_ds.data.mixture import JoinedStores, Shares
+from vcore_ds.data.dataset import JoinedStores, KeptDataset, MainOrder, Shares, list_files
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.train.console import Console

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vcore_ds.method.muon import blend_momentum, muon_direction, muon_update
+from vcore_ds.method.optimizers import blend_momentum, muon_direction, muon_update
 
 BETA = 0.95
 SHAPES = [(6, 6), (5, 12), (12, 5), (3, 4, 7)]

@@ -14,8 +14,7 @@ from transformers import Qwen3Config
 
 from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.plan.calibrate import calibrate, with_share
-from vcore_ds.commands.plan.columns import change_method, choose_gpu
+from vcore_ds.commands.plan.columns import calibrate, change_method, choose_gpu, with_share
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster

@@ -11,7 +11,7 @@ from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.named_model import find_named_model
-from vcore_ds.commands.plan.calibrate import calibrate
+from vcore_ds.commands.plan.columns import calibrate
 from vcore_ds.commands.report.read import group_runs, read_runs
 from vcore_ds.commands.score.request import make_request
 from vcore_ds.common.errors import UserError

@@ -17,8 +17,8 @@ from vcore_ds.data.conversations import Conversation, render_conversation
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.rows import Malformed, read_chat_row
+from vcore_ds.data.prepare.selection import describe_reading
 from vcore_ds.data.prepare.sources import Shard
-from vcore_ds.data.prepare.summary import describe_reading
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import MANIFEST
 

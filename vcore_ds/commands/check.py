@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
-from vcore_ds.commands.local_data import find_lengths, with_num_steps
+from vcore_ds.commands.plan.columns import find_lengths, with_num_steps
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     settings = derive_plan_settings(recipe)
     if is_on_disk(recipe.model.path):
-        from vcore_ds.train.model_check import check_configuration  # imports torch and transformers: seconds
+        from vcore_ds.models.architecture_check import check_configuration  # imports torch and transformers: seconds
 
         check_configuration(settings)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
@@ -162,10 +162,10 @@ def describe_rows(recipe: Recipe) -> Iterator[str]:
     for key, path in recipe.data.paths().items():
         if key in WRITTEN_BY_COMMANDS or not is_readable(path):
             continue
-        from vcore_ds.data.prepare import summary  # reads files: not where there are none
+        from vcore_ds.data.prepare import selection  # reads files: not where there are none
 
         try:
-            lines = summary.describe_reading(path)
+            lines = selection.describe_reading(path)
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)

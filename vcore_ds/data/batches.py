@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.method.tokens import Tokens
+from vcore_ds.method.weights import Tokens
 from vcore_ds.planning.packing import padded_length
 
 IGNORED_LABEL = -100

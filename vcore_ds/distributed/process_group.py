@@ -15,9 +15,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.compile_cache import use_local_compile_caches
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
-from vcore_ds.distributed.device import local_rank, num_local_ranks, uses_gpu
+from vcore_ds.distributed.device import local_rank, num_local_ranks, use_local_compile_caches, uses_gpu
 
 Result = TypeVar("Result")
 

@@ -18,7 +18,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, chunks, is_expert_block, unsharded_shape
-from vcore_ds.method.muon import blend_momentum, muon_direction, muon_update
+from vcore_ds.method.optimizers import blend_momentum, muon_direction, muon_update
 
 
 class ShardedMatrix(NamedTuple):

@@ -5,6 +5,7 @@ once. So the same code raises here and in a run, and `vcore-ds check`, `plan` an
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,11 +17,12 @@ from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
 from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
 from vcore_ds.models.experts import can_replace_experts
-from vcore_ds.models.loading import attention_name
+from vcore_ds.models.loading import DTYPES, attention_name
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.model_folder import build_empty_model
+from vcore_ds.models.model_folder import build_empty_model, check_model_folder
 from vcore_ds.planning.memory import ParameterCounts
-from vcore_ds.planning.model_shape import differences_refused, is_mixture
+from vcore_ds.planning.model_shape import differences_refused, is_mixture, is_on_disk
+from vcore_ds.planning.settings import PlanSettings
 
 Estimator = Literal["jvp", "finite_difference"]
 
@@ -167,3 +169,43 @@ def _count_tensor_shard(
     added = adapter_slices(find_adapted_layers(path, config, lora), config, lora, **place).values()
     num_trained = sum(piece.take(weights[piece.name]).numel() for piece in added)
     return ParameterCounts(num_base + num_trained, num_trained)
+
+
+def check_model(settings: PlanSettings) -> None:
+    """Raises UserError where the model's folder is incomplete or cannot be trained so; reads no weights."""
+    check_model_folder(settings.model.path)
+    check_configuration(settings)
+
+
+def check_configuration(settings: PlanSettings) -> None:
+    """Raises UserError where a model of this configuration cannot be trained so. One that is not on this machine
+    passes: `vcore-ds check` needs none, and in a run the first rank downloads it."""
+    path = settings.model.path
+    if not is_on_disk(path):
+        return
+    if Path(path).name == "config.json":  # which a plan can be made of
+        path = str(Path(path).parent)
+    if settings.model.provider == "huggingface":
+        config = read_config(path, local_files_only=True)
+        check_architecture(
+            path,
+            config,
+            attention=settings.model.attention,
+            lora=settings.lora,
+            estimator=settings.estimator,
+            expert=settings.parallel.expert,
+        )
+        causal_lm = causal_lm_class(config)
+        if settings.model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
+            raise UserError(
+                f"model.gradient_checkpointing: found true together with model.path {path} ({causal_lm.__name__}), "
+                "whose layers cannot be recomputed; expected false"
+            )
+        return
+    from vcore_ds.models.megatron.adapters import find_adapted_layers
+    from vcore_ds.models.megatron.configuration import transformer_config
+
+    config = read_config(path)
+    transformer_config(path, config, tensor=settings.parallel.tensor, dtype=DTYPES[settings.model.precision])
+    if settings.lora is not None:
+        find_adapted_layers(path, config, settings.lora)

@@ -343,11 +343,11 @@ def _can_use_triton(query: Tensor) -> bool:
     """Whether to use `flash_tangent`: in half precision only, since in fp32 blocks are faster and as precise."""
     runs_kernels = query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on CPUs
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return runs_kernels and is_half and query.shape[-1] <= MAX_KERNEL_HEAD_DIM and _has_triton()
+    return runs_kernels and is_half and query.shape[-1] <= MAX_KERNEL_HEAD_DIM and has_triton()
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     """Whether Triton is installed: PyTorch's CUDA wheels depend on it, its CPU wheels do not."""
     return importlib.util.find_spec("triton") is not None
 

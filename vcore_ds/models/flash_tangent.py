@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
-from vcore_ds.distributed.compile_cache import local_cache_folder
+from vcore_ds.distributed.device import local_cache_folder
 from vcore_ds.distributed.process_group import take_first_answer
 from vcore_ds.models.block_attention import Sinks
 from vcore_ds.models.flash_tangent_kernel import attend

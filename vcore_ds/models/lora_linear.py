@@ -9,6 +9,8 @@ Here the adapter's output is added in the fp32 accumulator of the base matrix mu
 `B A x` is itself rounded, an error relative to the adapter alone. Nothing of the output's size is saved for the
 backward. Experts do the same in their grouped GEMM: peft would add `(alpha / r) B A` to the weights, which loses what
 is below half an ulp of a weight.
+
+Tangents may go through a product of FP8 factors: utilities stay right with it, while FP8 values ruin them.
 """
 
 from typing import Any
@@ -19,9 +21,47 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from vcore_ds.distributed.device import device
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.models.experts import ExpertsAdapter, use_adapter, uses_our_experts
-from vcore_ds.models.fp8_linear import fp8_linear, is_supported
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SIZE_MULTIPLE = 16
+"""cuBLAS needs rows of a multiple of 16 bytes in both factors, and in the product."""
+
+
+def is_supported(weight: Tensor) -> bool:
+    """Whether `fp8_linear` takes a weight of this shape and dtype."""
+    return weight.dtype == torch.bfloat16 and all(size % _SIZE_MULTIPLE == 0 for size in weight.shape)
+
+
+def has_fp8_units() -> bool:
+    """Whether this rank's device multiplies FP8 matrices: a GPU from Ada and Hopper on, or the CPU, which is slow."""
+    return device().type != "cuda" or torch.cuda.get_device_capability(device()) >= (8, 9)
+
+
+def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x W^T` with both factors rounded to `float8_e4m3fn`, each row scaled to the largest number of that format.
+
+    Args:
+        x: `[..., in]`, bf16.
+        weight: `[out, in]`, bf16, for which `is_supported`.
+
+    Returns:
+        `[..., out]`, bf16, summed in fp32.
+    """
+    (rows, row_scales), (columns, column_scales) = _quantize(x.flatten(0, -2)), _quantize(weight)
+    product = torch._scaled_mm(
+        rows, columns.t(), scale_a=row_scales, scale_b=column_scales.t().contiguous(), out_dtype=x.dtype
+    )
+    return product.view(*x.shape[:-1], len(weight))
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in FP8 and the fp32 scales, `[N, 1]`, by which they are to be multiplied."""
+    scales = x.abs().amax(-1, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny) / _LARGEST
+    return (x / scales).to(torch.float8_e4m3fn), scales
+
 
 _RANK_MULTIPLE = 8
 """Adapter ranks of experts are padded with zeros to it: the kernels need rows of a multiple of 16 bytes."""

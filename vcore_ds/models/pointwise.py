@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.models.llama import modeling_llama
 
-from vcore_ds.models.attention import _has_triton
+from vcore_ds.models.attention import has_triton
 from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
 
 
@@ -170,7 +170,7 @@ class _GatedSilu(torch.autograd.Function):
 def _can_use_triton(x: Tensor) -> bool:
     """Whether to use the kernels: on a GPU in half precision."""
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return is_half and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton()
+    return is_half and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and has_triton()
 
 
 def rms_norm(

@@ -18,6 +18,8 @@ from vcore_ds.data.cache import cache_root, find_or_make_store
 from vcore_ds.data.dataset import (
     ChangedDataset,
     Dataset,
+    JoinedDataset,
+    JoinedStores,
     KeptDataset,
     MainOrder,
     RandomDraws,
@@ -27,7 +29,6 @@ from vcore_ds.data.dataset import (
     list_files,
     store_behind,
 )
-from vcore_ds.data.mixture import JoinedDataset, JoinedStores
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import check_contents

@@ -18,7 +18,6 @@ from vcore_ds.data.dataset import Dataset, keep_random_tokens
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark
-from vcore_ds.engine.log_probabilities import add_reference_log_probabilities
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed, batches_of_rank
@@ -32,7 +31,7 @@ from vcore_ds.train.token_records import (
     most_tokens_of_trace,
     write_followed,
 )
-from vcore_ds.train.weighting import token_weights
+from vcore_ds.train.weighting import add_reference_log_probabilities, token_weights
 from vcore_ds.utility.estimators import Estimator
 
 

@@ -24,7 +24,7 @@ from vcore_ds.distributed.process_group import run_first_rank_first, run_on_firs
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
-from vcore_ds.models.architecture_check import count_parameters
+from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory import ParameterCounts
@@ -32,8 +32,7 @@ from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.run_plan import derive_needed_passes
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train import run_folder
-from vcore_ds.train.best_checkpoint import check_compared, make_digest, say_best
-from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.train.checkpoints import Checkpoints, check_compared, make_digest, say_best
 from vcore_ds.train.console import Console, describe_example
 from vcore_ds.train.extension import begin_branch, find_common_checkpoint
 from vcore_ds.train.feed import DataReader, Feed, build_feed, count_data
@@ -41,7 +40,6 @@ from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
 from vcore_ds.train.metrics_log import BackgroundSink, MetricsLog
 from vcore_ds.train.model_card import Kind, make_model_card
-from vcore_ds.train.model_check import check_model
 from vcore_ds.train.profile import check_profile
 from vcore_ds.train.run_folder import can_resume
 from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings

@@ -16,9 +16,9 @@ from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.models.fp8_linear import has_fp8_units
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora
+from vcore_ds.models.lora_linear import has_fp8_units
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.run_plan import COALESCING_SHARE
 from vcore_ds.planning.settings import PlanSettings

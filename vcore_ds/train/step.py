@@ -9,16 +9,20 @@ from torch import Tensor
 
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.engine.log_probabilities import add_reference_log_probabilities
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.objective import sequence_shares, token_coefficients
-from vcore_ds.method.tokens import Tokens
-from vcore_ds.method.weights import segment_sum, uniform_weights
+from vcore_ds.method.weights import Tokens, segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
 from vcore_ds.train.followed import measure_followed
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
-from vcore_ds.train.weighting import alpha_of_global_batch, alpha_of_micro_batch, sequence_factors, token_weights
+from vcore_ds.train.weighting import (
+    add_reference_log_probabilities,
+    alpha_of_global_batch,
+    alpha_of_micro_batch,
+    sequence_factors,
+    token_weights,
+)
 from vcore_ds.utility.direction import Direction, Probe
 from vcore_ds.utility.estimators import Estimator, MainLosses
 

@@ -1,6 +1,8 @@
-"""The token weights and alphas of each method, on plain tensors; for training, experiments and tests."""
+"""The token weights and alphas of each method, on plain tensors; and log-probabilities of sequences, under the model
+and under the reference model of a LoRA run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch import Tensor
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.baselines import (
     deft_weights,
     dft_weights,
@@ -26,9 +29,9 @@ from vcore_ds.method.objective import (
     utility_variances,
     variance_alpha,
 )
-from vcore_ds.method.tokens import Tokens
 from vcore_ds.method.weights import (
     GibbsWeights,
+    Tokens,
     gibbs_weights,
     gibbs_weights_for_budget,
     log_probability_base,
@@ -187,3 +190,25 @@ def sequence_factors(
         "batch_effective_sample_size": float(1.0 / tilted.weights.square().sum()),
     }
     return list(mine.split(sizes)), measured
+
+
+def compute_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
+    """Log-probability `sum_t log p(y_t)` of each sequence, for every micro-batch of this rank. A collective.
+
+    Returns:
+        `[num_sequences]` fp32 for each micro-batch, in nats.
+    """
+    log_probabilities = []
+    with engine.without_gradient():
+        for batch in batches:
+            losses = engine.token_losses(batch)
+            index = batch.sequence_index().to(losses.device)
+            log_probabilities.append(-segment_sum(losses, index, batch.num_sequences))
+    return log_probabilities
+
+
+def add_reference_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
+    """Batches with `reference_log_probability`, computed by a forward without LoRA adapters. A collective."""
+    with engine.without_adapters():
+        reference = compute_log_probabilities(engine, batches)
+    return [replace(b, reference_log_probability=values) for b, values in zip(batches, reference, strict=True)]

@@ -15,9 +15,9 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block, unsharded_shape
 from vcore_ds.engine.muon import write_muon_direction
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
-from vcore_ds.method.adam import adam_direction
 from vcore_ds.method.baselines import dft_weights
 from vcore_ds.method.objective import Normalization, sequence_shares, token_coefficients
+from vcore_ds.method.optimizers import adam_direction
 from vcore_ds.method.weights import segment_sum, uniform_weights
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.utility.low_rank import factorize, has_low_rank, squared_norm

@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError(f"--base-model: found {arguments.base_model}; expected OWNER/NAME, its id on the hub")
     base, api = None, None
     if arguments.push is not None:
-        from vcore_ds.commands.export.push import check_repository, push_folder
+        from vcore_ds.commands.export.write import check_repository, push_folder
 
         api = check_repository(arguments.push, update=arguments.update)
     if api is not None or arguments.base_model is not None:

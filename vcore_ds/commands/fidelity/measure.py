@@ -37,10 +37,10 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import watching
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.method.tokens import Tokens
+from vcore_ds.method.weights import Tokens
 from vcore_ds.models.configuration import can_replace_attention, read_config
-from vcore_ds.models.fp8_linear import has_fp8_units
 from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.lora_linear import has_fp8_units
 from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import is_on_disk

@@ -6,10 +6,18 @@ from typing import Any
 from vcore_ds.commands.plan.columns import RARER_PROBE, Column, Columns
 from vcore_ds.common.text import align_columns, count, gib
 from vcore_ds.planning.batch_plan import Part
-from vcore_ds.planning.goodput import BEST_GPU_HOURS, GPU_HOURS_BETWEEN_FAILURES, WORST_GPU_HOURS
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster
 from vcore_ds.planning.memory import Phase, active_parameters
-from vcore_ds.planning.run_plan import RunPlan, Way, describe_range, plan_verdict, warn_of_positions
+from vcore_ds.planning.run_plan import (
+    BEST_GPU_HOURS,
+    GPU_HOURS_BETWEEN_FAILURES,
+    WORST_GPU_HOURS,
+    RunPlan,
+    Way,
+    describe_range,
+    plan_verdict,
+    warn_of_positions,
+)
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 """Names of the phases of a step in the table."""

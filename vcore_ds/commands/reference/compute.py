@@ -17,17 +17,17 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import watching
-from vcore_ds.engine.log_probabilities import compute_log_probabilities
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.models.architecture_check import check_model
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, Feed, build_feed
-from vcore_ds.train.model_check import check_model
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_start
 from vcore_ds.train.start_screen import describe_training
+from vcore_ds.train.weighting import compute_log_probabilities
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:

@@ -33,7 +33,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
-from vcore_ds.models.architecture_check import count_parameters
+from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -43,7 +43,6 @@ from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
-from vcore_ds.train.model_check import check_model
 from vcore_ds.train.run_folder import STARTED_FORMAT, environment, read_environment, read_recipe_of
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
