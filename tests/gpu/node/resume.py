@@ -24,15 +24,14 @@ from vcore_ds.distributed.device import local_rank, uses_gpu
 from vcore_ds.distributed.process_group import start_process_group
 
 RUNS = ("vcore, fp32", "vcore, bf16", "vcore, optimizer in host memory")
-NUM_SEQUENCES = 16
-"""Of a step and of its probe: two for each of 8 ranks."""
 
 
-def make_recipe(folder: Path, name: str, kind: str) -> Recipe:
+def make_recipe(folder: Path, name: str, kind: str, num_before: int) -> Recipe:
+    """`num_before`: ranks of the run that is killed."""
     recipe = recipe_of(folder, name)
     sections = {
-        "batch": recipe.batch.model_copy(update={"global_size": NUM_SEQUENCES}),
-        "probe": recipe.probe.model_copy(update={"batch_size": NUM_SEQUENCES}),
+        "batch": recipe.batch.model_copy(update={"global_size": 2 * num_before}),
+        "probe": recipe.probe.model_copy(update={"batch_size": 2 * num_before}),
         "run": recipe.run.model_copy(update={"output_dir": str(run_folder(folder, name, kind))}),
     }
     return recipe.model_copy(update=sections)
@@ -42,15 +41,18 @@ def run_folder(folder: Path, name: str, kind: str) -> Path:
     return folder / f"{name}, {kind}".replace(", ", "_").replace(" ", "_")
 
 
-def train(folder: Path, kind: str) -> None:
-    """On every rank: the runs without a kill, or a copy of each killed one to its end."""
+def train(folder: Path, kind: str, num_before: int) -> None:
+    """On every rank: the runs without a kill, or a copy of each killed one to its end.
+
+    `num_before`: ranks of the run that is killed.
+    """
     if uses_gpu():
         torch.cuda.set_device(local_rank())
     # Not by `start_process_group`, whose group would end with the first run.
     torch.distributed.init_process_group("nccl" if uses_gpu() else "gloo")
     start_process_group(timeout_minutes=5)
     for name in RUNS:
-        recipe, killed = make_recipe(folder, name, kind), run_folder(folder, name, "killed")
+        recipe, killed = make_recipe(folder, name, kind, num_before), run_folder(folder, name, "killed")
         if kind == "straight":
             resumed_runs.killed_copy(recipe, STOP, killed)
             continue
@@ -93,11 +95,11 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = results_folder() / "resume" / "runs"
     if arguments.train is not None:
-        train(folder, arguments.train)
+        train(folder, arguments.train, arguments.ranks)
         return 0
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    write_inputs(folder, num_traces=4 * NUM_SEQUENCES)
+    write_inputs(folder, num_traces=8 * arguments.ranks)
     ranks, others = arguments.ranks, (arguments.ranks, arguments.ranks // 2)
     run_on_ranks(ranks, "tests.gpu.node.resume", "--ranks", str(ranks), "--train", "straight")
     for number in others:
