@@ -9,16 +9,14 @@ Task, seeds, choice of learning rates and measures are those of `whole_traces.py
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from tests.experiments import steering, whole_traces
 from tests.experiments.processes import read
-from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, setting_of, steering_table, whole_traces_table
+from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, steering_table, whole_traces_table
 from tests.experiments.settings import Setting
 from tests.experiments.training import train
 
@@ -53,24 +51,10 @@ def rows_of_tokens(noise: str) -> dict[str, Setting]:
     return {name: replace(sft, method=name) for name in METHODS}
 
 
-def rates_of(rows: dict[str, Setting]) -> dict[str, float]:
-    """By row where whole traces are wrong. Raises ValueError where one has not been run at all rates."""
-    results, seeds = read(RESULTS), whole_traces.CHOOSING_SEEDS
-    return {
-        name: chosen_rate(row, whole_traces.rates_of(row), results, seeds, by_accuracy=True)
-        for name, row in rows.items()
-    }
-
-
 def due() -> Iterator[Setting]:
     """All runs, each given when those before it have been run."""
     for rows in (rows_of_traces(), rows_of_optimizers()):
-        for seed in whole_traces.CHOOSING_SEEDS:
-            for row in rows.values():
-                yield from (replace(row, learning_rate=rate, seed=seed) for rate in whole_traces.rates_of(row))
-        rates = rates_of(rows)
-        for seed in whole_traces.SEEDS:
-            yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows.items())
+        yield from whole_traces.due_on_all_seeds(rows, RESULTS)
     all_rates = steering.RATES["adamw"]
     for noise in steering.NOISES:
         for seed in steering.SEEDS:
@@ -80,25 +64,21 @@ def due() -> Iterator[Setting]:
                     yield replace(row, learning_rate=rate, seed=seed)
 
 
+def train_once(setting: Setting) -> dict[str, Any]:
+    return whole_traces.train(setting) if setting.wrong_traces > 0 else train(setting, steering.FOLDER)
+
+
 def run() -> None:
-    torch.set_num_threads(1)
-    for folder in (whole_traces.FOLDER, steering.FOLDER):
-        folder.mkdir(parents=True, exist_ok=True)
-    done = {setting_of(result) for result in read(RESULTS)}
-    for setting in due():
-        if setting in done:
-            continue
-        result = whole_traces.train(setting) if setting.wrong_traces > 0 else train(setting, steering.FOLDER)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps({**whole_traces.changed(setting), **result}) + "\n")
-        print(f"{setting.label()} seed={setting.seed}: {result}", flush=True)
+    steering.FOLDER.mkdir(parents=True, exist_ok=True)
+    whole_traces.run_missing(due(), RESULTS, train_once)
 
 
 def report() -> None:
     results = read(RESULTS)
     print(f"### {CELL[0].capitalize()} noise, {CELL[1]:.0%} of the traces wrong\n")
     for rows in (rows_of_traces(), rows_of_optimizers()):
-        print(whole_traces_table(rows, rates_of(rows), results, whole_traces.SEEDS) + "\n")
+        rates = whole_traces.choose_rates(rows, results)
+        print(whole_traces_table(rows, rates, results, whole_traces.SEEDS) + "\n")
     for noise in steering.NOISES:
         print(f"### {noise.capitalize()} noise of single tokens\n")
         print(steering_table(rows_of_tokens(noise), steering.RATES["adamw"], results) + "\n")

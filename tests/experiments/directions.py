@@ -71,12 +71,10 @@ class Muon(torch.optim.AdamW):
     """The product's Muon in one process: for the matrices of the layers; AdamW for the rest, without weight decay."""
 
     def __init__(self, parameters: dict[str, Tensor]):
-        matrices = [p for name, p in parameters.items() if ".layers." in name and p.dim() == 2]
-        others = [p for p in parameters.values() if all(p is not matrix for matrix in matrices)]
-        settings = dict(lr=1.0, betas=BETAS, eps=ADAM_EPS, weight_decay=0.0)
-        super().__init__(others, **settings)
-        self.matrices = matrices
-        for matrix in matrices:
+        others = [p for name, p in parameters.items() if not _is_hidden_matrix(name, p)]
+        super().__init__(others, lr=1.0, betas=BETAS, eps=ADAM_EPS, weight_decay=0.0)
+        self.matrices = [p for name, p in parameters.items() if _is_hidden_matrix(name, p)]
+        for matrix in self.matrices:
             self.state[matrix]["momentum"] = torch.zeros_like(matrix, requires_grad=False)
 
     @torch.no_grad()
@@ -88,6 +86,10 @@ class Muon(torch.optim.AdamW):
             momentum.lerp_(matrix.grad, 1 - MUON_MOMENTUM)
             matrix.sub_(self.param_groups[0]["lr"] * update)
             matrix.grad = None
+
+
+def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    return ".layers." in name and parameter.dim() == 2
 
 
 class Direction:

@@ -31,8 +31,8 @@ def keep(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
 
 
 def store(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
-    """Leaves the token weights of all training traces, made with `model` as `vcore-ds keep --weights` makes them, to
-    the run. Returns the traces' mean utilities, `[num_traces]`."""
+    """Store in the run the token weights of all training traces, made with `model` as `vcore-ds keep --weights` makes
+    them. Returns the traces' mean utilities, `[num_traces]`."""
     traces = run.main.whole_pool()
     utilities = token_utilities(model, traces, run.trusted.whole_pool(), sign=False)
     weights = gibbs_weights_for_budget(utilities, traces.sequence_index, len(traces), setting.kl_budget).weights
@@ -67,7 +67,7 @@ def mean_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign
 
 
 def token_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign: bool) -> Tensor:
-    """`[N]`
+    """`[N]`: by how much a step on a token lowers the loss of the pool, to first order.
 
     Args:
         sign: along the sign of the pool's gradient, Adam's first step, instead of the gradient.
@@ -86,7 +86,7 @@ def trained_on_pool(setting: Setting, model: PreTrainedModel) -> PreTrainedModel
 
 
 def trained_on_all(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
-    """By `sft`, for as many steps."""
+    """A copy of `model`, after `sft` on all training traces for `setting.num_steps` steps."""
     return _trained(replace(setting, method="sft", stored="", learning_rate=SFT_RATE), model)
 
 

@@ -47,7 +47,7 @@ class Setting:
     stored: str = ""
     """When the token weights of all training traces are computed, of utilities along the pool's gradient: start, once
     with the model before training; finished, once with that of a finished `sft` run; epoch, at the start of each one.
-    Weights follow the model in each step without a name."""
+    Empty: weights follow the model in every step."""
     method: str = "sft"
     """vcore, one of BASELINES, or sft_mixed: sft on the batch and the probe's sequences together."""
     kl_budget: float = 0.0

@@ -8,16 +8,12 @@ epochs. Results are appended to RESULTS, and what is there is skipped.
 """
 
 import argparse
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from tests.experiments import whole_traces
 from tests.experiments.processes import read
-from tests.experiments.report import chosen_rate, setting_of, whole_traces_table
+from tests.experiments.report import whole_traces_table
 from tests.experiments.settings import BATCH_SIZE, Setting
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -40,40 +36,14 @@ def rows() -> dict[str, Setting]:
     }
 
 
-def rates() -> dict[str, float]:
-    """By row. Raises ValueError where one has not been run at all rates."""
-    results, seeds = read(RESULTS), whole_traces.CHOOSING_SEEDS
-    return {
-        name: chosen_rate(row, whole_traces.rates_of(row), results, seeds, by_accuracy=True)
-        for name, row in rows().items()
-    }
-
-
-def due() -> Iterator[Setting]:
-    """All runs, each given when those before it have been run."""
-    for seed in whole_traces.CHOOSING_SEEDS:
-        for row in rows().values():
-            yield from (replace(row, learning_rate=rate, seed=seed) for rate in whole_traces.rates_of(row))
-    chosen = rates()
-    for seed in whole_traces.SEEDS:
-        yield from (replace(row, learning_rate=chosen[name], seed=seed) for name, row in rows().items())
-
-
 def run() -> None:
-    torch.set_num_threads(1)
-    whole_traces.FOLDER.mkdir(parents=True, exist_ok=True)
-    done = {setting_of(result) for result in read(RESULTS)}
-    for setting in due():
-        if setting not in done:
-            result = whole_traces.train(setting)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps({**whole_traces.changed(setting), **result}) + "\n")
-            print(f"{setting.label()} seed={setting.seed}: {result}", flush=True)
+    whole_traces.run_missing(whole_traces.due_on_all_seeds(rows(), RESULTS), RESULTS)
 
 
 def report() -> None:
     results = read(RESULTS)
-    print(whole_traces_table(rows(), rates(), results, whole_traces.SEEDS))
+    rates = whole_traces.choose_rates(rows(), results)
+    print(whole_traces_table(rows(), rates, results, whole_traces.SEEDS))
     print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
 
 

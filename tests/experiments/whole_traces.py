@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,14 @@ def rows_of_pool(pool_size: int, pool_wrong_traces: float) -> dict[str, Setting]
 
 def rate_of(name: str, results: Sequence[dict[str, Any]]) -> float:
     """Raises ValueError where the row has not been run at all rates on all CHOOSING_SEEDS."""
-    row = grid(*CELLS[0])[name]
-    return chosen_rate(row, rates_of(row), results, CHOOSING_SEEDS, by_accuracy=True)
+    return choose_rates({name: grid(*CELLS[0])[name]}, results)[name]
+
+
+def choose_rates(rows: Mapping[str, Setting], results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """By row. Raises ValueError where one has not been run at all rates on all CHOOSING_SEEDS."""
+    return {
+        name: chosen_rate(row, rates_of(row), results, CHOOSING_SEEDS, by_accuracy=True) for name, row in rows.items()
+    }
 
 
 def rates_of(row: Setting) -> Sequence[float]:
@@ -195,12 +201,17 @@ def due() -> Iterator[Setting]:
 
 
 def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:
-    rows = {name: grid(*CELLS[0])[name] for name in names}
+    yield from due_on_all_seeds({name: grid(*CELLS[0])[name] for name in names}, RESULTS)
+
+
+def due_on_all_seeds(rows: Mapping[str, Setting], results: Path) -> Iterator[Setting]:
+    """All rates on CHOOSING_SEEDS; then, when those have been run, the chosen ones on SEEDS."""
     for seed in CHOOSING_SEEDS:
         for row in rows.values():
             yield from (replace(row, learning_rate=rate, seed=seed) for rate in rates_of(row))
+    rates = choose_rates(rows, read(results))
     for seed in SEEDS:
-        yield from (replace(row, learning_rate=rate_of(name, read(RESULTS)), seed=seed) for name, row in rows.items())
+        yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows.items())
 
 
 def due_elsewhere(
@@ -246,18 +257,23 @@ def changed(setting: Setting) -> dict[str, Any]:
     return {f.name: value for f in fields(Setting) if (value := getattr(setting, f.name)) != f.default}
 
 
-def run() -> None:
+def run_missing(due: Iterable[Setting], results: Path, train_once: Callable[[Setting], dict[str, Any]] = train) -> None:
+    """Run what is not in the file yet, and append it."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    done = {setting_of(result) for result in read(RESULTS)}
-    for setting in due():
+    done = {setting_of(result) for result in read(results)}
+    for setting in due:
         if setting in done:
             continue
-        result = train(setting)
-        with RESULTS.open("a") as file:
+        result = train_once(setting)
+        with results.open("a") as file:
             file.write(json.dumps({**changed(setting), **result}) + "\n")
         done.add(setting)
         print(f"{setting.label()} seed={setting.seed}: {result}", flush=True)
+
+
+def run() -> None:
+    run_missing(due(), RESULTS)
 
 
 def report() -> None:
