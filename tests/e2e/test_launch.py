@@ -65,8 +65,7 @@ def fork(arguments: list[str], folder: Path, *, num_ranks: int = 1) -> Run:
 
 
 def script(arguments: Sequence[str]) -> int:
-    """As train_32b.sh, whose ranks the deepspeed launcher starts in `test_stops.py`, and the quickstart's to their end
-    in `test_quickstart.py`."""
+    """What train_32b.sh runs on each rank. `test_stops.py` starts the script itself under the deepspeed launcher."""
     return launch(RECIPE, arguments)
 
 

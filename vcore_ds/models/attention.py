@@ -175,7 +175,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
 
         primals, tangents = exchange_with_tangents(exchange, primals, tangents)
         sinks, d_sinks = (None if x is None else take_local_heads(x, k) for x in (sinks, d_sinks))
-        # In the fused pass every function called from Python takes a detour: half of the time of a block of scores.
+        # The function mode of the fused pass intercepts every call from Python: half of the time of a block of scores.
         with torch._C.DisableTorchFunction():
             output, d_output = attend([*primals, sinks], [*tangents, d_sinks], row_layout, scoring)
 

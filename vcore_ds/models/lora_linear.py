@@ -10,7 +10,7 @@ Here the adapter's output is added in the fp32 accumulator of the base matrix mu
 backward. Experts do the same in their grouped GEMM: peft would add `(alpha / r) B A` to the weights, which loses what
 is below half an ulp of a weight.
 
-Tangents may go through a product of FP8 factors: utilities stay right with it, while FP8 values ruin them.
+Tangents may be multiplied in FP8: utilities stay right with it, while FP8 values ruin them.
 """
 
 from typing import Any

@@ -70,15 +70,13 @@ class TangentsBesideGraph(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        # First, since every function of the layers, loss blocks and attention blocks comes by here.
-        if name not in ("mul", "add", "sub") and not torch.is_grad_enabled():
-            return function(*args, **kwargs)
         is_mul = name == "mul" and not kwargs
         # PyTorch would add a tensor of zeros to the tangent, whose shape a Python kernel works out in 0.1 to 0.2 ms.
         adds_number = name in ("add", "sub") and not kwargs and isinstance(args[1], int | float)
-        if name in _HANDLED_BY_PYTORCH or _is_below_autograd() or _is_in_place(name, kwargs):
-            return function(*args, **kwargs)
+        # First, since every function that layers, token loss and attention call without a graph passes through here.
         if not (is_mul or adds_number or torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        if name in _HANDLED_BY_PYTORCH or _is_below_autograd() or _is_in_place(name, kwargs):
             return function(*args, **kwargs)
         duals = _DualArguments()
         values, named_values = duals.split(args), {key: duals.split(x) for key, x in kwargs.items()}

@@ -33,13 +33,11 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> dict[str, Part]:
     """The parts for this number of ranks, in the order of their value."""
     ranks, shape = ("--ranks", str(num_ranks)), ("--shape", "tiny" if is_tiny else "0.6b")
     if is_tiny:
-        sizes = ("--shape", "tiny", "--layers", "1", "--tokens", "64", "--rows", "1", "--rounds", "1")
-        low_rank = "jvp, fused, rank 8"
+        sizes, low_rank = ("--shape", "tiny", "--tokens", "64", "--rows", "1", "--rounds", "1"), "jvp, fused, rank 8"
     else:
-        sizes = ("--shape", "32b", "--layers", "2", "--tokens", "16384", "--rounds", "3")
-        low_rank = "jvp, fused, rank 32"
+        sizes, low_rank = ("--shape", "32b", "--tokens", "16384", "--rounds", "3"), "jvp, fused, rank 32"
     layers = (
-        *(*sizes, "--methods", "sft", "jvp, fused", low_rank),
+        *(*sizes, "--layers", "2", "--methods", "sft", "jvp, fused", low_rank),
         *("--profile", "--output", "RESULTS/layers", "--deepspeed-config", *FILES),
     )
     parts = {
