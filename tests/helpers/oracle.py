@@ -98,11 +98,14 @@ class Reference:
         return [cross_entropy(logits, targets, reduction="none") for logits, targets in pairs]
 
     def divergences(self, batch):
-        """`KL(model without adapters || model)` of each supervised token of each row, as LLaMA-Factory computes it."""
+        """`KL(model without adapters || model)` of each supervised token of each row, as LLaMA-Factory computes it.
+
+        In fp64: it is the small difference of two large sums.
+        """
         with torch.no_grad(), self.model.disable_adapter():
-            bases = [log_softmax(logits, -1) for logits in self.logits(batch)]
+            bases = [log_softmax(logits.double(), -1) for logits in self.logits(batch)]
         pairs = zip(self.logits(batch), bases, strict=True)
-        return [kl_div(log_softmax(x, -1), base.exp(), reduction="none").sum(-1) for x, base in pairs]
+        return [kl_div(log_softmax(x.double(), -1), base.exp(), reduction="none").sum(-1) for x, base in pairs]
 
     def gradient(self, batch, weights, shares, kl_weight=0.0):
         """`sum_i share_i (sum_t weights[i][t] * grad l[i,t] + kl_weight * mean_t grad kl[i,t])`."""

@@ -122,6 +122,18 @@ def test_divergence_and_its_gradient(transform: LogitTransform, with_bias: bool)
     torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_divergence_from_a_model_close_by_is_not_rounding_noise() -> None:
+    """Adapters begin at no difference: the losses' errors in fp32 are as large as such a divergence."""
+    hidden, _, weight, bias, _ = inputs(200)
+    reference = hidden.float() * (1 + 1e-3)
+    hidden, weight, bias = hidden.float(), weight.float(), bias.float()
+    expected = reference_divergence(hidden.double(), weight.double(), reference.double(), bias.double()).mean()
+    assert 1e-8 < float(expected) < 1e-5
+    assert float(reference_divergence(hidden, weight, reference, bias).mean()) == pytest.approx(
+        float(expected), rel=0.01
+    )
+
+
 def test_a_model_that_is_its_reference_and_no_tokens() -> None:
     hidden, _, weight, bias, targets = inputs()
     leaf = hidden.clone().requires_grad_()
