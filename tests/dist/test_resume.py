@@ -58,11 +58,11 @@ from vcore_ds.train.token_records import read_records
 
 pytestmark = pytest.mark.dist
 
-STOPS = (3, 5)
+STOPS = (2, 3)
 STOPPED_TWICE = ("vcore_jvp_lora",)
-PROFILE = {"steps": (2, 6), "ranks": (0, 1)}
+PROFILE = {"steps": (2, 4), "ranks": (0, 1)}
 """Of the stopped run alone: a profile changes no number."""
-KILLED_AFTER = 4
+KILLED_AFTER = 2
 """The others are killed after this step."""
 FINITE_DIFFERENCE = {"estimator": "finite_difference", "epsilon": "auto"}
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.05}
@@ -110,7 +110,8 @@ CASES: dict[str, dict[str, Any]] = {
         "probe": {"every": 3, "batch_size": 2},
         "model": {"precision": "bf16"},
     },
-    "bf16_offload_all": {"method": VCORE, "model": {"precision": "bf16"}},
+    # Five steps: the time of a checkpoint beside the steps is on the line after the step during which it ended.
+    "bf16_offload_all": {"method": VCORE, "model": {"precision": "bf16"}, "schedule": {"num_steps": 5}},
 } | soak(
     {
         "vcore_jvp_full": {"method": VCORE, "batch": {"global_size": 4}},
@@ -156,7 +157,8 @@ ACROSS_WORLD_SIZES = {
     "probe": {"direction": "muon", "batch_size": 4, "every": 2},
     "optimizer": MUON,
 }
-"""Step 4 takes the direction of step 3, step 5 probes. Muon's state has AdamW's moments too, of the embeddings."""
+"""Step 2 takes the direction of step 1, step 3 probes. Muon's state has AdamW's moments too, of the embeddings."""
+ACROSS_STOP = 1
 
 
 def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
@@ -236,13 +238,19 @@ def run_case(folder: Path, name: str) -> list[str]:
     else:
         expected = resumed_runs.killed_copy(straight, KILLED_AFTER, Path(stopped.run.output_dir))
     resumed_runs.to_the_end(stopped)
-    return resumed_runs.differences(Path(stopped.run.output_dir), expected)
+    return differences(Path(stopped.run.output_dir), expected, name)
+
+
+def differences(folder: Path, expected: Path, name: str) -> list[str]:
+    """Of two runs of a case."""
+    num_steps = CASES[name].get("schedule", {}).get("num_steps", NUM_STEPS)
+    return resumed_runs.differences(folder, expected, num_steps)
 
 
 def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
-    """In the save after step 5 the place of the last rank's file is taken, on that rank's side only."""
+    """In the save after step 3 the place of the last rank's file is taken, on that rank's side only."""
     stopped = recipe(folder, "failing", CASES["sft_lora"])
-    saved = resumed_runs.until(stopped, 3) / "checkpoints"
+    saved = resumed_runs.until(stopped, 2) / "checkpoints"
     write_state = checkpoint_write.write_state
 
     def write(tensors, state: Path, group) -> None:
@@ -252,7 +260,7 @@ def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
 
     checkpoint_write.write_state = write
     try:
-        resumed_runs.until(stopped, 5)
+        resumed_runs.until(stopped, 3)
         message = "no error"
     except CheckpointFailed as error:
         message = str(error)
@@ -302,21 +310,21 @@ def beside_the_steps(folder: Path) -> dict[str, Any]:
     straight = folder / "bf16_offload_all_straight"
     return seen | {
         "held": [key for key in held.keys() | directly.keys() if not torch.equal(held[key], directly[key])],
-        "finished": resumed_runs.differences(finished, straight),
-        "killed": resumed_runs.differences(killed, straight),
+        "finished": differences(finished, straight, "bf16_offload_all"),
+        "killed": differences(killed, straight, "bf16_offload_all"),
         "lines": [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()],
     }
 
 
 def one_thread_cannot_write(folder: Path) -> dict[str, Any]:
-    """As `one_rank_cannot_write`, where threads write the checkpoint of step 4; the steps are held at step 5 until they
+    """As `one_rank_cannot_write`, where threads write the checkpoint of step 2; the steps are held at step 3 until they
     have failed."""
     own = recipe(folder, "failing_beside", CASES["sft_lora"] | {"checkpoint": {"async": True}})
     write_state, collect = checkpoint_write.write_state, Checkpoints.collect
     num_steps = 0
 
     def write(tensors, state: Path, group) -> None:
-        if "00000004" in str(state) and layout.rank("shards") == layout.size("shards") - 1:
+        if "00000002" in str(state) and layout.rank("shards") == layout.size("shards") - 1:
             (state / f"__{layout.rank('shards')}_0.distcp").mkdir()
         write_state(tensors, state, group)
 
@@ -329,7 +337,7 @@ def one_thread_cannot_write(folder: Path) -> dict[str, Any]:
 
     checkpoint_write.write_state, Checkpoints.collect = write, wait_and_collect
     try:
-        with resumed_runs.saving_after([2, 4], stop=False):
+        with resumed_runs.saving_after([1, 2], stop=False):
             run.train(own)
         message = "no error"
     except CheckpointFailed as error:
@@ -355,20 +363,20 @@ def no_room(folder: Path) -> str:
 def damaged(folder: Path) -> dict[str, Any]:
     """Resumes where the newest checkpoint has a flipped bit in another rank's file; then where all are damaged."""
     stopped = recipe(folder, "damaged", CASES["sft_lora"])
-    for step in (2, 4):
+    for step in (1, 3):
         resumed_runs.until(stopped, step)
     run_folder = Path(stopped.run.output_dir)
     if layout.is_first():
-        flip_a_bit(run_folder / "checkpoints/step_00000004/state/__1_0.distcp")
+        flip_a_bit(run_folder / "checkpoints/step_00000003/state/__1_0.distcp")
     layout.gather_objects("job", None)
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
-        resumed_runs.until(stopped, 5)
+        resumed_runs.until(stopped, 4)
     finally:
         Console.say = console
     if layout.is_first():
-        for step in (2, 5):
+        for step in (1, 4):
             flip_a_bit(run_folder / f"checkpoints/step_0000000{step}/state/__0_0.distcp")
     layout.gather_objects("job", None)
     try:
@@ -435,7 +443,7 @@ def minutes(folder: Path) -> list[bool]:
 
 def other_data(folder: Path) -> str:
     stopped = recipe(folder, "other_data", CASES["sft_lora"])
-    resumed_runs.until(stopped, 3)
+    resumed_runs.until(stopped, 1)
     other = stopped.data.model_copy(update={"train_path": str(folder / "other.jsonl")})
     try:
         resumed_runs.to_the_end(stopped.model_copy(update={"data": other}))
@@ -456,7 +464,7 @@ def other_base(folder: Path) -> list[str]:
             weights.write_bytes(content)
         layout.gather_objects("job", None)
         try:
-            resumed_runs.until(stopped, 4)
+            resumed_runs.until(stopped, 2)
             said.append("no error")
         except UserError as error:
             said.append(str(error))
@@ -464,12 +472,12 @@ def other_base(folder: Path) -> list[str]:
 
 
 def longer_and_branched(folder: Path) -> dict[str, Any]:
-    """A run with a decay over the last 4 of 10 steps; a run over 8 steps whose decay begins after 4; a branch from
+    """A run with a decay over the last 2 of 7 steps; a run over 6 steps whose decay begins after 4; a branch from
     there, and that run itself, each with the schedule of the first."""
     sections = CASES["sft_lora"]
     shared: dict[str, Any] = {"kind": "wsd", "warmup_steps": 2, "min_ratio": 0.1}
-    long = {**sections, "schedule": {"num_steps": 10, "decay_ratio": 0.4, **shared}}
-    short = {**sections, "schedule": {"num_steps": 8, "decay_ratio": 0.5, **shared}}
+    long = {**sections, "schedule": {"num_steps": 7, "decay_ratio": 2 / 7, **shared}}
+    short = {**sections, "schedule": {"num_steps": 6, "decay_ratio": 1 / 3, **shared}}
     expected = resumed_runs.to_the_end(recipe(folder, "long", long))
     run.train(recipe(folder, "short", short))
     checkpoint = folder / "short" / "checkpoints" / "step_00000004"
@@ -490,8 +498,8 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
     return {
         "said": said,
         "finished": left,
-        "branch": resumed_runs.differences(folder / "branch", expected, 10),
-        "longer": resumed_runs.differences(longer, expected, 10),
+        "branch": resumed_runs.differences(folder / "branch", expected, 7),
+        "longer": resumed_runs.differences(longer, expected, 7),
         "set aside": sorted(path.name for path in longer.glob("*_step_*")),
         "lost": [path.name for path in (folder / "branch").glob("*lost*")],
         "rates": [line["learning_rate"] for line in resumed_runs.timeless_metrics(expected)],
@@ -499,11 +507,11 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
 
 
 def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
-    """A run that is resumed after steps 1, 2 and 3, and evaluates and saves each step. Its best four are not all after
-    the last resume."""
+    """A run that is resumed after steps 1 and 2, and evaluates and saves each step. Its best two are not both after the
+    last resume."""
     sections = CASES["sft_lora"] | {
         "optimizer": {"learning_rate": 0.05},
-        "checkpoint": {"keep_last": 1, "keep_best": 4, "every_steps": 1},
+        "checkpoint": {"keep_last": 1, "keep_best": 2, "every_steps": 1},
         "data": {"validation_path": "pool.jsonl"},
         "run": {"validate_every": 1},
     }
@@ -512,9 +520,8 @@ def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
     said: list[str] = []
     say, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
-        for step in (2, 3):
-            resumed_runs.until(own, step)
-        with resumed_runs.saving_after([4, 5], stop=False):
+        resumed_runs.until(own, 2)
+        with resumed_runs.saving_after([3], stop=False):
             run.train(own)
     finally:
         Console.say = say
@@ -602,7 +609,7 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
     found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
     resumed_runs.to_the_end(across(folder, "across_straight", 1, 1))
-    resumed_runs.until(across(folder, "across_2"), 3)
+    resumed_runs.until(across(folder, "across_2"), ACROSS_STOP)
     return found
 
 
@@ -624,7 +631,7 @@ def resume_copy(folder: Path, name: str, *degrees: int) -> None:
 
 def at_four_ranks(folder: Path) -> None:
     resume_copy(folder, "across_2", 1, 2)
-    resumed_runs.until(across(folder, "across_4", 2, 4), 3)
+    resumed_runs.until(across(folder, "across_4", 2, 4), ACROSS_STOP)
     resume_copy(folder, "across_4", 4, 1)
 
 
@@ -660,14 +667,14 @@ def test_stopped_and_resumed_equals_straight_bit_for_bit(found: dict[str, Any], 
     assert found[name] == []
 
 
-@pytest.mark.parametrize("step, rank", [(2, 0), (2, 1), (6, 0), (6, 1)])
+@pytest.mark.parametrize("step, rank", [(2, 0), (2, 1), (4, 0), (4, 1)])
 def test_a_profile_has_the_phases_and_operations_of_a_step(
     found: dict[str, Any], setup: Path, step: int, rank: int
 ) -> None:
     folder = setup / f"{STOPPED_TWICE[0]}_stopped"
     profile = next(one for one in read_profiles(folder) if (one.step, one.rank) == (step, rank))
     assert sorted(path.name for path in (folder / "profile").iterdir())[::2] == [
-        f"step_0000000{step}_rank_{rank}.csv" for step in (2, 6) for rank in (0, 1)
+        f"step_0000000{step}_rank_{rank}.csv" for step in (2, 4) for rank in (0, 1)
     ]
     with gzip.open(profile.files[0]) as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
@@ -703,7 +710,7 @@ def test_only_what_is_kept_is_trained_on(found: dict[str, Any], setup: Path):
         for record in read_records(setup / name):
             own |= {one.sequence_id for one in record.sequences if not record.is_trusted(one)}
             trusted += sum(map(record.is_trusted, record.sequences))
-        assert own == KEPT, name  # six steps are two epochs of them or more
+        assert own == KEPT, name  # four steps are more than one epoch of them
         assert (trusted > 0) == ("trusted" in name)
         kept = json.loads((setup / name / "environment.json").read_text())["kept"]
         assert kept["kept_of_source"] == {"train.jsonl": [6, 12]} and kept["set"] == "right"
@@ -714,9 +721,9 @@ def test_only_what_is_kept_is_trained_on(found: dict[str, Any], setup: Path):
 def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(found: dict[str, Any]):
     failing = found["one_rank_cannot_write"]
     message = failing["message"]
-    assert "the checkpoint of step 5 could not be written: rank 1 on host" in message
-    assert "failing/checkpoints/step_00000005.unfinished/state: " in message and "Is a directory" in message
-    assert failing["left"] == ["step_00000003"] and failing["differing"] == []
+    assert "the checkpoint of step 3 could not be written: rank 1 on host" in message
+    assert "failing/checkpoints/step_00000003.unfinished/state: " in message and "Is a directory" in message
+    assert failing["left"] == ["step_00000002"] and failing["differing"] == []
 
 
 def test_a_checkpoint_beside_the_steps_holds_the_state_of_its_step(found: dict[str, Any]):
@@ -737,9 +744,9 @@ def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing(fou
 
 def test_a_thread_that_cannot_write_ends_the_run_on_all_ranks_at_the_next_step(found: dict[str, Any]):
     failing = found["one_thread_cannot_write"]
-    assert "the checkpoint of step 4 could not be written: rank 1 on host" in failing["message"]
+    assert "the checkpoint of step 2 could not be written: rank 1 on host" in failing["message"]
     assert "Earlier checkpoints are untouched" in failing["message"]
-    assert failing["left"] == ["step_00000002"] and failing["steps"] == 5
+    assert failing["left"] == ["step_00000001"] and failing["steps"] == 3
 
 
 def test_a_full_disk_is_named_as_the_cause(tmp_path: Path):
@@ -775,20 +782,20 @@ def test_a_lack_of_room_is_reported_with_both_numbers(found: dict[str, Any]):
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_taken(found: dict[str, Any]):
     said = "\n".join(found["damaged"]["said"])
-    assert "warning: skipped checkpoint step_00000004: state/__1_0.distcp: its SHA-256 differs from" in said
-    assert "Resumed after step 2 from" in said
-    assert "step_00000004.rejected" in said
-    assert found["damaged"]["lost"] == [3, 4] and found["damaged"]["steps"] == [*range(1, 6)]
+    assert "warning: skipped checkpoint step_00000003: state/__1_0.distcp: its SHA-256 differs from" in said
+    assert "Resumed after step 1 from" in said
+    assert "step_00000003.rejected" in said
+    assert found["damaged"]["lost"] == [2, 3] and found["damaged"]["steps"] == [1, 2, 3, 4]
     records, lost = found["damaged"]["records"], found["damaged"]["lost_records"]
-    names = [[f"{kind}_0000000{step}.npz" for step in range(1, 6)] for kind in ("followed", "step")]
+    names = [[f"{kind}_0000000{step}.npz" for step in (1, 2, 3, 4)] for kind in ("followed", "step")]
     assert list(records) == names[0] + names[1]
-    assert lost == {name: records[name] for of_kind in names for name in of_kind[2:4]}  # written again, bit for bit
+    assert lost == {name: records[name] for of_kind in names for name in of_kind[1:3]}  # written again, bit for bit
 
 
 def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(found: dict[str, Any]):
     refusal = found["damaged"]["refusal"]
     assert "found no checkpoint that verifies" in refusal
-    assert "step_00000005: state/__0_0.distcp" in refusal and "step_00000002: state/__0_0.distcp" in refusal
+    assert "step_00000004: state/__0_0.distcp" in refusal and "step_00000001: state/__0_0.distcp" in refusal
 
 
 def test_unfinished_checkpoints_alone_start_a_new_run(found: dict[str, Any]):
@@ -812,15 +819,15 @@ def test_one_clock_decides_for_all_ranks(found: dict[str, Any]):
 def test_a_longer_run_and_a_branch_equal_the_long_run(found: dict[str, Any], setup: Path):
     outcome = found["longer_and_branched"]
     assert outcome["branch"] == outcome["longer"] == outcome["lost"] == []
-    stable, decay = [5e-4, *[1e-3] * 5], [1e-3 * (0.1 + 0.9 * share) for share in (1, 0.75, 0.5, 0.25)]
+    stable, decay = [5e-4, *[1e-3] * 4], [1e-3 * (0.1 + 0.9 * share) for share in (1, 0.5)]
     assert outcome["rates"] == pytest.approx([*stable, *decay], rel=1e-12)
-    assert outcome["set aside"] == ["adapter_step_00000008"]
-    assert "adapter" in outcome["finished"] and "adapter_step_00000008" not in outcome["finished"]
+    assert outcome["set aside"] == ["adapter_step_00000006"]
+    assert "adapter" in outcome["finished"] and "adapter_step_00000006" not in outcome["finished"]
 
 
 def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(found: dict[str, Any], setup: Path):
     said = found["longer_and_branched"]["said"]
-    checkpoint = setup / "short" / "checkpoints" / "step_00000008"
+    checkpoint = setup / "short" / "checkpoints" / "step_00000006"
     assert said["cosine"].startswith(
         f"schedule: found learning rate 0.000992404 for step 4, which {checkpoint} has taken with 0.001, and no "
         "checkpoint before it"
@@ -839,7 +846,7 @@ def test_the_checkpoints_with_the_lowest_held_out_loss_are_kept_through_a_resume
     losses, said = found["best_by_held_out_loss"]["losses"], found["best_by_held_out_loss"]["said"]
     ranked = sorted(losses, key=lambda step: (losses[step], step))
     assert len(ranked) == NUM_STEPS
-    kept = sorted({*ranked[:4], NUM_STEPS})
+    kept = sorted({*ranked[:2], NUM_STEPS})
     assert found["best_by_held_out_loss"]["left"] == [f"step_0000000{step}" for step in kept]
     best = ranked[0]
     named = [line for line in said if line.startswith(f"Lowest held-out loss: {losses[best]:.4f}, step_0000000{best}.")]
@@ -866,14 +873,18 @@ def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resume
     run_ranks(at_one_rank, 1, setup)
     expected = resumed_runs.timeless_metrics(setup / "across_straight")
     tensors = resumed_runs.tensors_of(setup / "across_straight")
-    degrees = {"across_4_to_4": [(2, 4)] * 3 + [(4, 1)] * 3, "across_2_to_4": [(1, 2)] * 3}
+    num_resumed = NUM_STEPS - ACROSS_STOP
+    degrees = {
+        "across_4_to_4": [(2, 4)] * ACROSS_STOP + [(4, 1)] * num_resumed,
+        "across_2_to_4": [(1, 2)] * num_resumed,
+    }
     for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1", "across_4_to_4"):
         lines = resumed_runs.timeless_metrics(setup / name)
         used = [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
         for found_degrees, wanted in zip(used[::-1], degrees.get(name, [])[::-1], strict=False):
             assert found_degrees[0] == wanted[0] and found_degrees[1] in (wanted[1], None)
         if name.endswith("_to_1"):
-            assert all(main == 1 for main, _ in used[3:])
+            assert all(main == 1 for main, _ in used[ACROSS_STOP:])
         for key in ("loss", "weighted_loss", "grad_norm", "direction_norm"):
             assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-5), name
         for tensor, values in resumed_runs.tensors_of(setup / name).items():

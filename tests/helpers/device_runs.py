@@ -27,6 +27,7 @@ from vcore_ds.distributed.process_group import start_process_group
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEP_NUMBERS = ("loss", "weighted_loss", "alpha", "grad_norm", "utility_std")
 RUN_NUMBERS = ("loss", "grad_norm")
+NUM_STEPS = 6
 STOP = 4
 """Runs are copied as a kill after this step would leave them, and resumed."""
 
@@ -50,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
 """Sections of a recipe, on top of `recipe_of`."""
 
 
-def recipe_of(folder: Path, name: str, *, num_steps: int = resumed_runs.NUM_STEPS) -> Recipe:
+def recipe_of(folder: Path, name: str, *, num_steps: int = NUM_STEPS) -> Recipe:
     sections: dict[str, Any] = {
         "method": VCORE,
         "probe": {"batch_size": 2},

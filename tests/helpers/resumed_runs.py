@@ -16,7 +16,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.train import run
 from vcore_ds.train.checkpoints import Checkpoints
 
-NUM_STEPS = 6
+NUM_STEPS = 4
 
 
 class Stopped(Exception):
@@ -80,9 +80,14 @@ def until(recipe: Recipe, step: int) -> Path:
     raise AssertionError(f"the run did not stop after step {step}")
 
 
-def tensors_of(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, unsharded."""
-    state = folder / "checkpoints" / f"step_{step:08d}" / "state"
+def tensors_of(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, unsharded; of a run's last one unless told otherwise."""
+    name = (
+        max(path.name for path in (folder / "checkpoints").glob("step_????????"))
+        if step is None
+        else f"step_{step:08d}"
+    )
+    state = folder / "checkpoints" / name / "state"
     metadata = dcp.FileSystemReader(state).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in metadata.items()}
     dcp.load(tensors, checkpoint_id=state, no_dist=True)

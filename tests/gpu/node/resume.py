@@ -17,7 +17,7 @@ import torch
 from tests.gpu.node.launch import run_on_ranks
 from tests.gpu.results import is_real_gpu, results_folder, write_results
 from tests.helpers import resumed_runs
-from tests.helpers.device_runs import STOP, largest_difference, numbers_of, recipe_of, write_inputs
+from tests.helpers.device_runs import NUM_STEPS, STOP, largest_difference, numbers_of, recipe_of, write_inputs
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank, uses_gpu
@@ -105,7 +105,7 @@ def main() -> int:
     for number in others:
         run_on_ranks(number, "tests.gpu.node.resume", "--ranks", str(ranks), "--train", f"on {number} ranks")
     rows = [compare(folder, name, ranks, number) for number in others for name in RUNS]
-    title = f"Runs of {ranks} ranks, killed after step {STOP} of {resumed_runs.NUM_STEPS} and resumed."
+    title = f"Runs of {ranks} ranks, killed after step {STOP} of {NUM_STEPS} and resumed."
     note = "Differences: the largest relative one of any step's loss or gradient norm."
     write_results("resume", ranks, title, rows, [note])
     return 0 if all(row["result"] == "passed" for row in rows) else 1
