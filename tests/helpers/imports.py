@@ -3,22 +3,37 @@ forked from."""
 
 from vcore_ds.common.imports import lasting_imports
 
+AT_FIRST_USE = (
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch._decomp.decompositions_for_jvp",
+    "torch.profiler._cupti_monitor",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""Modules that the start of an engine and its first step import: 0.25 s of CPU time for each rank, most of it for the
+decompositions, which TorchScript compiles."""
+
 with lasting_imports():  # garbage collection would look through all of it, here and at the start of every engine
+    import functools
+    import importlib
+
     import deepspeed.ops
     import pytest  # noqa: F401
+    import torch
+    from deepspeed.utils import numa
 
     import tests.helpers.megatron  # noqa: F401
     import vcore_ds.train.run  # noqa: F401
     from vcore_ds.distributed.device import uses_gpu
 
-    # Imported at first use, by the start of an engine and by its first step: 0.25 s of CPU time for each rank.
-    import deepspeed.comm.mori  # isort: skip
-    import deepspeed.module_inject.auto_ep_layer  # isort: skip
-    import deepspeed.runtime.superoffload.superoffload_stage3  # isort: skip
-    import deepspeed.runtime.zero.muon.muon_optimizer  # isort: skip
-    import torch._decomp.decompositions_for_jvp  # isort: skip
-    import torch.profiler._cupti_monitor  # isort: skip # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # isort: skip # noqa: F401
-
+    for name in AT_FIRST_USE:
+        importlib.import_module(name)
     if not uses_gpu():  # it would initialize CUDA, which does not survive a fork
         _ = deepspeed.ops.__compatible_ops__  # DeepSpeed compiles a program to find out
+    # DeepSpeed starts `numactl` in every backward, to count the CPU's memory nodes.
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+    # It formats an engine's arguments, with the numbers of all parameters, for a message that it does not print: a
+    # tenth of the time of an engine and two steps.
+    torch.nn.Parameter.__repr__ = object.__repr__  # type: ignore[method-assign]
