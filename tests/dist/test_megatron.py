@@ -40,7 +40,11 @@ IW_SFT = {
 }
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
-    "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
+    "lora, iw_sft, sequence-parallel": Case(
+        lora=True,
+        sequence_parallel=(2, 2),
+        sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8}),
+    ),
     "lora, asft, padded vocabulary": Case(
         lora=True, vocabulary=121, sections=sections(method={"name": "asft"}, lora={"rank": 4, "alpha": 8})
     ),
@@ -52,12 +56,12 @@ CASES = {
     "direction adam, clipped probe, variance": Case(
         sections={"optimizer": ADAM, "method": VARIANCE, "probe": {"direction": "adam", "clip": 0.1}}
     ),
-    "base measure and probe loss dft, ranks without sequences": Case(
+    "base measure and probe loss dft, ranks without sequences, clipped, offloaded optimizer": Case(
         num_main=5,
         num_probe=1,
-        sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
+        sections=sections(clipping=0.1, method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
+        config=OFFLOAD,
     ),
-    "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
     "lora, packed, tied, checkpointed, clipped, one reduction": Case(
         lora=True,
         packed=True,
@@ -66,13 +70,20 @@ CASES = {
         coalesce=True,
         sections=sections(clipping=0.1, probe={"clip": 0.1}),
     ),
-    "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
     "sequence-parallel, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
     ),
     "norms of a kernel, checkpointed": Case(kernel_norm=True, checkpointing=True, sections=sections()),
 } | soak(
     {
+        "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
+        "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
+        "base measure and probe loss dft, ranks without sequences": Case(
+            num_main=5,
+            num_probe=1,
+            sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
+        ),
+        "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
         "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
         "dft": Case(sections=sections(method={"name": "dft"})),
         "deft": Case(sections=sections(method={"name": "deft"})),
@@ -159,7 +170,6 @@ EXCHANGED: dict[str, dict[str, bool]] = {
 class Found:
     """Deviations on one rank, by quantity."""
 
-    architectures: dict[str, dict[str, float]]
     cases: dict[str, dict[str, float]]
     bf16: dict[str, tuple[dict[str, float], dict[str, float]]]
     """With Hugging Face's layers, and with parallel ones."""
@@ -167,10 +177,17 @@ class Found:
     """Without adapters, and with them."""
     of_four: dict[str, float]
     """Where all ranks share every layer."""
+
+
+@dataclass
+class Layers:
+    """What the two ranks of a tensor-parallel group find without an engine."""
+
+    architectures: dict[str, dict[str, float]]
+    adapters: dict[str, float]
     exchanged: tuple[dict[str, list[int]], int, int]
     exchanged_adapted: tuple[dict[str, list[int]], int, int]
     exchanged_checkpointed: tuple[dict[str, list[int]], int, int]
-    adapters: dict[str, float]
 
 
 def run_all() -> Found:
@@ -179,16 +196,22 @@ def run_all() -> Found:
     bf16_alone = {name: run_case(case) for name, case in BF16_CASES.items()}
     layout.arrange(tensor=2)
     layout.make_sequence_groups([2])
-    architectures = {
-        name: megatron.compare_with(config, **options) for name, (config, options) in ARCHITECTURES.items()
-    }
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
     bf16 = {name: (bf16_alone[name], run_case(replace(case, tensor=2))) for name, case in BF16_CASES.items()}
     rounding = {lora: megatron.stochastic_rounding(lora=lora) for lora in (False, True)}
-    exchanged = [megatron.exchanged_numels(**options) for options in EXCHANGED.values()]
-    adapters = megatron.compare_adapters()
     layout.arrange(tensor=4)
-    return Found(architectures, cases, bf16, rounding, run_case(OF_FOUR), *exchanged, adapters)
+    return Found(cases, bf16, rounding, run_case(OF_FOUR))
+
+
+def compare_layers() -> Layers:
+    from tests.helpers import megatron
+
+    layout.arrange(tensor=2)
+    architectures = {
+        name: megatron.compare_with(config, **options) for name, (config, options) in ARCHITECTURES.items()
+    }
+    exchanged = [megatron.exchanged_numels(**options) for options in EXCHANGED.values()]
+    return Layers(architectures, megatron.compare_adapters(), *exchanged)
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +219,14 @@ def found() -> list[Found]:
     return run_ranks(run_all, 4)
 
 
+@pytest.fixture(scope="module")
+def layers() -> list[Layers]:
+    return run_ranks(compare_layers, 2)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_losses_and_gradients_equal_those_of_hugging_face(found, name):
-    for of_rank in found:
+def test_losses_and_gradients_equal_those_of_hugging_face(layers, name):
+    for of_rank in layers:
         deviations = of_rank.architectures[name]
         print(name, deviations)
         assert deviations["losses"] < 2e-6
@@ -221,8 +249,8 @@ def check(of_ranks):
         assert worst["drift"] == 0
 
 
-def test_exchanges_are_those_of_the_formula(found):
-    passes, hidden, num_layers = found[0].exchanged
+def test_exchanges_are_those_of_the_formula(layers):
+    passes, hidden, num_layers = layers[0].exchanged
     of_losses = {name: [n for n in numels if n % hidden] for name, numels in passes.items()}
     of_hidden = {name: [n // hidden for n in numels if n % hidden == 0] for name, numels in passes.items()}
     assert of_hidden["forward"] == [1] * (4 * num_layers + 2)
@@ -232,22 +260,22 @@ def test_exchanges_are_those_of_the_formula(found):
     assert [len(of_losses[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
 
 
-def test_exchanges_of_adapters_are_of_their_rank(found):
-    passes, hidden, num_layers = found[0].exchanged_adapted
+def test_exchanges_of_adapters_are_of_their_rank(layers):
+    passes, hidden, num_layers = layers[0].exchanged_adapted
     num_tokens, rank = hidden // 32, tiny.lora().rank
     # What the adapters of q, k and v make of the tokens, and those of gate and up, beside what there is without.
     added = [3 * rank * num_tokens, 2 * rank * num_tokens] * num_layers
     for name, factor in (("forward", 1), ("tangents", 2)):
-        expected = [*found[0].exchanged[0][name], *(factor * numel for numel in added)]
+        expected = [*layers[0].exchanged[0][name], *(factor * numel for numel in added)]
         assert sorted(passes[name]) == sorted(expected)
     # A frozen weight needs no tokens in the backward, a frozen embedding no gradient.
     assert sorted(passes["backward"]) == sorted([hidden] * (4 * num_layers + 1) + added)
 
 
 @pytest.mark.parametrize("name", EXCHANGED)
-def test_exchanges_are_those_that_a_plan_counts(found, name: str):
+def test_exchanges_are_those_that_a_plan_counts(layers, name: str):
     """Forward and backward, and a forward with tangents."""
-    passes, hidden, _ = getattr(found[0], name)
+    passes, hidden, _ = getattr(layers[0], name)
     options, num_tokens = EXCHANGED[name], hidden // 32
     # Without each supervised token's normalizer and its target's logit, and the tangent of its loss.
     numels = {name: [n for n in of_pass if n % num_tokens == 0] for name, of_pass in passes.items()}
@@ -270,8 +298,8 @@ def test_exchanges_are_those_that_a_plan_counts(found, name: str):
         assert traffic.inside == 4 * sum(of_phase) / 2  # half of it is the rank's own
 
 
-def test_adapters_compute_what_those_of_the_other_provider_compute(found):
-    for of_rank in found:
+def test_adapters_compute_what_those_of_the_other_provider_compute(layers):
+    for of_rank in layers:
         deviations = of_rank.adapters
         print(deviations)
         assert max(deviations["losses"], deviations["without adapters"]) < 2e-6

@@ -1,5 +1,6 @@
 """Whole runs with parallel layers: loaded from a Hugging Face folder, stopped, resumed, exported, loaded again."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
+from tests.helpers.soak import soak
 from tests.helpers.token_records import assert_same_followed
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
@@ -21,6 +23,7 @@ from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.planning.deepspeed_json import deepspeed_config
@@ -32,6 +35,8 @@ pytestmark = pytest.mark.dist
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 UNTRAINED = (("untied", "fp32"), ("tied", "bf16"))
+FIDELITY = ("fp32", *soak({"bf16": "bf16"}))
+"""Precisions in which it is measured; with adapters in bf16, in `test_megatron_adapters.py`."""
 COMPARED = {"loss", "alpha", "grad_norm", "direction_norm", "supervised_tokens", "sequences", "validation_loss"}
 """Metrics of a step that do not depend on how the ranks are used."""
 NUM_STEPS = 3
@@ -57,7 +62,7 @@ def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
         run={
             "output_dir": str(folder / "runs" / name),
             "validate_every": sections.pop("validate_every", 2),
-            "num_followed_traces": 3 if name in ("whole", "stopped", "alone") else 0,
+            "num_followed_traces": 3 if name in ("whole", "stopped", "on_two", "alone") else 0,
         },
         engine={"deepspeed_config": str(DEEPSPEED_CONFIGS / f"zero3_{model['precision']}.json")},
         **sections,
@@ -86,11 +91,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_parallel(folder: Path) -> None:
     resumed_runs.to_the_end(make_recipe(folder, "tied", **PARALLEL))
-    whole = make_recipe(folder, "whole", **PARALLEL)
-    resumed_runs.to_the_end(whole)
-    stopped = make_recipe(folder, "stopped", **PARALLEL)
-    resumed_runs.until(stopped, STOP)
-    resumed_runs.to_the_end(stopped)
+    killed = folder / "runs" / "stopped"
+    resumed_runs.killed_copy(make_recipe(folder, "whole", **PARALLEL), STOP, killed)
+    if layout.is_first():
+        shutil.copytree(killed, folder / "runs" / "on_two")
+    resumed_runs.to_the_end(make_recipe(folder, "stopped", **PARALLEL))
 
 
 def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[s
             found[name] = engine.token_losses(tiny.rows(3)).float()
         found[f"{name}, frequencies"] = [b for n, b in engine.module.named_buffers() if n.endswith("rotary.inv_freq")]
         engine.close()
-    for precision in ("fp32", "bf16"):
+    for precision in FIDELITY:
         recipe = make_recipe(folder, f"fidelity_{precision}_{kind}", **_with_precision(sections, precision))
         options = FidelityOptions(3, epsilons=(0.1,), probe_sizes=(1,), large_probe_size=2, stale_steps=(1,))
         found[f"fidelity, {precision}"] = measure_fidelity(recipe, options)
@@ -125,13 +130,9 @@ def train_alone(folder: Path) -> None:
         resumed_runs.to_the_end(make_recipe(folder, name))
 
 
-def stop_on_four(folder: Path) -> None:
-    resumed_runs.until(make_recipe(folder, "on_two", **PARALLEL), STOP)
-
-
 def resume_on_two(folder: Path) -> tuple[str, torch.Tensor]:
-    """Resumes what 4 ranks stopped. Before that: why it is refused with whole layers on every rank, and what those
-    compute when they are loaded from the checkpoint's export."""
+    """Resumes a run of 4 ranks that was killed. Before that: why it is refused with whole layers on every rank, and
+    what those compute when they are loaded from the checkpoint's export."""
     whole_layers = {**PARALLEL, "parallel": {"tensor": 1}}
     try:
         resumed_runs.to_the_end(make_recipe(folder, "on_two", **whole_layers))
@@ -215,7 +216,7 @@ def test_loaded_layers_compute_what_the_model_computes(folder, untrained, name, 
     assert torch.equal(frequencies, plain.model.rotary_emb.inv_freq)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", FIDELITY)
 def test_fidelity_is_that_of_hugging_faces_layers(untrained, precision):
     alone, parallel = (of[f"fidelity, {precision}"] for of in untrained)
     assert parallel.num_tokens == alone.num_tokens > 0
@@ -256,7 +257,6 @@ def test_exports_are_those_of_hugging_faces_layers(runs, parallel, alone, tmp_pa
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path, runs: Path) -> tuple[str, torch.Tensor]:
-    run_ranks(stop_on_four, 4, folder)
     export_run(runs / "on_two", output=folder / "reloaded")
     return run_ranks(resume_on_two, 2, folder)[0]
 
