@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import soak
+from tests.helpers.soak import IS_SOAK, soak
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, merge_batches, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
@@ -61,7 +61,8 @@ def run_layout(section: str, arrangement: str, batches_per_pass: int, attention:
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine, batches_per_pass)
     found: dict[str, torch.Tensor] = {}
-    for k in range(2):
+    # Adam's direction takes the moments of a step before.
+    for k in range(2 if "adam" in section else 1):
         main = layouts(sequences(seed=k))[arrangement]
         probe = layouts(sequences(seed=10 + k))[arrangement] if estimator.direction is not None else []
         recorded = step_runs.Recorder(engine)
@@ -107,7 +108,7 @@ def run_all() -> dict[str, dict[str, float]]:
     return worst
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, *([1] if IS_SOAK else [])])
 def test_packed_equals_unpacked(world_size: int) -> None:
     for rank, worst in enumerate(run_ranks(run_all, world_size)):
         for case, deviations in worst.items():
