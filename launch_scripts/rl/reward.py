@@ -12,8 +12,7 @@ from typing import Any
 import math_verify  # noqa: F401  (where it is missing training must not start: every reward would be 0)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vcore_ds.data.answers import final_answer, is_right
-from vcore_ds.data.verification import AnswerChecker
+from vcore_ds.data.answers import AnswerChecker, final_answer, is_right
 
 checker = AnswerChecker(limit_seconds=5)
 lock = threading.Lock()

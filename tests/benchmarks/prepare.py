@@ -23,15 +23,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.helpers.conversations import tokenize
+from vcore_ds.data.answers import AnswerChecker
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.prepare import curation
+from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import TokenStore, _indexed_dataset, write_store
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
-from vcore_ds.data.verification import AnswerChecker
 
 WORDS = (
     "Okay so let me think about this problem carefully we need to find the value of and then wait maybe it is better "

@@ -15,7 +15,7 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.fidelity.choice import FidelityOptions
+from vcore_ds.commands.fidelity import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.commands.fidelity.report import FidelityReport
 from vcore_ds.config.schema import Recipe

@@ -18,7 +18,7 @@ from tests.helpers.soak import soak
 from tests.helpers.token_records import assert_same_followed
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.fidelity.choice import FidelityOptions
+from vcore_ds.commands.fidelity import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe

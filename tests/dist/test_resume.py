@@ -31,7 +31,7 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.measure import train_steps
-from vcore_ds.commands.reference.compute import write_reference_log_probabilities
+from vcore_ds.commands.reference import write_reference_log_probabilities
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
@@ -40,7 +40,7 @@ from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.stops import Stops
+from vcore_ds.distributed.signals import Stops
 from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
-PAGES = ("html_page/assets", "report/page", "score/page")
+PAGES = ("report/page", "score/page")
 """Folders below commands/ with HTML, CSS and JavaScript."""
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 

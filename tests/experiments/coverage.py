@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.helpers.evaluations import write_answers
-from vcore_ds.commands.compare.statistics import (
+from vcore_ds.common.statistics import (
     Interval,
     accuracy_interval,
     t_estimate,

@@ -12,8 +12,7 @@ from types import ModuleType
 import pyarrow.parquet as pq
 import pytest
 
-from vcore_ds.data.answers import math_prompt
-from vcore_ds.data.verification import AnswerChecker
+from vcore_ds.data.answers import AnswerChecker, math_prompt
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch_scripts" / "rl"
 

@@ -20,7 +20,7 @@ from tests.helpers.simulated_cuda.ranks import run_simulated
 from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
-from vcore_ds.commands.fidelity.choice import FidelityOptions
+from vcore_ds.commands.fidelity import FidelityOptions
 from vcore_ds.commands.fidelity.measure import measure_fidelity
 from vcore_ds.config.schema import Recipe
 

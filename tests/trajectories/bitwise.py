@@ -22,7 +22,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from tests.trajectories.record import environment
-from vcore_ds.commands.reference.compute import write_reference_log_probabilities
+from vcore_ds.commands.reference import write_reference_log_probabilities
 from vcore_ds.config.schema import Recipe
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"

@@ -22,18 +22,18 @@ from tests.experiments.coverage import (
     of_problems_only,
     of_seeds,
 )
-from vcore_ds.commands.compare.statistics import (
+from vcore_ds.common.statistics import (
     accuracy_interval,
     detectable_difference,
     holm,
     measure_spread,
     number_needed,
+    rank_correlation,
     sign_flip_p_value,
     t_estimate,
     two_way_estimate,
     wilson_interval,
 )
-from vcore_ds.common.statistics import rank_correlation
 
 
 def draws(shape: tuple[int, ...], seed: int = 0, share: float = 0.5) -> np.ndarray:

@@ -20,7 +20,7 @@ TOOLS = {"pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-pyya
 """Of the extra `test`: run, not imported."""
 USERS = {
     "matplotlib": {"commands/plan", "commands/report", "common/text.py"},
-    "math_verify": {"data/verification.py"},
+    "math_verify": {"data/answers.py"},
     **{name: {"commands/evaluate"} for name in ("inspect_ai", "openai", "reasoning_gym", "httpx", "anyio", "tenacity")},
 }
 """Module of an extra -> where it is imported. Each of these places says which extra is missing."""

@@ -21,7 +21,7 @@ from tests.helpers.ranks import forkserver
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import after_training
-from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling, choose_sampling
+from vcore_ds.commands.evaluate.model_apis import InProcessAPI, Request, Sampling, choose_sampling
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.config.files import SHIPPED_RECIPES

@@ -13,7 +13,7 @@ from tenacity import wait_none
 from tests.helpers.commands import free_port
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.evaluate.server import ServerAPI
+from vcore_ds.commands.evaluate.model_apis import ServerAPI
 from vcore_ds.commands.evaluate.session import MAX_RETRIES
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.train.evaluation_folder import read_evaluation, read_samples

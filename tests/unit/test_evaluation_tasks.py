@@ -11,9 +11,8 @@ from tests.helpers.benchmark_rows import ROWS, write_rows
 from vcore_ds.commands.evaluate.tasks import BENCHMARKS, choose_tasks, supergpqa_1k
 from vcore_ds.commands.quickstart.traces import HELD_OUT
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import choice_prompt, final_answer, is_right, last_code_block, math_prompt
+from vcore_ds.data.answers import AnswerChecker, choice_prompt, final_answer, is_right, last_code_block, math_prompt
 from vcore_ds.data.prepare import sources
-from vcore_ds.data.verification import AnswerChecker
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from vcore_ds.commands.fidelity.choice import (
+from vcore_ds.commands.fidelity import (
     FidelityOptions,
     check_options,
     choose_sequences,

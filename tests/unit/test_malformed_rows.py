@@ -15,8 +15,8 @@ from vcore_ds.commands.cli import parse
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import _BOXED, _BRACE, answer_spans
 from vcore_ds.data.cache import find_or_make_store
+from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.store import TokenStore
 
 GOOD = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}]}

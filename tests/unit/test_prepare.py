@@ -14,16 +14,14 @@ import pytest
 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import code_prompt, math_prompt
+from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
 from vcore_ds.data.prepare import curation, pipeline, shards, sources
-from vcore_ds.data.prepare.curation import find_statement
+from vcore_ds.data.prepare.curation import PrepareRequest, find_statement
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.rows import Malformed
 from vcore_ds.data.prepare.selection import LengthSummary, PrepareReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import TokenStore
-from vcore_ds.data.verification import AnswerChecker
 
 TRACE = "<think>\nHm, {n}.\n</think>\n\nThe answer is \\boxed{{{n}}}."
 

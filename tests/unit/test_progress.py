@@ -7,7 +7,7 @@ import termios
 
 import pytest
 
-from vcore_ds.common.progress import Progress, duration
+from vcore_ds.common.text import Progress, duration
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
     termios.tcsetwinsize(writing, (24, 80))  # a new one has no size, and a bar on it is empty
     with os.fdopen(writing, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        monkeypatch.setattr("vcore_ds.common.progress.BAR_SECONDS", 0.0)
+        monkeypatch.setattr("vcore_ds.common.text.BAR_SECONDS", 0.0)
         with Progress("Work", 4) as progress:
             progress.advance(1)
             progress._bar.refresh()  # type: ignore[union-attr]

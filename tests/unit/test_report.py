@@ -13,9 +13,8 @@ import pytest
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.html_page import ASSETS, BASE, STYLE, as_json
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts, write_pictures
-from vcore_ds.commands.report.page import SCRIPTS, SOURCES, correlate_with_losses, weight_range
+from vcore_ds.commands.report.page import BASE, SCRIPTS, SOURCES, STYLE, as_json, correlate_with_losses, weight_range
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
 from vcore_ds.commands.report.tables import environment_table, explain_results, results_table, summary
 from vcore_ds.commands.report.tokens import KINDS
@@ -365,9 +364,9 @@ def test_a_run_whose_tokenizer_is_elsewhere_has_its_curves(tmp_path: Path) -> No
 
 def test_json_and_scripts_cannot_end_their_element() -> None:
     assert "<" not in as_json({"</script>": ["<!--", "\u2028"]}) and as_json(["<a"]) == '["\\u003ca"]'
-    for path in (ASSETS / BASE, *(SOURCES / name for name in SCRIPTS)):
+    for path in (SOURCES / BASE, *(SOURCES / name for name in SCRIPTS)):
         assert "</script" not in path.read_text().lower()
-    assert "</style" not in (ASSETS / STYLE).read_text().lower()
+    assert "</style" not in (SOURCES / STYLE).read_text().lower()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

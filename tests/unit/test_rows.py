@@ -14,8 +14,8 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.conversations import Conversation, render_conversation
+from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.rows import Malformed, read_chat_row
 from vcore_ds.data.prepare.selection import describe_reading
 from vcore_ds.data.prepare.sources import Shard

@@ -24,8 +24,8 @@ from vcore_ds.commands.score.request import describe_request, make_request
 from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, write_result
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
+from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.scores_folder import (
     ScoredCheckpoint,
     ScoredData,

@@ -27,8 +27,8 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import KeepConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import KeptDataset, select_positions
+from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.scores_folder import read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer

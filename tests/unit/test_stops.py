@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vcore_ds.distributed import layout, stops
-from vcore_ds.distributed.stops import Stops
+from vcore_ds.distributed.signals import Stops
 
 PROCESS_AGE_SECONDS = stops.process_age_seconds
 

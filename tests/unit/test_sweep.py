@@ -16,8 +16,8 @@ from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.setups import sums, write_conversations, write_model
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.sweep import _format_ranges, describe, run_here
 from vcore_ds.commands.sweep.folder import ATTEMPT, State, SweepFolder, begin_sweep, check_inputs, read_sweep_folder
-from vcore_ds.commands.sweep.run import _format_ranges, describe, run_here
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.statistics import cell, interval, paired, student_t_quantile
 from vcore_ds.config.problems import RecipeError

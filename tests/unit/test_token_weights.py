@@ -27,7 +27,7 @@ from vcore_ds.data import token_tables
 from vcore_ds.data.batches import IGNORED_LABEL, pack
 from vcore_ds.data.dataset import ChangedDataset
 from vcore_ds.data.store import TokenStore, write_store
-from vcore_ds.data.stored_weights import StoredWeights
+from vcore_ds.data.token_tables import StoredWeights
 from vcore_ds.train.weighting import token_weights
 
 NUM_SEQUENCES = 50

@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.templates import supervised_runs, tokenizer_of
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
+from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.request import PrepareRequest
 from vcore_ds.data.prepare.rows import Malformed, read_chat_row
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered

@@ -137,7 +137,7 @@ def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
         UserError: a source is missing, has changed since it was scored, or is a data set on the hub; or JSON cannot
             represent a row.
     """
-    from vcore_ds.common.progress import Progress
+    from vcore_ds.common.text import Progress
     from vcore_ds.data.scores_folder import read_traces, utility_columns
 
     keep = selection.keep

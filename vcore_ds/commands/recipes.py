@@ -8,8 +8,7 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import positive
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.progress import Progress
-from vcore_ds.common.text import align_columns, gib
+from vcore_ds.common.text import Progress, align_columns, gib
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.problems import RecipeError

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.progress import Progress
+from vcore_ds.common.text import Progress
 from vcore_ds.data.token_tables import (
     LABEL_OF_PROMPT,
     LOSS_WEIGHTS,

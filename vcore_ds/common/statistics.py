@@ -3,6 +3,8 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -73,3 +75,139 @@ def student_t_probability(t: float, degrees: int) -> float:
         term *= math.cos(angle) ** 2 * k / (k + 1)
     both_sides = (angle + math.sin(angle) * total) * 2 / math.pi if is_odd else math.sin(angle) * total
     return 0.5 + both_sides / 2
+
+
+POWER = 0.8
+"""Share of comparisons that should detect the difference of `--power`."""
+NO_SPREAD = 1e-9
+"""Values closer than this are equal up to rounding."""
+LARGEST_EXACT = 200
+"""Sample size up to which Student's t is used; beyond, Guenther's formula is off by less than 1."""
+Z = NormalDist().inv_cdf(0.975)
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, its 95% interval and the two-sided p-value against 0; None for too few or equal values."""
+
+    value: float
+    interval: Interval | None
+    p_value: float | None
+
+
+def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Student's t interval of the mean of independent values.
+
+    These are differences between pairs of seeds, or of problems' means over samples: standard errors clustered by
+    problem (Miller, arXiv 2411.00640).
+    """
+    table = np.asarray(values, dtype=np.float64)
+    if len(table) < FEWEST_SEEDS or np.ptp(table) < NO_SPREAD:
+        return Estimate(float(table.mean()), None, None)
+    return _estimate(float(table.mean()), table.var(ddof=1) / len(table), len(table) - 1)
+
+
+def two_way_estimate(table: np.ndarray) -> Estimate:
+    """The mean of differences `[seeds, problems]`, clustered by both (Cameron, Gelbach and Miller, 2011).
+
+    The variance by seed plus that by problem minus that of single values, and at least each of the first two.
+    """
+    mean = float(table.mean())
+    if min(table.shape) < FEWEST_SEEDS:
+        return Estimate(mean, None, None)
+    by_seed, by_problem, single = (
+        float(values.var(ddof=1) / len(values)) for values in (table.mean(1), table.mean(0), table.ravel())
+    )
+    variance = max(by_seed + by_problem - single, by_seed, by_problem)
+    return Estimate(mean, None, None) if variance < NO_SPREAD**2 else _estimate(mean, variance, len(table) - 1)
+
+
+def _estimate(mean: float, variance: float, degrees: int) -> Estimate:
+    error = math.sqrt(variance)
+    half = student_t_quantile(0.975, degrees) * error
+    p_value = 2 * (1 - student_t_probability(abs(mean) / error, degrees))
+    return Estimate(mean, (mean - half, mean + half), min(1.0, max(0.0, p_value)))
+
+
+def sign_flip_p_value(counts: np.ndarray) -> float:
+    """Exact two-sided p-value of the sign-flip test; with one sample per problem McNemar's exact test.
+
+    Args:
+        counts: per problem, right answers of one side minus those of the other.
+    """
+    sizes, repeats = np.unique(np.abs(counts[counts != 0]), return_counts=True)
+    # Distribution of the sum over all signs: `repeat` problems that differ by `size` add a scaled binomial.
+    total, probabilities = 0, np.ones(1)
+    for size, repeat in zip(sizes.tolist(), repeats.tolist(), strict=True):
+        steps = np.zeros(2 * size * repeat + 1)
+        steps[:: 2 * size] = [math.comb(repeat, k) / 2**repeat for k in range(repeat + 1)]
+        probabilities = np.convolve(probabilities, steps)
+        total += size * repeat
+    sums = np.arange(-total, total + 1)
+    return min(1.0, float(probabilities[np.abs(sums) >= abs(int(counts.sum()))].sum()))
+
+
+def accuracy_interval(correct: np.ndarray) -> Interval:
+    """Wilson's interval (95%) of an accuracy, from `[problems, samples]`.
+
+    Samples of a problem are correlated, so the number of trials is the effective one, which gives the variance of the
+    problems' means (Korn and Graubard, 1998).
+    """
+    num_problems, num_samples = correct.shape
+    share, variance = float(correct.mean()), float(correct.mean(1).var() / num_problems)
+    if share in (0.0, 1.0):
+        return wilson_interval(share, num_problems)
+    most = num_problems * num_samples
+    return wilson_interval(share, min(most, share * (1 - share) / variance) if variance > 0 else most)
+
+
+def wilson_interval(share: float, num: float) -> Interval:
+    """Wilson's score interval (95%) of a share of `num` independent trials, which may be a fraction."""
+    center = (share + Z**2 / (2 * num)) / (1 + Z**2 / num)
+    half = Z / (1 + Z**2 / num) * math.sqrt(share * (1 - share) / num + Z**2 / (4 * num**2))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for their number, whatever their dependence (Holm, 1979)."""
+    order = np.argsort(p_values, kind="stable")
+    scaled = np.asarray(p_values, dtype=np.float64)[order] * np.arange(len(order), 0, -1)
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(scaled))
+    return adjusted.tolist()
+
+
+def measure_spread(side: np.ndarray, reference: np.ndarray) -> tuple[float, float | None]:
+    """Variance of differences over the first axis (problems or seeds): what more samples do not reduce, and what is
+    divided by their number. With one sample the second is None, and part of the first."""
+    differences = (side - reference).reshape(len(side), -1).mean(1)
+    total = float(differences.var(ddof=1)) if len(differences) > 1 else 0.0
+    num_samples = side.shape[-1]
+    if num_samples < 2:
+        return total, None
+    within = float(side.var(-1, ddof=1).mean() + reference.var(-1, ddof=1).mean()) / math.prod(side.shape[1:-1])
+    return max(0.0, total - within / num_samples), within
+
+
+def detectable_difference(variance: float, num: int) -> float:
+    """The mean that is detected (p < 0.05, two-sided) with probability `POWER` from `num` values.
+
+    By quantiles of Student's t: against exact power (the noncentral distribution) 5% too small for three values, 1%
+    for five.
+    """
+    quantiles = student_t_quantile(0.975, num - 1) + student_t_quantile(POWER, num - 1)
+    return quantiles * math.sqrt(variance / num)
+
+
+def number_needed(difference: float, variance: float) -> int:
+    """The fewest values that detect a mean of `difference`, at least `FEWEST_SEEDS`."""
+    quantiles = Z + NormalDist().inv_cdf(POWER)
+    guess = math.ceil(variance * (quantiles / difference) ** 2 + Z**2 / 2)
+    if guess > LARGEST_EXACT:
+        return guess
+    num = FEWEST_SEEDS
+    while detectable_difference(variance, num) > difference:
+        num += 1
+    return num

@@ -71,8 +71,8 @@ def find_or_make_store(
         with reading("", Path(path), "a token store that can be read"):
             check_supervision(Path(path), supervise)
         return Path(path)
+    from vcore_ds.data.prepare.curation import PrepareRequest, describe_origin
     from vcore_ds.data.prepare.pipeline import TooManyFaults, prepare
-    from vcore_ds.data.prepare.request import PrepareRequest, describe_origin
     from vcore_ds.data.prepare.sources import find_shards
 
     check_tokenizer(tokenizer)

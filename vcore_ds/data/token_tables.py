@@ -1,4 +1,4 @@
-"""Parquet files with a number for every token: utilities, and the weights made of them.
+"""Parquet files with a number for every token: utilities, the weights made of them, and training with these weights.
 
 `utilities.parquet` in a folder of `vcore-ds score --tokens all`, in the order of the token store:
 
@@ -18,10 +18,11 @@ Row groups have about `ROW_GROUP_TOKENS` tokens. The metadata entry `vcore_ds` o
 tokens, tokenizer and chat template, and for weights how they were made.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,10 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import reading, write_atomically
+from vcore_ds.common.text import count
+from vcore_ds.data.dataset import Store
 from vcore_ds.data.scores_folder import ScoredData
+from vcore_ds.data.tokenization import TokenizedSequence
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -173,3 +177,72 @@ def split_rows(lengths: np.ndarray) -> Iterator[range]:
         if num_tokens >= ROW_GROUP_TOKENS or i == len(lengths) - 1:
             yield range(start, i + 1)
             start, num_tokens = i + 1, 0
+
+
+_WEIGHTS_EXPECTED = "the file that `vcore-ds keep SCORES --weights kl_budget=NUMBER --output FILE` writes"
+_WEIGHTS_REMEDY = "Score data.train_path as it is now with --tokens all, and write the weights again"
+
+
+class StoredWeights:
+    """The weights of a token store's tokens (`method.name: stored`), in memory, 2 bytes for each."""
+
+    def __init__(self, path: Path, store: Store):
+        """Raises UserError where the file cannot be read, is of other tokens, or has a weight that is none."""
+        self._path, self._lengths = path, np.asarray(store.lengths, dtype=np.int64)
+        if not path.is_file():
+            raise UserError(f"data.token_weights: {path}: found no such file; expected {_WEIGHTS_EXPECTED}")
+        self._check_belongs(read_metadata(path, _WEIGHTS_EXPECTED), store)
+        self._starts = np.full(len(store), -1, dtype=np.int64)
+        parts, num_tokens = [], 0
+        for rows in read_token_rows(path, [LOSS_WEIGHTS], _WEIGHTS_EXPECTED):
+            offsets, weights = rows.offsets[LOSS_WEIGHTS], rows.values[LOSS_WEIGHTS].astype(np.float16)
+            if rows.sequence.min() < 0 or rows.sequence.max() >= len(store):
+                raise UserError(f"data.token_weights: {path}: found traces that the data lacks. {_WEIGHTS_REMEDY}")
+            self._refuse_first(
+                np.diff(offsets) != self._lengths[rows.sequence], rows.sequence, "another number of tokens"
+            )
+            wrong = ~(np.isfinite(weights) & (weights >= 0))
+            per_trace = np.add.reduceat(wrong, offsets[:-1]) > 0
+            self._refuse_first(per_trace, rows.sequence, "a weight that is negative, inf or NaN")
+            self._starts[rows.sequence] = offsets[:-1] + num_tokens
+            parts.append(weights)
+            num_tokens += len(weights)
+        self._weights = np.concatenate([np.zeros(0, np.float16), *parts])
+        self.digest = hashlib.sha256(self._weights.tobytes()).hexdigest()
+
+    def add_to(self, i: int, sequence: TokenizedSequence) -> TokenizedSequence:
+        """Set `loss_weights` of the sequence at position i."""
+        start = self._starts[i]
+        return replace(sequence, loss_weights=self._weights[start : start + len(sequence)].copy())
+
+    def check_has(self, positions: np.ndarray) -> None:
+        """Raise UserError unless there are weights for the sequences at `positions`."""
+        missing = positions[self._starts[positions] < 0]
+        if len(missing):
+            raise UserError(
+                f"data.token_weights: {self._path}: found no weights for {len(missing):,} of "
+                f"{count(len(positions), 'training trace')}, first for the one at position {missing[0]}; expected all. "
+                "Write weights of all traces, or select the same ones with data.keep"
+            )
+
+    def _check_belongs(self, made_with: dict[str, Any], store: Store) -> None:
+        tokenizer = store.manifest["tokenizer"]
+        for what, key, expected in (
+            ("another tokenizer", "tokenizer", tokenizer["hash"]),
+            ("another chat template", "chat_template", tokenizer["chat_template_hash"]),
+            ("other tokens", "digest", store.digest),
+        ):
+            digest = str(made_with.get(key))
+            if digest != expected:
+                raise UserError(
+                    f"data.token_weights: {self._path}: found weights for {what} ({digest[:12]}) than data.train_path "
+                    f"has ({expected[:12]}); expected those of the same. {_WEIGHTS_REMEDY}"
+                )
+
+    def _refuse_first(self, is_wrong: np.ndarray, sequence: np.ndarray, what: str) -> None:
+        if is_wrong.any():
+            raise UserError(
+                f"data.token_weights: {self._path}: found {what} for the trace at position "
+                f"{sequence[np.argmax(is_wrong)]}; expected a finite number that is not negative for each of its "
+                f"tokens. {_WEIGHTS_REMEDY}"
+            )

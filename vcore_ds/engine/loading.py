@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.progress import Progress
+from vcore_ds.common.text import Progress
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed

@@ -5,8 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from vcore_ds.common.progress import Progress, duration
-from vcore_ds.common.text import gib
+from vcore_ds.common.text import Progress, duration, gib
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.token_records import SequenceTokens
 

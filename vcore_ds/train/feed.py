@@ -32,7 +32,7 @@ from vcore_ds.data.dataset import (
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import check_contents
-from vcore_ds.data.stored_weights import StoredWeights
+from vcore_ds.data.token_tables import StoredWeights
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank

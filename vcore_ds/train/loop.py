@@ -9,15 +9,14 @@ import torch
 from transformers import PretrainedConfig
 
 from vcore_ds.common.errors import RunStopped
-from vcore_ds.common.progress import Progress, duration
-from vcore_ds.common.text import count
+from vcore_ds.common.text import Progress, count, duration
 from vcore_ds.config.sections import RunConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first
-from vcore_ds.distributed.stops import Stops
+from vcore_ds.distributed.signals import Stops
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, describe_sequences
 from vcore_ds.models.architecture_check import advise_on_noise

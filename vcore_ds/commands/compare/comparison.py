@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.compare import statistics
-from vcore_ds.commands.compare.statistics import POWER, Estimate, Interval
+from vcore_ds.common import statistics
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.statistics import FEWEST_SEEDS
+from vcore_ds.common.statistics import FEWEST_SEEDS, POWER, Estimate, Interval
 from vcore_ds.common.text import align_columns, count
 from vcore_ds.train.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     check_packages()
-    from vcore_ds.commands.evaluate.generation import choose_sampling
+    from vcore_ds.commands.evaluate.model_apis import choose_sampling
     from vcore_ds.commands.evaluate.session import Settings, evaluate
     from vcore_ds.commands.evaluate.tasks import choose_tasks
     from vcore_ds.commands.named_model import find_named_model

@@ -24,8 +24,7 @@ from tenacity import RetryError
 from transformers.utils import logging
 
 from vcore_ds import __version__
-from vcore_ds.commands.evaluate.generation import InProcessAPI, Request, Sampling
-from vcore_ds.commands.evaluate.server import ServerAPI
+from vcore_ds.commands.evaluate.model_apis import InProcessAPI, Request, Sampling, ServerAPI
 from vcore_ds.commands.evaluate.tasks import ChosenTask
 from vcore_ds.commands.named_model import NamedModel
 from vcore_ds.common.errors import RunStopped, UserError, first_line
@@ -33,10 +32,9 @@ from vcore_ds.common.locks import LOCK, lock_folder
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
-from vcore_ds.data.answers import Kind, final_answer, is_right, last_code_block
+from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, is_right, last_code_block
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.data.verification import AnswerChecker
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.train.evaluation_folder import (
     EVALUATION,

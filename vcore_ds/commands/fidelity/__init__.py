@@ -1,11 +1,16 @@
 """`vcore-ds fidelity`: accuracy of a recipe's utilities."""
 
 import argparse
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, take_numbers
+from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import lasting_imports
+from vcore_ds.common.paths import check_folder, writing
+from vcore_ds.common.text import count
 from vcore_ds.config.load import load_recipe
 
 HELP = "measure how accurate the utilities are"
@@ -54,8 +59,6 @@ def main(arguments: argparse.Namespace) -> None:
         for name, kind in (("epsilons", float), ("ranks", int), ("probe_sizes", int), ("stale_steps", int))
     }
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from vcore_ds.commands.fidelity.choice import FidelityOptions, check_options, prepare_output
-
     options = FidelityOptions(
         num_sequences=arguments.sequences,
         large_probe_size=arguments.large_probe,
@@ -70,3 +73,128 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.commands.fidelity.measure import measure_fidelity
 
     measure_fidelity(recipe, options)
+
+
+JSON_NAME = "fidelity.json"
+MAX_DRAWS = 4
+"""Disjoint probes of a size, whose agreement with the large probe is averaged."""
+
+
+@dataclass(frozen=True)
+class FidelityOptions:
+    """Requested measurements; sizes are sequences over all ranks."""
+
+    num_sequences: int = 4
+    epsilons: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+    ranks: tuple[int, ...] = (16, 64, 128)
+    """Values of `probe.rank`; not measured with LoRA, whose matrices have low rank already."""
+    probe_sizes: tuple[int, ...] = (1, 4, 8, 32)
+    large_probe_size: int = 64
+    """0: neither probe sizes nor stale directions are measured."""
+    stale_steps: tuple[int, ...] = (1, 2, 4, 8)
+    after_steps: int = 0
+    """Optimizer steps before the first measurement."""
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Disjoint lists of sequences."""
+
+    measured: list[int]
+    """Indices into the training data; those of the probes are into the recipe's probe data."""
+    small_probes: list[int]
+    recipe_probe_size: int
+    probe_sizes: list[int]
+    large_probe: list[int]
+    notes: list[str]
+    """Differences from the options."""
+
+    def draws(self, size: int) -> list[list[int]]:
+        """Disjoint small probes of `size` sequences, at most `MAX_DRAWS`."""
+        count = min(MAX_DRAWS, len(self.small_probes) // size)
+        return [self.small_probes[i * size : (i + 1) * size] for i in range(count)]
+
+
+def check_options(options: FidelityOptions) -> None:
+    """Raise UserError for numbers out of range."""
+    wrong = [f"--epsilons {epsilon:g}" for epsilon in options.epsilons if not 0 < epsilon < math.inf]
+    wrong += [f"--ranks {rank}" for rank in options.ranks if rank < 0]
+    wrong += [f"--probe-sizes {size}" for size in options.probe_sizes if size < 0]
+    wrong += [f"--stale-steps {steps}" for steps in options.stale_steps if steps < 0]
+    single = {"--large-probe": options.large_probe_size, "--after-steps": options.after_steps}
+    wrong += [f"{option} {number}" for option, number in single.items() if number < 0]
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: expected positive numbers, or 0 to leave a part out")
+    if options.num_sequences < 1:
+        raise UserError(f"--sequences {options.num_sequences}: expected at least 1")
+
+
+def prepare_output(folder: Path) -> None:
+    """Create `folder`. Raises UserError where it cannot be written or holds a result."""
+    with writing("--output", folder):
+        folder.mkdir(parents=True, exist_ok=True)  # check_folder would remove one that it made, under other ranks
+        check_folder(folder)
+        if (folder / JSON_NAME).exists():
+            raise UserError(
+                f"--output: {folder}: holds a {JSON_NAME} already; expected a folder without a result. Name another "
+                "one, or remove it"
+            )
+
+
+def limit_to_recipe(options: FidelityOptions, num_steps: int) -> tuple[FidelityOptions, list[str]]:
+    """Drop stale steps beyond the recipe's end, with a note. Raises UserError where `after_steps` is beyond it."""
+    if options.after_steps > num_steps:
+        raise UserError(
+            f"--after-steps {options.after_steps}: found more than the recipe's {num_steps} steps; expected at most "
+            "that many. Lower it, or raise schedule.num_steps"
+        )
+    possible = tuple(steps for steps in options.stale_steps if options.after_steps + steps <= num_steps)
+    notes = []
+    if possible != options.stale_steps and options.large_probe_size:
+        left_out = ", ".join(str(steps) for steps in options.stale_steps if steps not in possible)
+        notes.append(f"the recipe ends after {num_steps} steps, so a direction cannot be kept for {left_out}")
+    return replace(options, stale_steps=possible), notes
+
+
+def choose_sequences(
+    num_training: int, num_trusted: int | None, probe_size: int, options: FidelityOptions, seed: int
+) -> Choice:
+    """Draw the measured sequences from the training data, and the probes from the rest of it or from `data.probe_path`.
+
+    Where there are too few sequences, the probes become smaller.
+
+    Args:
+        num_trusted: sequences of `data.probe_path`; None without it.
+
+    Raises UserError unless there is a sequence for each purpose.
+    """
+    from vcore_ds.common.random_streams import Stream, generator  # imports numpy
+
+    drawn, notes = generator(Stream.FIDELITY, seed), []
+    order = drawn.permutation(num_training).tolist()
+    num_measured = min(options.num_sequences, num_training if num_trusted is not None else num_training - 2)
+    measured, others = order[: max(0, num_measured)], order[max(0, num_measured) :]
+    if num_trusted is not None:
+        others = drawn.permutation(num_trusted).tolist()
+    if not measured or len(others) < 2:
+        key, expected = ("train_path", 3) if num_trusted is None else ("probe_path", 2)
+        num_sequences = num_training if num_trusted is None else num_trusted
+        raise UserError(
+            f"data.{key}: found {count(num_sequences, 'sequence')} within data.cutoff_length; "
+            f"expected at least {expected}: "
+            + ("one to measure, " if num_trusted is None else "")
+            + "one as probe, one as the probe that this is compared with"
+        )
+    if num_measured < options.num_sequences:
+        notes.append(f"{num_measured} instead of {options.num_sequences} sequences are measured: there are no more")
+    sizes = sorted({*options.probe_sizes, probe_size})
+    num_large = min(options.large_probe_size, max(len(others) - sizes[-1], len(others) // 2))
+    small, large = others[: min(sizes[-1], len(others) - num_large)], others[len(others) - num_large :]
+    if num_large < options.large_probe_size:
+        notes.append(f"the large probe has {num_large} instead of {options.large_probe_size} sequences")
+    fitting = [size for size in sizes if size <= len(small)]
+    if fitting != sizes:
+        left_out = ", ".join(str(size) for size in sizes if size not in fitting)
+        notes.append(f"{len(small)} sequences remain for small probes, so |B'| {left_out} cannot be measured")
+    return Choice(measured, small, min(probe_size, len(small)), fitting, large, notes)

@@ -14,7 +14,7 @@ from itertools import count, islice, pairwise
 import torch
 from torch import Tensor
 
-from vcore_ds.commands.fidelity.choice import Choice, FidelityOptions, choose_sequences, limit_to_recipe
+from vcore_ds.commands.fidelity import Choice, FidelityOptions, choose_sequences, limit_to_recipe
 from vcore_ds.commands.fidelity.report import (
     Agreement,
     Estimate,
@@ -30,7 +30,7 @@ from vcore_ds.commands.fidelity.report import (
     write_report,
 )
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.progress import duration
+from vcore_ds.common.text import duration
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.tokenization import load_tokenizer

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from vcore_ds.commands.fidelity.choice import JSON_NAME
+from vcore_ds.commands.fidelity import JSON_NAME
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.statistics import rank_correlation, rank_correlations_within
 from vcore_ds.common.text import align_columns

@@ -1,13 +1,21 @@
-"""The HTML page of a report."""
+"""The HTML page of a report, and the frame that all pages share: style, scripts, one file that fetches nothing.
 
-from collections.abc import Sequence
+The content of a page, above all traces, is untrusted. The template escapes it, its JSON contains no `<`, the scripts
+insert it as text nodes, and the page's content security policy allows only the page's script.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
+from markupsafe import Markup
 
-from vcore_ds.commands import html_page
 from vcore_ds.commands.report.curves import make_charts
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
 from vcore_ds.commands.report.scaling import SweepTables
@@ -74,7 +82,7 @@ def render(runs: Sequence[ReportedRun], folder: Path, sweep: SweepTables | None 
         for name, descriptions in (("tokens", tokens), ("followed", followed))
         for place, (_, blob) in enumerate(descriptions)
     }
-    return html_page.render(
+    return render_page(
         SOURCES,
         "report.html",
         SCRIPTS,
@@ -136,3 +144,43 @@ def correlate_with_losses(run: ReportedRun) -> float | None:
         if correlation is not None:
             correlations.append(correlation)
     return float(np.mean(correlations)) if correlations else None
+
+
+STYLE, BASE = "style.css", "base.js"
+
+
+def render_page(
+    folder: Path, template: str, scripts: Sequence[str], data: Any, blobs: Mapping[str, str], **texts: Any
+) -> str:
+    """Render a page as HTML.
+
+    Args:
+        folder: folder of the page's template and scripts.
+        scripts: file names, joined in this order after `BASE` into one module.
+        data: JSON data for the scripts.
+        blobs: element id -> base64 data for the scripts.
+        texts: variables of the template.
+    """
+    sources = [SOURCES / BASE, *(folder / name for name in scripts)]
+    script = "\n" + "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = jinja2.Environment(
+        autoescape=True,
+        loader=jinja2.FileSystemLoader([folder, SOURCES]),
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(template).render(
+        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'",
+        style=Markup((SOURCES / STYLE).read_text(encoding="utf-8")),
+        script=Markup(script),
+        report=Markup(as_json(data)),
+        blobs={name: Markup(blob) for name, blob in blobs.items()},
+        **texts,
+    )
+
+
+def as_json(value: Any) -> str:
+    """JSON that is safe in a script element: without `<`, and ASCII only."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands import html_page
+from vcore_ds.commands.report.page import render_page
 from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import index_type, loss_levels, nearest, pack_arrays, rounded, utility_levels
 from vcore_ds.common.errors import UserError
@@ -150,7 +150,7 @@ def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str,
         ],
         "traces": [description for description, _ in encoded],
     }
-    return html_page.render(
+    return render_page(
         SOURCES,
         "scores.html",
         SCRIPTS,

@@ -28,10 +28,10 @@ from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, flush, refuse_existing
-from vcore_ds.common.progress import Progress
+from vcore_ds.common.text import Progress
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import shards as work
-from vcore_ds.data.prepare.request import PrepareRequest, check_finished, describe_origin
+from vcore_ds.data.prepare.curation import PrepareRequest, check_finished, describe_origin
 from vcore_ds.data.prepare.rows import Malformed, find_names, read_chat_row
 from vcore_ds.data.prepare.selection import (
     SPARE,

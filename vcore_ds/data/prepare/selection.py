@@ -13,8 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from vcore_ds.data.prepare import shards as work
-from vcore_ds.data.prepare.curation import RULES
-from vcore_ds.data.prepare.request import Kind, PrepareRequest
+from vcore_ds.data.prepare.curation import RULES, Kind, PrepareRequest
 from vcore_ds.data.prepare.rows import Malformed, chat_rows
 from vcore_ds.data.prepare.shards import Curated, ShardReport
 from vcore_ds.data.prepare.sources import find_shards

@@ -14,15 +14,14 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import write_atomically, write_json
+from vcore_ds.data.answers import AnswerChecker
 from vcore_ds.data.conversations import Conversation, RenderedConversation, render_conversation
 from vcore_ds.data.prepare import curation
-from vcore_ds.data.prepare.curation import find_statement
-from vcore_ds.data.prepare.request import PrepareRequest
+from vcore_ds.data.prepare.curation import PrepareRequest, find_statement
 from vcore_ds.data.prepare.rows import MESSAGE_FIELD, Malformed, read_chat_row
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
-from vcore_ds.data.verification import AnswerChecker
 
 NUM_EXAMPLES_OF_FAULTS = 20
 """Malformed rows of a shard that are reported with a reason."""
