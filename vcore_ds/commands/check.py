@@ -181,11 +181,8 @@ def describe_missing(recipe: Recipe) -> Iterator[str]:
 def describe_ranks(
     recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel, run_plan: RunPlan | None
 ) -> Iterator[str]:
-    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank.
-
-    Args:
-        run_plan: the plan on the GPUs of --gpu.
-    """
+    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank. `run_plan`: the plan on
+    the GPUs of --gpu."""
     longest, settings = recipe.data.cutoff_length, derive_plan_settings(recipe)
     if recipe.parallel.tensor > 1:
         yield (

@@ -131,12 +131,8 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
 
 
 def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
-    """The rows of the selected traces as JSON, in the order of the data.
-
-    Raises:
-        UserError: a source is missing, has changed since it was scored, or is a data set on the hub; or JSON cannot
-            represent a row.
-    """
+    """The rows of the selected traces as JSON, in the order of the data. Raises UserError where a source is missing,
+    has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
     from vcore_ds.common.text import Progress
     from vcore_ds.data.scores_folder import read_traces, utility_columns
 

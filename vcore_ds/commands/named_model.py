@@ -62,8 +62,7 @@ def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELAT
         base: base model, instead of the one that the adapter's configuration names.
         remedy: advice for messages, where an adapter's base model cannot be used.
 
-    Raises:
-        UserError: there is no such model, the run has no result, or `base` was given without an adapter.
+    Raises UserError where there is no such model, the run has no result, or `base` was given without an adapter.
     """
     path = os.path.expanduser(path)
     with reading("RUN|MODEL", Path(path), "a run, an adapter or a model"):
@@ -139,8 +138,7 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
     Args:
         dtype: dtype of the weights in memory; "auto" for the stored one.
 
-    Raises:
-        UserError: the model or its adapter cannot be loaded, or they do not match.
+    Raises UserError where the model or its adapter cannot be loaded, or they do not match.
     """
     on_gpu = uses_gpu()
     try:
@@ -158,10 +156,7 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
 
 def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end an answer: the model's, and the tokenizer's end of a turn, which a base model may lack.
-
-    Raises:
-        UserError: there is none.
-    """
+    Raises UserError where there is none."""
     model_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ids = {token for token in (*model_ids, tokenizer.eos_token_id) if token is not None}
     if not ids:

@@ -19,8 +19,7 @@ def train(recipe: str | Path, *fragments: str, **overrides: Any) -> RunResult:
         fragments: merged over it, such as `methods/sft.yaml`.
         overrides: sections with their keys, as in `method={"kl_budget": 0.05}, lora=None`.
 
-    Raises:
-        UserError: before anything is written, for whatever the user can fix.
+    Raises UserError before anything is written, for whatever the user can fix.
     """
     return run_training(load_recipe(recipe, [*fragments, *_list_overrides(overrides)]), says_next=False)
 
@@ -47,8 +46,7 @@ def score(
     Returns:
         `output`, whose files docs/scoring.md describes.
 
-    Raises:
-        UserError: for whatever the user can fix.
+    Raises UserError for whatever the user can fix.
     """
     words = [f"{name}={path}" for name, path in (sets or {}).items()]
     lines = [*fragments, *_list_overrides(overrides)]

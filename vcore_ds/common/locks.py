@@ -31,11 +31,8 @@ class RunLock:
         self._lock: FileLock | None = None
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Make the folder if needed and acquire the lock; warns if the file system has no locks.
-
-        Raises:
-            UserError: the folder cannot be made, or another process holds the lock for longer than `WAIT_SECONDS`.
-        """
+        """Make the folder if needed and acquire the lock; warns if the file system has no locks. Raises UserError where
+        the folder cannot be made, or another process holds the lock for longer than `WAIT_SECONDS`."""
         with writing("run.output_dir", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / LOCK)
@@ -160,8 +157,7 @@ def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str
         request: everything on which the parts depend, as JSON values.
         again: discard finished parts.
 
-    Raises:
-        UserError: there are parts of another request, and `again` is false.
+    Raises UserError where there are parts of another request, and `again` is false.
     """
     if _has_results(folder) and not again:
         differences = describe_differences(read_request(folder), request)

@@ -32,9 +32,8 @@ def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[P
     If the block raises, the temporary file is removed. An existing file is replaced; a folder that is not empty is not
     (OSError).
 
-    Args:
-        several_writers: whether several processes may write the same content at once; each then has a different
-            temporary path, which stays if the process is killed. A single writer removes it in its next attempt.
+    `several_writers`: whether several processes may write the same content at once; each then has a different temporary
+    path, which stays if the process is killed. A single writer removes it in its next attempt.
     """
     unfinished = unfinished_path(path.with_name(f"{path.name}.{os.getpid()}") if several_writers else path)
     _remove(unfinished)
@@ -59,8 +58,7 @@ def begin_folder(folder: Path, num_bytes: int, purpose: str) -> Path:
         num_bytes: bytes that will be written.
         purpose: completes "expected N bytes for", and may say how to need less.
 
-    Raises:
-        NoRoom: the disk has less free space; nothing was written.
+    Raises NoRoom where the disk has less free space; nothing was written.
     """
     unfinished = unfinished_path(folder)
     _remove(unfinished)
@@ -163,8 +161,7 @@ def writing(where: str, path: Path, expected: str = "a folder that can be writte
     Args:
         where: the recipe's key or the command's option that names the path; empty if messages begin with the path.
 
-    Raises:
-        UserError: for every OSError in the block.
+    Raises UserError for every OSError in the block.
     """
     with _explain_errors(where, path, "written", expected):
         yield
@@ -190,8 +187,7 @@ def check_folder(folder: Path) -> None:
 
     Permissions do not show read-only or special file systems.
 
-    Raises:
-        OSError: from the system.
+    Raises OSError from the system.
     """
     missing = [parent for parent in (folder, *folder.parents) if not os.path.lexists(parent)]
     try:
@@ -269,8 +265,7 @@ def read_json(path: Path, contents: TypeAdapter[Contents], expected: str, remedy
         expected: the contents in words.
         remedy: what to do with an invalid file.
 
-    Raises:
-        UserError: the file cannot be read or is invalid: truncated, damaged, or of another version.
+    Raises UserError where the file cannot be read or is invalid: truncated, damaged, or of another version.
     """
     with reading("", path, expected):
         text = path.read_bytes()

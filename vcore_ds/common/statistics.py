@@ -132,11 +132,8 @@ def _estimate(mean: float, variance: float, degrees: int) -> Estimate:
 
 
 def sign_flip_p_value(counts: np.ndarray) -> float:
-    """Exact two-sided p-value of the sign-flip test; with one sample per problem McNemar's exact test.
-
-    Args:
-        counts: per problem, right answers of one side minus those of the other.
-    """
+    """Exact two-sided p-value of the sign-flip test; with one sample per problem McNemar's exact test. `counts`: per
+    problem, right answers of one side minus those of the other."""
     sizes, repeats = np.unique(np.abs(counts[counts != 0]), return_counts=True)
     # Distribution of the sum over all signs: `repeat` problems that differ by `size` add a scaled binomial.
     total, probabilities = 0, np.ones(1)

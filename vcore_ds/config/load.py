@@ -106,8 +106,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retir
     Args:
         accept_retired: see `read_resolved_recipe`.
 
-    Raises:
-        RecipeError: with all problems of files and overrides.
+    Raises RecipeError with all problems of files and overrides.
     """
     fragments = [word for word in overrides if _is_fragment(word)]
     draft = compose(path, fragments)

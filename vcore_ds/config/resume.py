@@ -58,8 +58,7 @@ def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
         accept_retired: for commands that do not train: put the keys of earlier versions into `Recipe.retired` instead
             of refusing them. Those that may change when a run is resumed are ignored in any case.
 
-    Raises:
-        UserError: the file cannot be read, or is not a recipe of this version.
+    Raises UserError where the file cannot be read, or is not a recipe of this version.
     """
     try:
         values = parse_yaml(read_text(path)).value
@@ -76,11 +75,7 @@ def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
 
 def take_retired_keys(values: Any, *, only_harmless: bool = False) -> dict[str, Any]:
     """Remove the keys of earlier versions from a recipe's values; return those that are not at their default and may
-    not change when a run is resumed.
-
-    Args:
-        only_harmless: leave those in `values`.
-    """
+    not change when a run is resumed. `only_harmless`: leave those in `values`."""
     retired = {}
     for section, key in REMOVED:
         keys = values.get(section) if isinstance(values, dict) else None

@@ -61,9 +61,8 @@ def find_or_make_store(
         say: called with progress and problems.
         note: called with the formats and counts of the data; None for `say`.
 
-    Raises:
-        UserError: the data do not exist, have a row that is no conversation, or have nothing to learn from; or the
-            cache cannot be written.
+    Raises UserError where the data do not exist, have a row that is no conversation, or have nothing to learn from; or
+    the cache cannot be written.
     """
     with reading("", Path(path), "data, or a token store, that can be read"):
         is_store = (Path(path) / MANIFEST).is_file()

@@ -362,11 +362,8 @@ def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[fl
 
 
 def add_reference(dataset: Dataset, path: str) -> ChangedDataset:
-    """Set `reference_log_probability` of every sequence from a file of `write_reference`.
-
-    Raises:
-        UserError: the file cannot be read, or was made from other tokens.
-    """
+    """Set `reference_log_probability` of every sequence from a file of `write_reference`. Raises UserError where the
+    file cannot be read, or was made from other tokens."""
     remedy = "make it with `vcore-ds reference RECIPE --output FILE`"
     try:
         with np.load(path, allow_pickle=False) as stored:

@@ -177,8 +177,7 @@ def read_scores(folder: Path, where: str = "") -> Scores:
     Args:
         where: the recipe key or option that names the folder, for messages; empty if they begin with the folder.
 
-    Raises:
-        UserError: it is missing, damaged or of another format.
+    Raises UserError where it is missing, damaged or of another format.
     """
     path = folder / SCORES
     with reading(where, folder, _EXPECTED):
@@ -189,21 +188,15 @@ def read_scores(folder: Path, where: str = "") -> Scores:
 
 
 def read_traces(folder: Path, columns: Sequence[str]) -> dict[str, "np.ndarray"]:
-    """Read columns of scores.parquet by name, one value per trace; strings as an array of `str` objects.
-
-    Raises:
-        UserError: the file is missing or damaged, or lacks one of the columns.
-    """
+    """Read columns of scores.parquet by name, one value per trace; strings as an array of `str` objects. Raises
+    UserError where the file is missing or damaged, or lacks one of the columns."""
     table = _read_table(folder / TRACES, columns)
     return {name: table.column(name).to_numpy() for name in columns}
 
 
 def read_tokens(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of tokens.parquet, with lists as Python lists.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Read the rows of tokens.parquet, with lists as Python lists. Raises UserError where the file is missing or
+    damaged."""
     return _read_table(folder / TOKENS, None).to_pylist()
 
 

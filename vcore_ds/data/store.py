@@ -70,9 +70,8 @@ class TokenStore(TokenizedSequences):
             cutoff_length: longest allowed sequence, tokens.
             vocabulary_size: rows of the model's input embedding.
 
-        Raises:
-            UserError: there is no store, its files are incomplete or do not belong together, or it was made with
-                another tokenizer, template, vocabulary or cutoff.
+        Raises UserError where there is no store, its files are incomplete or do not belong together, or it was made
+        with another tokenizer, template, vocabulary or cutoff.
         """
         self.folder = Path(folder)
         with reading("", self.folder, "a token store that can be read"):
@@ -213,8 +212,7 @@ def write_store(
         sequences: at least one, each with at least one supervised token; iterated once.
         manifest: further entries of the manifest, as JSON (source, filters, seed, counts, ...).
 
-    Raises:
-        UserError: the folder exists, there is no sequence, or a sequence has no supervised token.
+    Raises UserError where the folder exists, there is no sequence, or a sequence has no supervised token.
     """
     folder = Path(folder)
     if folder.exists():
@@ -228,11 +226,8 @@ def write_store(
 
 
 def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[TokenizedSequence]) -> dict[str, Any]:
-    """Write all files but the manifest into `unfinished`; return the manifest's entries about them.
-
-    Args:
-        folder: the store, for messages.
-    """
+    """Write all files but the manifest into `unfinished`; return the manifest's entries about them. `folder`: the
+    store, for messages."""
     builder = _indexed_dataset().IndexedDatasetBuilder
     tokens = builder(str(unfinished / "tokens.bin"), dtype=np.int32)
     marks = builder(str(unfinished / "marks.bin"), dtype=np.uint8)

@@ -106,11 +106,7 @@ def check_supervision(folder: Path, supervise: str) -> None:
 
 
 def check_files(folder: Path, sizes: dict[str, int]) -> None:
-    """Raise UserError for a file that is missing or has another size.
-
-    Args:
-        sizes: bytes of each file, as written.
-    """
+    """Raise UserError for a file that is missing or has another size. `sizes`: bytes of each file, as written."""
     for name, expected in sizes.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
@@ -189,8 +185,7 @@ def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] 
     This reads the store: about a second per GB. An empty file in `cache_folder`, named by a hash of the manifest and of
     the files' states, records that it was done; where none can be written, each run reads the store.
 
-    Raises:
-        UserError: a file was replaced or damaged.
+    Raises UserError where a file was replaced or damaged.
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"])

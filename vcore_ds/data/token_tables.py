@@ -109,8 +109,7 @@ def read_metadata(path: Path, expected: str) -> dict[str, Any]:
     Args:
         expected: what the file should be, for the message.
 
-    Raises:
-        UserError: there is no such file, or it was not written by vcore_ds.
+    Raises UserError where there is no such file, or it was not written by vcore_ds.
     """
     with _opened(path, expected) as file:
         entry = (file.schema_arrow.metadata or {}).get(_METADATA)
@@ -120,11 +119,8 @@ def read_metadata(path: Path, expected: str) -> dict[str, Any]:
 
 
 def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterator[TokenRows]:
-    """Read list columns, one row group after another.
-
-    Raises:
-        UserError: the file is damaged, lacks a column, or has a null in one.
-    """
+    """Read list columns, one row group after another. Raises UserError where the file is damaged, lacks a column, or
+    has a null in one."""
     import pyarrow as pa
 
     with _opened(path, expected) as file:

@@ -48,8 +48,7 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
     Args:
         key: the key or option that names it, for messages.
 
-    Raises:
-        UserError: no tokenizer can be loaded.
+    Raises UserError where no tokenizer can be loaded.
     """
     from transformers import AutoTokenizer  # takes seconds, and processes that only read data do not need it
 

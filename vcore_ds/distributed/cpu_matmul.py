@@ -46,11 +46,8 @@ _replaced: torch.library.Library | None = None
 
 
 def computes_in_fp32() -> bool:
-    """Whether bf16 matrix multiplications on this CPU are computed in fp32.
-
-    Raises:
-        UserError: the environment variable is neither `fp32` nor `native`.
-    """
+    """Whether bf16 matrix multiplications on this CPU are computed in fp32. Raises UserError where the environment
+    variable is neither `fp32` nor `native`."""
     choice = os.environ.get(VARIABLE)
     if choice not in (None, "fp32", "native"):
         raise UserError(f"{VARIABLE}: found {choice!r}; expected fp32 or native, or no such variable")

@@ -45,11 +45,8 @@ RESET_PEAK = "5"
 
 
 def uses_gpu() -> bool:
-    """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU.
-
-    Raises:
-        UserError: this machine has GPUs that PyTorch cannot use, with what to do about it.
-    """
+    """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU. Raises UserError
+    where this machine has GPUs that PyTorch cannot use, with what to do about it."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return False
     return torch.cuda.is_available() or not _refuse_unused_gpus()

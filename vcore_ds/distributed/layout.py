@@ -53,8 +53,7 @@ def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> 
         expert: expert-parallel size; 1 if `tensor` is more than 1.
         timeout_minutes: timeout of collectives, except over axes that span the job, which use the process group's.
 
-    Raises:
-        UserError: a size does not divide the world size.
+    Raises UserError where a size does not divide the world size.
     """
     global _is_first, _timeout
     num_ranks = dist.get_world_size()
@@ -89,10 +88,7 @@ def _make_group(rows: Tensor) -> dist.ProcessGroup:
 
 def duplicate_job_group(backend: Literal["gloo"] | None = None) -> dist.ProcessGroup:
     """Make another group of all ranks, for collectives that run concurrently with those of `job`. A collective.
-
-    Args:
-        backend: gloo for objects in host memory; None for that of `job`.
-    """
+    `backend`: gloo for objects in host memory; None for that of `job`."""
     return dist.new_group(timeout=_timeout, backend=backend)
 
 
@@ -126,8 +122,7 @@ def make_sequence_groups(sizes: Iterable[int]) -> None:
     All are made in advance, on all ranks in the same order: made on first use, ranks at different points of a step
     would hang. NCCL connects a group when it is first used, so an unused size costs no memory.
 
-    Args:
-        sizes: sequence-parallel sizes, divisors of the size of `shards`; existing ones are skipped.
+    `sizes`: sequence-parallel sizes, divisors of the size of `shards`; existing ones are skipped.
     """
     for parallel_size in sorted(set(sizes)):
         if parallel_size == 1 or parallel_size in _sequence_groups:
@@ -150,11 +145,8 @@ def group(axis: Axis) -> dist.ProcessGroup:
 
 
 def size(axis: Axis, sequence_parallel: int = 1) -> int:
-    """Number of ranks along an axis.
-
-    Args:
-        sequence_parallel: sequence-parallel size of the pass, for `data` and `sequence`.
-    """
+    """Number of ranks along an axis. `sequence_parallel`: sequence-parallel size of the pass, for `data` and
+    `sequence`."""
     if axis == "sequence":
         return sequence_parallel
     if axis == "data":
@@ -201,11 +193,8 @@ def norm_over(axis: Axis, parts: list[Tensor]) -> float:
 
 
 def gather_objects(axis: Axis, value: Any, duplicate: dist.ProcessGroup | None = None) -> list[Any]:
-    """All-gather a Python object over an axis. A collective.
-
-    Args:
-        duplicate: of the axis's group, for a thread beside the main one.
-    """
+    """All-gather a Python object over an axis. A collective. `duplicate`: of the axis's group, for a thread beside the
+    main one."""
     if _is_alone():
         return [value]
     gathered: list[Any] = [None] * size(axis)

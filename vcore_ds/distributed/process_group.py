@@ -36,8 +36,7 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
         tensor: tensor-parallel size, a divisor of the number of ranks.
         expert: expert-parallel size, a divisor of the number of ranks.
 
-    Raises:
-        UserError: a size is not a divisor, or an environment variable has an invalid value.
+    Raises UserError where a size is not a divisor, or an environment variable has an invalid value.
     """
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
@@ -119,8 +118,7 @@ def run_first_rank_first(work: Callable[[], Result]) -> Result:
     Files that the first ranks create are there for the later ones, whether nodes share a file system or not. Waiting
     ranks do not time out, because they wait on a separate gloo group.
 
-    Raises:
-        UserError: on all ranks alike, the first one that `work` raised.
+    Raises UserError on all ranks alike, the first one that `work` raised.
     """
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     result, turn = None, 0 if layout.is_first() else 1 if local_rank() == 0 else 2

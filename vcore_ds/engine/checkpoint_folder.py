@@ -97,8 +97,7 @@ def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, 
     Args:
         records: the record of every file, by its name relative to the folder.
 
-    Raises:
-        OSError: a file is missing, or has another size than its writer read back.
+    Raises OSError where a file is missing, or has another size than its writer read back.
     """
     final = step_folder(checkpoints, step)
     unfinished = paths.unfinished_path(final)
@@ -164,12 +163,8 @@ def _list_complete(checkpoints: Path) -> list[Path]:
 
 
 def rank_by_loss(checkpoints: Path, held_out_digest: str) -> list[tuple[float, Path]]:
-    """Held-out loss and folder of the complete checkpoints that have one, the lowest first; of equal losses the
-    earlier step.
-
-    Args:
-        held_out_digest: of the held-out data; losses on other data are left out.
-    """
+    """Held-out loss and folder of the complete checkpoints that have one, the lowest first; of equal losses the earlier
+    step. `held_out_digest`: of the held-out data; losses on other data are left out."""
     ranked = []
     for folder in reversed(_list_complete(checkpoints)):
         with suppress(OSError, ValueError):  # a damaged one has no loss; `find_problem` says so when it is needed

@@ -62,8 +62,7 @@ def run_on_all_ranks(folder: Path, action: Callable[[], Result], group: Group | 
 
     An error on one rank is raised on all of them: otherwise the others would hang in the next collective.
 
-    Args:
-        group: a duplicate of that of all ranks, for host memory and a thread beside the main one; None for the latter.
+    `group`: a duplicate of that of all ranks, for host memory and a thread beside the main one; None for the latter.
     """
     outcome: tuple[Result | None, str | None]
     try:
@@ -88,8 +87,7 @@ def write_state(tensors: State, folder: Path, group: Group | None = None) -> Non
         tensors: from `state_tensors` or `Stager.stage`.
         group: as in `run_on_all_ranks`.
 
-    Raises:
-        CheckpointFailed: on all ranks alike.
+    Raises CheckpointFailed on all ranks alike.
     """
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
     _dcp_on_all_ranks(
@@ -142,8 +140,7 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
         direction: as in `state_tensors`.
         num_updates: `engine.num_updates` at that time.
 
-    Raises:
-        CheckpointFailed: on all ranks alike.
+    Raises CheckpointFailed on all ranks alike.
     """
     tensors = state_tensors(engine, direction)
     reader = dcp.FileSystemReader(folder)
@@ -175,11 +172,8 @@ def list_files_of_this_rank(folder: Path) -> list[Path]:
 
 
 def state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
-    """Views of all tensors that a step changes, by their names in the checkpoint.
-
-    Args:
-        direction: None if no later step needs the current direction.
-    """
+    """Views of all tensors that a step changes, by their names in the checkpoint. `direction`: None if no later step
+    needs the current direction."""
     return {
         name: _as_dtensor(parameter, local) for name, (parameter, local) in _local_tensors(engine, direction).items()
     }

@@ -62,8 +62,7 @@ def copy_gathered_parameters(handle: AllGatherCoalescedHandle, handle_dependency
     (tests/benchmarks/gather_host_time.py). The same values, by one copy for each parameter. Quantized gathers, which
     the recipe's checks refuse, are not known here.
 
-    Args:
-        handle_dependency: as DeepSpeed passes it; False where it keeps the gathered buffer alive itself.
+    `handle_dependency`: as DeepSpeed passes it; False where it keeps the gathered buffer alive itself.
     """
     if handle.complete:
         return

@@ -57,8 +57,7 @@ def save_hugging_face(
         model_path: folder or hub id from which the model was loaded; its configuration is copied.
         card: text of the model card, on rank 0; None for no card.
 
-    Raises:
-        ExportFailed: on all ranks alike; `folder` does not exist then.
+    Raises ExportFailed on all ranks alike; `folder` does not exist then.
     """
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)

@@ -50,8 +50,7 @@ def load_sharded(
         attention: as in `load_causal_lm`.
         say: receives lines about the progress; called on rank 0 only.
 
-    Raises:
-        UserError: on all ranks alike: no usable model, missing weights, or a rank that cannot read them.
+    Raises UserError on all ranks alike: no usable model, missing weights, or a rank that cannot read them.
     """
     start_deepspeed()
     config, weights = find_on_all_ranks(path)
@@ -78,11 +77,8 @@ def load_sharded(
 
 
 def load_and_broadcast(path: str, deepspeed_config: dict[str, Any], **options: Any) -> PreTrainedModel:
-    """Load with `from_pretrained`: rank 0 reads, and broadcasts parameter by parameter. A collective.
-
-    Args:
-        options: the options of `load_causal_lm`.
-    """
+    """Load with `from_pretrained`: rank 0 reads, and broadcasts parameter by parameter. A collective. `options`: the
+    options of `load_causal_lm`."""
     start_deepspeed()
     with _announce_zero3(deepspeed_config):
         return load_causal_lm(path, **options)

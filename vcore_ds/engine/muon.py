@@ -146,11 +146,8 @@ def write_muon_direction(
 
 def hidden_matrices(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The trained parameters that Muon updates: weight matrices of the decoder layers, and stacks of such, as of
-    experts. Embeddings, the output embedding, norms, biases and convolutions are AdamW's.
-
-    Raises:
-        UserError: the model has none.
-    """
+    experts. Embeddings, the output embedding, norms, biases and convolutions are AdamW's. Raises UserError where the
+    model has none."""
     found: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.modules():

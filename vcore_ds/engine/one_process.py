@@ -97,9 +97,8 @@ def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
     Args:
         model: a causal language model of transformers, or peft's model around one, on one device.
 
-    Raises:
-        UserError: the model is something else, nothing of it is trained, it is on several devices, or its attention
-            has no forward-mode derivative.
+    Raises UserError where the model is something else, nothing of it is trained, it is on several devices, or its
+    attention has no forward-mode derivative.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if (

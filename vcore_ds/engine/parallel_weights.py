@@ -48,8 +48,7 @@ def load_parallel(
         gradient_checkpointing, activation_offload: as in `ParallelTokenLossModel`.
         say: receives lines about the progress; called on rank 0 only.
 
-    Raises:
-        UserError: on all ranks alike: no usable model, or weights that transformers has to convert.
+    Raises UserError on all ranks alike: no usable model, or weights that transformers has to convert.
     """
     from vcore_ds.models.megatron.model import ParallelTokenLossModel  # here alone: megatron-core takes long to import
 

@@ -53,10 +53,7 @@ class NonFiniteGradient(RunFailed):
 
 def describe_sequences(sequence_ids: Sequence[int], sequence_parallel: int) -> str:
     """Sequence ids by rank, for a message; each sequence- or tensor-parallel group is listed once. A collective.
-
-    Args:
-        sequence_parallel: sequence-parallel size of the pass that computed the sequences.
-    """
+    `sequence_parallel`: sequence-parallel size of the pass that computed the sequences."""
     is_first = layout.rank("sequence", sequence_parallel) == layout.rank("tensor") == 0
     per_rank = layout.gather_objects("job", list(sequence_ids) if is_first else [])
     return "; ".join(f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids)
@@ -67,8 +64,7 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
 
     AdamW is PyTorch's fused one: under ZeRO-3 it updates a few large shards.
 
-    Raises:
-        UserError: Muon would have nothing to update.
+    Raises UserError where Muon would have nothing to update.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = hidden_matrices(model, model.layers) if config.name == "muon" else []
@@ -278,8 +274,7 @@ class Engine:
 
         A rank without tokens passes the sum of its empty losses, a zero with a graph.
 
-        Raises:
-            UserError: on this rank, if a recomputed layer has routed its tokens to other experts than in the forward.
+        Raises UserError on this rank, if a recomputed layer has routed its tokens to other experts than in the forward.
         """
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
@@ -373,11 +368,8 @@ class Engine:
             self._streams.let_gathers_wait()
 
     def step(self, learning_rate: float) -> float:
-        """Clip the gradient and update the parameters; return the gradient norm before clipping. A collective.
-
-        Raises:
-            NonFiniteGradient: on all ranks alike; nothing was updated.
-        """
+        """Clip the gradient and update the parameters; return the gradient norm before clipping. A collective. Raises
+        NonFiniteGradient on all ranks alike; nothing was updated."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()

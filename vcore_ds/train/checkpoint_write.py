@@ -89,8 +89,7 @@ def write_checkpoint(
         group: as in `run_on_all_ranks`: a thread beside the main one needs a separate group, since collectives of two
             threads on one group would start in another order on another rank, and hang.
 
-    Raises:
-        CheckpointFailed: on all ranks alike, naming the rank at fault; the other checkpoints are untouched.
+    Raises CheckpointFailed on all ranks alike, naming the rank at fault; the other checkpoints are untouched.
     """
     started = time.perf_counter()
     is_first, step = layout.is_first(), content.state.step

@@ -102,8 +102,7 @@ class Checkpoints:
         Args:
             most_steps: leave out later checkpoints; None for all.
 
-        Raises:
-            UserError: there are checkpoints, and none of them verifies.
+        Raises UserError where there are checkpoints, and none of them verifies.
         """
         unfinished, candidates = run_on_all_ranks(  # rank 0's view serves all
             self._folder,
@@ -153,11 +152,8 @@ class Checkpoints:
                 )
 
     def load(self, checkpoint: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
-        """Load a checkpoint into a new engine, and return the number of steps done.
-
-        Raises:
-            UserError: the model's parameters have other names or shapes than the checkpoint's.
-        """
+        """Load a checkpoint into a new engine, and return the number of steps done. Raises UserError where the model's
+        parameters have other names or shapes than the checkpoint's."""
         started = time.perf_counter()
         folder, state = checkpoint
         self.read(checkpoint, engine, self._direction_of_next_step(state.step, estimator))
@@ -183,8 +179,7 @@ class Checkpoints:
         Args:
             digest: that it has to have (`checkpoint_folder.read_digest`).
 
-        Raises:
-            UserError: its files do not match its manifest, or it is another checkpoint.
+        Raises UserError where its files do not match its manifest, or it is another checkpoint.
         """
         folder = checkpoint_folder.step_folder(self._folder, step)
         problem = self._problem_of(folder)
@@ -200,12 +195,9 @@ class Checkpoints:
         return folder, self._read_run_state(folder)
 
     def read(self, checkpoint: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> None:
-        """Load a checkpoint into the parameters and the optimizer's state of `engine`, and into `direction`.
-
-        Raises:
-            UserError: the model's parameters have other names or shapes than the checkpoint's, or other values where
-                they are not trained.
-        """
+        """Load a checkpoint into the parameters and the optimizer's state of `engine`, and into `direction`. Raises
+        UserError where the model's parameters have other names or shapes than the checkpoint's, or other values where
+        they are not trained."""
         folder, state = checkpoint
         run_on_first_rank(lambda: self._check_frozen(checkpoint))
         shapes = _shapes(engine)
@@ -256,9 +248,8 @@ class Checkpoints:
             losses: nats after this step, by name of the held-out set; None or empty where none were measured.
             is_last: whether no step follows in this process: the checkpoint is complete when this returns.
 
-        Raises:
-            CheckpointFailed: on all ranks alike, naming the rank at fault, also of the write before; the other
-                checkpoints are untouched.
+        Raises CheckpointFailed on all ranks alike, naming the rank at fault, also of the write before; the other
+        checkpoints are untouched.
         """
         started = time.perf_counter()
         self.wait()
@@ -310,11 +301,8 @@ class Checkpoints:
         return staged[0]
 
     def collect(self) -> None:
-        """Report a write beside the steps that has ended on all ranks. A collective.
-
-        Raises:
-            CheckpointFailed: on all ranks alike.
-        """
+        """Report a write beside the steps that has ended on all ranks. A collective. Raises CheckpointFailed on all
+        ranks alike."""
         if self._writing is None:  # on all ranks alike
             return
         # Only when the threads of all ranks have ended. A rank that saw an error a step before the others would leave
@@ -323,11 +311,8 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for a write beside the steps, if any, which ends on all ranks together.
-
-        Raises:
-            CheckpointFailed: on all ranks alike.
-        """
+        """Wait for a write beside the steps, if any, which ends on all ranks together. Raises CheckpointFailed on all
+        ranks alike."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None

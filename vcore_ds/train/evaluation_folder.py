@@ -117,8 +117,7 @@ def read_evaluation(folder: Path, option: str = "") -> Evaluation:
     Args:
         option: of the command line, which names the folder; empty where messages begin with the folder.
 
-    Raises:
-        UserError: it is missing, damaged or of another format.
+    Raises UserError where it is missing, damaged or of another format.
     """
     path = folder / EVALUATION
     with reading(option, folder, _EXPECTED):
@@ -129,11 +128,8 @@ def read_evaluation(folder: Path, option: str = "") -> Evaluation:
 
 
 def read_samples(folder: Path, task: str) -> list[SampleResult]:
-    """The samples of a task, in the order of the file.
-
-    Raises:
-        UserError: the file is missing or damaged; with its line.
-    """
+    """The samples of a task, in the order of the file. Raises UserError where the file is missing or damaged; with its
+    line."""
     path = samples_path(folder, task)
     with reading("", path, _EXPECTED):
         lines = path.read_bytes().split(b"\n")

@@ -28,8 +28,7 @@ def find_common_checkpoint(
         newest: of the run.
         num_sequences: of the training data.
 
-    Raises:
-        UserError: there is none.
+    Raises UserError where there is none.
     """
     folder, state = newest
     there = layout.gather_objects("job", run_on_first_rank(lambda: read_resolved_recipe(folder / RECIPE)))[0]

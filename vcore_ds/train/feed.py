@@ -183,12 +183,8 @@ class DataReader:
         return 0 if token_id is None or token_id >= read_vocabulary_size(self.model) else token_id
 
     def read_training_data(self, method: MethodConfig, seed: int) -> Dataset:
-        """The kept sequences of data.train_path, with random masks or reference log-probabilities where the
-        method needs them.
-
-        Args:
-            seed: of the run.
-        """
+        """The kept sequences of data.train_path, with random masks or reference log-probabilities where the method
+        needs them. `seed`: of the run."""
         store = self.read_training_stores()
         dataset: Dataset = store
         if method.drops_tokens:

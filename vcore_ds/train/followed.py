@@ -47,11 +47,8 @@ class FollowedTraces:
 def choose_followed(
     run: RunConfig, data: DataConfig, method: MethodConfig, feed: Feed, validation: dict[str, Dataset]
 ) -> FollowedTraces:
-    """Choose the traces, and spread them over the ranks like a main batch.
-
-    Args:
-        validation: held-out sequences by the name of their set.
-    """
+    """Choose the traces, and spread them over the ranks like a main batch. `validation`: held-out sequences by the name
+    of their set."""
     chosen = choose_traces(run, data, method, feed.dataset, validation)
     if not chosen:
         return FollowedTraces([], [])
@@ -164,8 +161,7 @@ def record_followed(
 
     A file that cannot be written is a warning: rank 0 must not exit while the others train.
 
-    Args:
-        own: this rank's traces, by index into `origins`.
+    `own`: this rank's traces, by index into `origins`.
     """
     mark("followed traces")
     most = most_tokens_of_trace(len(origins))

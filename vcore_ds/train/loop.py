@@ -54,11 +54,8 @@ class Throughput:
         self, main_lengths: Sequence[int], probe_lengths: Sequence[int], seconds: float
     ) -> dict[str, float | int | None]:
         """Tokens, FLOP and rates of a step, by their names in the metrics; docs/planning.md has the formulas.
-
-        Args:
-            main_lengths, probe_lengths: tokens of each sequence of the global batches, without padding; no probe in a
-                step that takes none.
-        """
+        `main_lengths`, `probe_lengths`: tokens of each sequence of the global batches, without padding; no probe in a
+        step that takes none."""
         num_tokens = sum(main_lengths)
         values: dict[str, float | int | None] = {"tokens": num_tokens, "tokens_per_second": num_tokens / seconds}
         flops = None if self.passes is None else self.passes.flops(self.shape, main_lengths, probe_lengths)
@@ -109,8 +106,7 @@ class Trainer:
         Args:
             keep_tokens: return this rank's single tokens too.
 
-        Raises:
-            NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids, on all ranks alike.
+        Raises NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, on all ranks alike.
         """
         try:
             return train_step(

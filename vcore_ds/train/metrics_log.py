@@ -153,11 +153,8 @@ class MetricsLog:
             sink.write(numbers)
 
     def flush(self) -> None:
-        """Puts all lines on the disk: a checkpoint may not outlive them.
-
-        Raises:
-            UserError: they cannot be written.
-        """
+        """Puts all lines on the disk: a checkpoint may not outlive them. Raises UserError where they cannot be
+        written."""
         try:
             with writing("run.output_dir", self._path, "room for the metrics of the steps"):
                 self._write_waiting()

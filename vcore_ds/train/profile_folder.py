@@ -37,11 +37,8 @@ class Profile:
 
 
 def read_profiles(folder: Path) -> list[Profile]:
-    """The profiles in a run's folder, by step and rank; empty where it has none.
-
-    Raises:
-        UserError: a table is damaged.
-    """
+    """The profiles in a run's folder, by step and rank; empty where it has none. Raises UserError where a table is
+    damaged."""
     profiles = []
     for table in sorted((folder / PROFILES).glob("*.csv")):
         if (match := _TABLE.fullmatch(table.name)) is None:

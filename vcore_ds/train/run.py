@@ -105,11 +105,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
 
 
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long: str = "") -> RunResult:
-    """The run, with the process group up. A collective.
-
-    Args:
-        resumes: whether this rank sees a run to resume.
-    """
+    """The run, with the process group up. A collective. `resumes`: whether this rank sees a run to resume."""
     # Rank 0 decides: where nodes do not share the folder, ranks would otherwise enter different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())

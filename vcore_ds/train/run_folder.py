@@ -72,8 +72,7 @@ def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: 
         num_done: optimizer steps done; more than 0 in a run that is resumed from a checkpoint.
         kept: for environment.json, where the selection comes from that the run trains on; None where it trains on all.
 
-    Raises:
-        UserError: the folder cannot be written.
+    Raises UserError where the folder cannot be written.
     """
     with writing("run.output_dir", folder):
         # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
@@ -98,11 +97,8 @@ def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[
 
 
 def add_start(folder: Path, num_done: int, text: str) -> None:
-    """Adds what the run says of itself at this start to start.txt. On rank 0 only.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Adds what the run says of itself at this start to start.txt. On rank 0 only. Raises UserError where the folder
+    cannot be written."""
     path = folder / START
     with writing("run.output_dir", path):
         earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
@@ -111,21 +107,14 @@ def add_start(folder: Path, num_done: int, text: str) -> None:
 
 
 def write_held_out(folder: Path, before: dict[str, float], after: dict[str, float]) -> None:
-    """Writes the held-out losses, in nats by name of the set, to held_out.json. On rank 0 only.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Writes the held-out losses, in nats by name of the set, to held_out.json. On rank 0 only. Raises UserError where
+    the folder cannot be written."""
     with writing("run.output_dir", folder):
         _replace(folder / HELD_OUT, json.dumps({"before": before, "after": after}) + "\n")
 
 
 def write_data_counts(folder: Path, counts: list[dict[str, Any]]) -> None:
-    """Writes what `read_data_counts` reads. On rank 0 only.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Writes what `read_data_counts` reads. On rank 0 only. Raises UserError where the folder cannot be written."""
     with writing("run.output_dir", folder):
         _replace(folder / DATA, json.dumps(counts, indent=2) + "\n")
 
@@ -147,21 +136,14 @@ _DATA_COUNTS, _ENVIRONMENT = TypeAdapter(list[DataCounts]), TypeAdapter(dict[str
 
 
 def read_data_counts(folder: Path) -> list[DataCounts]:
-    """What data.json says of each set of data; empty where the run wrote none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """What data.json says of each set of data; empty where the run wrote none. Raises UserError where the file is
+    damaged."""
     path = folder / DATA
     return read_json(path, _DATA_COUNTS, "the counts of data that a run writes there") if path.is_file() else []
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """environment.json; empty where the folder has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """environment.json; empty where the folder has none. Raises UserError where it cannot be read."""
     path = folder / ENVIRONMENT
     return read_json(path, _ENVIRONMENT, "the JSON object that a run writes there") if path.is_file() else {}
 
@@ -292,11 +274,8 @@ _A_STEP = "the JSON object of an optimizer step, with `step` from 1 on and ascen
 
 
 def read_recipe_of(folder: Path) -> Recipe:
-    """The resolved recipe of a run.
-
-    Raises:
-        UserError: the folder holds no run, or one that this version does not know.
-    """
+    """The resolved recipe of a run. Raises UserError where the folder holds no run, or one that this version does not
+    know."""
     with reading("RUN", folder, "a run's folder (run.output_dir)"):
         is_run = (folder / RECIPE).is_file()
     if not is_run:
@@ -305,12 +284,8 @@ def read_recipe_of(folder: Path) -> Recipe:
 
 
 def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:
-    """The numbers in the lines of metrics.jsonl, at least one line; None for what a step does not have, or what was
-    not finite.
-
-    Raises:
-        UserError: the file is missing, empty or damaged.
-    """
+    """The numbers in the lines of metrics.jsonl, at least one line; None for what a step does not have, or what was not
+    finite. Raises UserError where the file is missing, empty or damaged."""
     path = folder / METRICS
     with reading("RUN", folder, "a run's folder (run.output_dir)"):
         if not path.is_file():
@@ -346,11 +321,8 @@ def _line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
 
 
 def read_held_out_losses(folder: Path) -> HeldOutLosses:
-    """Before and after training; empty where the run measured none.
-
-    Raises:
-        UserError: held_out.json cannot be read.
-    """
+    """Before and after training; empty where the run measured none. Raises UserError where held_out.json cannot be
+    read."""
     path = folder / HELD_OUT
     if not path.is_file():
         return HeldOutLosses({}, {})
@@ -358,11 +330,8 @@ def read_held_out_losses(folder: Path) -> HeldOutLosses:
 
 
 def load_run_tokenizer(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedTokenizerBase":
-    """The tokenizer that `path` names; where it is None that of the run's result, else that of its model.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The tokenizer that `path` names; where it is None that of the run's result, else that of its model. Raises
+    UserError where there is none."""
     from vcore_ds.data.tokenization import load_tokenizer  # here alone: `vcore-ds check` needs none
 
     if path is not None:

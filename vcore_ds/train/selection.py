@@ -73,8 +73,7 @@ def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}
     Args:
         where: names a key of `keep` in messages, as the user set it.
 
-    Raises:
-        UserError: the folder is not there, not finished or damaged, has no such set, or nothing is kept.
+    Raises UserError where the folder is not there, not finished or damaged, has no such set, or nothing is kept.
     """
     folder = Path(keep.scores)
     _check_is_finished(folder, where("scores"))
@@ -113,10 +112,7 @@ def selection_for(keep: KeepConfig, store: Store, model: str) -> Selection:
 
 def check_belongs(selection: Selection, store: Store, model: str) -> None:
     """Raises UserError where the scores were made with other data, tokenizer, template or model than the run's.
-
-    Args:
-        model: model.path.
-    """
+    `model`: model.path."""
     folder, scored = selection.keep.scores, selection.scores.data
     made_with = store.manifest["tokenizer"]
     store_values = {

@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 
 
 def start_ranks(engine: EngineConfig, parallel: ParallelConfig) -> None:
-    """Joins the process group, with its time limit and parallel sizes. A collective.
-
-    Raises:
-        UserError: as `start_process_group` does.
-    """
+    """Joins the process group, with its time limit and parallel sizes. A collective. Raises UserError as
+    `start_process_group` does."""
     start_process_group(engine.timeout_minutes, parallel.tensor, parallel.expert)
 
 
@@ -116,11 +113,8 @@ def coalesces(settings: EngineSettings, model: torch.nn.Module) -> bool:
 
 
 def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass: int = 1) -> Estimator:
-    """Builds what gives a step its losses and utilities, with a new probe direction.
-
-    Args:
-        batches_per_pass: main micro-batches in one gradient-free forward (`BatchPlan.batches_per_utility_pass`).
-    """
+    """Builds what gives a step its losses and utilities, with a new probe direction. `batches_per_pass`: main
+    micro-batches in one gradient-free forward (`BatchPlan.batches_per_utility_pass`)."""
     method = settings.method
     if not method.uses_utilities:
         return NoUtilities(engine, statistic=method.prediction_statistic, is_anchored=method.is_anchored)

@@ -64,9 +64,7 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
 
     Does not change the run: no gradient is computed, and the generators keep their states.
 
-    Raises:
-        UserError: on all ranks alike, where losses differ that must be equal, or the architecture's own code
-            fails.
+    Raises UserError on all ranks alike, where losses differ that must be equal, or the architecture's own code fails.
     """
     mark("checking losses")
     started = time.perf_counter()
@@ -191,11 +189,8 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = None) -> TokenizedSequence:
-    """The last tokens of training sequence `number`, or of the last one in shorter data; all supervised.
-
-    Args:
-        left_out: a token id that is not taken.
-    """
+    """The last tokens of training sequence `number`, or of the last one in shorter data; all supervised. `left_out`: a
+    token id that is not taken."""
     ids = feed.dataset[min(number, len(feed.dataset) - 1)].input_ids
     ids = ids[ids != left_out][-num_tokens:]
     return TokenizedSequence(number, ids, np.arange(len(ids)) > 0)
@@ -229,8 +224,7 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
 
     Parameters, the optimizer's state and the estimator's direction are not affected.
 
-    Raises:
-        UserError: on all ranks alike, where the modes differ.
+    Raises UserError on all ranks alike, where the modes differ.
     """
     if not isinstance(estimator, ForwardMode):
         return
@@ -337,8 +331,7 @@ def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console
     Args:
         plan: None for a model whose sizes are unknown, which is not checked.
 
-    Raises:
-        UserError: on all ranks alike, where the run cannot fit: the bytes by kind, and what would take fewer.
+    Raises UserError on all ranks alike, where the run cannot fit: the bytes by kind, and what would take fewer.
     """
     if plan is None or not engine.memory_check:  # on all ranks alike
         return

@@ -27,11 +27,8 @@ from vcore_ds.utility.direction import Direction
 
 
 def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: ParameterCounts | None) -> str:
-    """Such as `Qwen/Qwen3-1.7B: 1,720,574,976 parameters, all trained, bf16`.
-
-    Args:
-        counts: of the whole model; None to count them.
-    """
+    """Such as `Qwen/Qwen3-1.7B: 1,720,574,976 parameters, all trained, bf16`. `counts`: of the whole model; None to
+    count them."""
     counts = counts or count_parameters(model.path, lora)
     kind = f"LoRA rank {lora.rank}" if lora is not None else "full-parameter"
     size = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
@@ -77,11 +74,7 @@ def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: i
 
 
 def describe_method(settings: StepSettings, probe_path: str | None) -> str:
-    """The method with its settings.
-
-    Args:
-        probe_path: data.probe_path.
-    """
+    """The method with its settings. `probe_path`: data.probe_path."""
     method, utility = settings.method, settings.utility
     if not method.uses_utilities:
         return f"{method.name}, normalization {method.normalization}"

@@ -47,8 +47,7 @@ def train_step(
             for the step again where the recipe says `epsilon: auto`.
         seed: of the step's random numbers (dropout, stochastic rounding); the same on all ranks.
 
-    Raises:
-        NonFiniteLoss, NonFiniteGradient: on all ranks alike, before anything was updated.
+    Raises NonFiniteLoss, NonFiniteGradient on all ranks alike, before anything was updated.
     """
     method, direction, main = settings.method, estimator.direction, batches.main
     counts = count_globally(main)

@@ -43,8 +43,7 @@ def read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
     Args:
         expected: what the file should be, in words.
 
-    Raises:
-        UserError: the file cannot be read, is damaged, or has another format.
+    Raises UserError where the file cannot be read, is damaged, or has another format.
     """
     try:
         with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
@@ -198,11 +197,7 @@ def write_record(run: Path, record: TokenRecord) -> Path:
 
 
 def read_records(run: Path) -> list[TokenRecord]:
-    """The records of a run's folder by step; none where it has none.
-
-    Raises:
-        UserError: a record cannot be read.
-    """
+    """The records of a run's folder by step; none where it has none. Raises UserError where a record cannot be read."""
     return [read_record(path) for path in sorted((run / TOKENS).glob("step_*.npz"))]
 
 
@@ -304,11 +299,8 @@ def write_followed(run: Path, record: FollowedRecord) -> Path:
 
 
 def read_all_followed(run: Path) -> list[FollowedRecord]:
-    """The followed traces of a run's folder by step; none where it has none.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """The followed traces of a run's folder by step; none where it has none. Raises UserError where a file cannot be
+    read."""
     return [read_followed(path) for path in sorted((run / TOKENS).glob("followed_*.npz"))]
 
 

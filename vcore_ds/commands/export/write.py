@@ -182,10 +182,7 @@ def check_base_model(recipe: Recipe) -> None:
 
 def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> TrainedWeights:
     """Open the named checkpoint, or the newest that verifies, or the adapter of a finished run without checkpoints.
-
-    Raises:
-        UserError: there is none; with the reason for each existing checkpoint.
-    """
+    Raises UserError where there is none; with the reason for each existing checkpoint."""
     checkpoints = checkpoint_folder.list_checkpoints(run / "checkpoints")
     candidates = [folder for folder in checkpoints if name in (None, folder.name)]
     say = partial(print, flush=True)
@@ -229,11 +226,8 @@ def write_model(
 
 
 def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights) -> Iterator[tuple[str, Tensor]]:
-    """Each stored tensor with its trained value, or else the base model's value in the run's precision.
-
-    Raises:
-        UserError: before the first tensor, if the trained parameters do not match the model.
-    """
+    """Each stored tensor with its trained value, or else the base model's value in the run's precision. Raises
+    UserError before the first tensor, if the trained parameters do not match the model."""
     adapted = None
     if recipe.lora is not None:
         adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)

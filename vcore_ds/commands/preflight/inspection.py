@@ -178,12 +178,8 @@ ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
 def preflight(recipe: Recipe) -> None:
-    """Compare all nodes and time an all-reduce. Every rank calls it; rank 0 prints.
-
-    Raises:
-        UserError: on rank 0, with every problem: node, found, expected, remedy. The other ranks exit with the same
-            code.
-    """
+    """Compare all nodes and time an all-reduce. Every rank calls it; rank 0 prints. Raises UserError on rank 0, with
+    every problem: node, found, expected, remedy. The other ranks exit with the same code."""
     host = socket.gethostname()
     try:
         with interconnect.plain_group(MEET_SECONDS):

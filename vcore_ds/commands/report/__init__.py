@@ -98,8 +98,7 @@ def write_report(
     Args:
         png: folder for the curves as pictures; None for none.
 
-    Raises:
-        UserError: a folder holds no run or a damaged one, or a file cannot be written.
+    Raises UserError where a folder holds no run or a damaged one, or a file cannot be written.
     """
     from vcore_ds.commands.report.curves import write_pictures
     from vcore_ds.commands.report.page import write_page

@@ -228,11 +228,8 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def write_pictures(runs: Sequence[ReportedRun], folder: Path) -> list[Path]:
-    """Write each curve that is not constant as PNG and PDF, and return the files.
-
-    Raises:
-        UserError: matplotlib is missing, or the folder cannot be written.
-    """
+    """Write each curve that is not constant as PNG and PDF, and return the files. Raises UserError where matplotlib is
+    missing, or the folder cannot be written."""
     check_matplotlib("--png")
     groups = group_runs(runs)
     written = []

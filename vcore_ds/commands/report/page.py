@@ -48,11 +48,8 @@ SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")
 
 
 def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | None = None) -> Path:
-    """Write the report of the runs, at least one, and of their sweep, if any.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write the report of the runs, at least one, and of their sweep, if any. Raises UserError where the file cannot be
+    written."""
     page = render(runs, path.parent, sweep)
     with writing("--output", path, "a file that can be written"), write_atomically(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")

@@ -91,8 +91,7 @@ def read_runs(
         tokenizer_path: folder or hub id; None for each run's tokenizer.
         names: names of a sweep's runs, `CELL/seed_N`, one per folder.
 
-    Raises:
-        UserError: a folder holds no run, a file in it is missing or damaged, or `step` has no record.
+    Raises UserError where a folder holds no run, a file in it is missing or damaged, or `step` has no record.
     """
     read = partial(_read_run, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
     if names is not None:

@@ -308,11 +308,7 @@ class SweepTables:
 
 
 def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
-    """Read a sweep, and the names of its finished runs.
-
-    Raises:
-        UserError: no run is done.
-    """
+    """Read a sweep, and the names of its finished runs. Raises UserError where no run is done."""
     sweep = read_sweep_folder(folder)
     done = [run for run in sweep.runs if sweep.state(run) == State.DONE]
     if not done:

@@ -270,8 +270,7 @@ def make_tables(
         top: maximum length of the lists of tokens and phrases.
         min_count: minimum occurrences of a listed token or phrase; None for `default_min_count`.
 
-    Raises:
-        UserError: the tokenizer lacks recorded tokens.
+    Raises UserError where the tokenizer lacks recorded tokens.
     """
     flat = [(record, sequence) for record in records for sequence in record.sequences]
     texts = TokenTexts(tokenizer, [sequence for _, sequence in flat])

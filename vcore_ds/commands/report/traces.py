@@ -28,11 +28,8 @@ def loss_levels(losses: np.ndarray) -> np.ndarray:
 
 
 def utility_levels(utilities: np.ndarray) -> np.ndarray:
-    """256 utilities, ascending, more densely spaced near 0, the 129th.
-
-    Args:
-        utilities: utilities of supervised tokens only; zeros of other tokens would make the scale too fine near 0.
-    """
+    """256 utilities, ascending, more densely spaced near 0, the 129th. `utilities`: utilities of supervised tokens
+    only; zeros of other tokens would make the scale too fine near 0."""
     sizes = np.abs(utilities[utilities != 0])
     # Levels are evenly spaced in asinh(utility / unit). A unit far below the largest utility would leave few levels
     # for large ones: with at least 1e-4 of it, neighbours differ by 8% at most.

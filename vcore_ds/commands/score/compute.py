@@ -129,8 +129,7 @@ def passed_checks(run: Path, recipe: Recipe, here: Mapping[str, Any]) -> bool:
 
     False also where it cannot be told: uncommitted changes of the code; a model on the hub, where it may have changed.
 
-    Args:
-        here: `environment` of this process.
+    `here`: `environment` of this process.
     """
     trained, there = read_recipe_of(run), read_environment(run)
     there = (there.get("resumed") or [there])[-1]

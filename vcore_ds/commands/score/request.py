@@ -62,11 +62,8 @@ def make_request(
     again: bool = False,
     all_tokens: bool = False,
 ) -> ScoreRequest:
-    """Check the command's arguments and make the request.
-
-    Raises:
-        UserError: the recipe, the run, the checkpoint, a set or the output cannot be used.
-    """
+    """Check the command's arguments and make the request. Raises UserError where the recipe, the run, the checkpoint, a
+    set or the output cannot be used."""
     run = Path(target) if Path(target).is_dir() else None
     if run is not None and not (run / RECIPE).is_file():
         raise UserError(f"RUN: {run}: found no {RECIPE} there; expected a recipe, or a run's folder (run.output_dir)")

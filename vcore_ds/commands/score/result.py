@@ -136,8 +136,7 @@ def write_result(
         description: scores.json without the sets.
         all_tokens: also write the utilities of all tokens (`vcore_ds.data.token_tables`).
 
-    Raises:
-        OSError: the folder cannot be written.
+    Raises OSError where the folder cannot be written.
     """
     from vcore_ds.commands.score.page import write_page
 

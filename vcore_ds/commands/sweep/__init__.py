@@ -79,8 +79,7 @@ def submit(sweep: SweepFolder, options: str) -> str:
     Args:
         options: options for sbatch, as on a command line.
 
-    Raises:
-        UserError: the repository or sbatch is missing, `options` has unbalanced quotes, or sbatch fails.
+    Raises UserError where the repository or sbatch is missing, `options` has unbalanced quotes, or sbatch fails.
     """
     if not SCRIPT.is_file():
         raise UserError(

@@ -41,11 +41,7 @@ Digests = Mapping[str, Mapping[str, str]]
 
 def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
     """Digests of all inputs of these recipes that are on this machine: cells with other contents under the same path
-    must not share a table.
-
-    Raises:
-        UserError: a path exists and holds no data.
-    """
+    must not share a table. Raises UserError where a path exists and holds no data."""
     digests: dict[str, dict[str, str]] = {}
     for key, path in sorted({(key, path) for recipe in recipes for key, path in _paths(recipe)}):
         digest = _digest(key, path)
@@ -232,11 +228,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read_sweep_folder(folder: Path) -> SweepFolder:
-    """Read sweep.yaml.
-
-    Raises:
-        UserError: sweep.yaml is missing or damaged.
-    """
+    """Read sweep.yaml. Raises UserError where sweep.yaml is missing or damaged."""
     path = folder / SWEEP
     try:
         values = parse_yaml(read_text(path)).value
@@ -256,12 +248,9 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
 
 
 def begin_sweep(sweep: Sweep) -> SweepFolder:
-    """Make the sweep's folder, or extend that of the same sweep by new cells and seeds.
-
-    Raises:
-        UserError: the folder holds something else, runs with other recipes, or runs that the sweep no longer has; or it
-            cannot be written.
-    """
+    """Make the sweep's folder, or extend that of the same sweep by new cells and seeds. Raises UserError where the
+    folder holds something else, runs with other recipes, or runs that the sweep no longer has; or it cannot be
+    written."""
     folder = sweep.folder
     wanted = {run.name: run.recipe for run in sweep.runs}
     before = SweepFolder(folder, {}, [])

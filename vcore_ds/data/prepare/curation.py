@@ -51,11 +51,8 @@ class Dropped(Exception):
 
 
 def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
-    """The conversation in a row of OpenMathReasoning.
-
-    Args:
-        check_answer: called with (expected, answer); returns a verdict of `AnswerChecker.check`.
-    """
+    """The conversation in a row of OpenMathReasoning. `check_answer`: called with (expected, answer); returns a verdict
+    of `AnswerChecker.check`."""
     _keep_only(row, "problem_type", "has_answer_extracted", OTHER_PROBLEM_TYPE)
     _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
     fields = find_texts(row, "problem", "generated_solution", "expected_answer")
@@ -70,11 +67,8 @@ def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Mes
 
 
 def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None]) -> list[Message]:
-    """The conversation in a row of OpenCodeReasoning-2.
-
-    Args:
-        find_statement: called with (data set, split, index) where `question` is "-"; returns the statement.
-    """
+    """The conversation in a row of OpenCodeReasoning-2. `find_statement`: called with (data set, split, index) where
+    `question` is "-"; returns the statement."""
     _keep_only(row, "judgement", "right", NOT_RIGHT)
     fields = find_texts(row, "question", "r1_generation")
     thinking, answer = _split_trace(fields["r1_generation"])
@@ -134,8 +128,7 @@ def find_statement(folder: str | None, dataset: str, split: str, index: int) -> 
         folder: local copies of the data sets, in its subfolders `taco`, `apps`, `code_contests`, `codeforces`; None
             downloads them from the hub.
 
-    Raises:
-        UserError: the data set cannot be loaded.
+    Raises UserError where the data set cannot be loaded.
     """
     if dataset not in _HUB:
         return None

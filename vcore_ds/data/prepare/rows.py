@@ -49,8 +49,7 @@ def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
         from_table: whether the row is of a table, where nested objects have the keys of all rows' objects, with null
             where a row has none.
 
-    Raises:
-        Malformed: the row has none of these shapes, or a field of a wrong type.
+    Raises Malformed where the row has none of these shapes, or a field of a wrong type.
     """
     check_object(row)
     row = _without_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}

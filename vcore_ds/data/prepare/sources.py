@@ -77,8 +77,7 @@ def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
         split: of hub data sets, which are streamed, one shard per data file. In a folder with files named `SPLIT-*`
             only those are read.
 
-    Raises:
-        UserError: a source does not exist, or is empty.
+    Raises UserError where a source does not exist, or is empty.
     """
     shards: list[Shard] = []
     for source in sources:
@@ -280,8 +279,7 @@ def problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] 
         source: a file, folder or pattern (.jsonl, .json, .parquet), or a hub id.
         split: of a data set on the hub, see `find_shards`.
 
-    Raises:
-        UserError: the source cannot be read, or is empty.
+    Raises UserError where the source cannot be read, or is empty.
     """
     for path, shards in groupby(find_shards([source], split), key=lambda shard: shard.source):
         rows = chain.from_iterable(shard.rows() for shard in shards)
