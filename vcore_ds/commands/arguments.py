@@ -15,19 +15,16 @@ OVERRIDE_HELP = (
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe, and the fragments and overrides merged over it."""
     parser.add_argument("recipe", help=RECIPE_HELP)
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add fragments and overrides, and the option that the deepspeed launcher passes."""
     parser.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE_METAVAR, help=OVERRIDE_HELP)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
 def add_again(parser: argparse.ArgumentParser) -> None:
-    """Add `--again`, for a command that resumes unfinished work."""
     parser.add_argument(
         "--again",
         action="store_true",
@@ -36,7 +33,6 @@ def add_again(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(word: str) -> int:
-    """Parse a whole number from 1 to `LARGEST_COUNT`, for argparse."""
     try:
         number = int(word)
     except ValueError:  # raised for too many digits, too
@@ -47,22 +43,18 @@ def positive(word: str) -> int:
 
 
 def positive_number(word: str) -> float:
-    """Parse a finite number above 0, for argparse."""
     return _parse_number(word, "a number above 0", lambda number: 0 < number < math.inf)
 
 
 def temperature(word: str) -> float:
-    """Parse a finite number of at least 0, for argparse."""
     return _parse_number(word, "a number of at least 0", lambda number: 0 <= number < math.inf)
 
 
 def share(word: str) -> float:
-    """Parse a number above 0, at most 1, for argparse."""
     return _parse_number(word, "a number above 0, at most 1", lambda number: 0 < number <= 1)
 
 
 def share_or_none(word: str) -> float:
-    """Parse a number from 0 to 1, for argparse."""
     return _parse_number(word, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 
 

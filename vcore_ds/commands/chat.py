@@ -39,7 +39,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def chat(arguments: argparse.Namespace) -> None:
-    """Load the model, and answer until the user ends the conversation."""
     from transformers import set_seed
     from transformers.utils import logging
 
@@ -108,10 +107,8 @@ def read_questions() -> Iterator[str]:
 
 
 def print_answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """Print the answer to the last message while it is generated, and return it.
-
-    Raises UserError where the chat template refuses the messages, or they leave no room for an answer.
-    """
+    """Print the answer while it is generated, and return it. Raises UserError where the chat template refuses the
+    messages, or they leave no room for an answer."""
     from jinja2 import TemplateError
     from transformers import GenerationConfig, TextStreamer
 

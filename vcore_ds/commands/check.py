@@ -100,11 +100,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> RunPlan:
-    """The plan on the GPUs of --gpu.
-
-    Raises UserError for a run that does not fit, with the cheapest changes that make it fit; not with
-    `engine.memory_check: false`.
-    """
+    """Plan the run on the GPUs of --gpu. Raises UserError if it does not fit, with the cheapest changes that make it
+    fit; not with `engine.memory_check: false`."""
     shape, _ = find_model(recipe.model.path)
     cluster = Cluster(named_gpu(arguments.gpu), num_ranks)
     plan = plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
@@ -127,7 +124,6 @@ def describe_finished(recipe: Recipe) -> list[str]:
 
 
 def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
-    """Lines on the training data, where they or the scores of `data.keep` are on this machine."""
     settings = with_num_steps(recipe, lengths)
     takes = "" if settings.num_steps is None else f"; the run takes {count(settings.num_steps, 'step')}"
     if recipe.data.keep is None:
@@ -142,7 +138,6 @@ def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
 
 
 def describe_trusted(recipe: Recipe) -> Iterator[str]:
-    """A line on training traces that are trusted data too, where both are on this machine and quickly read."""
     data = recipe.data
     if data.probe_path is None:
         return

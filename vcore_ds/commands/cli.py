@@ -56,7 +56,6 @@ RETIRED = {
     "handoff": "launch_scripts/rl has examples for TRL and verl (docs/reinforcement-learning.md)",
     "tokens": "its tables are in `vcore-ds report RUN --text`",
 }
-"""Commands of earlier versions -> what replaces them."""
 START_RANKS = frozenset({"train", "preflight", "reference", "fidelity", "score"})
 """Commands that may run as one rank of several, and so must stop with the launcher or on a signal to any rank."""
 
@@ -65,11 +64,8 @@ EXIT_UNREAD = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    0: done. 1: the run failed. 2: the user's input is wrong. 85: the run was asked to stop and has saved. 141: the
-    reader of the output has closed the pipe.
-    """
+    """Run a command and return its exit code: 0 done, 1 the run failed, 2 the user's input is wrong, 85 stopped on
+    request and saved, 141 the reader of the output has closed the pipe."""
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if arguments.command in START_RANKS:
@@ -96,16 +92,9 @@ def launch(
     can_evaluate: bool = False,
     advice_if_long: str = "",
 ) -> int:
-    """Train a script's default recipe as one rank, for the scripts in launch_scripts/.
-
-    Args:
-        arguments: overrides and fragments, `--recipe FILE`, and the launcher's `--local_rank`.
-        before: called first with the overrides and fragments; returns overrides to add.
-        after: called when the training is done.
-        with_report: write the run's report before `after`, and print its path.
-        can_evaluate: accept the option --eval, which evaluates the result.
-        advice_if_long: printed after the first step if the remaining steps will take long.
-    """
+    """Train a script's default recipe as one rank, for the scripts in launch_scripts/: `before` is called with the
+    overrides and fragments and returns overrides to add, `after` when the training is done. `with_report` writes the
+    run's report, `can_evaluate` accepts --eval, `advice_if_long` is printed if the remaining steps will take long."""
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
     if can_evaluate:
@@ -131,10 +120,8 @@ def launch(
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command; the name of the command is `command`. Exits with 2 and a message on an error.
-
-    Raises UserError for overrides to a command that takes none.
-    """
+    """Parse the arguments; the command's name is `command`. Exits with 2 and a message on an error. Raises UserError
+    for overrides to a command that takes none."""
     parser = argparse.ArgumentParser(
         prog="vcore-ds",
         description="Fine-tune language models on reasoning traces with VCORE: each token is weighted by its utility, "

@@ -205,10 +205,8 @@ def refuse_changed(source: str) -> NoReturn:
 
 
 def write_row(row: Mapping[str, Any], where: str) -> str:
-    """Write a row as a line of JSON, with dates and times in ISO 8601.
-
-    Raises UserError, which begins with `where`, for a value that JSON cannot represent.
-    """
+    """Write a row as a line of JSON, with dates and times in ISO 8601. Raises UserError, which begins with `where`, for
+    a value that JSON cannot represent."""
     try:
         text = write_json(row)
         text.encode()

@@ -18,11 +18,8 @@ _BASE = {
 
 
 def make_json_schema() -> dict[str, Any]:
-    """The schema of a file: all keys with types, values, defaults and meanings, and none of them required, because the
-    others may come from `base`, fragments and overrides. Rules over several keys are not in it.
-
-    Draft 7, which the YAML language server knows best.
-    """
+    """The JSON Schema (draft 7, which the YAML language server knows best) of a recipe file. No key is required: others
+    may come from `base`, fragments and overrides. Rules over several keys are not in it."""
     schema = _simplify(Recipe.model_json_schema())
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -100,11 +97,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def find_keys(names: list[str]) -> list[Key]:
-    """The keys with these dotted names, in these sections, or with these words, in the order of the schema; all keys
-    for no name.
-
-    Raises UserError for a name that no key has or mentions.
-    """
+    """The keys with these dotted names, in these sections, or with these words, in the order of the schema; all for no
+    name. Raises UserError for a name that no key has or mentions."""
     keys = recipe_keys()
     found: set[str] = set()
     for name in names:
@@ -125,7 +119,6 @@ def mentions(key: Key, word: str) -> bool:
 
 
 def format_plain(section: str, keys: list[Key]) -> str:
-    """A section for the terminal."""
     lines = [f"{section}: {section_meaning(section)}"]
     for key in keys:
         default = "required" if key.default is None else f"default {key.default}"
@@ -135,7 +128,6 @@ def format_plain(section: str, keys: list[Key]) -> str:
 
 
 def format_markdown(section: str, keys: list[Key]) -> str:
-    """A section of docs/keys.md."""
     rows = [
         (f"`{key.name}`", key.values, "required" if key.default is None else f"`{key.default}`", key.meaning)
         for key in keys

@@ -36,7 +36,6 @@ class NamedModel:
     weights: str
     """Folder or hub id of the model, or of the adapter's base model."""
     adapter: str | None = None
-    """Folder of the adapter."""
     base: str | None = None
     """Folder or hub id of the model before training; None where it is not known."""
 
@@ -55,15 +54,9 @@ class NamedModel:
 
 
 def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELATIVE) -> NamedModel:
-    """Resolve a name as a run, an adapter or a model, in this order; loads nothing.
-
-    Args:
-        path: folder of a run, an adapter or a model, or a model's hub id.
-        base: base model, instead of the one that the adapter's configuration names.
-        remedy: advice for messages, where an adapter's base model cannot be used.
-
-    Raises UserError where there is no such model, the run has no result, or `base` was given without an adapter.
-    """
+    """Resolve the name of a run, an adapter or a model, in this order; loads nothing. `base` replaces the base model
+    that the adapter's configuration names; `remedy` is advice where it cannot be used. Raises UserError where there is
+    no such model, the run has no result, or `base` was given without an adapter."""
     path = os.path.expanduser(path)
     with reading("RUN|MODEL", Path(path), "a run, an adapter or a model"):
         model = _resolve(path, base, remedy)
@@ -133,13 +126,9 @@ class AnsweringModel(Protocol):
 
 
 def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringModel:
-    """Load the model, with its adapter if it has one, with training's forward; on the GPU if there is one.
-
-    Args:
-        dtype: dtype of the weights in memory; "auto" for the stored one.
-
-    Raises UserError where the model or its adapter cannot be loaded, or they do not match.
-    """
+    """Load the model, with its adapter if it has one, with training's forward; on the GPU if there is one. `dtype`: of
+    the weights in memory; "auto" for the stored one. Raises UserError where model or adapter cannot be loaded, or do
+    not match."""
     on_gpu = uses_gpu()
     try:
         base = load_causal_lm(model.weights, dtype=dtype, attention="sdpa", gradient_checkpointing=False)
@@ -189,15 +178,9 @@ def generate_answers(
     settings: GenerationConfig,
     **options: Any,
 ) -> list[AnswerTokens]:
-    """Generate an answer to each prompt, in one batch.
-
-    Args:
-        prompts: token ids; each prompt is shorter than `longest_sequence`.
-        max_new_tokens: limit of each answer.
-        settings: sampling, end tokens (a list) and padding token; unset values are the model's. `max_new_tokens` is
-            overwritten here.
-        options: further arguments of `transformers.GenerationMixin.generate`, such as a streamer.
-    """
+    """Generate an answer to each prompt (token ids, shorter than `longest_sequence`) in one batch. `settings`:
+    sampling, end tokens (a list) and padding token; unset values are the model's, `max_new_tokens` is overwritten.
+    `options`: further arguments of `generate`, such as a streamer."""
     longest = longest_sequence(model)
     limits = [min(limit, longest - len(prompt)) for limit, prompt in zip(max_new_tokens, prompts, strict=True)]
     width = max(map(len, prompts))

@@ -29,7 +29,6 @@ _FRAGMENTS = {
     "methods": "Baseline methods, merged over a recipe",
     "parts": "Parts that recipes are made of, for base: in your recipe",
 }
-"""Folder -> heading."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +63,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def print_fits(cluster: Cluster) -> None:
-    """Print the planner's verdict on each shipped recipe."""
     names = [name for folder in _RECIPES for name in shipped_names(folder)]
     # Seconds on an idle machine. Not on standard output, which may be read by a program.
     with Progress("Planning", len(names), say=partial(print, file=sys.stderr)) as progress:
@@ -78,7 +76,6 @@ def print_fits(cluster: Cluster) -> None:
 
 
 def fit_row(name: str, cluster: Cluster) -> tuple[str, str, str, str, str]:
-    """A row of the table: recipe, verdict, peak memory, seconds and GPU hours."""
     recipe = load_recipe(SHIPPED_RECIPES / name)
     settings = derive_plan_settings(recipe)
     shape, _ = find_model(recipe.model.path)

@@ -48,10 +48,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
-    """Compute them on all ranks of the job, and write `output` (.npz) on rank 0. A collective.
-
-    Raises UserError where `output` cannot be written, or the recipe, its model or its data cannot be used.
-    """
+    """Compute them on all ranks of the job, and write `output` (.npz) on rank 0. A collective. Raises UserError where
+    `output` cannot be written, or the recipe, its model or its data cannot be used."""
     with lasting_imports():
         from vcore_ds.data.dataset import write_reference
         from vcore_ds.data.tokenization import load_tokenizer

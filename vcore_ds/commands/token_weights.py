@@ -37,12 +37,8 @@ def parse_sharpness(text: str) -> tuple[str, float]:
 
 
 def write_weights(selection: Selection, sharpness: tuple[str, float], output: Path) -> None:
-    """Write the file of weights of the selected traces.
-
-    Raises:
-        UserError: the scores have no utilities of all tokens, or the file is damaged or of other scores.
-        OSError: the file cannot be written.
-    """
+    """Write the file of weights of the selected traces. Raises UserError where the scores have no utilities of all
+    tokens, or the file is damaged or of other scores; OSError where the file cannot be written."""
     keep, data = selection.keep, selection.scores.data
     path = Path(keep.scores) / UTILITIES
     if not path.is_file():

@@ -2,21 +2,16 @@
 
 
 class UserError(Exception):
-    """A mistake in the user's input: a recipe, a file, a folder, a setting.
-
-    The message is complete (where, what was found, what is expected, what to do), so the command line prints it without
-    a traceback and exits with `EXIT_CODE`.
-    """
+    """A mistake in the user's input: a recipe, a file, a folder, a setting. The message is complete (where, what was
+    found, what is expected, what to do), so the command line prints it without a traceback and exits with
+    `EXIT_CODE`."""
 
     EXIT_CODE = 2
 
 
 class RunFailed(Exception):
-    """The run cannot continue, for the reason in the message; raised on all ranks alike.
-
-    The command line prints only the message. Unexpected failures are other exceptions, with a traceback; both exit with
-    1.
-    """
+    """The run cannot continue, for the reason in the message, which alone is printed; raised on all ranks alike.
+    Unexpected failures are other exceptions, with a traceback; both exit with 1."""
 
     EXIT_CODE = 1
 
@@ -26,10 +21,8 @@ EXIT_STOPPED = 85
 
 
 class RunStopped(Exception):
-    """The run stopped on request at the end of a step, on all ranks together.
-
-    The message is one line: why, after which step, where it is saved, how to resume.
-    """
+    """The run stopped on request at the end of a step, on all ranks together. The message is one line: why, after which
+    step, where it is saved, how to resume."""
 
     EXIT_CODE = EXIT_STOPPED
 

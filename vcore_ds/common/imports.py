@@ -14,12 +14,9 @@ _FROZEN_BEFORE = gc.get_freeze_count()
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """A context for a command's imports, whose objects live forever and are excluded from garbage collection.
-
-    The imports of a run (torch, transformers, peft, DeepSpeed) create half a million objects. Garbage collection of
-    them takes 1 of 6 s during the imports, and as long again when DeepSpeed collects garbage at the start of an engine.
-    Entering it again has no effect.
-    """
+    """A context for a command's imports (torch, transformers, peft, DeepSpeed), whose half a million objects live
+    forever and are excluded from garbage collection, which takes 1 of 6 s during the imports, and as long again when
+    DeepSpeed collects garbage at the start of an engine. Entering it again has no effect."""
     if gc.get_freeze_count() > _FROZEN_BEFORE:
         yield
         return

@@ -21,10 +21,8 @@ WAIT_SECONDS = 300.0
 
 
 class RunLock:
-    """The lock on a run's folder, held by rank 0; the kernel releases it when the process ends.
-
-    Without it, the next job could start while the ranks of one whose launcher was killed are still saving.
-    """
+    """The lock on a run's folder, held by rank 0; the kernel releases it when the process ends. Without it, the next
+    job could start while the ranks of one whose launcher was killed are still saving."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -53,7 +51,6 @@ class RunLock:
         self._lock = lock
 
     def release(self) -> None:
-        """Release the lock, if it is held."""
         if self._lock is not None:
             self._lock.release()  # keep the file: a waiting process would lock the deleted one
             self._lock = None
@@ -62,12 +59,8 @@ class RunLock:
 @contextmanager
 def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileLock]:
     """A context with an exclusive lock on an --output folder, which is made if needed; warns if the file system has no
-    locks. The kernel releases the lock when the process ends.
-
-    Raises:
-        UserError: another process holds the lock.
-        OSError: the folder cannot be made.
-    """
+    locks. The kernel releases the lock when the process ends. Raises UserError where another process holds it, OSError
+    where the folder cannot be made."""
     lock = _make_and_lock(folder, say)
     try:
         yield lock
@@ -76,11 +69,9 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[Fi
 
 
 def remove_locked(folder: Path, lock: FileLock) -> None:
-    """Remove the folder of `lock_folder` and release its lock; the last call in that context.
-
-    The folder is renamed while it is locked, so that the next process with the lock notices, and makes a new folder
-    (`_make_and_lock`). Its contents are removed after the release, because NFS keeps open files and their folder.
-    """
+    """Remove the folder of `lock_folder` and release its lock; the last call in that context. It is renamed while it is
+    locked, so that the next process with the lock notices and makes a new folder. Its contents are removed after the
+    release, because NFS keeps open files and their folder."""
     removed = folder.with_name(f"{folder.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)  # from a process that was killed here
     with suppress(OSError):
@@ -125,20 +116,13 @@ def _describe_missing_lock(folder: Path, error: Exception) -> str:
 REQUEST = "request.json"
 """File in `OUTPUT.unfinished` with the request to which the finished parts belong."""
 MAX_DIFFERENCES = 12
-"""Maximum lines in a message about two requests."""
 MAX_VALUE_LENGTH = 160
-"""Maximum characters of a value in such a line."""
 
 
 @contextmanager
 def unfinished_work(output: Path, say: Callable[[str], None]) -> Iterator[Path]:
     """A context that yields `OUTPUT.unfinished`, exclusively locked, for the finished parts of a long computation. The
-    folder is removed at the end; if the block raises, it stays if it has any results.
-
-    Raises:
-        UserError: another process holds the lock.
-        OSError: the folder cannot be made.
-    """
+    folder is removed at the end; if the block raises, it stays if it has any results. Raises as `lock_folder`."""
     folder = unfinished_path(output)
     with lock_folder(folder, say) as lock:
         try:
@@ -151,14 +135,9 @@ def unfinished_work(output: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str], None], *, again: bool) -> None:
-    """Keep the finished parts in the folder of `unfinished_work` if they belong to the same request; or start empty.
-
-    Args:
-        request: everything on which the parts depend, as JSON values.
-        again: discard finished parts.
-
-    Raises UserError where there are parts of another request, and `again` is false.
-    """
+    """Keep the finished parts in the folder of `unfinished_work` if they belong to the same request (all that they
+    depend on, as JSON values); or start empty, also with `again`. Raises UserError where there are parts of another
+    request."""
     if _has_results(folder) and not again:
         differences = describe_differences(read_request(folder), request)
         if not differences:

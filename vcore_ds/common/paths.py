@@ -27,14 +27,10 @@ class NoRoom(OSError):
 
 @contextmanager
 def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[Path]:
-    """A context that yields a temporary path for a file or folder, and renames it to `path` at its end.
-
-    If the block raises, the temporary file is removed. An existing file is replaced; a folder that is not empty is not
-    (OSError).
-
-    `several_writers`: whether several processes may write the same content at once; each then has a different temporary
-    path, which stays if the process is killed. A single writer removes it in its next attempt.
-    """
+    """A context that yields a temporary path for a file or folder, and renames it to `path` at its end; if the block
+    raises, it is removed. An existing file is replaced; a folder that is not empty is not (OSError). `several_writers`:
+    several processes may write the same content at once; each then has a different temporary path, which stays if the
+    process is killed."""
     unfinished = unfinished_path(path.with_name(f"{path.name}.{os.getpid()}") if several_writers else path)
     _remove(unfinished)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,14 +48,9 @@ def unfinished_path(path: Path) -> Path:
 
 
 def begin_folder(folder: Path, num_bytes: int, purpose: str) -> Path:
-    """Make an empty folder under the temporary path of `folder`, in which several processes may write.
-
-    Args:
-        num_bytes: bytes that will be written.
-        purpose: completes "expected N bytes for", and may say how to need less.
-
-    Raises NoRoom where the disk has less free space; nothing was written.
-    """
+    """Make an empty folder under the temporary path of `folder`, in which several processes may write. `purpose`
+    completes "expected N bytes for", and may say how to need less. Raises NoRoom where the disk has less than
+    `num_bytes` free."""
     unfinished = unfinished_path(folder)
     _remove(unfinished)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,13 +123,11 @@ _REMEDIES = {
     errno.EROFS: "name one on a file system that is mounted for writing",
     errno.ENAMETOOLONG: "name a shorter one",
 }
-"""Remedies by error number."""
 _OTHER_REMEDY = "name another one"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """System errors in the messages of `safetensors` and `tokenizers`, whose exceptions are not OSErrors."""
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-"""File formats of raw data."""
 
 
 def can_be_hub_id(source: str) -> bool:
@@ -156,13 +145,8 @@ def is_readable(source: str) -> bool:
 
 @contextmanager
 def writing(where: str, path: Path, expected: str = "a folder that can be written") -> Iterator[None]:
-    """A context for code that writes to `path`, or checks it before writing.
-
-    Args:
-        where: the recipe's key or the command's option that names the path; empty if messages begin with the path.
-
-    Raises UserError for every OSError in the block.
-    """
+    """A context for code that writes to `path`, or checks it before writing. `where`: the recipe's key or the command's
+    option that names it; empty if messages begin with the path. Raises UserError for every OSError in the block."""
     with _explain_errors(where, path, "written", expected):
         yield
 
@@ -183,12 +167,8 @@ def refuse_existing(path: Path, expected: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder can be written, by making it and a file in it, and removing both.
-
-    Permissions do not show read-only or special file systems.
-
-    Raises OSError from the system.
-    """
+    """Check that a folder can be written, by making it and a file in it, and removing both: permissions do not show
+    read-only or special file systems. Raises OSError."""
     missing = [parent for parent in (folder, *folder.parents) if not os.path.lexists(parent)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,15 +238,8 @@ _MAX_SHOWN = 200
 
 
 def read_json(path: Path, contents: TypeAdapter[Contents], expected: str, remedy: str = "Remove the file") -> Contents:
-    """Read and validate a JSON file.
-
-    Args:
-        contents: type of the contents.
-        expected: the contents in words.
-        remedy: what to do with an invalid file.
-
-    Raises UserError where the file cannot be read or is invalid: truncated, damaged, or of another version.
-    """
+    """Read and validate a JSON file. `expected`: the contents in words; `remedy`: what to do with an invalid file.
+    Raises UserError where it cannot be read or is invalid: truncated, damaged, or of another version."""
     with reading("", path, expected):
         text = path.read_bytes()
     return parse_json(text, contents, str(path), expected, remedy)

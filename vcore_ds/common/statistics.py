@@ -98,11 +98,8 @@ class Estimate:
 
 
 def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Student's t interval of the mean of independent values.
-
-    These are differences between pairs of seeds, or of problems' means over samples: standard errors clustered by
-    problem (Miller, arXiv 2411.00640).
-    """
+    """Student's t interval of the mean of independent values: differences between pairs of seeds, or of problems' means
+    over samples, which are standard errors clustered by problem (Miller, arXiv 2411.00640)."""
     table = np.asarray(values, dtype=np.float64)
     if len(table) < FEWEST_SEEDS or np.ptp(table) < NO_SPREAD:
         return Estimate(float(table.mean()), None, None)
@@ -110,10 +107,8 @@ def t_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def two_way_estimate(table: np.ndarray) -> Estimate:
-    """The mean of differences `[seeds, problems]`, clustered by both (Cameron, Gelbach and Miller, 2011).
-
-    The variance by seed plus that by problem minus that of single values, and at least each of the first two.
-    """
+    """The mean of differences `[seeds, problems]`, clustered by both (Cameron, Gelbach and Miller, 2011): the variance
+    by seed plus that by problem minus that of single values, and at least each of the first two."""
     mean = float(table.mean())
     if min(table.shape) < FEWEST_SEEDS:
         return Estimate(mean, None, None)
@@ -147,11 +142,8 @@ def sign_flip_p_value(counts: np.ndarray) -> float:
 
 
 def accuracy_interval(correct: np.ndarray) -> Interval:
-    """Wilson's interval (95%) of an accuracy, from `[problems, samples]`.
-
-    Samples of a problem are correlated, so the number of trials is the effective one, which gives the variance of the
-    problems' means (Korn and Graubard, 1998).
-    """
+    """Wilson's interval (95%) of an accuracy, from `[problems, samples]`. Samples of a problem are correlated, so the
+    number of trials is the effective one, which gives the variance of the problems' means (Korn and Graubard, 1998)."""
     num_problems, num_samples = correct.shape
     share, variance = float(correct.mean()), float(correct.mean(1).var() / num_problems)
     if share in (0.0, 1.0):
@@ -189,11 +181,8 @@ def measure_spread(side: np.ndarray, reference: np.ndarray) -> tuple[float, floa
 
 
 def detectable_difference(variance: float, num: int) -> float:
-    """The mean that is detected (p < 0.05, two-sided) with probability `POWER` from `num` values.
-
-    By quantiles of Student's t: against exact power (the noncentral distribution) 5% too small for three values, 1%
-    for five.
-    """
+    """The mean that is detected (p < 0.05, two-sided) with probability `POWER` from `num` values, by quantiles of
+    Student's t: against the noncentral distribution 5% too small for three values, 1% for five."""
     quantiles = student_t_quantile(0.975, num - 1) + student_t_quantile(POWER, num - 1)
     return quantiles * math.sqrt(variance / num)
 

@@ -18,13 +18,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Collection[str] = (), *, all_left: bool = False) -> list[str]:
-    """Lines of a table with columns two spaces apart. The first column is left-aligned, the others right-aligned.
-
-    Args:
-        rows: cells, the same number in each row, the headings first.
-        left: headings of further left-aligned columns.
-        all_left: left-align all columns, for a table without headings.
-    """
+    """Lines of a table with columns two spaces apart, the headings first. The first column is left-aligned, and those
+    with the headings `left`, or all (for a table without headings); the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_left = [all_left or number == 0 or heading in left for number, heading in enumerate(rows[0])]
     return [
@@ -102,15 +97,8 @@ class Progress:
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        title: the work, such as `Loading weights`.
-        total: total amount, in any unit.
-        done: amount done before.
-        unit: name of a unit worth counting, such as `step`: the bar then shows numbers and rate, and stays.
-        enabled: False shows nothing.
-        say: receives the lines for a log file.
-        clock: returns seconds.
-        """
+        """`total` and `done`: amounts in any unit. `unit`: name of one worth counting, such as `step`: the bar then
+        shows numbers and rate, and stays. `say` receives the lines for a log file, `clock` returns seconds."""
         self._title, self._total, self._say, self._clock = title, total, say, clock
         self._enabled, self._done = enabled, done
         self._started = clock()
@@ -132,7 +120,6 @@ class Progress:
             )
 
     def advance(self, amount: float = 1.0) -> None:
-        """Add an amount of finished work."""
         self._done += amount
         if self._bar is not None:
             self._bar.update(amount)
@@ -144,12 +131,10 @@ class Progress:
             self._next_line = now + max(LINE_SECONDS, 0.1 * seconds)
 
     def show(self, text: str) -> None:
-        """Show a text after the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)
 
     def write(self, text: str) -> None:
-        """Prints a line above the bar."""
         if self._bar is not None:
             self._bar.write(text)
 
@@ -163,7 +148,6 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 

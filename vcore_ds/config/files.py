@@ -19,7 +19,6 @@ SHIPPED_RECIPES = _INSTALLED / "recipes" if _INSTALLED.is_dir() else _PACKAGE.pa
 """Folder of the shipped recipes: `methods/dft.yaml` is found here from any working directory."""
 
 SHIPPED_DEEPSPEED_CONFIGS = (_INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent) / "ds_configs"
-"""Folder of the shipped DeepSpeed JSON files."""
 
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")

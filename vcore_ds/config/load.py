@@ -38,7 +38,6 @@ class Draft:
     """A recipe while it is read: plain values, where each was set, and the problems so far."""
 
     file: str = ""
-    """The recipe's file."""
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     """`FILE:LINE` or `override section.key=value`, by dotted name."""
@@ -53,7 +52,6 @@ class Draft:
         return min(sources, key=lambda source: not source.startswith("override "), default=self.file)
 
     def add(self, keys: Sequence[str], text: str) -> None:
-        """Add a problem of these keys, of which the first is named."""
         self.problems.append(f"{self.source(*keys)}: {keys[0]}: {text}")
 
     def fail(self, problem: str) -> None:
@@ -97,17 +95,10 @@ class Draft:
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retired: bool = False) -> Recipe:
     """Read a recipe with its bases (see `compose`) and apply overrides `section.key=value`, whose values are YAML.
-
     A word `FILE.yaml` among the overrides, or the name of a YAML file without its suffix, is a fragment, merged over
-    the recipe. Fragments come first, in order, then the overrides, in order. `~` is expanded in paths.
-    engine.deepspeed_config becomes `ds_configs/NAME.json` for a shipped file, which every installation finds, and an
-    absolute path otherwise; other paths stay as written.
-
-    Args:
-        accept_retired: see `read_resolved_recipe`.
-
-    Raises RecipeError with all problems of files and overrides.
-    """
+    the recipe. Fragments come first, in order, then the overrides. engine.deepspeed_config becomes
+    `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path; in other paths `~`
+    is expanded. `accept_retired`: see `read_resolved_recipe`. Raises RecipeError with all problems."""
     fragments = [word for word in overrides if _is_fragment(word)]
     draft = compose(path, fragments)
     retired = take_retired_keys(draft.values) if accept_retired else {}
@@ -145,11 +136,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
-    """Read a recipe with its bases, then fragments in order, without validation.
-
-    A base is looked up in the folder of the file that names it, the recipe and fragments in the working directory, and
-    then each among the shipped recipes; `.yaml` may be left out. Unreadable files are problems of the draft.
-    """
+    """Read a recipe with its bases, then fragments in order, without validation. A base is looked up in the folder of
+    the file that names it, the recipe and fragments in the working directory, and then each among the shipped recipes;
+    `.yaml` may be left out. Unreadable files are problems of the draft."""
     draft = Draft()
     for name in (str(recipe), *fragments):
         _read(draft, name, Path(), [])
@@ -158,13 +147,8 @@ def compose(recipe: str | Path, fragments: Sequence[str] = ()) -> Draft:
 
 
 def _read(draft: Draft, name: str, folder: Path, chain: list[Path], prefix: str = "") -> None:
-    """Merge a file's bases, then the file.
-
-    Args:
-        folder: where the file is looked up first.
-        chain: the files that led to this one as their base, the outermost first.
-        prefix: the line that names the file, as the beginning of a message.
-    """
+    """Merge a file's bases, then the file, which is looked up in `folder` first. `chain`: the files that led to this
+    one as their base, the outermost first. `prefix`: the line that names the file, as the beginning of a message."""
     path = _find_file(name, folder)
     if path is None:
         tried = ", ".join(dict.fromkeys(os.path.abspath(path) for path in _candidates(name, folder)))

@@ -124,7 +124,6 @@ def _section_keys(*names: str) -> Iterator[Key]:
 
 
 def _key_schemas(*section: str) -> dict[str, Any]:
-    """Key -> its JSON schema."""
     properties: dict[str, Any] = section_class(*section).model_json_schema()["properties"]
     return properties
 
@@ -202,15 +201,9 @@ def _explain_name_elsewhere(name: str) -> str:
 
 
 def field_problems(error: ValidationError, values: Any, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Problems of single keys, by location: (section,), (section, key) or (section, key, nested key).
-
-    Pydantic finds the locations. The branches of a union and the items of a list belong to one key, so they are one
-    problem. Rules over several keys have no location and are checked separately.
-
-    Args:
-        values: the values that were validated.
-        within: location of a section that was validated alone, such as ("data", "keep").
-    """
+    """Problems of single keys, by location: (section,), (section, key) or (section, key, nested key). The branches of a
+    union and the items of a list belong to one key. Rules over several keys are checked separately. `within`: location
+    of a section that was validated alone, such as ("data", "keep")."""
     locations = [(*within, *map(str, details["loc"])) for details in error.errors(include_url=False)]
     locations = [names[: 3 if names[:2] in SUBSECTIONS else 2] for names in locations if names]
     for name in reversed(within):

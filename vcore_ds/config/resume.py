@@ -52,14 +52,9 @@ checks."""
 
 
 def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
-    """Read the recipe.yaml of a run. Files that it names need not exist any more.
-
-    Args:
-        accept_retired: for commands that do not train: put the keys of earlier versions into `Recipe.retired` instead
-            of refusing them. Those that may change when a run is resumed are ignored in any case.
-
-    Raises UserError where the file cannot be read, or is not a recipe of this version.
-    """
+    """Read the recipe.yaml of a run. Files that it names need not exist any more. `accept_retired`, for commands that
+    do not train: put the keys of earlier versions into `Recipe.retired` instead of refusing them. Those that may change
+    when a run is resumed are ignored in any case. Raises UserError where it is not a recipe of this version."""
     try:
         values = parse_yaml(read_text(path)).value
         retired = take_retired_keys(values, only_harmless=not accept_retired)

@@ -58,7 +58,6 @@ class AnswerChecker:
         return "equivalent" if json.loads(line) else "different"
 
     def close(self) -> None:
-        """End the child process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -66,7 +65,6 @@ class AnswerChecker:
 
 
 def _compare_lines(limit_seconds: int) -> None:
-    """The loop of the child process."""
     logging.disable(logging.CRITICAL)  # math-verify warns that its time limits are off; they cannot end C code
     from math_verify import parse, verify
 

@@ -139,14 +139,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def supervised_tokens(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the hidden states `[N, H]` that predict supervised tokens, and these tokens `[N]`; row-major, on the
-    device of `hidden`.
-
-    Args:
-        hidden: `[b, t, H]`.
-        targets: `[b, t]` on the host, `IGNORED_LABEL` where nothing is supervised. Indexing with a boolean mask on the
-            device would synchronise, since the result's shape depends on the mask.
-    """
+    """Select the hidden states `[N, H]` (of `hidden` `[b, t, H]`) that predict supervised tokens, and these tokens
+    `[N]`; row-major, on the device of `hidden`. `targets` `[b, t]` is on the host: a boolean mask on the device would
+    synchronise, since the result's shape depends on it."""
     rows, columns = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
     positions = to_device(rows, hidden.device), to_device(columns, hidden.device)
     return hidden[positions], to_device(targets[rows, columns], hidden.device)

@@ -51,7 +51,6 @@ class Conversation:
     messages: list[Message]
     """At least one of them by the assistant; see `vcore_ds.data.messages.check_messages`."""
     path: str = ""
-    """The file, for error messages."""
     tools: Sequence[dict[str, Any]] = ()
     """Schemas of the functions that the assistant may call."""
     context_turns: Sequence[int] = ()
@@ -64,7 +63,6 @@ class Conversation:
 
     @property
     def has_tools(self) -> bool:
-        """Whether there are functions to call, or calls."""
         return bool(self.tools) or any("tool_calls" in message for message in self.messages)
 
 
@@ -97,10 +95,8 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def render_prompt(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Render the prompt of the next answer: the same text in training and in evaluation.
-
-    Raises jinja2's `TemplateError` where the chat template refuses the messages.
-    """
+    """Render the prompt of the next answer: the same text in training and in evaluation. Raises jinja2's
+    `TemplateError` where the chat template refuses the messages."""
     return _Template(tokenizer).render_prompt(messages)
 
 
@@ -112,7 +108,6 @@ class _Template:
     tools: Sequence[dict[str, Any]] = ()
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
-        """Raises jinja2's `TemplateError` where the template refuses the messages."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -133,7 +128,6 @@ class _Template:
 
     @cached_property
     def source(self) -> str:
-        """The template, with the fixed date in the place of today's."""
         return _with_fixed_date(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
 
     @property
@@ -164,12 +158,10 @@ class _Template:
         return (text, None) if as_generated is None else ("".join(as_generated), len(as_generated[0]))
 
     def _last_turn_as_generated(self, messages: list[Message], unadapted: Message, text: str) -> tuple[str, str] | None:
-        """Return (prompt, last turn) where `text` differs from what the model would see and generate; else None.
-
-        The R1 distillations' template drops thinking from every turn, templates that do not know thinking drop
-        `reasoning_content`, Mistral's moves the system message once an answer follows, and gpt-oss's drops the thinking
-        before calls. Some generation prompts already end in `<think>`.
-        """
+        """Return (prompt, last turn) where `text` differs from what the model would see and generate; else None: the R1
+        distillations' template drops thinking from every turn, templates that do not know thinking drop
+        `reasoning_content`, Mistral's moves the system message once an answer follows, gpt-oss's drops the thinking
+        before calls, and some generation prompts already end in `<think>`."""
         *before, last = messages
         if last["role"] != "assistant" or not before:
             return None
@@ -287,11 +279,8 @@ def _find_span(
 def _find_left_out(
     template: _Template, conversation: Conversation, text: str, spans: dict[int, tuple[int, int] | None]
 ) -> str:
-    """Name what of a conversation is not in its text; empty for nothing.
-
-    Thinking is not looked at, nor the assistant's text in turns that cannot be supervised: templates shorten earlier
-    turns on purpose, and these are counted.
-    """
+    """Name what of a conversation is not in its text; empty for nothing. Thinking is not looked at, nor the assistant's
+    text in turns that cannot be supervised: templates shorten earlier turns on purpose, and these are counted."""
     messages = conversation.messages
     contents = {
         i: answer

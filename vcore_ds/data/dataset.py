@@ -22,12 +22,10 @@ from vcore_ds.method.baselines import random_mask
 
 
 class Shares:
-    """Assigns draws 0, 1, 2, ... to files in proportion to their weights, without random numbers.
-
-    The files are halved by weight until one remains; of the draws of a part, each half gets its share rounded to whole
-    draws. So the assignment is a function of the draw's number, each prefix of the draws differs from the exact shares
-    by at most 1.5 draws per file, and multiples of `sum(weights)` draws have the exact shares.
-    """
+    """Assigns draws 0, 1, 2, ... to files in proportion to their weights, as a function of the draw's number. The files
+    are halved by weight until one remains; of the draws of a part, each half gets its share rounded to whole draws.
+    Each prefix of the draws differs from the exact shares by at most 1.5 draws per file; multiples of `sum(weights)`
+    draws have the exact shares."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights`: above 0, as decimals: 0.7 is 7/10 and not the nearest binary fraction."""
@@ -67,7 +65,6 @@ class Shares:
 
 
 def _round(numerator: int, denominator: int) -> int:
-    """The whole number nearest to the fraction, the larger of two."""
     return (2 * numerator + denominator) // (2 * denominator)
 
 
@@ -76,7 +73,6 @@ class JoinedDataset(TokenizedSequences):
     messages and token records identify a sequence by its id."""
 
     def __init__(self, parts: Sequence["Dataset"]) -> None:
-        """`parts`: at least one."""
         self.parts = parts
         self.starts = np.cumsum([0, *map(len, parts)])
         """int64 [parts + 1], position of each part's first sequence, and the number of all sequences."""
@@ -102,18 +98,13 @@ class JoinedStores(JoinedDataset):
     parts: Sequence[TokenStore]
 
     def __init__(self, stores: Sequence[TokenStore], weights: Sequence[float]) -> None:
-        """Args:
-        stores: made with one tokenizer.
-        weights: of each, see `Shares`.
-        """
+        """`stores`: made with one tokenizer; `weights`: see `Shares`."""
         super().__init__(stores)
         self.weights = weights
         self.sequence_ids: np.ndarray = np.concatenate(
             [store.sequence_ids + first for store, first in zip(stores, self.first_ids, strict=True)]
         )
-        """int64 [n]"""
         self.num_supervised_tokens = np.concatenate([store.num_supervised_tokens for store in stores])
-        """int32 [n]"""
         manifests = [store.manifest for store in stores]
         self.manifest: dict[str, Any] = {
             "tokenizer": manifests[0]["tokenizer"],
@@ -128,12 +119,10 @@ class JoinedStores(JoinedDataset):
         return hashlib.sha256("".join(store.digest for store in self.parts).encode()).hexdigest()
 
     def origins(self) -> tuple[list[str], np.ndarray]:
-        """`TokenStore.origins` of all stores."""
         names, rows = zip(*(store.origins() for store in self.parts), strict=True)
         return list(chain(*names)), np.concatenate(rows)
 
     def dropped_rows(self) -> tuple[int | None, dict[str, int]]:
-        """`TokenStore.dropped_rows` of all stores together."""
         rows, dropped = zip(*(store.dropped_rows() for store in self.parts), strict=True)
         total: dict[str, int] = {}
         for rule, number in chain(*(one.items() for one in dropped)):
@@ -147,20 +136,16 @@ class ChangedDataset(TokenizedSequences):
     def __init__(
         self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence], digest: str = ""
     ) -> None:
-        """Args:
-        change: called with a position and its sequence; returns a sequence of the same length.
-        digest: of what it adds, which a resumed run compares; empty where the sequences alone decide.
-        """
+        """`change`: called with a position and its sequence, returns one of the same length; `digest`: of what it adds,
+        which a resumed run compares."""
         self.dataset, self.change, self._change_digest = dataset, change, digest
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32 [n], tokens of each sequence, without reading any."""
         return self.dataset.lengths
 
     @property
     def sequence_ids(self) -> np.ndarray:
-        """int64 [n], the position of each sequence among all rows read, from 0."""
         return self.dataset.sequence_ids
 
     @property
@@ -188,18 +173,12 @@ class KeptDataset(TokenizedSequences):
         origin: Mapping[str, Any] | None = None,
         num_trusted: int = 0,
     ) -> None:
-        """Args:
-        positions: int64 [k], at least one, of the kept sequences in `dataset`, ascending.
-        description: of the selection by data.keep, for the screen; empty without one.
-        origin: of that selection, for environment.json.
-        num_trusted: sequences that were dropped because they are trusted data too.
-        """
+        """`positions`: int64 [k], at least one, ascending; `description` and `origin`: of the selection by data.keep,
+        for the screen and for environment.json; `num_trusted`: sequences dropped because they are trusted data too."""
         self.dataset, self.positions, self.description, self.origin = dataset, positions, description, origin
         self.num_trusted = num_trusted
         self.lengths: np.ndarray = dataset.lengths[positions]
-        """int32 [k], tokens of each sequence, without reading any."""
         self.sequence_ids: np.ndarray = dataset.sequence_ids[positions]
-        """int64 [k], the position of each sequence among all rows read, from 0."""
 
     @property
     def digest(self) -> str:
@@ -261,11 +240,8 @@ class MainOrder:
     def __init__(
         self, num_sequences: Sequence[int], batch_size: int, seed: int, weights: Sequence[float] = (1.0,)
     ) -> None:
-        """Args:
-        num_sequences: of each training file; they follow each other in the data set.
-        batch_size: sequences per optimizer step over all ranks and micro-batches.
-        weights: of each training file.
-        """
+        """`num_sequences` and `weights`: of each training file, which follow each other in the data set; `batch_size`:
+        sequences per step, globally."""
         self.num_sequences, self.batch_size, self.seed = num_sequences, batch_size, seed
         self.shares = Shares(weights)
         self._starts = [0, *accumulate(num_sequences)]
@@ -286,7 +262,6 @@ class MainOrder:
         return [count / size for count, size in zip(counts, self.num_sequences, strict=True)]
 
     def _permutation(self, file: int, epoch: int) -> np.ndarray:
-        """The order of an epoch of a file; the last one of each file is kept."""
         if self._permutations.get(file, (None,))[0] != epoch:
             drawn = generator(Stream.MAIN_ORDER, self.seed, epoch, file)
             self._permutations[file] = epoch, drawn.permutation(self.num_sequences[file])
@@ -319,17 +294,9 @@ def select_positions(
     above: float | None,
     within: Literal["all", "source"],
 ) -> np.ndarray:
-    """Positions of the traces with the highest utility in their token store, int64 [k], ascending.
-
-    Ties go to the lower position. A utility that is not finite is never selected.
-
-    Args:
-        utilities: float [n], of every trace.
-        sources: [n], file or data set of each trace.
-        top: share of the traces to select, rounded to whole traces; None with `above`.
-        above: select traces of higher utility; None with `top`.
-        within: whether `top` is a share of all traces or of those of each source.
-    """
+    """Positions of the traces with the highest utility in their token store, int64 [k], ascending: those above `above`,
+    or the share `top`, rounded to whole traces, of all traces or of each source's. Ties go to the lower position; a
+    utility that is not finite is never selected. `utilities`, `sources`: [n], of every trace."""
     utilities = np.where(np.isfinite(utilities), utilities, -np.inf)
     if above is not None:
         return np.flatnonzero(utilities > above)

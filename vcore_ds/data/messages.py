@@ -49,10 +49,8 @@ def split_thinking(text: str) -> tuple[str, str] | None:
 
 
 def check_messages(messages: Any) -> tuple[list[Message], list[int]]:
-    """Return the messages for the chat template, and positions of the assistant's turns that are context only.
-
-    Raises ValueError where they are no conversation.
-    """
+    """Return the messages for the chat template, and positions of the assistant's turns that are context only. Raises
+    ValueError where they are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"`messages` is {describe_value(messages)}. {_EXPECTED}.")
     checked: list[Message] = []
@@ -74,13 +72,9 @@ def check_messages(messages: Any) -> tuple[list[Message], list[int]]:
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return the schemas of `tools` in OpenAI's form, {"type": "function", "function": {"name": ...}}.
-
-    Args:
-        tools: list of schemas, each with or without the outer object, as objects or JSON text; or JSON text of a list.
-
-    Raises ValueError for anything else.
-    """
+    """Return the schemas of `tools` in OpenAI's form, {"type": "function", "function": {"name": ...}}, from a list of
+    schemas, each with or without the outer object, as objects or JSON text, or from JSON text of a list. Raises
+    ValueError."""
     tools = _parse_json(tools, "`tools`") if isinstance(tools, str) and tools.strip() else tools or []
     if not isinstance(tools, list):
         raise ValueError(f"`tools` is {describe_value(tools)}, expected a list of function schemas.")
@@ -97,7 +91,6 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> tuple[Message, bool]:
-    """Return the message and whether it may be learned."""
     if not isinstance(message, dict):
         raise ValueError(f"{where} is {describe_value(message)}, expected an object with `role` and `content`.")
     # A parquet column gives every message all keys that any message has, with null where it has none.

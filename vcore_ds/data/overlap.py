@@ -35,14 +35,9 @@ def _sizes(store: Store) -> np.ndarray:
 
 
 def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
-    """Training traces that are in the trusted data too, without a tokenizer: token stores are compared by tokens, files
-    of conversations by messages.
-
-    Args:
-        paths: of the training data.
-
-    Returns None where they cannot be compared quickly: not on this machine, of both kinds, on the hub, or large.
-    """
+    """Count the training traces in `paths` that are in the trusted data too, without a tokenizer: token stores are
+    compared by tokens, files of conversations by messages. None where they cannot be compared quickly: not on this
+    machine, of both kinds, on the hub, or large."""
     if not all(map(is_readable, (*paths, trusted))):
         return None
     is_store = {(Path(path) / MANIFEST).is_file() for path in (*paths, trusted)}

@@ -110,11 +110,8 @@ class Scores:
     direction: Literal["sgd", "adam", "muon"]
     """`sgd`: the gradient of a set's loss; `adam` and `muon`: that times the Jacobian of the optimizer's update."""
     normalization: Literal["sequence", "token"]
-    """Weight of a sequence in a set's loss (method.normalization)."""
     sets: dict[str, TrustedSet]
-    """By name."""
     version: str
-    """vcore_ds version."""
     date: str
     """UTC, ISO 8601."""
     format: Literal[1] = 1
@@ -172,13 +169,8 @@ def _write_table(path: Path, table: Any) -> None:
 
 
 def read_scores(folder: Path, where: str = "") -> Scores:
-    """Read scores.json.
-
-    Args:
-        where: the recipe key or option that names the folder, for messages; empty if they begin with the folder.
-
-    Raises UserError where it is missing, damaged or of another format.
-    """
+    """Read scores.json. `where`: the key or option that names the folder, for messages; empty if they begin with the
+    folder. Raises UserError where it is missing, damaged or of another format."""
     path = folder / SCORES
     with reading(where, folder, _EXPECTED):
         if not path.is_file():

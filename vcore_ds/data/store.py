@@ -63,16 +63,9 @@ class TokenStore(TokenizedSequences):
         cutoff_length: int | None = None,
         vocabulary_size: int | None = None,
     ) -> None:
-        """Check everything that does not need reading the tokens; `check_contents` checks the rest.
-
-        Args:
-            tokenizer: the tokenizer of the model to train; the store must have been made with it and its chat template.
-            cutoff_length: longest allowed sequence, tokens.
-            vocabulary_size: rows of the model's input embedding.
-
-        Raises UserError where there is no store, its files are incomplete or do not belong together, or it was made
-        with another tokenizer, template, vocabulary or cutoff.
-        """
+        """Check everything that does not need reading the tokens (`check_contents` checks the rest): also that the
+        store was made with `tokenizer` and its template, and fits `cutoff_length` in tokens and `vocabulary_size`, rows
+        of the model's input embedding. Raises UserError."""
         self.folder = Path(folder)
         with reading("", self.folder, "a token store that can be read"):
             self.manifest = read_manifest(self.folder)
@@ -88,9 +81,7 @@ class TokenStore(TokenizedSequences):
         self._tokens = self._open_index("tokens", np.int32)
         self._marks = self._open_index("marks", np.uint8)
         self.sequence_ids: np.ndarray = load_array(self.folder / "sequence_id.npy", np.int64)
-        """int64 [n]"""
         self.num_supervised_tokens: np.ndarray = load_array(self.folder / "num_supervised_tokens.npy", np.int32)
-        """int32 [n]"""
         sizes = {len(self.sequence_ids), len(self.num_supervised_tokens)}
         if sizes != {self.manifest["num_sequences"]}:
             raise UserError(
@@ -108,14 +99,11 @@ class TokenStore(TokenizedSequences):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens and their marks, in order."""
         return self.manifest["digest"]
 
     def origins(self) -> tuple[list[str], np.ndarray]:
-        """Source (file or data set) of each sequence, and its row or line there, from 0, int64 [n].
-
-        A store of several sources whose manifest, of an early version, lacks their first rows counts as one source.
-        """
+        """Source (file or data set) of each sequence, and its row or line there, from 0, int64 [n]. A store of several
+        sources whose manifest, of an early version, lacks their first rows counts as one source."""
         first_rows = self.manifest.get("first_rows")
         if first_rows is None:
             sources = self.manifest.get("source", [])
@@ -207,13 +195,8 @@ def write_store(
     **manifest: Any,
 ) -> None:
     """Write a store under another name, and rename it when it is complete. The same input gives the same bytes.
-
-    Args:
-        sequences: at least one, each with at least one supervised token; iterated once.
-        manifest: further entries of the manifest, as JSON (source, filters, seed, counts, ...).
-
-    Raises UserError where the folder exists, there is no sequence, or a sequence has no supervised token.
-    """
+    `sequences` are iterated once; `manifest`: further entries, as JSON. Raises UserError where the folder exists, there
+    is no sequence, or one has no supervised token."""
     folder = Path(folder)
     if folder.exists():
         raise UserError(f"{folder}: is there already; delete it or write the store to another folder")

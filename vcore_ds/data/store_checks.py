@@ -23,7 +23,6 @@ INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC, _INDEX_VERSION = b"MMIDIDX\x00\x00", 1
 
 _INDEX_TYPES = {np.uint8: 1, np.int32: 4}
-"""megatron-core's codes of types."""
 
 _DIGESTED = ("tokens.idx", "tokens.bin", "marks.bin")
 """Files that decide the tokens, the lengths (index) and the supervision."""
@@ -45,10 +44,7 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest.
-
-    Raises UserError where there is no store, or its manifest is damaged.
-    """
+    """Read and check the manifest. Raises UserError where there is no store, or its manifest is damaged."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder (looked from {Path.cwd()}); expected a token store")
@@ -148,13 +144,8 @@ def check_index_header(path: Path, dtype: type[np.generic], num_sequences: int) 
 
 
 def check_index(folder: Path, name: str, index: Any, dtype: type[np.generic], manifest: dict[str, Any]) -> None:
-    """Raise UserError where an index points outside its file or contradicts the manifest.
-
-    Args:
-        name: `tokens` or `marks`.
-        index: megatron-core's reader of the index.
-        dtype: type of the values in the file.
-    """
+    """Raise UserError where an index (megatron-core's reader of `name`.idx, `tokens` or `marks`) points outside its
+    file or contradicts the manifest. `dtype`: of the values in the file."""
     lengths, offsets = np.asarray(index.sequence_lengths), np.asarray(index.sequence_pointers)
     num_bytes, itemsize = manifest["files"][f"{name}.bin"], np.dtype(dtype).itemsize
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -180,13 +171,9 @@ def combined_digest(hashes: dict[str, str]) -> str:
 
 
 def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] = print) -> None:
-    """Compare the files' checksums with the manifest, once for each size, mtime and inode of the files.
-
-    This reads the store: about a second per GB. An empty file in `cache_folder`, named by a hash of the manifest and of
-    the files' states, records that it was done; where none can be written, each run reads the store.
-
-    Raises UserError where a file was replaced or damaged.
-    """
+    """Compare the files' checksums with the manifest, once for each size, mtime and inode of the files (a second per
+    GB): an empty file in `cache_folder`, named by a hash of the manifest and of these, records that it was done. Raises
+    UserError where a file was replaced or damaged."""
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"])
     mark = cache_folder / "verified" / _state(folder, manifest)

@@ -104,13 +104,8 @@ def _make_table(rows: TokenRows) -> "pa.Table":
 
 
 def read_metadata(path: Path, expected: str) -> dict[str, Any]:
-    """The metadata of a file.
-
-    Args:
-        expected: what the file should be, for the message.
-
-    Raises UserError where there is no such file, or it was not written by vcore_ds.
-    """
+    """The metadata of a file. Raises UserError where there is no such file, or it was not written by vcore_ds.
+    `expected`: for the message."""
     with _opened(path, expected) as file:
         entry = (file.schema_arrow.metadata or {}).get(_METADATA)
     if entry is None:

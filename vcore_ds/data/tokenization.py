@@ -43,13 +43,8 @@ class TokenizedSequence:
 
 
 def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a folder or hub id.
-
-    Args:
-        key: the key or option that names it, for messages.
-
-    Raises UserError where no tokenizer can be loaded.
-    """
+    """Load the tokenizer of a folder or hub id; `key` names it in messages. Raises UserError where none can be
+    loaded."""
     from transformers import AutoTokenizer  # takes seconds, and processes that only read data do not need it
 
     folder, failed = Path(path), f"{key}: {path}: no tokenizer can be loaded from there"
@@ -70,11 +65,9 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
 def tokenize_rendered(
     rendered: Sequence[RenderedConversation], tokenizer: "PreTrainedTokenizerBase"
 ) -> list[TokenizedSequence]:
-    """Tokenize without a cutoff, and set `in_answer`; ids are rows from 0. A sequence may have no supervised token.
-
-    A turn is supervised from the end of the generation prompt (`render_prompt`) up to and including the end-of-turn
-    token. That includes its thinking, and the marker `<think>` unless the generation prompt ends in it.
-    """
+    """Tokenize without a cutoff, and set `in_answer`; ids are rows from 0. A turn is supervised from the end of the
+    generation prompt (`render_prompt`) up to and including the end-of-turn token, with its thinking, and the marker
+    `<think>` unless the prompt ends in it. A sequence may have no supervised token."""
     # The template has written the special tokens.
     encoded = tokenizer(
         [item.text for item in rendered],
@@ -96,11 +89,9 @@ def tokenize_rendered(
 
 
 def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
-    """bool [n]: tokens with character `offsets` [n, 2] that lie within one of the `spans`.
-
-    A token that crosses the border of a span does not, since the model cannot generate it after the prompt. Some
-    tokenizers give white space empty offsets; such tokens count if they are between tokens of the span.
-    """
+    """bool [n]: tokens with character `offsets` [n, 2] within one of the `spans`. A token that crosses a border is not,
+    since the model cannot generate it after the prompt. Some tokenizers give white space empty offsets; such tokens
+    count if they are between tokens of the span."""
     starts, ends = offsets[:, 0], offsets[:, 1]
     supervised = np.zeros(len(offsets), dtype=np.bool_)
     for start, end in spans:

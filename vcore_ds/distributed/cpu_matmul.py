@@ -70,10 +70,7 @@ def cpu_matmul_precision() -> Literal["fp32", "native"]:
 
 def use_fast_cpu_matmul() -> None:
     """Replace the kernels of this process if that is faster; forked processes inherit them. Calling it again has no
-    effect.
-
-    Raises UserError like `computes_in_fp32`.
-    """
+    effect. Raises UserError like `computes_in_fp32`."""
     global _replaced
     if _replaced is None and computes_in_fp32():
         _replaced = _replace_kernels()
@@ -106,13 +103,9 @@ def _replace_kernels() -> torch.library.Library:
 
 
 def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, dtypes: set[torch.dtype]) -> Kernel:
-    """Make a kernel with the operator's signature.
-
-    Args:
-        native: PyTorch's kernel of the operator.
-        wide: PyTorch's kernel of `addmm` or `baddbmm`.
-        addmm: computes `beta * addend + alpha * left @ right` from operands of one of the `dtypes`.
-    """
+    """Make a kernel with the signature of the operator of PyTorch's kernel `native`. `wide`: PyTorch's kernel of
+    `addmm` or `baddbmm`; `addmm` computes `beta * addend + alpha * left @ right` from operands of one of the
+    `dtypes`."""
 
     def is_replaced(left: Tensor, right: Tensor, *others: Tensor) -> bool:
         if left.dtype not in dtypes or any(other.dtype is not left.dtype for other in (right, *others)):
@@ -157,10 +150,8 @@ def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, 
 
 
 def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """`beta * addend + alpha * left @ right`, `[m, n]`, rounded once; the addend is expandable to `[m, n]`.
-
-    Large multiplications are split along their longest dimension, into pieces of about `PIECE_ELEMENTS` fp32 elements.
-    """
+    """`beta * addend + alpha * left @ right`, `[m, n]`, rounded once; the addend is expandable to `[m, n]`. Large
+    multiplications are split along their longest dimension, into pieces of about `PIECE_ELEMENTS` fp32 elements."""
     (m, k), n = left.shape, right.shape[-1]
     num_pieces = -(-(m * k + k * n + m * n) // PIECE_ELEMENTS)
     longest = max(m, k, n)

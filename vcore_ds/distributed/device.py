@@ -78,7 +78,6 @@ class PeakMemory:
         self._counts_phases = True
 
     def start_phase(self) -> None:
-        """Start a phase for `phase_bytes`."""
         self._before = max(self._before, _peak_bytes())
         if uses_gpu():
             torch.cuda.reset_peak_memory_stats()
@@ -93,7 +92,6 @@ class PeakMemory:
         return _peak_bytes() if self._counts_phases else None
 
     def process_bytes(self) -> int:
-        """Peak bytes of the process."""
         return max(self._before, _peak_bytes())
 
 
@@ -142,11 +140,8 @@ def available_host_bytes() -> int:
 
 def use_local_compile_caches() -> None:
     """Make Triton compile into a folder of this rank, and PyTorch and DeepSpeed into one of this node, in the node's
-    temporary folder; they are kept between starts. Variables that the user has set stay.
-
-    Triton's default is a folder in the home, where the ranks of all nodes that share it overwrite each other's files
-    (https://github.com/triton-lang/triton/issues/2688).
-    """
+    temporary folder. Variables that the user has set stay. Triton's default is in the home, where the ranks of all
+    nodes that share it overwrite each other's files (https://github.com/triton-lang/triton/issues/2688)."""
     folder = local_cache_folder()
     if folder is not None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton" / f"rank_{local_rank()}"))

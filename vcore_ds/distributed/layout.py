@@ -46,15 +46,9 @@ _sequence_groups: dict[int, dist.ProcessGroup] = {}
 
 
 def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> None:
-    """Make the device mesh of the process group. A collective; call it once per process group.
-
-    Args:
-        tensor: tensor-parallel size.
-        expert: expert-parallel size; 1 if `tensor` is more than 1.
-        timeout_minutes: timeout of collectives, except over axes that span the job, which use the process group's.
-
-    Raises UserError where a size does not divide the world size.
-    """
+    """Make the device mesh of the process group. A collective; call it once per process group. `timeout_minutes`: of
+    collectives, except over axes that span the job, which use the process group's. Raises UserError where a size does
+    not divide the world size."""
     global _is_first, _timeout
     num_ranks = dist.get_world_size()
     check_parallel_sizes(num_ranks, tensor, expert)
@@ -117,13 +111,9 @@ def _is_alone() -> bool:
 
 
 def make_sequence_groups(sizes: Iterable[int]) -> None:
-    """Make the sequence-parallel groups of every size that a pass may choose. A collective.
-
-    All are made in advance, on all ranks in the same order: made on first use, ranks at different points of a step
-    would hang. NCCL connects a group when it is first used, so an unused size costs no memory.
-
-    `sizes`: sequence-parallel sizes, divisors of the size of `shards`; existing ones are skipped.
-    """
+    """Make the sequence-parallel groups of every size (a divisor of the size of `shards`) that a pass may choose. A
+    collective. All are made in advance, on all ranks in the same order: made on first use, ranks at different points of
+    a step would hang. NCCL connects a group when it is first used, so an unused size costs no memory."""
     for parallel_size in sorted(set(sizes)):
         if parallel_size == 1 or parallel_size in _sequence_groups:
             continue
@@ -171,10 +161,8 @@ def is_first() -> bool:
 
 
 def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> list[float]:
-    """Element-wise sum over the ranks of an axis, in fp64, the same on all of them. A collective.
-
-    Over `data`, the ranks of a sequence-parallel group have the same values, which count once.
-    """
+    """Element-wise sum over the ranks of an axis, in fp64, the same on all of them. A collective. Over `data`, the
+    ranks of a sequence-parallel group have the same values, which count once."""
     if _is_alone():
         return values
     total = torch.tensor(values, dtype=torch.float64, device=device())

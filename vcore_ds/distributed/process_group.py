@@ -26,18 +26,10 @@ _created_group: dist.ProcessGroup | None = None
 
 def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
     """Join the process group of the launcher's environment, or create one of a single process, and make the device
-    mesh. Also gives each rank its share of the cores, on GPUs local folders for compiled kernels, and on CPUs fast
-    matrix multiplications.
-
-    Works under `deepspeed`, `torchrun` and `srun` + `torchrun`, and without a launcher. Keeps an existing group.
-
-    Args:
-        timeout_minutes: a collective that takes longer ends the run with an error instead of hanging.
-        tensor: tensor-parallel size, a divisor of the number of ranks.
-        expert: expert-parallel size, a divisor of the number of ranks.
-
-    Raises UserError where a size is not a divisor, or an environment variable has an invalid value.
-    """
+    mesh; keeps an existing group. Also gives each rank its share of the cores, on GPUs local folders for compiled
+    kernels, and on CPUs fast matrix multiplications. A collective that takes longer than `timeout_minutes` ends the run
+    with an error instead of hanging. Raises UserError where a parallel size is no divisor of the ranks, or an
+    environment variable has an invalid value."""
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     share_cores_among_ranks()
@@ -72,11 +64,8 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
 
 def end_process_group() -> None:
     """Wait for all ranks and destroy the process group, unless it existed before `start_process_group`. A collective,
-    the last one.
-
-    NCCL needs all ranks to destroy their communicators at about the same time, so not at process exit: rank 0 may
-    continue alone for hours, with an evaluation or a report.
-    """
+    the last one: NCCL needs all ranks to destroy their communicators at about the same time, and rank 0 may continue
+    alone for hours, with an evaluation or a report."""
     global _created_group
     layout.sum_over("job", [0.0])
     if _created_group is not None and _created_group is dist.group.WORLD:
@@ -113,13 +102,9 @@ def cpu_group() -> dist.ProcessGroup:
 
 
 def run_first_rank_first(work: Callable[[], Result]) -> Result:
-    """Run `work()` on rank 0, then on the first rank of every node, then on all others. A collective.
-
-    Files that the first ranks create are there for the later ones, whether nodes share a file system or not. Waiting
-    ranks do not time out, because they wait on a separate gloo group.
-
-    Raises UserError on all ranks alike, the first one that `work` raised.
-    """
+    """Run `work()` on rank 0, then on the first rank of every node, then on all others, so that files of the first are
+    there for the later ones, whether nodes share a file system or not. A collective; waiting ranks do not time out.
+    Raises UserError on all ranks alike, the first one that `work` raised."""
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     result, turn = None, 0 if layout.is_first() else 1 if local_rank() == 0 else 2
     try:
@@ -150,11 +135,9 @@ ANSWER_POLL_SECONDS = 0.05
 
 
 def take_first_answer(question: str, answer: Callable[[], str]) -> str:
-    """Return `answer()` of the first rank that asks `question`; ranks that ask later wait for it, and get the same.
-
-    Not a collective: ranks ask when they need to, or never. `answer` must not wait for other ranks. Each question has
-    one answer as long as the process group exists.
-    """
+    """Return `answer()` of the first rank that asks `question`; ranks that ask later wait for it, and get the same, as
+    long as the process group exists. Not a collective: ranks ask when they need to, or never. `answer` must not wait
+    for other ranks."""
     if not dist.is_initialized():
         return answer()
     store = _get_default_store()

@@ -32,19 +32,12 @@ LAUNCHER_POLL_SECONDS = 1.0
 
 
 class StopSignals:
-    """Handler of stop requests.
-
-    While nothing can be lost (loading, exporting) a request ends the process at once with EXIT_STOPPED. Inside
-    `deferred` (training) the first request is only recorded, for the end of the step; a second one ends the process at
-    once, unless it belongs to the first (SAME_REQUEST_SECONDS).
-
+    """Handler of stop requests. While nothing can be lost (loading, exporting) a request ends the process at once with
+    EXIT_STOPPED. Inside `deferred` (training) the first request is only recorded, as `received`, for the end of the
+    step; a second one ends the process at once, unless it belongs to the first (SAME_REQUEST_SECONDS). `before_exit` is
+    called with the request before the process ends outside `deferred`; it has two seconds.
     A separate thread reads the signals from the pipe to which Python's C handler writes: a Python handler would wait
-    for the main thread, which may hang in a collective.
-
-    Attributes:
-        received: the first request, such as "SIGTERM", or None.
-        before_exit: called with the request before the process ends outside `deferred`; has two seconds.
-    """
+    for the main thread, which may hang in a collective."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -162,11 +155,9 @@ def _stderr() -> int:
 
 
 def _launchers() -> list[int]:
-    """Process ids of the launcher's processes above this one, nearest first; empty without a known launcher.
-
-    `kill` of the `deepspeed` command ends only that command; its launcher process and the ranks would go on training.
-    torchrun's ranks survive it when it is killed with SIGKILL.
-    """
+    """Process ids of the launcher's processes above this one, nearest first; empty without a known launcher. `kill` of
+    the `deepspeed` command ends only that command, and torchrun's ranks survive a SIGKILL of it: the ranks would go
+    on."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _ancestors(1)
     above = _ancestors(2)
@@ -176,7 +167,6 @@ def _launchers() -> list[int]:
 
 
 def _ancestors(count: int) -> list[int]:
-    """Process ids of the parent, its parent, ..."""
     pids = [os.getppid()]
     while len(pids) < count:
         # "pid (name) state parent ..."; the name may hold spaces and brackets.
@@ -211,10 +201,8 @@ class Stops:
     steps."""
 
     def __init__(self, folder: Path, time_limit_minutes: float | None):
-        """Args:
-        folder: the run's folder, for the STOP file.
-        time_limit_minutes: wall-clock limit from the start of this process to the end of its last save; None for none.
-        """
+        """`time_limit_minutes`: wall-clock limit from the start of this process to the end of its last save; None for
+        none."""
         self._stop_file = folder / STOP_FILE
         self._ends_at = math.inf
         self._seconds_save = 0.0
@@ -248,13 +236,8 @@ class Stops:
         self._step_started_at += seconds
 
     def record_copy(self, seconds: float, seconds_write: float | None) -> None:
-        """Record what a checkpoint took of the steps that is written beside them.
-
-        Args:
-            seconds: not part of a step.
-            seconds_write: of the last write; None before the first has ended. A stop may wait for one write and then
-                for another, its own.
-        """
+        """Record what a checkpoint took of the steps that is written beside them: `seconds`, not part of a step.
+        `seconds_write`: of the last write; None before its end. A stop may wait for one write and then for its own."""
         self._step_started_at += seconds
         if seconds_write is not None:
             self._seconds_save = 2 * seconds_write

@@ -54,12 +54,8 @@ def here() -> Position:
 
 
 def mark(phase: str, step: int | None = None) -> None:
-    """Record that the main thread enters a phase. All ranks must call it; it does not communicate.
-
-    Args:
-        phase: a word or two.
-        step: optimizer step, from 1; None for no change.
-    """
+    """Record that the main thread enters a phase (a word or two), in optimizer step `step`, from 1 (None for no
+    change). All ranks must call it; it does not communicate."""
     global _here
     _here = replace(_here, num_marks=_here.num_marks + 1, phase=phase, step=_here.step if step is None else step)
 
@@ -76,7 +72,6 @@ class Identity:
 
     @classmethod
     def current(cls) -> "Identity":
-        """The identity of this process."""
         return cls(layout.rank("job"), socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     def process(self) -> psutil.Process | None:
@@ -129,13 +124,9 @@ class Verdict:
 
 @contextmanager
 def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]:
-    """A context, watched by the watchdog, for all work of the ranks together; it ends with the process group
-    (`end_process_group`). Entering, and leaving without an error, are collectives.
-
-    Args:
-        lost_rank_seconds: seconds without a heartbeat after which a rank counts as hung.
-        timeout_minutes: timeout of collectives.
-    """
+    """A context, watched by the watchdog, for all work of the ranks together; it ends with the process group. Entering,
+    and leaving without an error, are collectives. `lost_rank_seconds`: without a heartbeat, after which a rank counts
+    as hung; `timeout_minutes`: of collectives."""
     if layout.size("job") == 1:
         yield
         end_process_group()
@@ -206,16 +197,12 @@ class Watchdog:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Sign off and end the threads.
-
-        Rank 0 signs off last: under the deepspeed launcher its process serves the store, and torch prints a C++ stack
-        trace on every rank that uses a store that is gone.
-        """
+        """Sign off and end the threads. Rank 0 signs off last: under the deepspeed launcher its process serves the
+        store, and torch prints a C++ stack trace on every rank that uses a store that is gone."""
         self._quiet.set()
         self._closing.set()
         for thread in self._threads:

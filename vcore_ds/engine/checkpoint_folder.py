@@ -92,13 +92,8 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
-    """Write the manifest, rename the folder that `begin` made, and mark it COMPLETE.
-
-    Args:
-        records: the record of every file, by its name relative to the folder.
-
-    Raises OSError where a file is missing, or has another size than its writer read back.
-    """
+    """Write the manifest (the record of every file, by its relative name), rename the folder that `begin` made, and
+    mark it COMPLETE. Raises OSError where a file is missing, or has another size than its writer read back."""
     final = step_folder(checkpoints, step)
     unfinished = paths.unfinished_path(final)
     for name, record in records.items():
@@ -176,11 +171,8 @@ def rank_by_loss(checkpoints: Path, held_out_digest: str) -> list[tuple[float, P
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
-    """Rename checkpoints newer than `step`, from which a run resumes; remove unfinished ones. Returns the new paths.
-
-    The newer checkpoints failed verification, or are of another schedule. Under their old names `remove_old` would keep
-    them as the newest, and delete valid ones.
-    """
+    """Rename checkpoints newer than `step`, from which a run resumes, and remove unfinished ones. Returns the new
+    paths. Under their old names `remove_old` would keep them as the newest, and delete valid ones."""
     for folder in checkpoints.glob(f"step_*{paths.SUFFIX}"):
         shutil.rmtree(folder)
     renamed = []
@@ -208,12 +200,8 @@ def find_newest_usable(
 
 
 def find_problem(folder: Path, say: Callable[[str], None], *, part: int = 0, num_parts: int = 1) -> str | None:
-    """Verify a checkpoint: why it cannot be resumed from or exported, or None.
-
-    Args:
-        say: receives a line before files are read, which can take minutes.
-        part: with the files sorted by size, read every `num_parts`-th from this one on; the manifest is always read.
-    """
+    """Verify a checkpoint: why it cannot be resumed from or exported, or None. `say` receives a line before files are
+    read, which can take minutes. `part`: with the files sorted by size, read every `num_parts`-th from this one on."""
     try:
         records = _read_manifest(folder)
         num_bytes = sum(record.bytes for record in records.values())

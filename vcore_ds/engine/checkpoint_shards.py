@@ -58,12 +58,9 @@ class CheckpointFailed(RunFailed):
 
 
 def run_on_all_ranks(folder: Path, action: Callable[[], Result], group: Group | None = None) -> list[Result]:
-    """Run `action` and return the results of all ranks. A collective.
-
-    An error on one rank is raised on all of them: otherwise the others would hang in the next collective.
-
-    `group`: a duplicate of that of all ranks, for host memory and a thread beside the main one; None for the latter.
-    """
+    """Run `action` and return the results of all ranks. A collective. An error on one rank is raised on all of them:
+    otherwise the others would hang in the next collective. `group`: a duplicate of that of all ranks, for a thread
+    beside the main one."""
     outcome: tuple[Result | None, str | None]
     try:
         outcome = (action(), None)
@@ -81,14 +78,8 @@ def run_on_all_ranks(folder: Path, action: Callable[[], Result], group: Group | 
 
 
 def write_state(tensors: State, folder: Path, group: Group | None = None) -> None:
-    """Write this rank's shards of the state into one file in `folder`, and flush it. A collective.
-
-    Args:
-        tensors: from `state_tensors` or `Stager.stage`.
-        group: as in `run_on_all_ranks`.
-
-    Raises CheckpointFailed on all ranks alike.
-    """
+    """Write this rank's shards of the state (of `state_tensors` or `Stager.stage`) into one file in `folder`, and flush
+    it. A collective. `group`: as in `run_on_all_ranks`. Raises CheckpointFailed on all ranks alike."""
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
     _dcp_on_all_ranks(
         folder, lambda: dcp.save(dict(tensors), storage_writer=writer, process_group=group or cpu_group()), group
@@ -134,14 +125,8 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, num_updates: int) -> None:
-    """Load the state that `write_state` wrote, at any world size, into a new engine. A collective.
-
-    Args:
-        direction: as in `state_tensors`.
-        num_updates: `engine.num_updates` at that time.
-
-    Raises CheckpointFailed on all ranks alike.
-    """
+    """Load the state that `write_state` wrote, at any world size, into a new engine. A collective. `num_updates`:
+    `engine.num_updates` at that time. Raises CheckpointFailed on all ranks alike."""
     tensors = state_tensors(engine, direction)
     reader = dcp.FileSystemReader(folder)
     _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
@@ -206,10 +191,8 @@ def _as_dtensor(parameter: PartitionedParameter, local: Tensor) -> DTensor:
 
 
 def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:
-    """The optimizer's shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its device.
-
-    Not `safe_get_local_fp32_param`, which copies to the accelerator, where an offloaded state does not fit.
-    """
+    """The optimizer's shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its device. Not
+    `safe_get_local_fp32_param`, which copies to the accelerator, where an offloaded state does not fit."""
     shard, _ = engine.optimizer._get_fp32_opt_state_partition(
         parameter, release_swap_buffers=False, optim_state_key=key
     )

@@ -56,14 +56,10 @@ def start_deepspeed() -> None:
 
 def copy_gathered_parameters(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> None:
     """Wait for the all-gather of several parameters, and copy each from the ranks' parts to one tensor.
-
-    In place of DeepSpeed's `AllGatherCoalescedHandle.wait`, which cuts out the part of each parameter and rank in
-    Python and joins them: 1.5 ms of host time for a layer of Qwen3-32B on 64 ranks, 3.1 on 128
-    (tests/benchmarks/gather_host_time.py). The same values, by one copy for each parameter. Quantized gathers, which
-    the recipe's checks refuse, are not known here.
-
-    `handle_dependency`: as DeepSpeed passes it; False where it keeps the gathered buffer alive itself.
-    """
+    In place of DeepSpeed's `AllGatherCoalescedHandle.wait`, which cuts out and joins the parts in Python: 1.5 ms of
+    host time for a layer of Qwen3-32B on 64 ranks, 3.1 on 128 (tests/benchmarks/gather_host_time.py). The same values.
+    Not for quantized gathers, which the recipe's checks refuse. `handle_dependency`: False where DeepSpeed keeps the
+    gathered buffer alive itself."""
     if handle.complete:
         return
     handle.allgather_handle.wait()
@@ -94,11 +90,9 @@ def _concerns_the_user(record: logging.LogRecord) -> bool:
 
 
 class TensorAxis:
-    """DeepSpeed's interface to the tensor-parallel group (`mpu`).
-
-    With it ZeRO-3 shards over the other axes, and the gradient norm covers all tensor-parallel shards of each layer.
-    Parameters without the attribute `tensor_model_parallel` count once.
-    """
+    """DeepSpeed's interface to the tensor-parallel group (`mpu`): with it ZeRO-3 shards over the other axes, and the
+    gradient norm covers all tensor-parallel shards of each layer. Parameters without the attribute
+    `tensor_model_parallel` count once."""
 
     @staticmethod
     def get_model_parallel_rank() -> int:

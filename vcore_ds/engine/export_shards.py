@@ -48,17 +48,10 @@ def save_hugging_face(
     card: str | None = None,
     max_file_bytes: int = model_folder.MAX_FILE_BYTES,
 ) -> None:
-    """Write the LoRA adapter or the full weights, with configuration and tokenizer, for `peft` / `transformers`.
-
-    A collective: each decoder layer is gathered once, and file i is collected and written by rank i modulo the number
-    of ranks, one after the other, so that no host holds more than one file of weights.
-
-    Args:
-        model_path: folder or hub id from which the model was loaded; its configuration is copied.
-        card: text of the model card, on rank 0; None for no card.
-
-    Raises ExportFailed on all ranks alike; `folder` does not exist then.
-    """
+    """Write the LoRA adapter or the full weights, with configuration (that of `model_path`), tokenizer and model card,
+    for `peft` / `transformers`. A collective: each decoder layer is gathered once, and file i is collected and written
+    by rank i modulo the number of ranks, one after the other, so that no host holds more than one file of weights.
+    Raises ExportFailed on all ranks alike; `folder` does not exist then."""
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)
     model: nn.Module | None
@@ -176,11 +169,8 @@ def _stream_stored(
 
 
 def _gather_weights(engine: Engine, keepers: Mapping[str, Collection[int]]) -> Iterator[tuple[str, Tensor | None]]:
-    """Gather the weights in `keepers`: name and full tensor, on the CPU of the ranks that keep it, None on the others.
-
-    A decoder layer is gathered at once, other weights one by one. Each item may be a collective: all ranks must take
-    all items.
-    """
+    """Gather the weights in `keepers`: name and full tensor, on the CPU of the ranks that keep it, None on the others;
+    a decoder layer at once, other weights one by one. Each item may be a collective: all ranks must take all items."""
     # A pass prefetches what it expects the next module to need, and what is not needed then stays in flight until the
     # next pass: without this, DeepSpeed could neither gather nor release it here.
     engine.optimizer.empty_partition_cache()
@@ -206,11 +196,8 @@ def _gather_weights(engine: Engine, keepers: Mapping[str, Collection[int]]) -> I
 
 
 class CheckpointTensors:
-    """Reader of the unsharded tensors in a checkpoint's `state/`, one at a time, without a process group.
-
-    Attributes:
-        names: names of all tensors (`master.<parameter>`, `exp_avg.<parameter>`).
-    """
+    """Reader of the unsharded tensors in a checkpoint's `state/`, one at a time, without a process group. `names`: of
+    all tensors (`master.<parameter>`, `exp_avg.<parameter>`)."""
 
     def __init__(self, folder: Path):
         self._reader = dcp.FileSystemReader(folder)

@@ -75,16 +75,12 @@ def unsharded_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 class Streams:
-    """DeepSpeed's side streams for all-gathers and gradient reductions, and their order with the current stream.
-
-    With `overlap_comm` DeepSpeed's gather stream does not wait for the current stream's writes into shards, so an
-    all-gather could read a shard before or while it is written (DeepSpeed issue 5545). Except for
-    `synchronize_reductions`, the waits here are between streams and do not block the host. On CPU there are no streams,
-    and the waits do nothing.
-    """
+    """DeepSpeed's side streams for all-gathers and gradient reductions, and their order with the current stream. With
+    `overlap_comm` the gather stream does not wait for the current stream's writes into shards, so an all-gather could
+    read a shard before or while it is written (DeepSpeed issue 5545). Except for `synchronize_reductions`, the waits do
+    not block the host; on CPU they do nothing."""
 
     def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3):
-        """`zero`: DeepSpeed's optimizer."""
         self._has_streams: bool = not get_accelerator().resolves_data_dependency()
         self._gathers: Any = zero.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
         self._reductions: Any = zero.reduce_and_partition_stream
@@ -128,26 +124,16 @@ class ShardPosition(NamedTuple):
 
 
 class FlatShards:
-    """Vectors over all trained parameters; each is a list of flat tensors, one for each of DeepSpeed's sub-groups.
-
-    A sub-group holds the shards of consecutive parameters of one optimizer parameter group. All vectors of an engine
-    have the same layout, so elementwise operations need no parameter boundaries. Padding is zero in all of them:
-    DeepSpeed never writes to that of gradients and moments; that of parameters is uninitialised and set to zero here.
-
+    """Vectors over all trained parameters; each is a list of flat tensors, one for each of DeepSpeed's sub-groups, with
+    the shards of consecutive parameters of one optimizer parameter group. All vectors have the same layout, so
+    elementwise operations need no parameter boundaries. Padding is zero in all of them.
     The methods return DeepSpeed's tensors, on the device where they are stored: writing to them changes the engine.
-
-    Attributes:
-        num_elements: elements of all trained parameters on this rank, without padding.
-    """
+    `num_elements`: of all trained parameters on this rank, without padding."""
 
     def __init__(
         self, zero: DeepSpeedZeroOptimizer_Stage3, streams: Streams, trainable: Sequence[PartitionedParameter]
     ):
-        """Args:
-        zero: DeepSpeed's optimizer.
-        streams: order reads of gradients after their reduction.
-        trainable: the trained parameters.
-        """
+        """`zero`: DeepSpeed's optimizer; `streams` order reads of gradients after their reduction."""
         self._zero, self._streams = zero, streams
         self._numels: list[int] = zero.fp16_partitioned_groups_flat_numel
         self._positions = {}
@@ -199,7 +185,6 @@ class FlatShards:
         return [self._zero.optimizer.state[masters[i]][key] for i in chosen]
 
     def scale_gradient(self, factor: float) -> None:
-        """Multiply the reduced gradient, and the norms of it that DeepSpeed clips with."""
         torch._foreach_mul_(self.gradients(), factor)
         if self.optimizer_is_offloaded:  # DeepSpeed computed each parameter's norm during the backward
             norms = list(self._zero.norm_for_param_grads.values())
@@ -224,10 +209,8 @@ class FlatShards:
         return vector[position.sub_group][position.offset : position.offset + position.shard_numel]
 
     def norm(self, vector: Sequence[Tensor]) -> float:
-        """Global L2 norm of a vector. A collective.
-
-        Parameters that are replicated in a tensor-parallel group count once.
-        """
+        """Global L2 norm of a vector; parameters that are replicated in a tensor-parallel group count once. A
+        collective."""
         if self._counted_spans is not None:
             vector = [vector[sub_group][span] for sub_group, span in self._counted_spans]
         return layout.norm_over("job", [part for (part,) in chunks(vector)])
@@ -273,10 +256,8 @@ def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 
 class GradientSum:
     """The fp32 sum of unreduced gradients over the micro-batches of one accumulation; empty between accumulations.
-
-    PyTorch accumulates in the parameters' dtype, and bf16 rounds the gradients of late micro-batches away. So each
-    micro-batch's gradient is moved to an fp32 sum, which is rounded once, for the reduction.
-    """
+    PyTorch accumulates in the parameters' dtype, and bf16 rounds the gradients of late micro-batches away. The sum is
+    rounded once, for the reduction."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self._parameters = parameters
@@ -328,13 +309,10 @@ class _View:
 
 
 class SavedParameters:
-    """Keeps gathered parameters out of graphs; ZeRO-3 gathers them again before a module's backward.
-
-    The backward of a matrix multiplication needs its weight, so autograd saves a view of it, which keeps alive the
-    memory into which ZeRO-3 gathered the layer. Without activation checkpointing every rank would hold the full model
-    from forward to backward. DeepSpeed's `memory_efficient_linear` avoids this with an autograd Function, which has no
-    `jvp`.
-    """
+    """Keeps gathered parameters out of graphs; ZeRO-3 gathers them again before a module's backward. Autograd saves a
+    view of the weight of a matrix multiplication, and with it the gathered layer: without activation checkpointing
+    every rank would hold the full model. DeepSpeed's `memory_efficient_linear` avoids this with an autograd Function,
+    which has no `jvp`."""
 
     def __init__(self, model: nn.Module):
         """`model` must have ZeRO-3's hooks already: these hooks must run after those that gather parameters."""

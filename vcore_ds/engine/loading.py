@@ -42,16 +42,9 @@ def load_sharded(
     gradient_checkpointing: bool,
     say: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
-    """Load a pretrained model into ZeRO-3 shards, ready to train. A collective.
-
-    Args:
-        path: folder or hub id.
-        dtype: dtype of the parameters; must be that of `deepspeed_config`.
-        attention: as in `load_causal_lm`.
-        say: receives lines about the progress; called on rank 0 only.
-
-    Raises UserError on all ranks alike: no usable model, missing weights, or a rank that cannot read them.
-    """
+    """Load a pretrained model (a folder or hub id) into ZeRO-3 shards, ready to train. A collective. `dtype`: that of
+    `deepspeed_config`; `attention`: as in `load_causal_lm`; `say` receives lines about the progress, on rank 0. Raises
+    UserError on all ranks alike: no usable model, missing weights, or a rank that cannot read them."""
     start_deepspeed()
     config, weights = find_on_all_ranks(path)
     if weights.obstacle is not None:
@@ -97,10 +90,8 @@ def _announce_zero3(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 
 
 def find_on_all_ranks(path: str) -> tuple[PretrainedConfig, StoredWeights]:
-    """The model's configuration, and where its weights are stored. A collective.
-
-    Raises UserError, on all ranks alike, if there is no such model or ranks have different ones.
-    """
+    """The model's configuration, and where its weights are stored. A collective. Raises UserError, on all ranks alike,
+    if there is no such model or ranks have different ones."""
 
     def find() -> tuple[PretrainedConfig, StoredWeights]:
         config = training_config(path)
@@ -163,10 +154,8 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
 
 
 def read_shards(path: str, reads: list[Wanted], say: Callable[[str], None]) -> None:
-    """Read this rank's ranges. A collective at its end.
-
-    Raises UserError, on all ranks alike, if a rank cannot read its ranges.
-    """
+    """Read this rank's ranges. A collective at its end. Raises UserError, on all ranks alike, if a rank cannot read its
+    ranges."""
     num_bytes = sum(read.num_bytes for read in reads)
     title = f"Loading {path}, {num_bytes / 1e9:.1f} GB on each rank"
     failure = None

@@ -31,7 +31,6 @@ class ShardedMatrix(NamedTuple):
     numels: list[int]
     """Elements on each of these ranks."""
     rank: int
-    """This rank's index among them."""
     offset: int
     """Of this rank's elements in the flat tensor."""
 
@@ -43,11 +42,7 @@ class ShardedMatrix(NamedTuple):
 
 class Muon(torch.optim.AdamW):
     """Muon for parameter groups with `muon: True`, AdamW for the others, with one learning rate and decoupled weight
-    decay.
-
-    Attributes:
-        matrices: by flat master tensor, the matrices in it. Set when the parameters are in shards.
-    """
+    decay. `matrices`: by flat master tensor, the matrices in it; set when the parameters are in shards."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any):
         """`settings`: those of `torch.optim.AdamW`."""
@@ -86,15 +81,9 @@ def transform_matrices(
     output: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Write a function of whole matrices to their shards in `output`. A collective.
-
-    Args:
-        matrices: in one flat tensor, sharded over the same ranks; all ranks name the same ones.
-        read: from a span of this rank's flat tensors, shards of the arguments of `transform`.
-        transform: returns a matrix of the same shape and dtype as its arguments.
-        output: a flat tensor; `read` may read it.
-        dtype: of the matrices that are exchanged and given to `transform`.
-    """
+    """Write a function of whole matrices (of one flat tensor, sharded over the same ranks; all ranks name the same
+    ones) to their shards in `output`. A collective. `read`: from a span of this rank's flat tensors, shards of the
+    arguments of `transform`, which returns a matrix of their shape and `dtype`, in which matrices are exchanged."""
     if not matrices:
         return
     axis, rank, size = matrices[0].axis, matrices[0].rank, len(matrices[0].numels)
@@ -130,12 +119,8 @@ def write_muon_direction(
     factor: float,
     beta: float,
 ) -> None:
-    """Write the probe direction of the matrices in a flat tensor (`muon_direction`). A collective.
-
-    Args:
-        factor: by which clipping multiplies the gradient.
-        beta: the momentum's decay rate.
-    """
+    """Write the probe direction of the matrices in a flat tensor (`muon_direction`). A collective. `factor`: by which
+    clipping multiplies the gradient; `beta`: the momentum's decay rate."""
 
     def read(span: slice) -> tuple[Tensor, Tensor]:
         clipped = gradient[span] * factor

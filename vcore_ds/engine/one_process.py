@@ -36,10 +36,8 @@ class UnshardedVectors(FlatShards):
 
 
 class OneProcessEngine(Engine):
-    """Token losses and gradients of a model that this process holds; no optimizer.
-
-    Only what `Direction`, with `optimizer="sgd"`, and `forward_mode` use is there.
-    """
+    """Token losses and gradients of a model that this process holds, without an optimizer: only what `Direction`, with
+    `optimizer="sgd"`, and `forward_mode` use."""
 
     shards: UnshardedVectors
 
@@ -86,20 +84,14 @@ class OneProcessEngine(Engine):
         self.shards._gradients = sums
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`."""
         loss.backward()
 
 
 @contextmanager
 def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
-    """A context with an engine around `model`, which is restored on exit.
-
-    Args:
-        model: a causal language model of transformers, or peft's model around one, on one device.
-
-    Raises UserError where the model is something else, nothing of it is trained, it is on several devices, or its
-    attention has no forward-mode derivative.
-    """
+    """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
+    device), which is restored on exit. Raises UserError for another model, or one of which nothing is trained or whose
+    attention has no forward-mode derivative."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if (
         not isinstance(model, PreTrainedModel | PeftModel)

@@ -40,16 +40,9 @@ def load_parallel(
     activation_offload: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> "ParallelTokenLossModel":
-    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective.
-
-    Args:
-        path: folder or hub id.
-        dtype: dtype of the parameters; must be that of `deepspeed_config`.
-        gradient_checkpointing, activation_offload: as in `ParallelTokenLossModel`.
-        say: receives lines about the progress; called on rank 0 only.
-
-    Raises UserError on all ranks alike: no usable model, or weights that transformers has to convert.
-    """
+    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective. The arguments
+    are those of `load_sharded` and `ParallelTokenLossModel`. Raises UserError on all ranks alike: no usable model, or
+    weights that transformers has to convert."""
     from vcore_ds.models.megatron.model import ParallelTokenLossModel  # here alone: megatron-core takes long to import
 
     start_deepspeed()
@@ -97,14 +90,9 @@ def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list
 def gather_parallel_weights(
     model: "ParallelTokenLossModel", keepers: Mapping[str, Collection[int]], *, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Gather the weights one by one: name and full tensor, on the CPU of the ranks that keep it, None on the others.
-
-    Each item may be a collective: all ranks must take all items.
-
-    Args:
-        keepers: the ranks that keep each weight, by name.
-        weights: shape and dtype of every trained weight of the Hugging Face model, or of its adapters, in its order.
-    """
+    """Gather the weights one by one: name and full tensor, on the CPU of the ranks that keep it (`keepers`, by name),
+    None on the others. Each item may be a collective: all ranks must take all items. `weights`: shape and dtype of
+    every trained weight of the Hugging Face model, or of its adapters, in its order."""
     from vcore_ds.models.megatron.configuration import copy_to_weight
 
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
@@ -142,16 +130,10 @@ _GROUP_NAME = "vcore_experts"
 
 def partition_experts(model: nn.Module) -> None:
     """Shard the experts of MoE layers: `[E, ...]` -> `[E / N, ...]` on each of N expert-parallel ranks. A collective.
-
-    Call it after loading, since files hold experts fused, separate or transposed, and transformers loads all experts of
-    a layer; and before the optimizer is built, since parameters are replaced.
-
-    Args:
-        model: in ZeRO-3 shards: DeepSpeed would broadcast unsharded parameters from rank 0.
-
-    Raises:
-        UserError: no MoE layers that can be sharded, a number of experts that N does not divide, or adapters on them.
-    """
+    Call it after loading, since files hold experts fused, separate or transposed; and before the optimizer is built,
+    since parameters are replaced. `model`: in ZeRO-3 shards: DeepSpeed would broadcast unsharded parameters from rank
+    0. Raises UserError for a model without MoE layers that can be sharded, a number of experts that N does not divide,
+    or adapters on them."""
     num_ranks = layout.size("expert")
     if num_ranks == 1:
         return

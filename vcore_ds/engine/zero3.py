@@ -60,12 +60,9 @@ def describe_sequences(sequence_ids: Sequence[int], sequence_parallel: int) -> s
 
 
 def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build AdamW, SGD without momentum, or Muon, over the trainable parameters, with weight decay on matrices only.
-
-    AdamW is PyTorch's fused one: under ZeRO-3 it updates a few large shards.
-
-    Raises UserError where Muon would have nothing to update.
-    """
+    """Build AdamW (PyTorch's fused one: under ZeRO-3 it updates a few large shards), SGD without momentum, or Muon,
+    over the trainable parameters, with weight decay on matrices only. Raises UserError where Muon would have nothing to
+    update."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = hidden_matrices(model, model.layers) if config.name == "muon" else []
     hidden_ids = {id(parameter) for parameter in hidden}
@@ -88,10 +85,8 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
 
 
 def initialize_moments(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
-    """Allocate the moments and counters of AdamW and Muon, all 0, as the first step would.
-
-    So a run without the memory for them fails at its start and not after its first backward.
-    """
+    """Allocate the moments and counters of AdamW and Muon, all 0, as the first step would: a run without the memory for
+    them fails at its start and not after its first backward."""
     optimizer = zero.optimizer
     if not isinstance(optimizer, torch.optim.AdamW):
         return  # SGD without momentum has no state
@@ -130,12 +125,9 @@ class Engine:
         *,
         coalesce_gradient_reduction: bool = False,
     ):
-        """Args:
-        optimizer: over the model's trainable parameters; DeepSpeed replaces its tensors by fp32 shards.
-        deepspeed_config: the complete configuration, from `vcore_ds.planning.deepspeed_json.deepspeed_config`.
-        coalesce_gradient_reduction: reduce gradients once per optimizer step instead of once per micro-batch, at
-            the cost of unsharded gradients on each rank (`unsharded_gradient_bytes`).
-        """
+        """`optimizer`: over the trainable parameters; DeepSpeed replaces its tensors by fp32 shards.
+        `coalesce_gradient_reduction`: reduce gradients once per step instead of once per micro-batch, at the cost of
+        unsharded gradients on each rank (`unsharded_gradient_bytes`)."""
         start_deepspeed()
         layers = model.layers
         if layers:
@@ -181,12 +173,8 @@ class Engine:
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss in nats of each supervised token of `batch`, fp32 `[N]`, row-major; with a graph unless under no_grad.
-
         The ranks of a sequence-parallel group each compute a slice of the columns, and all get all losses; in the
-        backward each rank differentiates the losses of its slice.
-
-        A collective: all ranks must call it equally often, with an idle batch on ranks without data.
-        """
+        backward each differentiates its slice. A collective, on ranks without data with an idle batch."""
         supervised = batch.targets() != IGNORED_LABEL
         return gather_losses(self._forward(batch), supervised, batch.sequence_parallel)
 
@@ -196,11 +184,9 @@ class Engine:
         return self._forward_pair(batch, statistic=statistic)
 
     def losses_and_divergences(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses as in `token_losses`, and `KL(base || model)` in nats of each supervised token's prediction, with a
-        graph as well, both `[N]`. A collective.
-
-        Runs the base model, without adapters, dropout and graph, and then the model.
-        """
+        """Losses as in `token_losses`, and `KL(base
+        model)` in nats of each supervised token's prediction, with a graph as well, both `[N]`: runs the base model,
+        without adapters, dropout and graph, and then the model. A collective."""
         with self.without_gradient(), self.without_adapters():
             base_hidden = self._forward(batch, hidden_only=True)
         return self._forward_pair(batch, reference_hidden=base_hidden)
@@ -246,10 +232,8 @@ class Engine:
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:
         """A context for the `backward` calls of one gradient: the first overwrites the gradient shards, the others add.
-
-        DeepSpeed counts micro-steps itself, and a probe within a step would disturb that count. So the accumulation
-        boundary is set explicitly here, and the counter that decides between overwriting and adding is reset.
-        """
+        DeepSpeed counts micro-steps, and a probe within a step would disturb that count, so boundary and counter are
+        set here."""
         self.optimizer.zero_grad()
         self._num_backwards_left = num_backwards
         with self.deepspeed.coalesce_grad_reduction() if self.coalesces else nullcontext():
@@ -270,12 +254,9 @@ class Engine:
         self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`, summed over ranks, not averaged. A collective.
-
-        A rank without tokens passes the sum of its empty losses, a zero with a graph.
-
-        Raises UserError on this rank, if a recomputed layer has routed its tokens to other experts than in the forward.
-        """
+        """Accumulate the gradient of `loss`, summed over ranks, not averaged. A collective: a rank without tokens
+        passes the sum of its empty losses. Raises UserError on this rank, if a recomputed layer has routed its tokens
+        to other experts than in the forward."""
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
         try:
@@ -349,13 +330,11 @@ class Engine:
 
     @contextmanager
     def changing_shards(self) -> Iterator[None]:
-        """A context for changes of parameter shards outside `step`: the next forward reads the changed values.
-
-        ZeRO-3 keeps gathered parameters alive between passes (small ones always, others within the reuse distance), and
-        a forward would silently read the old values, so they are dropped. All-gathers on the side stream are ordered
-        around the change. DeepSpeed's `engine.empty_partition_cache()` would also run Python's garbage collector (half
-        a second) and empty the accelerator's memory cache, twice per step.
-        """
+        """A context for changes of parameter shards outside `step`: the next forward reads the changed values. ZeRO-3
+        keeps gathered parameters alive between passes, and a forward would silently read the old values, so they are
+        dropped, with all-gathers on the side stream ordered around the change. DeepSpeed's
+        `engine.empty_partition_cache()` would also run Python's garbage collector (half a second) and empty the
+        accelerator's memory cache, twice per step."""
         self._streams.wait_for_gathers()
         try:
             yield
@@ -386,11 +365,8 @@ class Engine:
 
 def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
     """Count the sequences and supervised tokens of a batch over all ranks, by which losses are divided. A collective.
-
-    Args:
-        batches: this rank's micro-batches, at least one, all of one sequence-parallel size.
-        kept_only: count only tokens that the batch's mask keeps (`Batch.kept`).
-    """
+    `batches`: this rank's, of one sequence-parallel size. `kept_only`: count only tokens that the batch's mask
+    keeps."""
     num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
     counts = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
     sequences, tokens = layout.sum_over("data", counts, batches[0].sequence_parallel)

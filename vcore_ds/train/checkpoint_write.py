@@ -81,16 +81,10 @@ def write_checkpoint(
     remove_old: Callable[[], str | None],
     group: Group | None = None,
 ) -> Written:
-    """Write a checkpoint, and delete old ones. A collective.
-
-    Args:
-        checkpoints: the folder of all checkpoints.
-        remove_old: called on rank 0 when the checkpoint is complete; returns a warning.
-        group: as in `run_on_all_ranks`: a thread beside the main one needs a separate group, since collectives of two
-            threads on one group would start in another order on another rank, and hang.
-
-    Raises CheckpointFailed on all ranks alike, naming the rank at fault; the other checkpoints are untouched.
-    """
+    """Write a checkpoint into the folder of all `checkpoints`, then call `remove_old` on rank 0, which deletes old ones
+    and returns a warning. A collective. A thread beside the main one needs a separate `group` (see `run_on_all_ranks`):
+    collectives of two threads on one group would start in another order on another rank, and hang. Raises
+    CheckpointFailed on all ranks alike, naming the rank at fault; the other checkpoints are untouched."""
     started = time.perf_counter()
     is_first, step = layout.is_first(), content.state.step
     unfinished = unfinished_path(checkpoint_folder.step_folder(checkpoints, step))
@@ -141,7 +135,6 @@ class BackgroundWrite:
         Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
 
     def is_done(self) -> bool:
-        """Whether this rank's thread has ended."""
         return self._result.done()
 
     def wait(self) -> Written:

@@ -96,14 +96,9 @@ class Checkpoints:
             return None
 
     def newest(self, most_steps: int | None = None) -> tuple[Path, RunState] | None:
-        """The newest checkpoint whose files match its manifest, each rank verifying a part of them; None where there is
-        no finished one.
-
-        Args:
-            most_steps: leave out later checkpoints; None for all.
-
-        Raises UserError where there are checkpoints, and none of them verifies.
-        """
+        """The newest checkpoint (of at most `most_steps` steps) whose files match its manifest, each rank verifying a
+        part of them; None where there is no finished one. Raises UserError where there are checkpoints, and none of
+        them verifies."""
         unfinished, candidates = run_on_all_ranks(  # rank 0's view serves all
             self._folder,
             lambda: (checkpoint_folder.list_unfinished(self._folder), checkpoint_folder.list_checkpoints(self._folder)),
@@ -174,13 +169,8 @@ class Checkpoints:
         return state.step
 
     def verify_step(self, step: int, digest: str) -> tuple[Path, RunState]:
-        """The checkpoint after `step` steps.
-
-        Args:
-            digest: that it has to have (`checkpoint_folder.read_digest`).
-
-        Raises UserError where its files do not match its manifest, or it is another checkpoint.
-        """
+        """The checkpoint after `step` steps. Raises UserError where its files do not match its manifest, or it is
+        another checkpoint than that of this digest (`checkpoint_folder.read_digest`)."""
         folder = checkpoint_folder.step_folder(self._folder, step)
         problem = self._problem_of(folder)
         if problem is None:
@@ -218,7 +208,6 @@ class Checkpoints:
             )
 
     def due(self, step: int, num_steps: int) -> bool:
-        """Whether to save after `step` steps."""
         settings = self._recipe.checkpoint
         every = [n for n in (settings.every_steps, settings.keep_every_steps) if n is not None]
         if step in (num_steps, self.branch_step) or any(step % n == 0 for n in every):
@@ -239,18 +228,12 @@ class Checkpoints:
         *,
         is_last: bool = False,
     ) -> Saved:
-        """Write the checkpoint after `step` steps, then delete old ones according to the recipe.
-
-        With `checkpoint.async` the state is only copied here, and a thread writes it while the steps go on; first the
-        write before this one is waited for, so that there is one copy at a time.
-
-        Args:
-            losses: nats after this step, by name of the held-out set; None or empty where none were measured.
-            is_last: whether no step follows in this process: the checkpoint is complete when this returns.
-
-        Raises CheckpointFailed on all ranks alike, naming the rank at fault, also of the write before; the other
-        checkpoints are untouched.
-        """
+        """Write the checkpoint after `step` steps, then delete old ones according to the recipe. `losses`: nats after
+        this step, by name of the held-out set. `is_last`: no step follows in this process, so the checkpoint is
+        complete when this returns.
+        With `checkpoint.async` the state is only copied here, after a wait for the write before, and a thread writes it
+        while the steps go on. Raises CheckpointFailed on all ranks alike, naming the rank at fault, also of the write
+        before; the other checkpoints are untouched."""
         started = time.perf_counter()
         self.wait()
         is_async = self._recipe.checkpoint.async_ and not is_last

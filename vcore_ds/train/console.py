@@ -40,7 +40,6 @@ class Console:
         self.say(f"warning: {text}")
 
     def progress(self, title: str, total: float) -> Progress:
-        """A progress display for work of `total` parts, in any unit."""
         return Progress(title, total, enabled=self.enabled, say=self.say)
 
     def start_steps(self, num_steps: int, num_done: int = 0) -> None:

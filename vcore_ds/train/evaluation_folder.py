@@ -38,7 +38,6 @@ class SampleResult:
     num_tokens: int
     """Tokens generated, the end-of-turn token included."""
     answer: str | None
-    """What was graded; None where there is none."""
     output: str
 
 
@@ -70,7 +69,6 @@ class Evaluation:
     """Tasks that other programs grade (code): their file and the same numbers as `tasks`, without `accuracy`. They have
     no NAME.jsonl."""
     format: Literal[1] = 1
-    """Number of the format described here."""
 
 
 _EVALUATION, _SAMPLE = TypeAdapter(Evaluation), TypeAdapter(SampleResult)
@@ -112,13 +110,8 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluation(folder: Path, option: str = "") -> Evaluation:
-    """What evaluation.json says.
-
-    Args:
-        option: of the command line, which names the folder; empty where messages begin with the folder.
-
-    Raises UserError where it is missing, damaged or of another format.
-    """
+    """What evaluation.json says. `option`: of the command line, which names the folder; empty where messages begin with
+    it. Raises UserError where it is missing, damaged or of another format."""
     path = folder / EVALUATION
     with reading(option, folder, _EXPECTED):
         if not path.is_file():

@@ -22,14 +22,8 @@ from vcore_ds.train.settings import Schedule, derive_schedule
 def find_common_checkpoint(
     checkpoints: Checkpoints, newest: tuple[Path, RunState], schedule: Schedule, num_sequences: int, console: Console
 ) -> tuple[Path, RunState]:
-    """The newest checkpoint up to which the schedule has the learning rates that its run took. A collective.
-
-    Args:
-        newest: of the run.
-        num_sequences: of the training data.
-
-    Raises UserError where there is none.
-    """
+    """The newest checkpoint up to which the schedule has the learning rates that the run of `newest` took. A
+    collective. Raises UserError where there is none."""
     folder, state = newest
     there = layout.gather_objects("job", run_on_first_rank(lambda: read_resolved_recipe(folder / RECIPE)))[0]
     assert there is not None  # rank 0's
@@ -71,10 +65,8 @@ def _describe_difference(folder: Path, before: Schedule, now: Schedule, num_comm
 
 def begin_branch(recipe: Recipe) -> None:
     """Fill the new folder of a run with what its source had after the step of `checkpoint.branch_from`: checkpoint,
-    metrics and recorded tokens. By rank 0 only, which holds the folder's lock.
-
-    Files are hard links where the file system has them.
-    """
+    metrics and recorded tokens, as hard links where the file system has them. By rank 0 only, which holds the folder's
+    lock."""
     assert recipe.checkpoint.branch_from is not None
     checkpoint, folder = Path(recipe.checkpoint.branch_from), Path(recipe.run.output_dir)
     run, step = checkpoint.parents[1], checkpoint_folder.parse_step(checkpoint)

@@ -90,12 +90,9 @@ class Feed:
     def batches(
         self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | JoinedDataset | None = None
     ) -> list[Batch]:
-        """This rank's micro-batches of the global batch `ids`; every rank has the same number.
-
-        Args:
-            ids: positions in `dataset`, which is the training data unless another is given.
-            micro_batch_size: sequences per rank in one forward; None for that of the main batch.
-        """
+        """This rank's micro-batches of the global batch `ids`, positions in `dataset` (None for the training data);
+        every rank has the same number. `micro_batch_size`: sequences per rank in one forward; None for that of the main
+        batch."""
         sequences = self.dataset if dataset is None else dataset
         return self._select_for_rank(self.plan.spread_main(ids, _lengths(ids, sequences), micro_batch_size), sequences)
 
@@ -170,11 +167,9 @@ class DataReader:
 
     settings: DataConfig
     model: str
-    """model.path."""
     tokenizer: PreTrainedTokenizerBase
     console: Console
     _stores: dict[str, TokenStore] = field(default_factory=dict, init=False)
-    """By path."""
 
     @property
     def pad_token_id(self) -> int:
@@ -260,9 +255,7 @@ class DataReader:
 
     def read_store(self, path: str) -> TokenStore:
         """The token store at `path`, or the one made of the raw data there, by one process while the others wait.
-
-        Raises UserError where it cannot be made, is damaged, or does not fit the model.
-        """
+        Raises UserError where it cannot be made, is damaged, or does not fit the model."""
         if path in self._stores:
             return self._stores[path]
         store = TokenStore(
@@ -335,10 +328,8 @@ def build_feed(
     seed: int,
     probe_dataset: Dataset | None = None,
 ) -> Feed:
-    """Args:
-    seed: of the run.
-    probe_dataset: source of the probe batch and of the trusted part of main batches; None for the training data.
-    """
+    """`probe_dataset`: source of the probe batch and of the trusted part of main batches; None for the training
+    data."""
     num_trusted = plan.num_trusted_global
     probe_source = dataset if probe_dataset is None else probe_dataset
     probe_stream = trusted_stream = None

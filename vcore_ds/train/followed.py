@@ -60,11 +60,9 @@ def choose_followed(
 def choose_traces(
     run: RunConfig, data: DataConfig, method: MethodConfig, training: Dataset, validation: dict[str, Dataset]
 ) -> list[tuple[Origin, TokenizedSequence]]:
-    """Half of them held-out traces, from each set in turn, the others training data; fewer where data run out.
-
-    A function of the seed and the data. All are training data where nothing is held out, or where weights need
-    `data.reference_log_probabilities` or `data.token_weights`, which only training data have.
-    """
+    """Half of them held-out traces, from each set in turn, the others training data; fewer where data run out. A
+    function of the seed and the data. All are training data where weights need `data.reference_log_probabilities` or
+    `data.token_weights`, which only training data have."""
     number = run.num_followed_traces if run.num_token_records > 0 else 0
     seed, held_out = run.seed, validation
     if data.reference_log_probabilities is not None or data.token_weights is not None:
@@ -96,16 +94,10 @@ def measure_followed(
     *,
     seed: int,
 ) -> None:
-    """Measure the followed traces with the parameters and the direction of this step, before its update. A collective;
-    does nothing without batches.
-
-    Does not change training. Comes after the utilities of the main batch, because a finite difference chooses epsilon
-    there.
-
-    Args:
-        batches: this rank's, see `FollowedTraces`; the same number on every rank.
-        seed: of the step's random numbers, the same as for the main batch.
-    """
+    """Measure the followed traces (this rank's `batches`, the same number on every rank) with the parameters and the
+    direction of this step, before its update. A collective; does nothing without batches, and does not change training.
+    Comes after the utilities of the main batch, because a finite difference chooses epsilon there. `seed`: as for the
+    main batch."""
     if not batches:
         return
     k = batches[0].sequence_parallel
@@ -157,12 +149,9 @@ def _tokens_of(
 def record_followed(
     folder: Path, step: int, own: Mapping[int, TraceTokens], origins: Sequence[Origin], console: Console
 ) -> None:
-    """Write the followed traces of an optimizer step into the run's folder, on rank 0. A collective.
-
-    A file that cannot be written is a warning: rank 0 must not exit while the others train.
-
-    `own`: this rank's traces, by index into `origins`.
-    """
+    """Write the followed traces of an optimizer step into the run's folder, on rank 0. A collective. A file that cannot
+    be written is a warning: rank 0 must not exit while the others train. `own`: this rank's traces, by index into
+    `origins`."""
     mark("followed traces")
     most = most_tokens_of_trace(len(origins))
     parts = layout.gather_objects("shards", {place: trace.first(most) for place, trace in own.items()})

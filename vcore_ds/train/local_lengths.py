@@ -32,10 +32,8 @@ CountTokens = Callable[[Sequence[Conversation]], list[int]]
 
 def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:
     """The lengths of data.train_path and data.probe_path; None where the training data are not on this machine, or have
-    no sequence within data.cutoff_length.
-
-    Raises UserError for a damaged token store, and for files that cannot be read.
-    """
+    no sequence within data.cutoff_length. Raises UserError for a damaged token store, and for files that cannot be
+    read."""
     files = data.train_files()
     if not all(is_readable(file.path) for file in files):
         return None

@@ -72,12 +72,7 @@ class Throughput:
 
 
 def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
-    """On the ranks of this job. A collective.
-
-    Args:
-        model: model.path.
-        passes: see `Throughput`.
-    """
+    """Rates on the ranks of this job. A collective. `model`: model.path."""
     here = device()
     own = peak_flops(torch.cuda.get_device_name(here)) if here.type == "cuda" else None
     peaks = [peak for peak in layout.gather_objects("job", own) if peak is not None]
@@ -101,13 +96,8 @@ class Trainer:
     schedule: Schedule
 
     def step(self, k: int, batches: StepBatches, *, keep_tokens: bool = False) -> StepMetrics:
-        """Optimizer step k, from 0. A collective.
-
-        Args:
-            keep_tokens: return this rank's single tokens too.
-
-        Raises NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, on all ranks alike.
-        """
+        """Optimizer step k, from 0. A collective. `keep_tokens` returns this rank's single tokens too. Raises
+        NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, on all ranks alike."""
         try:
             return train_step(
                 self.engine,
@@ -171,13 +161,8 @@ class Run:
 
 def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     """Take the steps after the first `num_done`. Returns the last step's metrics, None where none remained. A
-    collective.
-
-    Raises:
-        NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids, on all ranks alike.
-        RunStopped: on all ranks alike, after a checkpoint.
-        UserError: on all ranks alike, where metrics.jsonl cannot be written before a checkpoint.
-    """
+    collective. Raises on all ranks alike NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, RunStopped
+    after a checkpoint, and UserError where metrics.jsonl cannot be written before a checkpoint."""
     settings, console, feed = run.settings, run.log.console, run.data.feed
     num_steps = run.trainer.schedule.num_steps
     if num_done < num_steps:
@@ -257,12 +242,7 @@ LONG_SECONDS = 15 * 60.0
 
 
 def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: str) -> None:
-    """After the first step, say how long the others take, if a minute or more.
-
-    Args:
-        seconds: expected of all of them.
-        advice_if_long: see `RunLog`.
-    """
+    """After the first step, say how long the others take (`seconds` in all), if a minute or more."""
     if seconds < 60:
         return
     end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
@@ -319,12 +299,8 @@ def validate(engine: Engine, data: RunData, console: Console) -> dict[str, float
 
 
 def held_out_loss(engine: Engine, batches: list[Batch], progress: Progress) -> float:
-    """Mean over one set's sequences of the mean token loss, nats. A collective.
-
-    Args:
-        batches: this rank's.
-        progress: counts their tokens.
-    """
+    """Mean over one set's sequences of the mean token loss, nats. A collective. `batches`: this rank's; `progress`
+    counts their tokens."""
     total = num_sequences = 0.0
     with engine.without_gradient():
         for batch in batches:

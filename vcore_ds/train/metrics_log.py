@@ -40,18 +40,12 @@ class Sink(Protocol):
 
 
 class BackgroundSink:
-    """Runs a sink on a thread; its errors become one warning.
-
-    The warning is printed by the caller's thread, with the next line or at the end.
-    """
+    """Runs a sink on a thread; its errors become one warning, printed by the caller's thread with the next line or at
+    the end."""
 
     def __init__(
         self, name: str, open_sink: Callable[[], Sink], console: Console, *, close_seconds: float = CLOSE_SECONDS
     ):
-        """Args:
-        name: for messages.
-        open_sink: makes the sink, on its thread.
-        """
         self._name, self._open, self._console, self._close_seconds = name, open_sink, console, close_seconds
         self._lines: Queue[Mapping[str, float | int] | None] = Queue()
         self._problem: str | None = None
@@ -119,17 +113,11 @@ class BackgroundSink:
 
 
 class MetricsLog:
-    """Written by rank 0 only.
-
-    A disk that fills must not end rank 0 alone while the others wait for it, so lines that cannot be written wait in
-    memory until `flush`, whose failure the caller shares with all ranks. The file never holds part of a line.
-    """
+    """Written by rank 0 only. A disk that fills must not end rank 0 alone while the others wait for it, so lines that
+    cannot be written wait in memory until `flush`, whose failure the caller shares with all ranks. The file never holds
+    part of a line."""
 
     def __init__(self, folder: Path, console: Console, sinks: Sequence[BackgroundSink] = ()):
-        """Args:
-        folder: the run's; new lines follow those that are there.
-        sinks: get the lines too.
-        """
         self._path, self._console, self._sinks = folder / METRICS, console, sinks
         # Unbuffered: what a killed run had measured is in the file.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
@@ -163,7 +151,6 @@ class MetricsLog:
             raise UserError(f"{error}. Once it can be written, the same command resumes the run") from None
 
     def close(self) -> None:
-        """Closes the file and all sinks, which wait for what they have not sent yet."""
         self._file.close()
         for sink in self._sinks:
             sink.close()

@@ -47,15 +47,9 @@ def make_model_card(
     base: BaseModel | None = None,
     evaluations: Sequence[Path] = (),
 ) -> str:
-    """Return the text of the card, with the hub's metadata.
-
-    Args:
-        step: optimizer steps of the exported checkpoint; None for the end of the run.
-        base: None for what model.path tells.
-        evaluations: folders of evaluations of this result.
-
-    Raises UserError where a file of the run or an evaluation is damaged.
-    """
+    """Return the text of the card, with the hub's metadata. `step`: of the exported checkpoint; None for the end of the
+    run. `base`: None for what model.path tells. `evaluations`: folders of this result's. Raises UserError where a file
+    of the run or an evaluation is damaged."""
     base = base or identify_base_model(recipe.model.path)
     try:
         lines = read_metrics_of(run)

@@ -58,7 +58,6 @@ class StepProfiler:
     """Profiles the chosen steps of a run on this rank, if it is a chosen one."""
 
     def __init__(self, profile: ProfileConfig | None, folder: Path, console: Console):
-        """`folder`: of the run."""
         self._profile, self._folder, self._console = profile, folder / PROFILES, console
 
     @contextmanager
@@ -111,12 +110,8 @@ class StepProfiler:
 
 
 def sum_operations(events: Iterable[Any], on_gpu: bool) -> list[OperationRow]:
-    """Sum the seconds of operations by phase, the longest first, and the rest of each phase in one row.
-
-    Args:
-        events: `torch.profiler`'s function events of a step.
-        on_gpu: sum the time of the kernels that operations launch, instead of CPU time.
-    """
+    """Sum the seconds of operations by phase, the longest first, and the rest of each phase in one row. `events`:
+    `torch.profiler`'s function events of a step. `on_gpu`: sum the time of the kernels that operations launch."""
     # Events of a device repeat what the operations have that launched them.
     on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU and not event.is_async]
     ranges = [

@@ -8,7 +8,6 @@ from pathlib import Path
 from vcore_ds.common.errors import UserError
 
 PROFILES = "profile"
-"""Folder of the files in the run's."""
 _TABLE = re.compile(r"step_(\d{8,})_rank_(\d+)\.csv")
 
 

@@ -75,18 +75,11 @@ class RunResult:
 
 
 def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -> RunResult:
-    """Run a recipe. A collective.
-
-    Args:
-        advice_if_long: how to make the run shorter; printed after the first step of a long run.
-        says_next: whether to print the command for the run's report at the end.
-
-    Raises:
-        UserError: before anything is written, for whatever the user can fix.
-        NonFiniteLoss, NonFiniteGradient: with step, rank and sequence ids; the parameters are those of the last good
-        step.
-        RunStopped: on all ranks alike, after a checkpoint.
-    """
+    """Run a recipe. A collective. `advice_if_long`: how to make the run shorter, printed after the first step of a long
+    run; `says_next`: print the command for the run's report at the end.
+    Raises UserError before anything is written, for whatever the user can fix; NonFiniteLoss, NonFiniteGradient with
+    step, rank and sequence ids, and the parameters of the last good step; RunStopped on all ranks alike, after a
+    checkpoint."""
     resumes = can_resume(recipe)
     for key, path in recipe.data.paths().items():
         if key not in WRITTEN_BY_COMMANDS:
@@ -204,10 +197,8 @@ def say_start(console: Console, text: str) -> None:
 
 
 def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
-    """Lock the run's folder for this job, on rank 0.
-
-    Raises UserError where another job has it, or had it between this job's first look and now.
-    """
+    """Lock the run's folder for this job, on rank 0. Raises UserError where another job has it, or had it between this
+    job's first look and now."""
     if not layout.is_first():
         return
     lock.acquire(console.say)
@@ -252,12 +243,8 @@ def describe_run(
     num_done: int,
     num_steps: int,
 ) -> str:
-    """The first lines on the screen: model, data, method, parallelism, steps and the output folder.
-
-    Args:
-        counts: of the model, or of a rank's shard of it; None where it cannot be read.
-        num_done: optimizer steps that a resumed run has taken.
-    """
+    """The first lines on the screen. `counts`: of the model, or of a rank's shard of it; None where it cannot be read.
+    `num_done`: steps that a resumed run has taken."""
     data, optimizer = recipe.data, recipe.optimizer
     counts_of_model = counts if recipe.parallel.tensor == 1 else None
     lines = [f"Model:        {describe_model(recipe.model, recipe.lora, counts_of_model)}"]

@@ -62,18 +62,10 @@ def check_output_folder(folder: Path) -> None:
 
 
 def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: Mapping[str, Any] | None = None) -> int:
-    """Writes recipe.yaml and environment.json, and keeps the lines of the first `num_done` steps in metrics.jsonl and
-    their records in tokens/.
-
-    On rank 0 only. Returns the number of lines moved to metrics_lost.jsonl.
-
-    Args:
-        recipe_yaml: the text of recipe.yaml.
-        num_done: optimizer steps done; more than 0 in a run that is resumed from a checkpoint.
-        kept: for environment.json, where the selection comes from that the run trains on; None where it trains on all.
-
-    Raises UserError where the folder cannot be written.
-    """
+    """Write recipe.yaml and environment.json, and keep the lines of the first `num_done` steps in metrics.jsonl and
+    their records in tokens/. On rank 0 only. Returns the number of lines moved to metrics_lost.jsonl. `kept`: for
+    environment.json, where the selection comes from that the run trains on; None for all. Raises UserError where the
+    folder cannot be written."""
     with writing("run.output_dir", folder):
         # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
         _replace(folder / RECIPE, recipe_yaml)
@@ -159,10 +151,8 @@ def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapp
 
 
 def move_lost_metrics(folder: Path, step: int) -> int:
-    """Keeps the lines of the first `step` steps in metrics.jsonl, and returns how many others there were.
-
-    The others move to metrics_lost.jsonl: later steps, which are taken again, and a line that was cut off.
-    """
+    """Keep the lines of the first `step` steps in metrics.jsonl, and return how many others (later steps, which are
+    taken again, and a line that was cut off) have moved to metrics_lost.jsonl."""
     path = folder / METRICS
     if not path.exists():
         return 0
@@ -308,7 +298,6 @@ def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:
 
 
 def _line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
-    """The step and all values of a line; None where the line is damaged."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -358,12 +347,8 @@ class FinishedRun(UserError):
 
 
 def can_resume(recipe: Recipe) -> bool:
-    """Whether run.output_dir holds this very run, not finished; False where it is new or empty.
-
-    Raises:
-        FinishedRun: it holds a run that has finished.
-        UserError: it holds something else, which a run never overwrites, or cannot be looked into.
-    """
+    """Whether run.output_dir holds this very run, not finished; False where it is new or empty. Raises FinishedRun for
+    a run that has finished, UserError for something else, which a run never overwrites."""
     with writing("run.output_dir", Path(recipe.run.output_dir)):
         return _holds_this_run(recipe)
 

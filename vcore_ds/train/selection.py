@@ -68,13 +68,8 @@ class Selection:
 
 
 def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> Selection:
-    """Select traces by a folder of scores.
-
-    Args:
-        where: names a key of `keep` in messages, as the user set it.
-
-    Raises UserError where the folder is not there, not finished or damaged, has no such set, or nothing is kept.
-    """
+    """Select traces by a folder of scores. `where` names a key of `keep` in messages, as the user set it. Raises
+    UserError where the folder is not there, not finished or damaged, has no such set, or nothing is kept."""
     folder = Path(keep.scores)
     _check_is_finished(folder, where("scores"))
     scores = scores_folder.read_scores(folder, where("scores"))

@@ -30,7 +30,6 @@ class EngineSettings:
     optimizer: OptimizerConfig
     coalesce_gradient_reduction: Literal["auto"] | bool
     seed: int
-    """Of the run."""
 
 
 def derive_engine_settings(recipe: Recipe) -> EngineSettings:
@@ -77,7 +76,6 @@ class Schedule:
     """Share of the peak that the decay leads to."""
     kind: Literal["cosine", "linear", "constant", "wsd"]
     seed: int
-    """Of the run."""
     measure_noise_every: int | None
     """Optimizer steps between two measurements of a finite difference's noise; None for methods without one."""
 
@@ -98,19 +96,15 @@ class Schedule:
         return next((k for k in range(shorter) if self.learning_rate(k) != other.learning_rate(k)), shorter)
 
     def measures_noise(self, k: int) -> bool:
-        """Whether the step measures its finite difference's noise."""
         return self.measure_noise_every is not None and k % self.measure_noise_every == 0
 
     def step_seed(self, k: int) -> int:
-        """Seed of all that the step draws at random."""
         return torch_seed(Stream.STOCHASTIC_ROUNDING, self.seed, k)
 
 
 def derive_schedule(recipe: Recipe, num_sequences: int) -> Schedule:
-    """The schedule of a recipe on training data of `num_sequences`.
-
-    An epoch that ends within a step is rounded up to whole steps.
-    """
+    """The schedule of a recipe on training data of `num_sequences`. An epoch that ends within a step is rounded up to
+    whole steps."""
     schedule = recipe.schedule
     if schedule.num_steps is not None:
         num_steps = schedule.num_steps

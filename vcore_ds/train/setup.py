@@ -39,11 +39,8 @@ def start_ranks(engine: EngineConfig, parallel: ParallelConfig) -> None:
 
 
 def plan_ranks(settings: PlanSettings) -> BatchPlan:
-    """Plans how batches are spread over the ranks of this job, and makes the groups that this needs. A collective.
-
-    Raises UserError where a rank cannot read the model's configuration, and RecipeError as `plan_batch` does, on all
-    ranks alike.
-    """
+    """Plan how batches are spread over the ranks of this job, and make the groups that this needs. A collective. Raises
+    on all ranks alike UserError where a rank cannot read the model's configuration, and RecipeError as `plan_batch`."""
     shape = run_first_rank_first(lambda: read_model_shape(settings.model.path))
     # Rank 0's values: where nodes differ, all ranks must still plan the same layout.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
@@ -127,10 +124,8 @@ def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass:
 
 
 def build_direction(engine: Engine, probe: ProbeConfig, utility: UtilityConfig) -> Direction:
-    """A new probe direction.
-
-    Raises UserError where utilities need FP8 matrix multiplications that this rank's device does not have.
-    """
+    """A new probe direction. Raises UserError where utilities need FP8 matrix multiplications that this rank's device
+    does not have."""
     if utility.tangent_precision == "fp8" and not has_fp8_units():
         raise UserError(
             f"utility.tangent_precision: fp8, which {torch.cuda.get_device_name()} cannot multiply; expected null, or "

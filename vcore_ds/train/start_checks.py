@@ -60,12 +60,9 @@ class Comparison:
 
 
 def check_start(engine: Engine, feed: Feed, console: Console) -> None:
-    """Compare losses of two short sequences before the first step. A collective.
-
-    Does not change the run: no gradient is computed, and the generators keep their states.
-
-    Raises UserError on all ranks alike, where losses differ that must be equal, or the architecture's own code fails.
-    """
+    """Compare losses of two short sequences before the first step, without a gradient or a change of the generators. A
+    collective. Raises UserError on all ranks alike, where losses differ that must be equal, or the architecture's own
+    code fails."""
     mark("checking losses")
     started = time.perf_counter()
     devices = [engine.device] if engine.device.type == "cuda" else []
@@ -220,12 +217,8 @@ dtypes."""
 
 def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console: Console) -> None:
     """Compare both modes on the end of the first training sequence, the same on all ranks. A collective; does nothing
-    without forward mode.
-
-    Parameters, the optimizer's state and the estimator's direction are not affected.
-
-    Raises UserError on all ranks alike, where the modes differ.
-    """
+    without forward mode. Parameters, optimizer state and the estimator's direction are not affected. Raises UserError
+    on all ranks alike, where the modes differ."""
     if not isinstance(estimator, ForwardMode):
         return
     mark("checking derivatives")
@@ -278,10 +271,8 @@ def check_approximation(
     engine: Engine, estimator: Estimator, feed: Feed, settings: StepSettings, console: Console
 ) -> None:
     """Compare utilities along the low-rank direction of the first probe batch, or with FP8 tangents, with exact ones,
-    on one micro-batch of each rank. A collective; where the run's utilities are exact nothing is done.
-
-    Parameters, the optimizer's state and the estimator's direction are not affected.
-    """
+    on one micro-batch of each rank. A collective, without effect where the run's utilities are exact. Parameters,
+    optimizer state and the estimator's direction are not affected."""
     direction = estimator.direction
     if direction is None or (direction.rank is None and not direction.fp8_tangents):
         return
@@ -326,13 +317,9 @@ def short_batch(engine: Engine, feed: Feed) -> Batch:
 
 
 def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console) -> None:
-    """Compare the estimate with the free memory of the rank that has least; warn where it is close. A collective.
-
-    Args:
-        plan: None for a model whose sizes are unknown, which is not checked.
-
-    Raises UserError on all ranks alike, where the run cannot fit: the bytes by kind, and what would take fewer.
-    """
+    """Compare the estimate (None for a model of unknown size) with the free memory of the rank that has least; warn
+    where it is close. A collective. Raises UserError on all ranks alike, where the run cannot fit: the bytes by kind,
+    and what would take fewer."""
     if plan is None or not engine.memory_check:  # on all ranks alike
         return
     available, estimate = least_available(), plan.estimate

@@ -41,13 +41,8 @@ def sequences_of(
     uniform_shares: Tensor,
     alpha: Tensor | float,
 ) -> Iterator[SequenceTokens]:
-    """Yield the sequences of a micro-batch that have supervised tokens. Waits for the device.
-
-    Args:
-        weights: `q` `[N]`.
-        shares, uniform_shares: `[num_sequences]`, see `SequenceTokens`.
-        alpha: of the global batch or of this micro-batch, or `[num_sequences]`.
-    """
+    """Yield the sequences of a micro-batch that have supervised tokens. Waits for the device. `weights`: `q` `[N]`;
+    `shares`, `uniform_shares`: `[num_sequences]`, see `SequenceTokens`; `alpha`: a scalar or `[num_sequences]`."""
     supervised = batch.supervised()
     positions = batch.position_ids()[:, 1:][supervised].to(torch.int32)
     token_ids = batch.labels[:, 1:][supervised].to(torch.int32)
@@ -81,16 +76,9 @@ def record_tokens(
     first_trusted_id: int | None,
     seed: int,
 ) -> None:
-    """Write the record of an optimizer step into the run's folder, on rank 0. A collective.
-
-    A record that cannot be written is a warning: rank 0 must not exit while the others train.
-
-    Args:
-        own: this rank's sequences of the main batch.
-        sequence_parallel: ranks of a group, which hold the same sequences.
-        first_trusted_id: see `TokenRecord`.
-        seed: of the run.
-    """
+    """Write the record of an optimizer step into the run's folder, on rank 0. A collective. A record that cannot be
+    written is a warning: rank 0 must not exit while the others train. `own`: this rank's sequences of the main batch;
+    `sequence_parallel`: ranks that hold the same ones; `seed`: of the run."""
     mark("token record")
     record = gather_record(step, own, sequence_parallel, first_trusted_id, seed)
     if not layout.is_first() or not record.sequences:
@@ -200,13 +188,8 @@ class StepMetrics:
 
 
 class StepRecorder:
-    """Collects what a step measures: seconds by part, and sums over this rank's micro-batches.
-
-    Sums stay on the device until `totals`: no host synchronisation per micro-batch.
-
-    Attributes:
-        followed: as in `StepMetrics`.
-    """
+    """Collects what a step measures: seconds by part, and sums over this rank's micro-batches. Sums stay on the device
+    until `totals`: no host synchronisation per micro-batch. `followed`: as in `StepMetrics`."""
 
     def __init__(self, device: torch.device, *, keep_tokens: bool = False):
         """`keep_tokens`: return the single tokens too, which waits for the device."""
@@ -240,7 +223,6 @@ class StepRecorder:
         self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
 
     def add(self, result: MicroBatchResult) -> None:
-        """Add a micro-batch to the metrics."""
         assert self._method is not None and self._counts is not None  # `begin` comes first
         tokens, gibbs, q = result.tokens, result.weights, result.weights.weights
         index, num_sequences, num_tokens = tokens.sequence_index, tokens.num_sequences, tokens.num_tokens()
@@ -301,12 +283,8 @@ class StepRecorder:
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
     def metrics(self, totals: StepTotals, alpha: float | None, **numbers: float | None) -> StepMetrics:
-        """The step's line, at its end.
-
-        Args:
-            alpha: of the global batch; None where sequences or micro-batches have their own.
-            numbers: what else the step knows, by its name in the metrics; None for what this step does not have.
-        """
+        """The step's line, at its end. `alpha`: of the global batch; None where sequences or micro-batches have their
+        own. `numbers`: what else the step knows, by its name in the metrics."""
         assert self._method is not None and self._counts is not None
         is_vcore, counts = self._method.uses_utilities, self._counts
         seconds = self._now() - self._started

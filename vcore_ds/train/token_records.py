@@ -38,13 +38,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
 
 @contextmanager
 def read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
-    """The arrays of a file, by name; an error in them, here or in the block, becomes a UserError that names the file.
-
-    Args:
-        expected: what the file should be, in words.
-
-    Raises UserError where the file cannot be read, is damaged, or has another format.
-    """
+    """The arrays of a file, by name; an error in them, here or in the block, becomes a UserError that names the file
+    and what was `expected`: it cannot be read, is damaged, or has another format."""
     try:
         with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}

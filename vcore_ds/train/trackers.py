@@ -39,13 +39,8 @@ class TrackerSink:
 def start_trackers(
     folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
 ) -> list[BackgroundSink]:
-    """The sinks of `track.trackers` but Weights & Biases, by rank 0 of a job whose process group is up.
-
-    Args:
-        folder: the run's, with its recipe.yaml.
-        config: the recipe's values by their dotted keys.
-        num_done: optimizer steps done, more than 0 in a run that is resumed.
-    """
+    """The sinks of `track.trackers` but Weights & Biases, by rank 0 of a job whose process group is up. `config`: the
+    recipe's values by their dotted keys; `num_done`: optimizer steps done in a run that is resumed."""
     names = [name for name in track.trackers if name != "wandb"]
     try:
         if names:
@@ -152,12 +147,8 @@ FINISH_SECONDS = 120.0
 
 
 class WandbLog:
-    """A run on Weights & Biases, on rank 0 only. What WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and WANDB_INIT_TIMEOUT
-    say holds.
-
-    Attributes:
-        run_id: kept with the checkpoints, so that a resumed run continues in the same one.
-    """
+    """A run on Weights & Biases, on rank 0 only, as WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and WANDB_INIT_TIMEOUT
+    say. `run_id` is kept with the checkpoints, so that a resumed run continues in the same one."""
 
     def __init__(
         self,
@@ -167,11 +158,6 @@ class WandbLog:
         console: Console,
         run_id: str | None = None,
     ):
-        """Args:
-        folder: the run's.
-        config: the recipe's values.
-        run_id: of the attempt before, None for a new run.
-        """
         import wandb  # half a second, and only where it is asked for
 
         self.run_id = run_id or secrets.token_hex(4)
@@ -203,7 +189,6 @@ class WandbLog:
 
     @property
     def url(self) -> str | None:
-        """None offline."""
         return self._run.url
 
     def write(self, values: Mapping[str, float | int]) -> None:

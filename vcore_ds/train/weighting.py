@@ -79,15 +79,10 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
 
 
 def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) -> GibbsWeights:
-    """Weights of a global batch's sequences, tilted by utility within `method.batch_kl_budget` nats of their shares.
-
-    With the weights of tokens given, these maximise the first-order decrease `sum_i r_i sum_t q[i,t] s[i,t]` subject to
-    `KL(r || shares) <= delta`: the paper's problem one level up. They need the whole batch before the first backward.
-
-    Args:
-        utilities: `[S]` fp64, `sum_t q[i,t] s[i,t]` of each sequence of the batch.
-        shares: `[S]` fp64, positive, sum to 1.
-    """
+    """Weights of a global batch's sequences, tilted by utility within `method.batch_kl_budget` nats of their shares:
+    they maximise the first-order decrease `sum_i r_i sum_t q[i,t] s[i,t]` subject to `KL(r
+    shares) <= delta`, the paper's problem one level up, and need the whole batch before the first backward.
+    `utilities`: `[S]` fp64, `sum_t q[i,t] s[i,t]`; `shares`: `[S]` fp64, positive, sum to 1."""
     assert method.batch_kl_budget is not None  # the recipe's rules
     one_segment = torch.zeros(len(utilities), dtype=torch.int64, device=utilities.device)
     return gibbs_weights_for_budget(utilities, one_segment, 1, method.batch_kl_budget, shares.log())
@@ -97,12 +92,8 @@ def alpha_of_micro_batch(
     method: MethodConfig, tokens: Tokens, weights: Tensor, sequence_shares: Tensor
 ) -> Tensor | float:
     """The alpha (Algorithm 1, line 6) that is known before the backward: one for each sequence, `[num_sequences]`, or
-    one for the micro-batch; 1 where alpha belongs to the global batch, and for methods without one.
-
-    Args:
-        weights: `[N]`.
-        sequence_shares: `[num_sequences]`, of the global batch's loss.
-    """
+    one for the micro-batch; 1 where alpha belongs to the global batch, and for methods without one. `weights`: `[N]`;
+    `sequence_shares`: `[num_sequences]`, of the global batch's loss."""
     if not has_own_alpha(method):
         return 1.0
     losses, index, num_sequences = tokens.losses, tokens.sequence_index, tokens.num_sequences
@@ -128,12 +119,7 @@ def alpha_of_global_batch(
     method: MethodConfig, loss: float, weighted_loss: float, utility_moments: Tensor
 ) -> float | None:
     """Alpha (Algorithm 1, line 6) of the whole batch; None where sequences or micro-batches have their own, exactly 1
-    for methods without one.
-
-    Args:
-        loss, weighted_loss: nats, of the batch under uniform weights and under the method's.
-        utility_moments: `[5]`, see `method.utility_moments`, summed over the batch.
-    """
+    for methods without one. `loss`, `weighted_loss`: nats, of the batch; `utility_moments`: `[5]`, summed over it."""
     if has_own_alpha(method):
         return None
     if not method.uses_utilities:
@@ -154,17 +140,9 @@ def sequence_factors(
     batches: Sequence[Batch],
     known: Sequence[tuple[Tensor, Tensor]],
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """Factor of each sequence's share in the global batch's loss. A collective.
-
-    Args:
-        counts: of the global batch.
-        batches: this rank's micro-batches.
-        known: losses and utilities `[N]` of each of them, before any backward.
-
-    Returns:
-        Factors `[num_sequences]` fp32 of each micro-batch, and what is measured: `batch_tau`, `batch_kl` in nats, and
-        `batch_effective_sample_size` in sequences.
-    """
+    """Factor `[num_sequences]` fp32 of each sequence's share in the global batch's loss, for each of this rank's
+    `batches`, and what is measured: `batch_tau`, `batch_kl` in nats, and `batch_effective_sample_size` in sequences. A
+    collective. `known`: losses and utilities `[N]` of each micro-batch, before any backward."""
     gains, shares = [], []
     for batch, (losses, utilities) in zip(batches, known, strict=True):
         tokens = batch.tokens(losses, utilities)
@@ -193,11 +171,8 @@ def sequence_factors(
 
 
 def compute_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
-    """Log-probability `sum_t log p(y_t)` of each sequence, for every micro-batch of this rank. A collective.
-
-    Returns:
-        `[num_sequences]` fp32 for each micro-batch, in nats.
-    """
+    """Log-probability `sum_t log p(y_t)` of each sequence in nats, `[num_sequences]` fp32 for every micro-batch of this
+    rank. A collective."""
     log_probabilities = []
     with engine.without_gradient():
         for batch in batches:

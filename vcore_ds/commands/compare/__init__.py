@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Compare and print. Raises UserError for wrong options and evaluations that cannot be compared."""
     from vcore_ds.commands.compare.comparison import as_dict, compare, describe, read_sides
 
     # argparse ends a list where an option begins; cli.parse collects the evaluations that follow as overrides.

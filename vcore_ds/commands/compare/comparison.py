@@ -36,7 +36,6 @@ class Evaluated:
 
 
 Sides = Mapping[str, Sequence[Evaluated]]
-"""Name -> one evaluation, or one per seed. The first side is the reference."""
 
 
 @dataclass
@@ -82,11 +81,8 @@ class Result:
 
 
 def read_sides(groups: Mapping[str, Sequence[Path]], tasks: Sequence[str]) -> Sides:
-    """Read the evaluations of each side, the reference first; all tasks unless `tasks` names some.
-
-    Raises UserError for groups that support no comparison, damaged evaluations, and evaluations that differ in tasks,
-    problems, sampling or number of samples.
-    """
+    """Read the evaluations of each side, the reference first; all tasks unless `tasks` names some. Raises UserError for
+    damaged evaluations, and for those that differ in tasks, problems, sampling or number of samples."""
     folders = [folder.resolve() for members in groups.values() for folder in members]
     if len(groups) < 2 or len(set(folders)) < len(folders):
         raise UserError(
@@ -161,12 +157,8 @@ def _check_comparable(one: Evaluated, first: Evaluated) -> None:
 
 
 def compare(sides: Sides, *, two_way: bool = False, power_difference: float | None = None) -> list[Result]:
-    """Compare each side with the first; return a result for each task and side.
-
-    Args:
-        two_way: add the interval over seeds and problems; for sides with several seeds.
-        power_difference: add sample sizes for this difference of accuracies, from 0 to 1.
-    """
+    """Compare each side with the first; return a result for each task and side. `two_way` adds the interval over seeds
+    and problems, `power_difference` (a difference of accuracies, from 0 to 1) the sample sizes that detect it."""
     reference = next(iter(sides.values()))
     results = []
     for task in reference[0].correct:
@@ -230,7 +222,6 @@ def _sample_sizes(
 
 
 def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
-    """Yield what makes the comparison's numbers doubtful."""
     reference, first = next(iter(sides.items()))
     for task in first[0].problems:
         shares = {one.side: one.truncated_share for one in results if one.task == task}
@@ -260,13 +251,10 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
 
 NOTHING = "–"
 FORMAT = 2
-"""Version of the JSON."""
 WIDTH = 120
-"""Characters of a line of prose."""
 
 
 def as_dict(sides: Sides, results: Sequence[Result], power_difference: float | None) -> dict[str, Any]:
-    """The comparison for programs: shares from 0 to 1, null for unknown values."""
     has_seeds = results[0].num_seeds > 1
     return {
         "format": FORMAT,
@@ -279,7 +267,6 @@ def as_dict(sides: Sides, results: Sequence[Result], power_difference: float | N
 
 
 def describe(sides: Sides, results: Sequence[Result], power_difference: float | None) -> str:
-    """The tables, what their intervals are about, and the warnings."""
     reference, has_seeds = next(iter(sides)), results[0].num_seeds > 1
     compared = [(result, result.difference) for result in results if result.difference is not None]
     parts = [_accuracy_table(results, reference), _difference_table(compared, reference), _meaning(compared)]

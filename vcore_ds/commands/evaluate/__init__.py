@@ -105,10 +105,8 @@ def check_packages() -> None:
 
 
 def after_training(recipe: str, overrides: Sequence[str]) -> None:
-    """Evaluate the run's result on the default tasks, on rank 0, in a process without the launcher's environment.
-
-    A failed evaluation is a warning; the run is finished.
-    """
+    """Evaluate the run's result on the default tasks, on rank 0, in a process without the launcher's environment. A
+    failed evaluation is a warning; the run is finished."""
     from vcore_ds.config.load import load_recipe
     from vcore_ds.distributed import layout
 

@@ -27,10 +27,8 @@ from vcore_ds.models.loading import DTYPES
 
 @dataclass(frozen=True)
 class Sampling:
-    """All sampling fields, so that none is left to a server's defaults.
-
-    Defaults are the paper's (table "Inference hyperparameters").
-    """
+    """All sampling fields, so that none is left to a server's defaults. Defaults are the paper's (table "Inference
+    hyperparameters")."""
 
     temperature: float = 0.0
     """0 is greedy."""
@@ -47,11 +45,9 @@ class Sampling:
 
 
 def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> Sampling:
-    """Return the paper's or the model's sampling, changed by the values of `changes` that are not None.
-
-    The model's is that of its generation_config.json, or greedy, and without a repetition penalty, which is meant for
-    short chats and lowers accuracy.
-    """
+    """The paper's or the model's sampling, changed by the values of `changes` that are not None. The model's is that of
+    generation_config.json, or greedy, without its repetition penalty, which is meant for short chats and lowers
+    accuracy."""
     sampling = Sampling()
     path = cached_file(model, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if preset != "paper" and path is not None:
@@ -82,10 +78,8 @@ class Request(NamedTuple):
 
 
 class InProcessAPI(ModelAPI):
-    """A model, with its adapter if any, in this process.
-
-    Batches are fixed in advance, so that a resumed evaluation forms the same ones and gets bitwise equal answers.
-    """
+    """A model, with its adapter if any, in this process. Batches are fixed in advance, so that a resumed evaluation
+    forms the same ones and gets bitwise equal answers."""
 
     def __init__(
         self,
@@ -115,7 +109,6 @@ class InProcessAPI(ModelAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """Answer a user message, together with its batch."""
         assert config.seed is not None and config.max_tokens is not None
         request = Request(input[0].text, config.seed, config.max_tokens)
         async with self._lock:
@@ -160,12 +153,8 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
     ) -> None:
-        """Ask the server for its models and version. Raises UserError where it does not serve this model.
-
-        Args:
-            url: base of the API, such as http://localhost:8000/v1.
-            served_name: name of the model there; None where it is the only one, or the path.
-        """
+        """`served_name`: None for the only model there, or the path. Raises UserError where the server does not serve
+        this model."""
         url = url.rstrip("/")
         data = (_get(f"{url}/models") or {}).get("data")
         entries = {entry["id"]: entry for entry in data} if isinstance(data, list) else {}
@@ -214,10 +203,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """Answer a user message.
-
-        Raises UserError where the server counts other prompt tokens, or reports no finish reason or usage.
-        """
+        """Raises UserError where the server counts other prompt tokens, or reports no finish reason or usage."""
         prompt, ids = encode_prompt(input[0].text, self._tokenizer)
         metadata = {"prompt_token_ids": ids} if self.software != "transformers" else None  # which takes text only
         config = config.model_copy(update={"extra_body": self._extra_body(config.max_tokens)})

@@ -49,7 +49,6 @@ from vcore_ds.train.evaluation_folder import (
 LOGS = "inspect_logs"
 """Subfolder of inspect's logs, from which it resumes."""
 MAX_RETRIES = 4
-"""Retries of a failed request."""
 ANSWER_SECONDS = 5
 """CPU time limit of comparing one answer."""
 PACKAGES = ("inspect_ai", "math-verify", "transformers", "peft", "torch", "reasoning-gym")
@@ -70,12 +69,8 @@ class Settings:
 
 
 def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
-    """Answer and grade every task, or resume it, write the folder, and print the table.
-
-    Raises:
-        UserError: the model, the server or the folder cannot be used, or the folder holds another evaluation.
-        RunStopped: on Ctrl-C.
-    """
+    """Answer and grade every task, or resume it, write the folder, and print the table. Raises UserError where the
+    model, the server or the folder cannot be used, RunStopped on Ctrl-C."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(model.tokenizer, "RUN|MODEL")
@@ -163,8 +158,6 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
 
 @solver
 def answer_with_seed(task: str, seed: int) -> Solver:
-    """Ask the model, with a seed per answer."""
-
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         return await generate(state, seed=derive_seed(seed, task, state.sample_id, state.epoch))
 
@@ -173,7 +166,6 @@ def answer_with_seed(task: str, seed: int) -> Solver:
 
 @scorer(name="final_answer", metrics=[accuracy(), stderr()])
 def final_answer_scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
-    """Compare the output's final answer with the expected one."""
     lock = anyio.Lock()
 
     async def score(state: TaskState, target: Target) -> Score:
@@ -206,7 +198,6 @@ def _make_batches(settings: Settings) -> list[list[Request]]:
 def _write_result(
     settings: Settings, model: dict[str, Any], versions: dict[str, str], logs: dict[str, EvalLog]
 ) -> Evaluation:
-    """Write each task's samples or generations, then evaluation.json, and print the table."""
     results: dict[str, TaskResult] = {}
     generations: dict[str, dict[str, Any]] = {}
     rows = [("task", "problems", "samples", "accuracy", "std. error", "truncated", "no answer", "mean tokens")]
@@ -261,11 +252,8 @@ def _read_samples(log: EvalLog) -> list[SampleResult]:
 
 
 def _write_generations(folder: Path, task: ChosenTask, samples: Sequence[SampleResult]) -> str:
-    """Write the input of a code task's official grader, and return the file's name.
-
-    LiveCodeBench: a JSON list of {question_id, code_list}. OJBench: a JSON line per answer, with the row's columns and
-    `content`.
-    """
+    """Write the input of a code task's official grader, and return the file's name. LiveCodeBench: a JSON list of
+    {question_id, code_list}. OJBench: a JSON line per answer, with the row's columns and `content`."""
     by_problem: dict[str, list[SampleResult]] = defaultdict(list)
     for sample in samples:
         by_problem[sample.problem_id].append(sample)

@@ -26,7 +26,6 @@ class Benchmark:
     """A task that --tasks can name."""
 
     help: str
-    """Description, for messages."""
     kind: Kind | None
     """None for code, whose generations are written for the official graders."""
     read: Callable[[Row], Sample] | None = None
@@ -34,7 +33,6 @@ class Benchmark:
     sources: tuple[dict[str, str], ...] = ()
     """Arguments of `datasets.load_dataset` for each data set on the hub."""
     select: Callable[[list[Sample]], list[Sample]] = list
-    """Selects the problems to evaluate."""
     make: Callable[[], list[Sample]] | None = None
     """Makes the problems of a task without a data set."""
     num_samples: int = 1
@@ -57,13 +55,8 @@ class ChosenTask(NamedTuple):
 def choose_tasks(
     words: Sequence[str], *, limit: int | None = None, num_samples: int | None = None, max_new_tokens: int | None = None
 ) -> list[ChosenTask]:
-    """Read the tasks NAME or NAME=FILE, with the first `limit` problems of each.
-
-    Args:
-        num_samples, max_new_tokens: None for each task's default.
-
-    Raises UserError where a name is unknown or repeated, or a task's data cannot be used.
-    """
+    """Read the tasks NAME or NAME=FILE, with the first `limit` problems of each; None for each task's number of samples
+    and tokens. Raises UserError where a name is unknown or repeated, or a task's data cannot be used."""
     chosen: dict[str, ChosenTask] = {}
     for word in words:
         name, _, files = word.partition("=")
@@ -152,10 +145,8 @@ def _read_choice(row: Row) -> Sample:
 
 
 def supergpqa_1k(problems: list[Sample]) -> list[Sample]:
-    """Choose 1,000 problems, with each discipline's share of the data set (largest remainder method).
-
-    Within a discipline the problems with the smallest hashes of seed and id are chosen, whatever their order.
-    """
+    """Choose 1,000 problems, with each discipline's share of the data set (largest remainder method): those with the
+    smallest hashes of seed and id, whatever their order."""
     if len(problems) <= SUBSET_SIZE:
         return problems
     groups: dict[str, list[Sample]] = defaultdict(list)
@@ -186,7 +177,6 @@ def _read_ojbench(row: Row) -> Sample:
 
 
 def _only_cpp(problems: list[Sample]) -> list[Sample]:
-    """Select OJBench's 232 prompts for C++, the language of the training data."""
     return [problem for problem in problems if (problem.metadata or {})["language"] == "cpp"]
 
 
@@ -197,11 +187,9 @@ def _problem(row: Row, ids: Sequence[str], prompt: str, expected: str = "", **me
 
 
 def _make_arithmetic() -> list[Sample]:
-    """Make 100 sums and differences and 100 products of numbers of one or two digits.
-
-    With the library's prompt: the paper's asks for a box, which SmolLM2-135M leaves empty. Without the library's
-    `basic_arithmetic`: its answers to unparenthesised divisions are wrong.
-    """
+    """Make 100 sums and differences and 100 products, with the library's prompt: the paper's asks for a box, which
+    SmolLM2-135M leaves empty. Not the library's `basic_arithmetic`: its answers to unparenthesised divisions are
+    wrong."""
     from reasoning_gym import create_dataset
 
     sums = create_dataset("chain_sum", seed=42, size=100, max_digits=2, max_terms=3)
@@ -214,7 +202,6 @@ def _make_arithmetic() -> list[Sample]:
 
 
 def _make_champ() -> list[Sample]:
-    """Make the problems of CHAMP that the quickstart holds out."""
     rows = champ_problems()
     prompts = {name: CHAMP.format(statement=rows[name]["_text"].strip()) for name in HELD_OUT}
     return [Sample(id=name, input=prompts[name], target=rows[name]["_answer"], metadata={}) for name in HELD_OUT]

@@ -42,14 +42,12 @@ from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.train.model_card import Kind, make_model_card
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
-"""What `--output` must be, for messages."""
 
 
 class TrainedWeights(Protocol):
     """The trained parameters of a run, read one at a time."""
 
     name: str
-    """Name of their checkpoint or folder."""
     shapes: dict[str, torch.Size]
     """Parameter name in the (adapted) Hugging Face model -> shape."""
 
@@ -261,7 +259,6 @@ def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
             yield name, stored.read_copied(name)
 
     def compute_change(name: str) -> Tensor:
-        """The adapter's change of a weight, in fp32."""
         if name not in adapters:
             return torch.zeros(stored.weights[name].shape)
         adapter = adapters[name]
@@ -288,7 +285,6 @@ def write_adapter(
     card: str,
     dtype: torch.dtype,
 ) -> int:
-    """Write the adapter in peft's format; return the bytes of its weights."""
     assert recipe.lora is not None
     adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
@@ -302,10 +298,6 @@ class ParallelCheckpointWeights:
     model."""
 
     def __init__(self, folder: Path, recipe: Recipe):
-        """Args:
-        folder: folder of the checkpoint.
-        recipe: recipe of its run.
-        """
         from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers  # slow to import
         from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices
 
@@ -328,7 +320,6 @@ class ParallelCheckpointWeights:
                 self._shards.setdefault(piece.name, []).append(shard)
 
     def read(self, name: str) -> Tensor:
-        """Read the full weight, fp32, on the CPU."""
         from vcore_ds.models.megatron.configuration import copy_to_weight
 
         weight = torch.empty(self.shapes[name])
@@ -339,11 +330,8 @@ class ParallelCheckpointWeights:
 
 
 def check_repository(repository: str, *, update: bool) -> HfApi:
-    """Return the hub's API, before an export, which takes minutes.
-
-    Raises UserError where the name is invalid, the hub cannot be reached or refuses the token, or the repository exists
-    without `update`.
-    """
+    """Return the hub's API, before an export, which takes minutes. Raises UserError where the name is invalid, the hub
+    cannot be reached or refuses the token, or the repository exists without `update`."""
     if not is_hub_id(repository):
         raise UserError(f"--push: found {repository}; expected OWNER/NAME, a repository on the hub")
     api = HfApi()
@@ -359,12 +347,9 @@ def check_repository(repository: str, *, update: bool) -> HfApi:
 
 
 def push_folder(api: HfApi, folder: Path, repository: str, base: BaseModel, *, public: bool, update: bool) -> str:
-    """Create the repository, private unless `public`, commit all files of `folder` at once, and return its address.
-
-    An adapter's configuration is committed with the base model's id on the hub, or its name, in place of its path.
-
-    Raises UserError where the hub cannot be reached or refuses; nothing is visible then.
-    """
+    """Create the repository, private unless `public`, commit all files of `folder` at once, and return its address; in
+    an adapter's configuration the base model's public name replaces its path. Raises UserError where the hub cannot be
+    reached or refuses; nothing is visible then."""
     files: dict[str, bytes | Path] = {path.name: path for path in sorted(folder.iterdir())}
     if CONFIG_NAME in files:
         config = json.loads((folder / CONFIG_NAME).read_bytes()) | {"base_model_name_or_path": base.public_name}

@@ -160,15 +160,9 @@ def limit_to_recipe(options: FidelityOptions, num_steps: int) -> tuple[FidelityO
 def choose_sequences(
     num_training: int, num_trusted: int | None, probe_size: int, options: FidelityOptions, seed: int
 ) -> Choice:
-    """Draw the measured sequences from the training data, and the probes from the rest of it or from `data.probe_path`.
-
-    Where there are too few sequences, the probes become smaller.
-
-    Args:
-        num_trusted: sequences of `data.probe_path`; None without it.
-
-    Raises UserError unless there is a sequence for each purpose.
-    """
+    """Draw the measured sequences from the training data, and the probes from the rest of it or from `data.probe_path`
+    (`num_trusted` sequences; None without it). Too few sequences make the probes smaller. Raises UserError unless there
+    is a sequence for each purpose."""
     from vcore_ds.common.random_streams import Stream, generator  # imports numpy
 
     drawn, notes = generator(Stream.FIDELITY, seed), []

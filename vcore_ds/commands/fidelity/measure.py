@@ -284,7 +284,6 @@ class Bench:
         return self.gather(compute_jvp_utilities(self.engine, direction or self.direction, self.batches))
 
     def losses(self) -> Tensor:
-        """Compute the losses of this rank's tokens."""
         return torch.cat(compute_losses(self.engine, self.batches, batches_per_pass=1))
 
     def estimate_finite_difference(self, epsilon: float, base: Tensor, reference: Tensor) -> Estimate:

@@ -51,7 +51,6 @@ class Estimate:
     """RMS error of a token's loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`; curvature where epsilon is
     large."""
     of_recipe: bool = False
-    """Whether the recipe trains with it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,6 @@ class FidelityReport:
     precision: str
     reference_precision: str
     steps_before: int
-    """Optimizer steps before the first measurement."""
     direction: str
     probe_batch_size: int
     """Sequences whose gradient is the direction that the estimators are compared along."""
@@ -125,12 +123,8 @@ class FidelityReport:
 def measure_agreement(
     utilities: Tensor, reference: Tensor, weights: Tensor, reference_weights: Tensor, sequence_index: Tensor
 ) -> Agreement:
-    """Measure how well utilities and their weights agree with a reference's.
-
-    Args:
-        utilities, reference, weights, reference_weights: `[N]`, on the CPU.
-        sequence_index: `[N]`, each token's sequence, from 0.
-    """
+    """Measure how well utilities and their weights `[N]` agree with a reference's, on the CPU. `sequence_index` `[N]`:
+    each token's sequence, from 0."""
     num_sequences = int(sequence_index.max()) + 1
     utilities, reference = utilities.double(), reference.double()
     arrays = utilities.numpy(), reference.numpy()
@@ -146,7 +140,6 @@ def measure_agreement(
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Average the values that are not None; None where all are."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None
 
@@ -170,7 +163,6 @@ def _replace_nan(value: Any) -> Any:
 
 
 def describe(report: FidelityReport) -> str:
-    """The tables and the verdict."""
     bounds = f"at least {RELIABLE_SPEARMAN:g}, for probe.rank {LEAST_RANK_CORRELATION:g} within sequences"
     verdict = [f"Reliable: Spearman of {bounds}"]
     verdict += [f"  {line}" for line in judge(report)]

@@ -49,9 +49,7 @@ class Calibration:
     run: str
     device: str
     num_steps: int
-    """Measured steps, without the warm-up."""
     seconds_step: float
-    """Median sum of all phases."""
     achieved: Achieved
 
     def describe(self) -> str:
@@ -63,13 +61,9 @@ class Calibration:
 
 
 def calibrate(run: str) -> Calibration:
-    """The achieved shares of a GPU's peak with which the plan of a run's recipe and cluster reproduces its metrics.
-
-    The phases with matrix multiplications give the share of compute, the update that of memory. Simulated lengths have
-    the mean of the metrics, which exclude prompts.
-
-    Raises UserError for a folder without a run, a run that is too short, or one on a device of unknown peak.
-    """
+    """The shares of a GPU's peak with which the plan of a run's recipe and cluster reproduces its metrics: the phases
+    with matrix multiplications give that of compute, the update that of memory. Raises UserError for a folder without a
+    run, a run that is too short, or a device of unknown peak."""
     folder = Path(run)
     try:
         recipe, environment, steps = read_recipe_of(folder), read_environment(folder), read_metrics_of(folder)
@@ -196,11 +190,9 @@ class Columns:
 
     recipe_name: str
     model: str
-    """Description of the model and the source of its shape."""
     columns: list[Column]
     calibration: Calibration | None
     recipe_title: str
-    """The title of the recipe's column."""
     must_fit: bool
     """`engine.memory_check`: whether a run that does not fit is refused."""
 
@@ -286,10 +278,7 @@ def split_setting(setting: str) -> list[str]:
 
 
 def choose_gpu(arguments: argparse.Namespace) -> Gpu:
-    """The GPU of `--gpu`, with the values of the options that replace some.
-
-    Raises UserError for an unknown name.
-    """
+    """The GPU of `--gpu`, with the values of the options that replace some. Raises UserError for an unknown name."""
     gpu = named_gpu(arguments.gpu)
     options = {
         "memory_bytes": ("gpu_memory", GIB),
@@ -313,10 +302,8 @@ def choose_gpu(arguments: argparse.Namespace) -> Gpu:
 
 
 def draw(columns: Columns, path: Path) -> None:
-    """Plot memory and seconds of a step over the number of GPUs, from 1 to 4 * --gpus, at least 64.
-
-    Raises UserError if the file cannot be written.
-    """
+    """Plot memory and seconds of a step over the number of GPUs, from 1 to 4 * --gpus, at least 64. Raises UserError if
+    the file cannot be written."""
     from matplotlib import ticker  # takes a second to import
 
     figure = new_figure(10.0, 4.0)

@@ -20,11 +20,9 @@ from vcore_ds.planning.run_plan import (
 )
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
-"""Names of the phases of a step in the table."""
 
 
 def describe(columns: Columns) -> str:
-    """The verdict in a few lines, the table, and its assumptions."""
     plan = columns.columns[0].plan
     warning = warn_of_positions(columns.recipe_column.plan.settings, plan.shape)
     routed = f" ({active_parameters(plan.shape):,} active for each token)" if plan.shape.experts is not None else ""
@@ -46,7 +44,6 @@ def describe(columns: Columns) -> str:
 
 
 def as_dict(columns: Columns) -> dict[str, Any]:
-    """The plan for programs, in bytes, seconds and counts."""
     return {
         "recipe": columns.recipe_name,
         "model": columns.model,

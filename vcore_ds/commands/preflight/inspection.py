@@ -135,12 +135,8 @@ def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
 
 
 def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[str]:
-    """A line for each node with a tensor-parallel group that extends to another node.
-
-    Args:
-        ranks_of_hosts: host -> number of ranks.
-        tensor: tensor-parallel size.
-    """
+    """A line for each node with a tensor-parallel group (of `tensor` ranks) that extends to another node.
+    `ranks_of_hosts`: host -> number of ranks."""
     return [
         f"{host}: parallel.tensor: found {tensor} with {num_ranks} ranks on the node, expected a divisor of them: "
         "tensor-parallel ranks exchange the activations of every layer. Set parallel.tensor, or the ranks of a node"
@@ -150,7 +146,6 @@ def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[st
 
 
 def describe(nodes: Sequence[Node], needed: Requirements) -> str:
-    """The lines on nodes and requirements that rank 0 prints first."""
     first = nodes[0]
     lines = [
         f"preflight: {len(nodes)} nodes; on {first.host}: commit {first.commit}, "

@@ -29,10 +29,8 @@ NUM_TIMED = 5
 
 @contextmanager
 def plain_group(timeout_seconds: float) -> Iterator[None]:
-    """A gloo group of all ranks in the launcher's environment, or of this process alone. It uses host memory and TCP.
-
-    Raises ConnectionError, with gloo's message, if the ranks do not connect in time.
-    """
+    """A gloo group of all ranks in the launcher's environment, or of this process alone, over host memory and TCP.
+    Raises ConnectionError, with gloo's message, if the ranks do not connect in time."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     try:
@@ -48,7 +46,6 @@ def plain_group(timeout_seconds: float) -> Iterator[None]:
 
 
 def rank() -> int:
-    """Rank of this process in the job."""
     return dist.get_rank()
 
 
@@ -60,10 +57,8 @@ def gather(value: Any) -> list[Any]:
 
 
 def all_reduce_seconds(num_bytes: int, timeout_seconds: float) -> float:
-    """Median seconds of an all-reduce of `num_bytes` over all ranks: by NCCL with one GPU per rank, else by gloo.
-
-    Raises TimeoutError: NCCL hangs without an error on a network that drops its packets.
-    """
+    """Median seconds of an all-reduce over all ranks: by NCCL with one GPU per rank, else by gloo. Raises TimeoutError:
+    NCCL hangs without an error on a network that drops its packets."""
     result: list[float | BaseException] = []
 
     def measure() -> None:
@@ -123,10 +118,8 @@ def nccl_log() -> Iterator[Path | None]:
 
 
 def network_of_nccl(log: str) -> str | None:
-    """The network in NCCL's log, such as `IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB`; None if it is missing.
-
-    Source: the line `NET/IB : Using ...` or `NET/Socket : Using ...` of NCCL_DEBUG=INFO.
-    """
+    """The network in NCCL's log (the line `NET/IB : Using ...` or `NET/Socket : Using ...` of NCCL_DEBUG=INFO), such as
+    `IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB`; None if it is missing."""
     match = re.search(r"NET/(\w+)\s*:\s*Using\s+(.+?)(?:\s*;\s*OOB.*)?$", log, re.MULTILINE)
     return f"{match[1]} {match[2].strip()}" if match else None
 

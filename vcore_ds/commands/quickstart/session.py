@@ -39,9 +39,7 @@ MOST_HELD_OUT = 16
 
 def prepare(overrides: Sequence[str]) -> list[str]:
     """Prepare model and data on rank 0, and return overrides with their paths and an unused output folder. Collective.
-
-    Raises UserError where the overrides are wrong, or model and data cannot be made or written.
-    """
+    Raises UserError where the overrides are wrong, or model and data cannot be made or written."""
     recipe, added = load_with_additions(overrides)
     start_ranks(recipe.engine, recipe.parallel)
     words: list[str] = layout.gather_objects("job", run_on_first_rank(lambda: prepare_files(recipe, overrides)))[0]
@@ -136,7 +134,6 @@ def split_rows(source: str) -> dict[str, Any]:
 
 
 def say_what_next() -> None:
-    """Print, on rank 0, commands to continue with."""
     if layout.is_first():
         print(
             f"Next: bash {SCRIPT} schedule.num_steps=100  # trains longer\n"

@@ -64,7 +64,6 @@ _SEPARATOR = re.compile(r"(?<=\d),(?=\d{3})")
 _FRACTION = re.compile(r"\\frac\{(\d+)\}\{([1-9]\d*)\}")
 
 Trace = dict[str, Any]
-"""A line of the written files."""
 
 
 class QuickstartData(NamedTuple):
@@ -78,10 +77,8 @@ class QuickstartData(NamedTuple):
 
 
 def prepare_quickstart_data(folder: str | Path) -> QuickstartData:
-    """Write the model into `folder` unless it is there, and the traces, which are the same every time.
-
-    Raises UserError where a package is missing or the folder cannot be written.
-    """
+    """Write the model into `folder` unless it is there, and the traces, which are the same every time. Raises UserError
+    where a package is missing or the folder cannot be written."""
     folder, model = Path(folder).expanduser(), prepare_model(folder)
     print("Choosing traces by their length", flush=True)
     chosen = _choose_traces(model)
@@ -149,11 +146,9 @@ def champ_problems() -> dict[str, Any]:
 
 
 def _choose_traces(model: Path) -> dict[str, list[Trace]]:
-    """Choose the traces of each file, in the order of the data set's problems."""
     problems, tokenizer = champ_problems(), load_tokenizer(str(model))
 
     def sort_by_length(traces: list[Trace]) -> list[tuple[int, Trace]]:
-        """Pair traces with their number of tokens, shortest first."""
         short = sorted(range(len(traces)), key=lambda i: sum(len(turn["content"]) for turn in traces[i]["messages"]))
         short = sorted(short[:NUM_TOKENIZED])
         texts = [tokenizer.apply_chat_template(traces[i]["messages"], tokenize=False) for i in short]
@@ -187,11 +182,8 @@ def _choose_traces(model: Path) -> dict[str, list[Trace]]:
 
 
 def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
-    """Yield from each recorded conversation the turn that solves the problem, with its prompt.
-
-    A conversation ends in [.., prompt, solution, "summarize the answer above", summary]. Prompts that refer back to
-    earlier turns ("the concepts above") are left out.
-    """
+    """Yield from each recorded conversation, which ends in [.., prompt, solution, "summarize the answer above",
+    summary], the solution with its prompt; not where the prompt refers back to earlier turns ("the concepts above")."""
     for problem, recorded in problems.items():
         for source, conversation in recorded["conversations"].items():
             prompt, solution = conversation["messages"][-4:-2]
@@ -201,13 +193,10 @@ def _solutions(problems: dict[str, Any]) -> Iterator[Trace]:
 
 
 def judged_traces(problems: dict[str, Any]) -> Iterator[Trace]:
-    """Yield the solutions whose final answer is clearly right or wrong, each once, with `is_right`.
-
-    Only problems with a number as answer are judged, by CHAMP's one-sentence summary of the solution (`judge`).
-    Solutions that continue a given part, or were given a misleading hint, are left out. CHAMP's authors marked the
-    first wrong step in 170 solutions to such problems: in all 87 that are called wrong here, and in 17 of the 43 that
-    are called right (a right answer in spite of a wrong step).
-    """
+    """Yield the solutions whose final answer is clearly right or wrong (`judge`), each once, with `is_right`: to
+    problems with a number as answer, without those that continue a given part or were given a misleading hint. CHAMP's
+    authors marked the first wrong step in 170 of them: in all 87 that are called wrong here, and in 17 of the 43 that
+    are called right."""
     for problem, recorded in problems.items():
         answer = _NUMBER.fullmatch(recorded["_answer"])
         if answer is None:

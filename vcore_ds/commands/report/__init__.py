@@ -90,16 +90,10 @@ def write_report(
     step: int | None = None,
     tokenizer_path: str | None = None,
 ) -> list[Path]:
-    """Write the page, or print the text, of runs or of a sweep; return the written paths, the page's first.
-
-    A sweep's tables are printed. Without `output`, they are also written as Markdown beside the page, in the sweep's
-    folder. With `output`, no file is written beside it: it could be the user's.
-
-    Args:
-        png: folder for the curves as pictures; None for none.
-
-    Raises UserError where a folder holds no run or a damaged one, or a file cannot be written.
-    """
+    """Write the page, or print the text, of runs or of a sweep; return the written paths, the page's first. A sweep's
+    tables are printed, and without `output` also written beside the page as Markdown; with it no other file is written,
+    because that could be the user's. `png`: folder for the curves as pictures. Raises UserError where a folder holds no
+    run or a damaged one, or a file cannot be written."""
     from vcore_ds.commands.report.curves import write_pictures
     from vcore_ds.commands.report.page import write_page
     from vcore_ds.commands.report.tables import format_text
@@ -124,7 +118,6 @@ def write_report(
 def _read_runs_or_sweep(
     folders: Sequence[Path], *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
 ) -> "tuple[list[ReportedRun], SweepTables | None]":
-    """The runs, and the sweep's tables where `folders` is a sweep."""
     from vcore_ds.commands.report.read import read_runs
     from vcore_ds.commands.report.scaling import finished_runs, sweep_tables
 

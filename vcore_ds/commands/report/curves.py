@@ -29,7 +29,6 @@ class Series:
     """A curve of one group."""
 
     group: int
-    """Index of the group."""
     steps: list[int]
     values: list[float]
     bands: list[tuple[list[float], list[float]]] = field(default_factory=list)

@@ -149,15 +149,8 @@ STYLE, BASE = "style.css", "base.js"
 def render_page(
     folder: Path, template: str, scripts: Sequence[str], data: Any, blobs: Mapping[str, str], **texts: Any
 ) -> str:
-    """Render a page as HTML.
-
-    Args:
-        folder: folder of the page's template and scripts.
-        scripts: file names, joined in this order after `BASE` into one module.
-        data: JSON data for the scripts.
-        blobs: element id -> base64 data for the scripts.
-        texts: variables of the template.
-    """
+    """Render a page as HTML from the template and scripts (joined in this order after `BASE`) in `folder`. `data`: JSON
+    for the scripts; `blobs`: element id -> base64 data for them; `texts`: variables of the template."""
     sources = [SOURCES / BASE, *(folder / name for name in scripts)]
     script = "\n" + "\n".join(path.read_text(encoding="utf-8") for path in sources)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -46,7 +46,6 @@ class ReportedRun:
     metrics: list[dict[str, float | None]]
     """Lines of metrics.jsonl, at least one."""
     held_out: HeldOutLosses
-    """Empty if none were measured."""
     evaluated: dict[str, TaskResult]
     """By task; empty if the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]
@@ -58,7 +57,6 @@ class ReportedRun:
     notes: list[str]
     profiles: list[Profile]
     cell: str | None = None
-    """Cell of the sweep; None outside a sweep."""
 
     def total(self, key: str) -> float:
         """Sum of a key over metrics.jsonl; missing values count as 0."""
@@ -82,17 +80,10 @@ def read_runs(
     step: int | None = None,
     names: Sequence[str] | None = None,
 ) -> list[ReportedRun]:
-    """Read the runs, one per distinct folder.
-
-    Args:
-        top: maximum length of the lists of tokens and phrases.
-        min_count: minimum occurrences of a listed token or phrase; None for 1 in 5,000 tokens, at least 5.
-        step: read only the record of this optimizer step; None for all records.
-        tokenizer_path: folder or hub id; None for each run's tokenizer.
-        names: names of a sweep's runs, `CELL/seed_N`, one per folder.
-
-    Raises UserError where a folder holds no run, a file in it is missing or damaged, or `step` has no record.
-    """
+    """Read the runs, one per distinct folder. `top`, `min_count` (None for 1 in 5,000 tokens, at least 5): of the lists
+    of tokens and phrases. `step`: read only this step's record. `names`: of a sweep's runs, `CELL/seed_N`, one per
+    folder. Raises UserError where a folder holds no run, a file in it is missing or damaged, or `step` has no
+    record."""
     read = partial(_read_run, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
     if names is not None:
         return [
@@ -190,7 +181,6 @@ def differences(runs: Sequence[ReportedRun], ignored: Sequence[str] = ("run.outp
 
 
 def format_value(value: Any) -> str:
-    """A value of a recipe, as in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

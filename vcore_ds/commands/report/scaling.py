@@ -54,20 +54,13 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 
 def fit_laws(sizes: Sequence[Sequence[float]], losses: Sequence[float], columns: Sequence[str]) -> list[Fit]:
-    """Fit the laws to all runs except those of the largest point, and sort by the error of its prediction.
-
-    Args:
-        sizes: for each run, a value above 0 per column.
-        losses: loss of each run, above 0.
-        columns: `N` and `D`, or one of them; none is constant.
-
-    Returns an empty list if there are too few points for the parameters of any law.
-    """
+    """Fit the laws to all runs except those of the largest point, and sort by the error of its prediction; empty if
+    there are too few points for any law. `sizes`: for each run, a value above 0 per column; `columns`: `N` and `D`, or
+    one of them; none is constant."""
     table, values = np.log(np.asarray(sizes, dtype=float)), np.log(np.asarray(losses, dtype=float))
     largest = table.sum(1) == table.sum(1).max()
     points = np.unique(table[~largest], axis=0)
@@ -153,12 +146,8 @@ def _predict(x: np.ndarray, terms: Terms, parameters: np.ndarray) -> tuple[np.nd
 
 
 def _minimise(x: np.ndarray, y: np.ndarray, terms: Terms, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Minimise with Levenberg-Marquardt from each start for each row of counts [fits, runs]; return the best parameters
-    of each row.
-
-    The Huber loss is minimised by iterative reweighting: a residual beyond `HUBER_DELTA` has a weight inversely
-    proportional to its size.
-    """
+    """Minimise the Huber loss with Levenberg-Marquardt, reweighting iteratively, from each start for each row of counts
+    `[fits, runs]`; return the best parameters of each row."""
     weights = np.repeat(counts, len(starts), axis=0)
     parameters = np.tile(starts, (len(counts), 1))
     damping = np.full(len(parameters), 1e-2)
@@ -207,12 +196,8 @@ SMALLEST_RANGE = 1.5
 def scaling_tables(
     by_cell: Mapping[str, Mapping[int, ReportedRun]], title: str, value_of: Callable[[ReportedRun], float | None]
 ) -> list[Table]:
-    """A table for each group of cells that differ only in size, if they are enough for a fit.
-
-    Args:
-        title: name of the loss.
-        value_of: the loss of a run, or None.
-    """
+    """A table for each group of cells that differ only in size, if they are enough for a fit. `title`: name of the
+    loss; `value_of`: the loss of a run, or None."""
     families: dict[str, list[str]] = {}
     for name, by_seed in by_cell.items():
         if by_seed:
@@ -317,7 +302,6 @@ def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
 
 
 def sweep_tables(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> SweepTables:
-    """Make the tables over finished runs, whose names are those in the sweep."""
     by_cell: dict[str, dict[int, ReportedRun]] = {name: {} for name in sweep.references}
     for run in runs:
         by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run

@@ -182,7 +182,6 @@ class ProfileTable:
 
 
 def make_profiles(runs: Sequence[ReportedRun], folder: Path) -> list[ProfileTable]:
-    """The profiled steps of the runs, for a page in `folder`."""
     profiles = []
     for run in runs:
         for profile in run.profiles:
@@ -205,7 +204,6 @@ _PROFILE_FILES = {
     ".pickle": "record of memory (pytorch.org/memory_viz)",
     ".csv": "this table",
 }
-"""Suffix of a file -> what it is."""
 
 
 def difference_table(runs: Sequence[ReportedRun]) -> Table:
@@ -215,7 +213,6 @@ def difference_table(runs: Sequence[ReportedRun]) -> Table:
 
 
 def environment_table(runs: Sequence[ReportedRun]) -> Table:
-    """Commands, versions, commits and devices of the runs."""
     flat = []
     for run in runs:
         values: dict[str, Any] = {}
@@ -307,7 +304,6 @@ def explain_results(runs: Sequence[ReportedRun]) -> str:
 
 
 def _measure_results(run: ReportedRun) -> dict[str, Result]:
-    """Name of a measure -> its result."""
     before, after = run.held_out.before, run.held_out.after
     results = {f"held-out loss{name and f', {name}'} (nats)": Result(before.get(name), after[name]) for name in after}
     losses = [line.get("loss") for line in run.metrics]
@@ -329,7 +325,6 @@ def _num_steps(run: ReportedRun) -> int:
 
 
 def _duration(run: ReportedRun) -> str:
-    """Time of all steps."""
     seconds = run.total("seconds")
     if seconds < 59.5:
         return f"{seconds:.3g} s"
@@ -338,7 +333,6 @@ def _duration(run: ReportedRun) -> str:
 
 
 def format_text(runs: Sequence[ReportedRun]) -> str:
-    """The report as text: the tables of a single run, or those that compare several."""
     return "\n\n".join(_paragraphs(runs))
 
 

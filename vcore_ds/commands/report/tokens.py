@@ -93,7 +93,6 @@ class TokenTexts:
         self._kinds = {i: KINDS.index("special" if i in special else _classify(text)) for i, text in self.texts.items()}
 
     def read(self, sequence: TokenSequence) -> SequenceTexts:
-        """Read one sequence."""
         ids = sequence.token_ids.tolist()
         # Special tokens separate words, and so do gaps: turns of the user, which are not recorded.
         follows = np.diff(sequence.positions, prepend=sequence.positions[0] - 1) == 1
@@ -264,14 +263,8 @@ def make_tables(
     top: int = 15,
     min_count: int | None = None,
 ) -> TokenTables:
-    """Make the tables of a run's records, at least one.
-
-    Args:
-        top: maximum length of the lists of tokens and phrases.
-        min_count: minimum occurrences of a listed token or phrase; None for `default_min_count`.
-
-    Raises UserError where the tokenizer lacks recorded tokens.
-    """
+    """Make the tables of a run's records, at least one. `top`: maximum length of the lists; `min_count`: minimum
+    occurrences in them, None for `default_min_count`. Raises UserError where the tokenizer lacks recorded tokens."""
     flat = [(record, sequence) for record in records for sequence in record.sequences]
     texts = TokenTexts(tokenizer, [sequence for _, sequence in flat])
     read = [texts.read(sequence) for _, sequence in flat]
@@ -341,13 +334,8 @@ class _Sums:
         return cls(flat, np.concatenate(parts), uniform, weight, has_utilities)
 
     def rows(self, group: np.ndarray, name_of: Callable[[int], str], least: int = 1) -> list[Row]:
-        """A row per group with at least `least` members, in ascending order; a third of the records needs a third of
-        them.
-
-        Args:
-            group: int64 [N], group number of each token or phrase.
-            name_of: name of a group number.
-        """
+        """A row per group (`group` int64 `[N]`: its number for each token or phrase) with at least `least` members, in
+        ascending order; a third of the records needs a third of them."""
         counts = np.bincount(group * 3 + self.part, minlength=3 * (group.max(initial=-1) + 1)).reshape(-1, 3)
         u, w, us, ul = (
             np.bincount(group * 3 + self.part, column, minlength=counts.size).reshape(-1, 3) for column in self.values.T

@@ -146,16 +146,10 @@ def _encode(
     chosen: Sequence[tuple[int, SequenceTokens | TraceTokens]],
     utilities_of_step: Mapping[int, np.ndarray | None],
 ) -> tuple[dict[str, Any], str]:
-    """Texts, prompts and levels for JSON, and the packed tokens.
-
-    The bytes are arrays over all tokens, one after the other: index in `texts` (`bytesText` bytes each, little-endian),
-    rank in the sequence (`bytesRank`, from 0 for the largest weight), then one byte each: index in the levels of
-    weight, of loss, of the step's utilities (absent without utilities), of entropy (followed traces only), and flags.
-
-    Args:
-        chosen: sequences with their steps.
-        utilities_of_step: utilities of all tokens of a step; None for methods without utilities.
-    """
+    """Texts, prompts and levels for JSON, and the packed tokens of the sequences `chosen` with their steps. The bytes
+    are arrays over all tokens, one after the other: index in `texts` (`bytesText` bytes each, little-endian), rank in
+    the sequence (`bytesRank`, from 0 for the largest weight), then one byte each: index in the levels of weight, of
+    loss, of the step's utilities (absent without utilities), of entropy (followed traces only), and flags."""
     assert run.texts is not None
     sequences = [sequence for _, sequence in chosen]
     names: dict[str, int] = {}

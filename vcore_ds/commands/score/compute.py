@@ -60,17 +60,8 @@ def plan_scoring_memory(
     longest: Sequence[int],
     trusted: Sequence[TokenStore],
 ) -> MemoryPlan | None:
-    """Plan the memory of a rank: a backward over the trusted sets, a JVP pass over the data.
-
-    Args:
-        recipe: a `ScoreRequest`'s.
-        deepspeed_config: the resolved configuration.
-        store: the data.
-        longest: positions in `store` of the first chunk, which has the longest sequences.
-        trusted: the trusted sets.
-
-    Returns None for a model of unknown size.
-    """
+    """Plan the memory of a rank: a backward over the trusted sets, a JVP pass over the data. `longest`: positions in
+    `store` of the first chunk, which has the longest sequences. None for a model of unknown size."""
     main = plan.spread_main(longest, store.lengths[list(longest)].tolist(), plan.utility_micro_batch_size_per_rank)
     probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in trusted]
     passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
@@ -96,12 +87,8 @@ SEQUENCES_PER_MICRO_BATCH = 8
 
 
 def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_RANK) -> None:
-    """Score on all ranks and write the folder on rank 0. A collective.
-
-    Raises:
-        UserError: for a user's mistake, or a full disk; finished work is kept.
-        NonFiniteLoss: on all ranks, with the sequences.
-    """
+    """Score on all ranks and write the folder on rank 0. A collective. Raises UserError for a user's mistake or a full
+    disk, keeping finished work, and NonFiniteLoss on all ranks, with the sequences."""
     recipe = request.recipe
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
@@ -125,12 +112,9 @@ SECOND_SELECTION = (
 
 
 def passed_checks(run: Path, recipe: Recipe, here: Mapping[str, Any]) -> bool:
-    """Whether a run with a checkpoint, which passed both checks of its start, ran with this model, code and hardware.
-
-    False also where it cannot be told: uncommitted changes of the code; a model on the hub, where it may have changed.
-
-    `here`: `environment` of this process.
-    """
+    """Whether a run with a checkpoint, which passed both checks of its start, ran with this model, code and hardware
+    (`here`: this process's `environment`). False also where it cannot be told: uncommitted changes; a model on the hub,
+    where it may have changed."""
     trained, there = read_recipe_of(run), read_environment(run)
     there = (there.get("resumed") or [there])[-1]
     config = Path(recipe.model.path) / "config.json"
@@ -160,9 +144,6 @@ class Scoring:
     """Executes a request on all ranks. The methods are collectives."""
 
     def __init__(self, request: ScoreRequest, console: Console, folder: Path, chunk_tokens_per_rank: int):
-        """Args:
-        folder: folder of unfinished work, used by rank 0.
-        """
         self.request, self.console, self.folder = request, console, folder
         recipe = request.recipe
         self.plan = plan_ranks(derive_plan_settings(recipe))
@@ -190,7 +171,6 @@ class Scoring:
         ]
 
     def run(self) -> None:
-        """Compute the missing utilities and write the result."""
         recipe = self.request.recipe
         ds_config = deepspeed_config(derive_plan_settings(recipe), self.plan)
         run_on_first_rank(lambda: self._resume_or_begin(ds_config))
@@ -317,7 +297,6 @@ class Scoring:
         return [ScoredSequence(i, *scored[i]) for i in chunk]
 
     def _write(self) -> None:
-        """Write the result, on rank 0."""
         inputs = {
             name: SetInputs(
                 self.request.sets[name],

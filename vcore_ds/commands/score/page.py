@@ -47,11 +47,9 @@ class ShownTrace:
 def encode_traces(
     name: str, columns: Mapping[str, np.ndarray], shown: Sequence[Mapping[str, Any]], texts: TokenTexts
 ) -> tuple[dict[str, Any], str]:
-    """Encode the shown traces of a set for the page: a description for JSON, and the tokens as gzip in base64.
-
-    The bytes are arrays over all tokens, one after the other: index in `texts` (`bytesText` bytes each, little-endian),
-    then one byte each: index in the levels of loss and of utility, and flags. The best trace comes first.
-    """
+    """Encode the shown traces of a set for the page, the best first: a description for JSON, and the tokens as gzip in
+    base64. The bytes are arrays over all tokens: index in `texts` (`bytesText` bytes each, little-endian), then one
+    byte each: index in the levels of loss and of utility, and flags."""
     total, mean, rank, _ = utility_columns(name)
     rows = sorted((row for row in shown if row["set"] == name), key=lambda row: columns[rank][row["sequence"]])
     most = max(1, MOST_TOKENS // max(1, len(shown)))
@@ -117,12 +115,8 @@ COLUMNS = ("source", "row", "num_supervised_tokens", "loss")
 
 
 def write_page(folder: Path) -> None:
-    """Write scores.html from the other files of the folder.
-
-    Raises:
-        UserError: one of them is missing or damaged.
-        OSError: the page cannot be written.
-    """
+    """Write scores.html from the other files of the folder. Raises UserError where one of them is missing or damaged,
+    OSError where the page cannot be written."""
     scores = read_scores(folder)
     names = [*COLUMNS, *(column for name in scores.sets for column in utility_columns(name))]
     page = render(scores, read_traces(folder, names), read_tokens(folder))
@@ -131,12 +125,7 @@ def write_page(folder: Path) -> None:
 
 
 def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str, Any]]) -> str:
-    """Render the page as HTML.
-
-    Args:
-        columns: columns of scores.parquet by name.
-        shown: rows of tokens.parquet.
-    """
+    """Render the page as HTML. `columns`: of scores.parquet, by name; `shown`: rows of tokens.parquet."""
     texts, why_no_tokens = _read_texts(scores, shown)
     encoded = [] if texts is None else [encode_traces(name, columns, shown, texts) for name in scores.sets]
     data = {
@@ -179,7 +168,6 @@ def _read_texts(scores: Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts
 
 
 def _describe_weights(scores: Scores) -> str:
-    """A sentence on the weights and the direction."""
     model = scores.model
     if scores.checkpoints:
         steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)

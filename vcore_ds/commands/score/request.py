@@ -29,7 +29,6 @@ from vcore_ds.train.run_folder import RECIPE, read_metrics_of
 ONLY_SET = "trusted"
 """Name of the set at data.probe_path."""
 NEW_FOLDER = "a new folder that can be written"
-"""What `--output` must be, for messages."""
 
 _SET = re.compile(r"(\w{1,64})=(.+)")
 
@@ -41,14 +40,11 @@ class ScoreRequest:
     recipe: Recipe
     """`run.output_dir` is the run's present folder."""
     sets: dict[str, str]
-    """Name -> path of each trusted set."""
     checkpoints: list[ScoredCheckpoint]
     """In ascending order of steps; empty for the base model."""
     output: Path
     again: bool = False
-    """Delete the unfinished work of an earlier attempt."""
     trained_on_selection: bool = False
-    """Whether the run was trained with data.keep."""
     all_tokens: bool = False
     """Write the utilities of all tokens, not only of the best and worst traces'."""
 
@@ -92,7 +88,6 @@ def make_request(
 
 
 def _parse_sets(words: Sequence[str]) -> dict[str, str]:
-    """The path of each set by its name."""
     path_of_set: dict[str, str] = {}
     for word in words:
         match = _SET.fullmatch(word)
@@ -105,11 +100,8 @@ def _parse_sets(words: Sequence[str]) -> dict[str, str]:
 
 
 def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
-    """The recipe, changed to take directions of complete trusted sets, whatever its method.
-
-    Everything that scoring does not use gets a fixed value, because the recipe is part of the request's identity
-    (`describe_request`).
-    """
+    """The recipe, changed to take directions of complete trusted sets, whatever its method. What scoring does not use
+    gets a fixed value, because the recipe is part of the request's identity (`describe_request`)."""
     has_moments = run is not None and recipe.probe.direction != "sgd"
     probe = {"batch_size": "all", "every": 1}
     data = {
@@ -137,10 +129,8 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
 
 
 def _select_checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
-    """The named checkpoint, all of them, or the newest (None), with their weights in the sum.
-
-    Raises UserError if there is no such checkpoint.
-    """
+    """The named checkpoint, all of them, or the newest (None), with their weights in the sum. Raises UserError if there
+    is no such checkpoint."""
     with reading("RUN", run, "the folder of a run"):
         complete = {
             folder.name: (step, checkpoint_folder.read_digest(folder))
@@ -197,17 +187,9 @@ def describe_request(
     deepspeed_config: Mapping[str, Any],
     passes: Sequence[tuple[str, TokenStore, ScoredCheckpoint | None]],
 ) -> dict[str, Any]:
-    """The identity of a scoring, for JSON: all that its losses and utilities depend on. Unfinished work is resumed only
-    for the same identity.
-
-    It includes every key of the recipe except those listed above, so a new key cannot be forgotten.
-
-    Args:
-        recipe: a `ScoreRequest`'s.
-        description: describes the data and the model.
-        deepspeed_config: the resolved configuration.
-        passes: name and data of the trusted set, and the checkpoint, in the order of the passes' numbers.
-    """
+    """The identity of a scoring, for JSON: all that its losses and utilities depend on; unfinished work is resumed only
+    for the same. It includes every key of the recipe except those listed above, so a new key cannot be forgotten.
+    `passes`: name and data of the trusted set, and the checkpoint, in the order of the passes' numbers."""
     data = description.data
     return {
         "version": description.version,

@@ -50,7 +50,6 @@ class ScoredSequence:
     """Losses and utilities of the supervised tokens of a sequence."""
 
     position: int
-    """Position in the store."""
     losses: np.ndarray
     """float32 [n], nats"""
     utilities: np.ndarray
@@ -65,11 +64,9 @@ class PassFiles:
         self._folder.mkdir(exist_ok=True)
 
     def write_set(self, loss: float, gradient_norm: float) -> None:
-        """Write the loss and the gradient norm of the pass's trusted set."""
         write_json(self._folder / SET, {"loss": loss, "gradient_norm": gradient_norm})
 
     def read_set(self) -> tuple[float, float]:
-        """Loss in nats, and gradient norm, of the pass's trusted set."""
         values = json.loads((self._folder / SET).read_text(encoding="utf-8"))
         return values["loss"], values["gradient_norm"]
 
@@ -129,15 +126,9 @@ def write_result(
     *,
     all_tokens: bool = False,
 ) -> Scores:
-    """Write the folder `output` atomically from the files in `folder`, and return scores.json.
-
-    Args:
-        folder: folder of unfinished work.
-        description: scores.json without the sets.
-        all_tokens: also write the utilities of all tokens (`vcore_ds.data.token_tables`).
-
-    Raises OSError where the folder cannot be written.
-    """
+    """Write the folder `output` atomically from the files of unfinished work in `folder`, and return scores.json
+    (`description` with the sets). `all_tokens`: also write the utilities of all tokens (`vcore_ds.data.token_tables`).
+    Raises OSError."""
     from vcore_ds.commands.score.page import write_page
 
     staged = folder / "result"

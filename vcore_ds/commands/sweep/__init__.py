@@ -74,13 +74,9 @@ JOBS = "slurm_jobs.txt"
 
 
 def submit(sweep: SweepFolder, options: str) -> str:
-    """Submit a job array of the runs that are not done, running or queued; return a line for the screen.
-
-    Args:
-        options: options for sbatch, as on a command line.
-
-    Raises UserError where the repository or sbatch is missing, `options` has unbalanced quotes, or sbatch fails.
-    """
+    """Submit a job array of the runs that are not done, running or queued; return a line for the screen. Raises
+    UserError where the repository or sbatch is missing, `options` (of sbatch) has unbalanced quotes, or sbatch
+    fails."""
     if not SCRIPT.is_file():
         raise UserError(
             f"--slurm: found no {SCRIPT} here; submit from the repository: cd REPOSITORY && vcore-ds sweep ..."
@@ -134,7 +130,6 @@ def _format_ranges(tasks: list[int]) -> str:
 
 
 def describe(sweep: SweepFolder) -> str:
-    """A line for each run, with its state and steps or failure, and a line with the number of runs in each state."""
     queued = queued_tasks(sweep)
     rows = []
     for task, run in enumerate(sweep.runs):
@@ -150,7 +145,6 @@ def describe(sweep: SweepFolder) -> str:
 
 
 def describe_failure(sweep: SweepFolder, run: str) -> str:
-    """Exit code and last message."""
     return f"exit code {sweep.exit_code(run)}: {sweep.last_words(run)}"
 
 
@@ -159,16 +153,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_here(sweep: SweepFolder, num_ranks: int) -> None:
-    """Train, one after another, all runs that are not done and that no other process is training.
-
-    A failed run does not stop the others. A stop request (SIGTERM, SIGINT, SIGUSR1) is forwarded to the current run,
-    which saves and stops; no other run is started.
-
-    Raises:
-        UserError: the contents of data, scores or a model have changed since the sweep first read them.
-        RunFailed: runs have failed; the message has their exit codes and last lines.
-        RunStopped: runs are unfinished, after a stop request or because another process trains them.
-    """
+    """Train, one after another, all runs that are not done and that no other process is training; a failed run does not
+    stop the others. A stop request (SIGTERM, SIGINT, SIGUSR1) is forwarded to the current run, which saves and stops.
+    Raises UserError where inputs have changed since the sweep first read them, RunFailed for failed runs, RunStopped
+    for unfinished ones."""
     with _Children() as children:
         for number, run in enumerate(sweep.runs, start=1):
             where = f"[{number}/{len(sweep.runs)}] {run}"
@@ -192,7 +180,6 @@ def run_here(sweep: SweepFolder, num_ranks: int) -> None:
 
 
 def _run_one(sweep: SweepFolder, run: str, num_ranks: int, log: BinaryIO, children: "_Children") -> int:
-    """Attempt a run; return the exit code."""
     launcher = ["-m", "vcore_ds.distributed.torchrun", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *(launcher if num_ranks > 1 else []), "-m", "vcore_ds.commands.cli", "train"]
     with writing("output_dir", sweep.folder):
@@ -221,11 +208,8 @@ def _conclude(sweep: SweepFolder, stopped_by: str | None) -> None:
 
 
 class _Children:
-    """Runs one command at a time and forwards stop requests to it, in a `with` block.
-
-    Attributes:
-        stopped_by: name of the first stop request; None before one arrives.
-    """
+    """Runs one command at a time and forwards stop requests to it, in a `with` block. `stopped_by`: name of the first
+    request."""
 
     def __init__(self) -> None:
         self.stopped_by: str | None = None

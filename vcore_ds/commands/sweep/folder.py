@@ -51,10 +51,8 @@ def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
 
 
 def changed_inputs(digests: Digests) -> Iterator[str]:
-    """A line for each input whose contents have changed. Missing inputs are left to the runs to report.
-
-    Raises UserError as `digest_inputs`.
-    """
+    """A line for each input whose contents have changed; missing ones are left to the runs. Raises UserError as
+    `digest_inputs`."""
     for key, by_path in digests.items():
         for path, digest in by_path.items():
             if _digest(key, path) not in (None, digest):
@@ -137,7 +135,6 @@ class SweepFolder:
     """Digests of data, scores and models from when the sweep first read them."""
 
     def recipe_path(self, run: str) -> Path:
-        """File of a run's resolved recipe."""
         return self.folder / "recipes" / f"{run}.yaml"
 
     def log_path(self, run: str) -> Path:
@@ -145,7 +142,6 @@ class SweepFolder:
         return self.folder / "logs" / f"{run}.log"
 
     def exit_path(self, run: str) -> Path:
-        """File of the exit code of the last attempt."""
         return self.folder / "logs" / f"{run}.exit"
 
     def run_folder(self, run: str) -> Path:
@@ -171,7 +167,6 @@ class SweepFolder:
             return None
 
     def num_steps(self, run: str) -> int:
-        """Optimizer steps in the run's metrics.jsonl."""
         try:
             return (self.run_folder(run) / METRICS).read_bytes().count(b"\n")
         except OSError:
@@ -223,7 +218,6 @@ def _lock(file: BinaryIO, wait_seconds: float = 0.0) -> bool:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether the folder is a sweep's."""
     return (folder / SWEEP).is_file()
 
 

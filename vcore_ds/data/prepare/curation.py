@@ -122,14 +122,8 @@ _HUB: dict[str, dict[str, Any]] = {
 
 
 def find_statement(folder: str | None, dataset: str, split: str, index: int) -> str | None:
-    """Look up the statement of a problem; None where there is no such problem or statement.
-
-    Args:
-        folder: local copies of the data sets, in its subfolders `taco`, `apps`, `code_contests`, `codeforces`; None
-            downloads them from the hub.
-
-    Raises UserError where the data set cannot be loaded.
-    """
+    """Look up the statement of a problem, in the subfolders `taco`, `apps`, `code_contests`, `codeforces` of `folder`,
+    or on the hub (None); None where there is none. Raises UserError where the data set cannot be loaded."""
     if dataset not in _HUB:
         return None
     rows = _rows(folder, dataset, split)
@@ -143,7 +137,6 @@ def find_statement(folder: str | None, dataset: str, split: str, index: int) -> 
 
 @cache
 def _rows(folder: str | None, dataset: str, split: str) -> Any:
-    """The data set, memory-mapped."""
     from datasets import load_dataset
 
     where = _HUB[dataset]
@@ -180,9 +173,7 @@ def _codeforces_statement(row: dict[str, Any]) -> str | None:
 Kind = Literal["math", "code", "chat"]
 
 SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
-"""Default split of hub data."""
 HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
-"""Default sources."""
 
 _ROWS_VERSION = 2
 """How rows of conversations are read. 1 dropped `tools`, calls, and the weights of messages."""

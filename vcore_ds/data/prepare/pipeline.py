@@ -100,7 +100,6 @@ def _end_with_parent() -> None:
 _BLOCK = 128
 """Conversations in a block, the unit of tokenization."""
 _ALL_KEYS = 2**64
-"""Above all keys."""
 
 
 class TooManyFaults(UserError):
@@ -121,19 +120,11 @@ def prepare(
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> PrepareReport | None:
-    """Make the store `output`. Returns None where the same request has made it before.
-
-    Args:
-        max_malformed_share: largest allowed share of malformed rows.
-        again: delete the unfinished work of an earlier attempt.
-        say: called with progress.
-        note: called with the formats of the rows and the final table; None for `say`.
-
-    Raises:
-        UserError: the request or the data cannot be used, or another process is making `output`. Finished shards are
-            kept, unless the same request can never succeed.
-        OSError: `output` cannot be written.
-    """
+    """Make the store `output`. Returns None where the same request has made it before. `again` deletes the unfinished
+    work of an earlier attempt; `say` is called with progress, `note` (None for `say`) with the formats of the rows and
+    the final table.
+    Raises UserError where the request or the data cannot be used, or another process is making `output` (finished
+    shards are kept, unless the same request can never succeed), and OSError."""
     output, note = Path(output), note or say
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
@@ -224,7 +215,6 @@ def prepare(
 def _curate(
     request: PrepareRequest, raw_shards: Sequence[Shard], folder: Path, pool: Pool, say: Callable[[str], None]
 ) -> list[ShardReport]:
-    """Curate the unfinished shards; return the reports of all, in order."""
     folder.mkdir(exist_ok=True)
     spare = None if request.sample is None else SPARE * request.sample
     best_keys: list[int] = []

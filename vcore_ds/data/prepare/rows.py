@@ -25,14 +25,11 @@ class ChatRow:
     """A row as a conversation."""
 
     shape: str
-    """Name of the row's shape, for the screen."""
     messages: list[Message]
     tools: list[dict[str, Any]]
-    """Schemas of the functions that the assistant may call."""
     context_turns: list[int]
     """Positions of the assistant's turns that are not learned."""
     unknown: list[str]
-    """Columns that no shape has."""
 
     @property
     def unknown_fields(self) -> list[str]:
@@ -43,14 +40,8 @@ class ChatRow:
 
 def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
     """Read a row in one of four shapes, told by its columns: `messages`; `conversations` (ShareGPT); `prompt` and
-    `completion` (TRL); `instruction` and `output` (Alpaca). Each may have `system` and `tools` too.
-
-    Args:
-        from_table: whether the row is of a table, where nested objects have the keys of all rows' objects, with null
-            where a row has none.
-
-    Raises Malformed where the row has none of these shapes, or a field of a wrong type.
-    """
+    `completion` (TRL); `instruction` and `output` (Alpaca). Each may have `system` and `tools` too. `from_table`:
+    nested objects have the keys of all rows' objects, with null where a row has none. Raises Malformed."""
     check_object(row)
     row = _without_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}
     form = next((form for form in _SHAPES if all(column in row for column in form[0])), None)

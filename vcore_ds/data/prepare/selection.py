@@ -40,10 +40,8 @@ def list_fields(fields: Mapping[str, int]) -> str:
 
 
 def describe_reading(path: str) -> list[str]:
-    """Lines on a token store, or on the first rows of conversations: shapes, ignored fields, faults.
-
-    Raises UserError where `path` cannot be read.
-    """
+    """Lines on a token store, or on the first rows of conversations: shapes, ignored fields, faults. Raises UserError
+    where `path` cannot be read."""
     if (Path(path) / MANIFEST).is_file():
         return [f"{path}: {line}" for line in read_manifest(Path(path)).get("counts", {}).get("reading", [])]
     return [f"{path}: {_describe_rows(path)}"]
@@ -144,7 +142,6 @@ class PrepareReport:
         self.shapes = dict(sorted(shapes.items()))
 
     def count_outcomes(self, outcomes: Counter[int], *, num_kept: int, num_not_sampled: int) -> None:
-        """`outcomes`: tokenized conversations by outcome."""
         for outcome, rule in (
             (work.REFUSED, "refused by the chat template"),
             (work.LONG_PROMPT, "prompt alone longer than the cutoff"),
@@ -167,7 +164,6 @@ class PrepareReport:
         return lines
 
     def describe(self) -> str:
-        """The table."""
         rows = [("rows read", f"{self.num_rows:,}"), ("  malformed", f"{self.num_malformed:,}")]
         rows += [(f"  {rule}", f"{number:,}") for rule, number in self.dropped.items()]
         rows.append(("kept", f"{self.num_kept:,}"))

@@ -65,11 +65,8 @@ class Curated:
 
 
 def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folder: Path, key_limit: int) -> int:
-    """Apply the rules to all rows of a shard; write those that pass and have a key below `key_limit`.
-
-    Writes `NNNNN.jsonl` (conversations), `NNNNN.npy` (their keys, numbers and offsets) and, last, `NNNNN.json` (the
-    report). Returns the shard's number.
-    """
+    """Apply the rules to all rows of a shard. Writes those that pass and have a key below `key_limit` to `NNNNN.jsonl`,
+    their keys, numbers and offsets to `NNNNN.npy` and, last, the report to `NNNNN.json`. Returns the shard's number."""
     report = ShardReport()
     dropped: Counter[str] = Counter()
     shapes: Counter[str] = Counter()
@@ -155,12 +152,8 @@ sequences are truncated; otherwise it counts as dropped."""
 def tokenize_block(
     request: PrepareRequest, block_number: int, rows: Sequence[Curated], first_rows: Sequence[FirstRow], folder: Path
 ) -> None:
-    """Write `tokenized/NNNNN.npz`: the outcome of each row, and the concatenated tokens of the kept ones.
-
-    Args:
-        rows: curated conversations, in `curated/`.
-        first_rows: of each shard.
-    """
+    """Write `tokenized/NNNNN.npz`: the outcome of each row of `curated/`, and the concatenated tokens of the kept ones.
+    `first_rows`: of each shard."""
     tokenizer, cutoff = _tokenizer(request.tokenizer), request.cutoff_length
     outcomes, num_tokens = np.full(len(rows), REFUSED, dtype=np.uint8), np.zeros(len(rows), dtype=np.int64)
     faults: list[str] = []

@@ -24,7 +24,6 @@ _PARQUET_SHARD_ROWS = 10_000
 """Smallest shard; row groups are not split."""
 
 _READABLE = "data that can be read"
-"""What a source must be, for messages."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ class Shard:
     """`lines` (that begin in bytes `start` to `stop` of a file), `array` (a JSON file that is one list), `parquet`
     (row groups `start` to `stop`), `hub` (data file `start` of `stop`)"""
     source: str
-    """file, or id on the hub"""
     start: int = 0
     stop: int = 0
     split: str = ""
-    """split of a hub data set"""
     revision: str | None = None
     """commit of a hub data set, so that a resumed run reads the same data"""
 
@@ -71,14 +68,9 @@ class Shard:
 
 
 def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
-    """List the shards of files, folders and patterns of files (`.jsonl`, `.json`, `.parquet`), and of hub data sets.
-
-    Args:
-        split: of hub data sets, which are streamed, one shard per data file. In a folder with files named `SPLIT-*`
-            only those are read.
-
-    Raises UserError where a source does not exist, or is empty.
-    """
+    """List the shards of files, folders and patterns of files (`.jsonl`, `.json`, `.parquet`), and of hub data sets,
+    which are streamed, one shard per data file. In a folder with files named `SPLIT-*` only those are read. Raises
+    UserError where a source does not exist, or is empty."""
     shards: list[Shard] = []
     for source in sources:
         with reading("", Path(source), _READABLE):
@@ -152,7 +144,6 @@ def _file_shards(path: Path) -> list[Shard]:
 
 
 def _lines(shard: Shard) -> Iterator[tuple[int, Any]]:
-    """Read the lines whose first byte lies in the shard."""
     with open(shard.source, "rb") as file:
         if shard.start > 0:
             file.seek(shard.start - 1)
@@ -274,13 +265,7 @@ def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
 
 def problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | Broken]]:
     """Yield (location for messages, columns or `Broken`) of each row that is not blank, for evaluation and RL.
-
-    Args:
-        source: a file, folder or pattern (.jsonl, .json, .parquet), or a hub id.
-        split: of a data set on the hub, see `find_shards`.
-
-    Raises UserError where the source cannot be read, or is empty.
-    """
+    `source`, `split`: as in `find_shards`. Raises UserError where the source cannot be read, or is empty."""
     for path, shards in groupby(find_shards([source], split), key=lambda shard: shard.source):
         rows = chain.from_iterable(shard.rows() for shard in shards)
         for number, (_, row) in enumerate(rows, start=1):
