@@ -22,7 +22,7 @@ from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import write_model
 from tests.helpers.soak import IS_SOAK
-from vcore_ds.common import progress as progress_module
+from vcore_ds.common import text as progress_module
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig, OptimizerConfig
 from vcore_ds.data.tokenization import load_tokenizer
