@@ -26,9 +26,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def add_again(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--again",
-        action="store_true",
-        help="start over: delete the unfinished work of an earlier attempt at --output",
+        "--again", action="store_true", help="start over: delete the unfinished work of an earlier attempt at --output"
     )
 
 

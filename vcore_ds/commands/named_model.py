@@ -31,13 +31,10 @@ _RELATIVE = "A relative path is taken from the working directory, as in training
 class NamedModel:
     """A model, and the places of its parts."""
 
-    path: str
-    """As the user gave it."""
-    weights: str
-    """Folder or hub id of the model, or of the adapter's base model."""
+    path: str  # as the user gave it
+    weights: str  # folder or hub id of the model, or of the adapter's base model
     adapter: str | None = None
-    base: str | None = None
-    """Folder or hub id of the model before training; None where it is not known."""
+    base: str | None = None  # folder or hub id of the model before training; None where it is not known
 
     @property
     def tokenizer(self) -> str:
@@ -160,8 +157,7 @@ StopReason = Literal["stop", "max_tokens", "model_length"]
 class AnswerTokens(NamedTuple):
     """A generated answer."""
 
-    ids: list[int]
-    """Including the end token."""
+    ids: list[int]  # including the end token
     stop_reason: StopReason
 
 

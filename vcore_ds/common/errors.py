@@ -16,8 +16,7 @@ class RunFailed(Exception):
     EXIT_CODE = 1
 
 
-EXIT_STOPPED = 85
-"""Exit code of a run that was stopped on request, after saving; the same command resumes it."""
+EXIT_STOPPED = 85  # exit code of a run that was stopped on request, after saving; the same command resumes it
 
 
 class RunStopped(Exception):

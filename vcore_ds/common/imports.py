@@ -5,11 +5,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SWITCH = "TORCHDYNAMO_DISABLE"
-"""Environment variable that torch reads in `torch.compile`."""
+SWITCH = "TORCHDYNAMO_DISABLE"  # environment variable that torch reads in `torch.compile`
 
-_FROZEN_BEFORE = gc.get_freeze_count()
-"""Objects frozen by Python itself: none in 3.11, some hundreds in 3.12."""
+_FROZEN_BEFORE = gc.get_freeze_count()  # objects frozen by Python itself: none in 3.11, some hundreds in 3.12
 
 
 @contextmanager

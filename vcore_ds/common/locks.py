@@ -113,8 +113,7 @@ def _describe_missing_lock(folder: Path, error: Exception) -> str:
     return f"warning: {folder} cannot be locked ({error}): make sure that no other job uses it"
 
 
-REQUEST = "request.json"
-"""File in `OUTPUT.unfinished` with the request to which the finished parts belong."""
+REQUEST = "request.json"  # file in `OUTPUT.unfinished` with the request to which the finished parts belong
 MAX_DIFFERENCES = 12
 MAX_VALUE_LENGTH = 160
 

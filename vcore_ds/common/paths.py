@@ -233,8 +233,7 @@ def _find_obstacle(path: Path, error: OSError) -> str | None:
 
 Contents = TypeVar("Contents")
 
-_MAX_SHOWN = 200
-"""Maximum characters of a problem in a message, since it may quote long keys."""
+_MAX_SHOWN = 200  # maximum characters of a problem in a message, since it may quote long keys
 
 
 def read_json(path: Path, contents: TypeAdapter[Contents], expected: str, remedy: str = "Remove the file") -> Contents:

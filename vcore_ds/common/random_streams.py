@@ -12,26 +12,17 @@ import numpy as np
 class Stream(IntEnum):
     """Ids of the streams, first word of the entropy; never reused. `[2, s]` and `[2, s, 0]` give the same numbers."""
 
-    MAIN_ORDER = 0
-    """Place: epoch; then the number of the file in data.train_path, 0 for a single one."""
-    PROBE = 1
-    """Place: optimizer step."""
-    RANDOM_MASK = 2
-    """Tokens that the method `random` keeps. Place: sequence id."""
-    FIDELITY = 3
-    """Sequences measured by the fidelity command."""
-    DROPOUT = 4
-    """Place: the step's seed; then the token, see `vcore_ds.models.dropout`."""
-    STOCHASTIC_ROUNDING = 5
-    """Place: optimizer step, for the step's seed; then rank on the `shards` axis."""
-    TRUSTED = 6
-    """Trusted sequences of the main batch. Place: optimizer step."""
-    TOKEN_RECORDS = 7
-    """Sequences in the token record of a large batch. Place: optimizer step."""
+    MAIN_ORDER = 0  # place: epoch; then the number of the file in data.train_path, 0 for a single one
+    PROBE = 1  # place: optimizer step
+    RANDOM_MASK = 2  # tokens that the method `random` keeps. Place: sequence id.
+    FIDELITY = 3  # sequences measured by the fidelity command
+    DROPOUT = 4  # place: the step's seed; then the token, see `vcore_ds.models.dropout`
+    STOCHASTIC_ROUNDING = 5  # place: optimizer step, for the step's seed; then rank on the `shards` axis
+    TRUSTED = 6  # trusted sequences of the main batch. Place: optimizer step.
+    TOKEN_RECORDS = 7  # sequences in the token record of a large batch. Place: optimizer step.
     FOLLOWED_TRACES = 8
     """Traces measured at every recorded step. Place: 0 for the training data, then the held-out sets."""
-    EVALUATION = 9
-    """Answers of an evaluation. Place: checksum of task and problem; then the answer's index."""
+    EVALUATION = 9  # answers of an evaluation. Place: checksum of task and problem; then the answer's index.
     LOW_RANK_START = 10
     """Random sketch of a low-rank direction. Place: the step's seed; then the width of a matrix."""
 

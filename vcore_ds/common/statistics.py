@@ -8,8 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-FEWEST_SEEDS = 3
-"""Least number of values for a confidence interval."""
+FEWEST_SEEDS = 3  # least number of values for a confidence interval
 
 
 def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -77,10 +76,8 @@ def student_t_probability(t: float, degrees: int) -> float:
     return 0.5 + both_sides / 2
 
 
-POWER = 0.8
-"""Share of comparisons that should detect the difference of `--power`."""
-NO_SPREAD = 1e-9
-"""Values closer than this are equal up to rounding."""
+POWER = 0.8  # share of comparisons that should detect the difference of `--power`
+NO_SPREAD = 1e-9  # values closer than this are equal up to rounding
 LARGEST_EXACT = 200
 """Sample size up to which Student's t is used; beyond, Guenther's formula is off by less than 1."""
 Z = NormalDist().inv_cdf(0.975)

@@ -73,14 +73,11 @@ def gib(num_bytes: float, digits: int = 2) -> str:
 
 Item = TypeVar("Item")
 
-BAR_SECONDS = 2.0
-"""Delay before the bar appears."""
+BAR_SECONDS = 2.0  # delay before the bar appears
 
-FIRST_LINE_SECONDS = 10.0
-"""Delay before the first line in a log."""
+FIRST_LINE_SECONDS = 10.0  # delay before the first line in a log
 
-LINE_SECONDS = 30.0
-"""Least time between two lines; a tenth of the elapsed time if that is more."""
+LINE_SECONDS = 30.0  # least time between two lines; a tenth of the elapsed time if that is more
 
 
 class Progress:

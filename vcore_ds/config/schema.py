@@ -87,10 +87,7 @@ class Recipe(Section):
 SECTIONS: dict[str, type[Section]] = {**Recipe.__annotations__, "lora": LoraConfig}
 """Section name -> class, in the order of the schema."""
 
-SUBSECTIONS: dict[tuple[str, str], type[Section]] = {
-    ("data", "keep"): KeepConfig,
-    ("run", "profile"): ProfileConfig,
-}
+SUBSECTIONS: dict[tuple[str, str], type[Section]] = {("data", "keep"): KeepConfig, ("run", "profile"): ProfileConfig}
 """(section, key) -> class of the nested section; its value may be null."""
 
 
@@ -335,8 +332,7 @@ def _model_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     model, parallel = recipe.model, recipe.parallel
     if model.attention == "flash_attention_2" and model.precision == "fp32":
         yield BrokenRule(
-            ("model.attention", "model.precision"),
-            "auto, sdpa or eager: flash_attention_2 computes in 16 bits only",
+            ("model.attention", "model.precision"), "auto, sdpa or eager: flash_attention_2 computes in 16 bits only"
         )
     if model.activation_offload and not model.gradient_checkpointing:
         yield BrokenRule(

@@ -21,8 +21,7 @@ from typing import Literal
 Verdict = Literal["equivalent", "different", "unfinished"]
 
 MAX_MEMORY_BYTES = 4 * 2**30
-_WALL_SECONDS_PER_CPU_SECOND = 30
-"""Bounds the wait for a child that hangs without using CPU time."""
+_WALL_SECONDS_PER_CPU_SECOND = 30  # bounds the wait for a child that hangs without using CPU time
 
 
 class AnswerChecker:
@@ -87,8 +86,7 @@ Kind = Literal["math", "number", "choice"]
 without a filled box. `choice`: the last box, exactly the letter."""
 
 _BOXED = re.compile(r"\\boxed\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or an escaped character such as `\\{`."""
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # A brace, or an escaped character such as `\{`
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/[1-9]\d*)?")
 _TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 

@@ -23,22 +23,17 @@ class Batch:
     pack.
     """
 
-    sequence_ids: list[int]
-    """[num_sequences]; empty in an idle batch"""
-    input_ids: torch.Tensor
-    """int64 [b, T]"""
+    sequence_ids: list[int]  # [num_sequences]; empty in an idle batch
+    input_ids: torch.Tensor  # int64 [b, T]
     labels: torch.Tensor
     """int64 [b, T], not shifted: input_ids[i, t] where token t is supervised, else `IGNORED_LABEL`"""
-    kept: torch.Tensor | None = None
-    """bool [b, T], the supervised tokens that carry loss; None for all of them"""
+    kept: torch.Tensor | None = None  # bool [b, T], the supervised tokens that carry loss; None for all of them
     reference_log_probability: torch.Tensor | None = None
     """fp32 [num_sequences], nats, summed over each sequence's supervised tokens, under the reference model"""
-    loss_weights: torch.Tensor | None = None
-    """fp32 [b, T], stored factor of each token's loss"""
+    loss_weights: torch.Tensor | None = None  # fp32 [b, T], stored factor of each token's loss
     segments: torch.Tensor | None = None
     """int64 [b, T], index of each token's sequence in this batch, -1 for padding; None where row i is sequence i"""
-    sequence_parallel: int = 1
-    """ranks that hold this batch and split its columns; divides T"""
+    sequence_parallel: int = 1  # ranks that hold this batch and split its columns; divides T
     row_lengths: Sequence[int] | None = None
     """[b], tokens of each row without padding; None where no row is padded"""
 
@@ -231,13 +226,11 @@ class StepBatches:
     """One rank's micro-batches of an optimizer step. All ranks have the same number; some of them may be idle."""
 
     main: Sequence[Batch]
-    probe: Sequence[Batch]
-    """Empty where the method has no probe, or an earlier step's direction is used again."""
+    probe: Sequence[Batch]  # empty where the method has no probe, or an earlier step's direction is used again
     measured: Mapping[str, float | int | None] = field(default_factory=dict)
     """Metrics of how the batches are spread over all ranks, by name; empty where not measured."""
     main_lengths: Sequence[int] = ()
     """Tokens of each sequence of the global main batch; empty where not measured."""
-    probe_lengths: Sequence[int] = ()
-    """The same of the probe batch."""
+    probe_lengths: Sequence[int] = ()  # the same of the probe batch
     followed: Sequence[Batch] = ()
     """Traces measured in addition, see `vcore_ds.train.followed`; empty in most steps."""

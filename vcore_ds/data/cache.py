@@ -20,8 +20,7 @@ from vcore_ds.data.store_checks import MANIFEST, check_supervision
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ONE_PROCESS_BYTES = 32 * 2**20
-"""Smaller data are tokenized before further processes would have started."""
+_ONE_PROCESS_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
 
 
 def cache_root(cache_folder: str | None) -> Path:

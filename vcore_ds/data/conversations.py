@@ -15,8 +15,7 @@ from vcore_ds.data.messages import TEMPLATE_FIELDS, Message, split_thinking
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Supervise = Literal["all", "last"]
-"""Which turns of the assistant are learned."""
+Supervise = Literal["all", "last"]  # which turns of the assistant are learned
 
 _DATE = datetime(2024, 7, 26)
 """The date that LLaMA 3.1's template prints by default. Templates that print today's (LLaMA 3.2, gpt-oss) are given
@@ -46,15 +45,12 @@ _EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 class Conversation:
     """One row of a data file."""
 
-    row: int
-    """Line of a JSON-lines file or row of a parquet file, from 1."""
+    row: int  # line of a JSON-lines file or row of a parquet file, from 1
     messages: list[Message]
     """At least one of them by the assistant; see `vcore_ds.data.messages.check_messages`."""
     path: str = ""
-    tools: Sequence[dict[str, Any]] = ()
-    """Schemas of the functions that the assistant may call."""
-    context_turns: Sequence[int] = ()
-    """Positions of the assistant's turns that are not learned."""
+    tools: Sequence[dict[str, Any]] = ()  # schemas of the functions that the assistant may call
+    context_turns: Sequence[int] = ()  # positions of the assistant's turns that are not learned
 
     @property
     def location(self) -> str:
@@ -74,10 +70,8 @@ class RenderedConversation:
     text: str
     spans: list[tuple[int, int] | None]
     """Characters that the model generates in each turn that is to be learned; None where it cannot be supervised."""
-    num_without_thinking: int = 0
-    """Supervised turns whose thinking the template leaves out."""
-    ignored: list[str] = field(default_factory=list)
-    """Keys of messages that the template does not read."""
+    num_without_thinking: int = 0  # supervised turns whose thinking the template leaves out
+    ignored: list[str] = field(default_factory=list)  # keys of messages that the template does not read
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -78,8 +78,7 @@ class JoinedDataset(TokenizedSequences):
         """int64 [parts + 1], position of each part's first sequence, and the number of all sequences."""
         # Not its length: ids are row numbers, and a store may have dropped rows.
         ends = [int(part.sequence_ids.max()) + 1 for part in parts]
-        self.first_ids = [0, *accumulate(ends)][: len(parts)]
-        """What is added to the ids of each part."""
+        self.first_ids = [0, *accumulate(ends)][: len(parts)]  # what is added to the ids of each part
         self.lengths: np.ndarray = np.concatenate([part.lengths for part in parts])
         """int32 [n], tokens of each sequence, without reading any."""
 

@@ -15,8 +15,7 @@ from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import MANIFEST
 
-MOST_BYTES = 64 * 2**20
-"""Larger raw files are not read by `count_shared_on_disk`: about two seconds."""
+MOST_BYTES = 64 * 2**20  # larger raw files are not read by `count_shared_on_disk`: about two seconds
 
 
 def find_shared(store: Store, trusted: TokenStore) -> np.ndarray:

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SCORES, TRACES, TOKENS, PAGE = "scores.json", "scores.parquet", "tokens.parquet", "scores.html"
-NUM_SHOWN = 20
-"""Number of traces with the highest, and with the lowest, mean utility whose tokens are written."""
+NUM_SHOWN = 20  # number of traces with the highest, and with the lowest, mean utility whose tokens are written
 
 _EXPECTED = "a folder that vcore-ds score has written"
 _REMEDY = "Score again, with this version"
@@ -47,10 +46,8 @@ _EXACT = ConfigDict(strict=True, extra="forbid")
 class DataSet:
     """A token store, of scored data or of a trusted set."""
 
-    path: str
-    """As the user gave it: a store, or raw data."""
-    digest: str
-    """SHA-256 of the tokens and their marks, in order (`TokenStore.digest`)."""
+    path: str  # as the user gave it: a store, or raw data
+    digest: str  # SHA-256 of the tokens and their marks, in order (`TokenStore.digest`)
     num_sequences: int
     num_rows: int | None = field(default=None, kw_only=True)
     """Rows that the store was made from; None if unknown."""
@@ -73,15 +70,12 @@ class ScoredData(DataSet):
 class TrustedSet(DataSet):
     """A set of trusted traces (the target or validation set of LESS), along whose gradient utilities were computed."""
 
-    loss: float
-    """Nats; at the last checkpoint if there are several."""
-    gradient_norm: float
-    """2-norm over all trained parameters, at the same checkpoint."""
+    loss: float  # nats; at the last checkpoint if there are several
+    gradient_norm: float  # 2-norm over all trained parameters, at the same checkpoint
     length_correlation_sum: float | None
     """Spearman's correlation, over the traces, of `utility_sum` with the number of supervised tokens; None if one of
     the two is constant."""
-    length_correlation_mean: float | None
-    """The same for `utility_mean`."""
+    length_correlation_mean: float | None  # the same for `utility_mean`
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -92,8 +86,7 @@ class ScoredCheckpoint:
     step: int
     weight: float
     """Factor of its utilities in the sum over checkpoints: 1 for a single one, else its mean learning rate."""
-    digest: str = ""
-    """SHA-256 of its manifest; empty in scores of version 0.7 and before."""
+    digest: str = ""  # SHA-256 of its manifest; empty in scores of version 0.7 and before
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -101,21 +94,16 @@ class Scores:
     """The content of scores.json."""
 
     data: ScoredData
-    model: str
-    """model.path: the base model, also of the run of the checkpoints."""
-    model_digest: str
-    """Its `compute_model_digest`."""
-    checkpoints: list[ScoredCheckpoint]
-    """Empty for scores at the base model."""
+    model: str  # model.path: the base model, also of the run of the checkpoints
+    model_digest: str  # its `compute_model_digest`
+    checkpoints: list[ScoredCheckpoint]  # empty for scores at the base model
     direction: Literal["sgd", "adam", "muon"]
     """`sgd`: the gradient of a set's loss; `adam` and `muon`: that times the Jacobian of the optimizer's update."""
     normalization: Literal["sequence", "token"]
     sets: dict[str, TrustedSet]
     version: str
-    date: str
-    """UTC, ISO 8601."""
-    format: Literal[1] = 1
-    """Version of this format."""
+    date: str  # UTC, ISO 8601
+    format: Literal[1] = 1  # version of this format
 
 
 _SCORES = TypeAdapter(Scores)

@@ -45,11 +45,9 @@ if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from transformers import PreTrainedTokenizerBase
 
-SUPERVISED, IN_ANSWER = 1, 2
-"""Bits of a mark."""
+SUPERVISED, IN_ANSWER = 1, 2  # bits of a mark
 
-_CHUNK_TOKENS = 2**24
-"""Tokens read at once from stores without `max_token_id`; 64 MiB."""
+_CHUNK_TOKENS = 2**24  # tokens read at once from stores without `max_token_id`; 64 MiB
 
 
 class TokenStore(TokenizedSequences):
@@ -189,10 +187,7 @@ class TokenStore(TokenizedSequences):
 
 
 def write_store(
-    folder: str | Path,
-    sequences: Iterable[TokenizedSequence],
-    tokenizer: "PreTrainedTokenizerBase",
-    **manifest: Any,
+    folder: str | Path, sequences: Iterable[TokenizedSequence], tokenizer: "PreTrainedTokenizerBase", **manifest: Any
 ) -> None:
     """Write a store under another name, and rename it when it is complete. The same input gives the same bytes.
     `sequences` are iterated once; `manifest`: further entries, as JSON. Raises UserError where the folder exists, there

@@ -29,8 +29,7 @@ _DIGESTED = ("tokens.idx", "tokens.bin", "marks.bin")
 
 _FILES = {*_DIGESTED, "marks.idx", "sequence_id.npy", "num_supervised_tokens.npy"}
 
-_LARGE_BYTES = 10**9
-"""Checksums of larger stores take seconds, so they are announced."""
+_LARGE_BYTES = 10**9  # checksums of larger stores take seconds, so they are announced
 
 _ENTRIES: dict[str, tuple[type, ...]] = {
     "num_sequences": (int,),

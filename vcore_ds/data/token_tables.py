@@ -49,8 +49,7 @@ _METADATA = b"vcore_ds"
 class TokenRows:
     """Consecutive rows with lists as flat arrays."""
 
-    sequence: np.ndarray
-    """int64 [n]"""
+    sequence: np.ndarray  # int64 [n]
     offsets: Mapping[str, np.ndarray]
     """int64 [n + 1] by column: where the rows of a list column begin and end in `values[column]`"""
     values: Mapping[str, np.ndarray]

@@ -23,10 +23,8 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 class TokenizedSequence:
     """One conversation as tokens."""
 
-    sequence_id: int
-    """Row of the conversation in its file, from 0."""
-    input_ids: np.ndarray
-    """int32 [n]"""
+    sequence_id: int  # row of the conversation in its file, from 0
+    input_ids: np.ndarray  # int32 [n]
     supervised: np.ndarray
     """bool [n]; supervised[t]: token t is a target, predicted from the tokens before it. supervised[0] is False."""
     in_answer: np.ndarray | None = None

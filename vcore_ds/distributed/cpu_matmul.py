@@ -32,13 +32,9 @@ generated token would wait for the conversion of each weight."""
 
 MATMULS = ("mm", "mm.out", "addmm", "addmm_", "addmm.out")
 BATCHED_MATMULS = ("bmm", "bmm.out", "baddbmm", "baddbmm_", "baddbmm.out")
-ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-)
+ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
-Kernel = Callable[..., Any]
-"""A boxed kernel of an operator: takes the dispatch keys, then the arguments."""
+Kernel = Callable[..., Any]  # A boxed kernel of an operator: takes the dispatch keys, then the arguments
 
 _CPU = DispatchKeySet(DispatchKey.CPU)
 _ZERO = torch.zeros(())

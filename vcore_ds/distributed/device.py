@@ -33,15 +33,13 @@ def num_local_ranks() -> int:
     return 1
 
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""The container's cgroup (version 2), with its limits."""
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # the container's cgroup (version 2), with its limits
 
 STATUS = Path("/proc/self/status")
 """Linux's status of this process, with the peak of its resident memory (VmHWM)."""
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
-"""Value that resets the peak of resident memory, see proc_pid_clear_refs(5)."""
+RESET_PEAK = "5"  # value that resets the peak of resident memory, see proc_pid_clear_refs(5)
 
 
 def uses_gpu() -> bool:
@@ -95,8 +93,7 @@ class PeakMemory:
         return max(self._before, _peak_bytes())
 
 
-peak_memory = PeakMemory()
-"""The instance of this process; more than one would reset each other's peaks."""
+peak_memory = PeakMemory()  # the instance of this process; more than one would reset each other's peaks
 
 
 def _peak_bytes() -> int:

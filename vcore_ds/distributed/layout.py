@@ -41,8 +41,7 @@ Axis = Literal["data", "sequence", "tensor", "shards", "expert", "expert_shards"
 _meshes: dict[str, DeviceMesh] = {}
 _is_first = False
 _timeout = timedelta(0)
-_sequence_groups: dict[int, dist.ProcessGroup] = {}
-"""This rank's sequence-parallel group, by size."""
+_sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's sequence-parallel group, by size
 
 
 def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> None:

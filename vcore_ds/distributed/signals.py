@@ -183,8 +183,7 @@ def _read(pid: int, name: str) -> bytes:
         return b"0 (gone) X 0"
 
 
-stop_signals = StopSignals()
-"""The instance of this process."""
+stop_signals = StopSignals()  # the instance of this process
 
 
 STOP_FILE = "STOP"
@@ -192,8 +191,7 @@ STOP_FILE = "STOP"
 
 REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "the end of its launcher", "the STOP file", "run.time_limit_minutes")
 
-UNMEASURED_SAVE_SECONDS = 300.0
-"""Assumed duration of the first save; a tenth of the time limit if that is less."""
+UNMEASURED_SAVE_SECONDS = 300.0  # assumed duration of the first save; a tenth of the time limit if that is less
 
 
 class Stops:

@@ -25,8 +25,7 @@ LAST_CUDA_12 = (2, 14)
 LAST_CUDA_12_FOR_BLACKWELL = "2.11.0"
 """The last versions with builds for CUDA 12.6, and for 12.8. Sources: PyTorch's issues 190385 and 178665."""
 
-NVIDIA_SMI_SECONDS = 60.0
-"""Timeout of nvidia-smi, which hangs where a GPU does."""
+NVIDIA_SMI_SECONDS = 60.0  # timeout of nvidia-smi, which hangs where a GPU does
 
 
 class Gpus(NamedTuple):

@@ -38,8 +38,7 @@ class Position:
     step: int = 0
     phase: str = "loading"
     beat: int = 0
-    left: bool = False
-    """Whether the rank has ended normally."""
+    left: bool = False  # whether the rank has ended normally
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}" if self.step else self.phase
@@ -67,8 +66,7 @@ class Identity:
     rank: int
     host: str
     pid: int
-    started: float
-    """Seconds since the epoch, by the host's clock."""
+    started: float  # seconds since the epoch, by the host's clock
 
     @classmethod
     def current(cls) -> "Identity":
@@ -102,8 +100,7 @@ LOADING_PATIENCE_SECONDS = 600.0
 GRACE_SECONDS = 3.0
 """Time for the main thread to end with its own error, if a collective fails instead of hanging."""
 
-SEARCH_SECONDS = 8.0
-"""Time after a failed collective to find the lost rank."""
+SEARCH_SECONDS = 8.0  # time after a failed collective to find the lost rank
 
 LEAVING_SECONDS = GRACE_SECONDS + 5 * BEAT_SECONDS
 """Longest time that rank 0 waits for the others to sign off: ranks that are told of an error end after GRACE_SECONDS.

@@ -25,8 +25,7 @@ from vcore_ds.common import paths
 FORMAT = 1
 STATE, RUN_STATE, RECIPE, MANIFEST, COMPLETE = "state", "run_state.json", "recipe.yaml", "manifest.json", "COMPLETE"
 _STEP = re.compile(r"^step_(\d{8,})$")
-_REJECTED = ".rejected"
-"""Suffix of a newer checkpoint when a run resumed from an older one."""
+_REJECTED = ".rejected"  # suffix of a newer checkpoint when a run resumed from an older one
 
 
 @dataclass(frozen=True)

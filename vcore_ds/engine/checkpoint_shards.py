@@ -39,8 +39,7 @@ from vcore_ds.engine.flat_shards import PartitionedParameter, full_shape, is_exp
 from vcore_ds.engine.zero3 import Engine
 
 Result = TypeVar("Result")
-State: TypeAlias = Mapping[str, DTensor]
-"""Tensors by their names in a checkpoint."""
+State: TypeAlias = Mapping[str, DTensor]  # tensors by their names in a checkpoint
 Group: TypeAlias = ProcessGroup
 
 

@@ -29,8 +29,7 @@ with without_compiler():
     import deepspeed.runtime.zero.muon.original_muon
 
 
-DEEPSPEED_WAIT = AllGatherCoalescedHandle.wait
-"""What `copy_gathered_parameters` replaces, to compare with."""
+DEEPSPEED_WAIT = AllGatherCoalescedHandle.wait  # what `copy_gathered_parameters` replaces, to compare with
 
 _process_group: torch.distributed.ProcessGroup | None = None
 """The default process group for which DeepSpeed was last initialized."""

@@ -90,8 +90,7 @@ def save_hugging_face(
                 lambda: model_folder.write_file(unfinished / file, tensors, expected) if mine else None,  # noqa: B023
             )
         run_on_all_ranks(
-            unfinished,
-            lambda: _finish(folder, split, stored, engine, tokenizer, card) if is_first else None,
+            unfinished, lambda: _finish(folder, split, stored, engine, tokenizer, card) if is_first else None
         )
     except CheckpointFailed as error:
         if is_first:

@@ -20,27 +20,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 
-EXPERT_FAMILY = "autoep_expert"
-"""DeepSpeed's name for parameters that are a rank's block of the experts."""
+EXPERT_FAMILY = "autoep_expert"  # DeepSpeed's name for parameters that are a rank's block of the experts
 
 
 class PartitionedParameter(nn.Parameter):
     """Type of a parameter that ZeRO-3 has sharded. There are no instances: DeepSpeed adds these attributes to
     `nn.Parameter` objects."""
 
-    ds_numel: int
-    """Elements of the unsharded parameter."""
-    ds_shape: torch.Size
-    """Shape of the unsharded parameter."""
-    ds_tensor: Tensor
-    """This rank's shard, flat, with its padding."""
-    ds_secondary_tensor: Tensor | None
-    """The second shard of hierarchical partitioning; None without."""
+    ds_numel: int  # elements of the unsharded parameter
+    ds_shape: torch.Size  # shape of the unsharded parameter
+    ds_tensor: Tensor  # this rank's shard, flat, with its padding
+    ds_secondary_tensor: Tensor | None  # the second shard of hierarchical partitioning; None without
 
     ds_zero_placement_family: str
     """`EXPERT_FAMILY` for a block of experts; other parameters may not have the attribute."""
-    ds_zero_partition_group_name: str
-    """Key of the experts' process groups in DeepSpeed."""
+    ds_zero_partition_group_name: str  # key of the experts' process groups in DeepSpeed
     ds_zero_partition_process_group: torch.distributed.ProcessGroup
     """The ranks over which it is sharded, where they are not all ranks."""
 
@@ -114,13 +108,11 @@ chunks are large (64 MiB in fp32); on a CPU temporary tensors stay in the cache.
 class ShardPosition(NamedTuple):
     """Position of a parameter's shard in the flat tensors."""
 
-    sub_group: int
-    """Index of the flat tensor."""
+    sub_group: int  # index of the flat tensor
     offset: int
     shard_numel: int
     """Elements of the shard with padding, `ceil(numel / ranks)`, the same on every rank of the parameter's axis."""
-    numel: int
-    """Elements without padding, which is on the last ranks."""
+    numel: int  # elements without padding, which is on the last ranks
 
 
 class FlatShards:

@@ -51,11 +51,7 @@ def load_sharded(
         if layout.is_first():
             say(f"{path}: weights are read by one process, since {weights.obstacle}")
         return load_and_broadcast(
-            path,
-            deepspeed_config,
-            dtype=dtype,
-            attention=attention,
-            gradient_checkpointing=gradient_checkpointing,
+            path, deepspeed_config, dtype=dtype, attention=attention, gradient_checkpointing=gradient_checkpointing
         )
     with refuse_failing_code(path):
         with _announce_zero3(deepspeed_config), _uninitialized_shards(dtype):

@@ -24,15 +24,11 @@ from vcore_ds.method.optimizers import blend_momentum, muon_direction, muon_upda
 class ShardedMatrix(NamedTuple):
     """A matrix in a flat tensor of shards."""
 
-    axis: layout.Axis
-    """The ranks over which it is sharded."""
-    shape: torch.Size
-    """Rows and columns."""
-    numels: list[int]
-    """Elements on each of these ranks."""
+    axis: layout.Axis  # the ranks over which it is sharded
+    shape: torch.Size  # rows and columns
+    numels: list[int]  # elements on each of these ranks
     rank: int
-    offset: int
-    """Of this rank's elements in the flat tensor."""
+    offset: int  # of this rank's elements in the flat tensor
 
     @property
     def local(self) -> slice:
@@ -111,13 +107,7 @@ def _exchange(axis: layout.Axis, sent: Tensor, num_sent: list[int], num_received
 
 
 def write_muon_direction(
-    matrices: Sequence[ShardedMatrix],
-    gradient: Tensor,
-    momentum: Tensor,
-    output: Tensor,
-    *,
-    factor: float,
-    beta: float,
+    matrices: Sequence[ShardedMatrix], gradient: Tensor, momentum: Tensor, output: Tensor, *, factor: float, beta: float
 ) -> None:
     """Write the probe direction of the matrices in a flat tensor (`muon_direction`). A collective. `factor`: by which
     clipping multiplies the gradient; `beta`: the momentum's decay rate."""

@@ -53,9 +53,7 @@ def load_parallel(
             f"convert ({weights.obstacle}); expected plain safetensors files, of which each rank reads its shards"
         )
     init = deepspeed.zero.Init(
-        data_parallel_group=layout.group("shards"),
-        config_dict_or_path=deepspeed_config,
-        mpu=TensorAxis.if_parallel(),
+        data_parallel_group=layout.group("shards"), config_dict_or_path=deepspeed_config, mpu=TensorAxis.if_parallel()
     )
     with local_torch_dtype(dtype), init, without_broadcast(init):
         model = ParallelTokenLossModel(
@@ -124,8 +122,7 @@ def gather_parallel_weights(
 # ours alike: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks, and the gradient
 # norm summed over both axes.
 
-_GROUP_NAME = "vcore_experts"
-"""Key of the experts' process groups in DeepSpeed."""
+_GROUP_NAME = "vcore_experts"  # key of the experts' process groups in DeepSpeed
 
 
 def partition_experts(model: nn.Module) -> None:

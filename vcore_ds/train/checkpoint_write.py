@@ -29,27 +29,21 @@ class RunState:
     """The part of a run's state that is not tensors. Data order, probe stream, learning rate and dropout are functions
     of the step."""
 
-    step: int
-    """Optimizer steps done."""
+    step: int  # optimizer steps done
     world_size: int
-    num_updates: int
-    """The optimizer's step count; 0 for an optimizer without one."""
-    shapes: dict[str, list[int]]
-    """Shapes of the trained parameters, by name."""
+    num_updates: int  # the optimizer's step count; 0 for an optimizer without one
+    shapes: dict[str, list[int]]  # shapes of the trained parameters, by name
     direction: dict[str, float | None] | None
     """Norm and displacement of the probe direction, None for methods without one."""
-    data_digests: dict[str, str]
-    """Digests of the tokens that training and probe draw from, by recipe key."""
-    validation_losses_before: dict[str, float]
-    """Nats, before the first step, by name of the held-out set."""
+    data_digests: dict[str, str]  # digests of the tokens that training and probe draw from, by recipe key
+    validation_losses_before: dict[str, float]  # nats, before the first step, by name of the held-out set
     wandb_run_id: str | None
     frozen_digest: str | None = None
     """Digest of the model whose adapters are trained: a checkpoint holds none of its weights. None where all parameters
     are trained, and in checkpoints of vcore_ds 0.7 and before."""
     held_out_loss: float | None = None
     """Nats after this step, mean over the held-out sets; None where none was measured, or it was not finite."""
-    held_out_digest: str | None = None
-    """Digest of these sets; None without a loss."""
+    held_out_digest: str | None = None  # digest of these sets; None without a loss
 
 
 @dataclass(frozen=True)
@@ -59,8 +53,7 @@ class CheckpointContent:
     state: RunState
     recipe_yaml: str
     tensors: State
-    num_bytes: int
-    """Of the tensors, all ranks' together."""
+    num_bytes: int  # of the tensors, all ranks' together
 
 
 @dataclass(frozen=True)
@@ -69,17 +62,12 @@ class Written:
 
     folder: Path
     seconds: float
-    bytes: int
-    """All ranks' together."""
-    warning: str | None
-    """On rank 0: why an old checkpoint could not be deleted."""
+    bytes: int  # all ranks' together
+    warning: str | None  # on rank 0: why an old checkpoint could not be deleted
 
 
 def write_checkpoint(
-    checkpoints: Path,
-    content: CheckpointContent,
-    remove_old: Callable[[], str | None],
-    group: Group | None = None,
+    checkpoints: Path, content: CheckpointContent, remove_old: Callable[[], str | None], group: Group | None = None
 ) -> Written:
     """Write a checkpoint into the folder of all `checkpoints`, then call `remove_old` on rank 0, which deletes old ones
     and returns a warning. A collective. A thread beside the main one needs a separate `group` (see `run_on_all_ranks`):

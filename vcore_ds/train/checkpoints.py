@@ -45,8 +45,7 @@ class Saved:
     """A checkpoint that is complete, or that a thread writes."""
 
     folder: Path
-    seconds: float
-    """For which the steps waited."""
+    seconds: float  # for which the steps waited
     is_complete: bool
 
 

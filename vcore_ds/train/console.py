@@ -9,8 +9,7 @@ from vcore_ds.common.text import Progress, duration, gib
 from vcore_ds.train.settings import StepSettings
 from vcore_ds.train.token_records import SequenceTokens
 
-_NUM_SHOWN = 3
-"""Tokens of the example trace that are printed at either end."""
+_NUM_SHOWN = 3  # tokens of the example trace that are printed at either end
 
 
 class Console:
@@ -18,10 +17,8 @@ class Console:
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
-        self.notes: list[str] = []
-        """Details for start.txt, in order."""
-        self._steps: Progress | None = None
-        """The bar of the training steps, on a terminal."""
+        self.notes: list[str] = []  # details for start.txt, in order
+        self._steps: Progress | None = None  # the bar of the training steps, on a terminal
 
     def say(self, text: str = "") -> None:
         if not self.enabled:

@@ -28,15 +28,11 @@ class SampleResult:
     """A line of NAME.jsonl: one answer of the model to one problem."""
 
     problem_id: str
-    sample: int
-    """Number among the answers to this problem, from 0."""
+    sample: int  # number among the answers to this problem, from 0
     correct: bool
-    answered: bool
-    """Whether the output has an answer that could be graded."""
-    truncated: bool
-    """Whether the output ended at the limit on new tokens or at the model's longest sequence."""
-    num_tokens: int
-    """Tokens generated, the end-of-turn token included."""
+    answered: bool  # whether the output has an answer that could be graded
+    truncated: bool  # whether the output ended at the limit on new tokens or at the model's longest sequence
+    num_tokens: int  # tokens generated, the end-of-turn token included
     answer: str | None
     output: str
 

@@ -118,11 +118,7 @@ def measure_followed(
 
 
 def _tokens_of(
-    batch: Batch,
-    losses: torch.Tensor,
-    entropies: torch.Tensor,
-    utilities: torch.Tensor | None,
-    weights: torch.Tensor,
+    batch: Batch, losses: torch.Tensor, entropies: torch.Tensor, utilities: torch.Tensor | None, weights: torch.Tensor
 ) -> dict[int, TraceTokens]:
     """The traces of a micro-batch by their indices. Waits for the device."""
     supervised, index = batch.supervised(), batch.sequence_index()

@@ -17,17 +17,14 @@ from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.model_shape import folder_on_disk
 from vcore_ds.planning.spread import LengthModel
 
-_MOST_ROWS = 256
-"""Rows of raw data that are tokenized, which takes a second or two."""
+_MOST_ROWS = 256  # rows of raw data that are tokenized, which takes a second or two
 
-_MOST_LENGTHS = 4096
-"""Lengths of a token store that are kept."""
+_MOST_LENGTHS = 4096  # lengths of a token store that are kept
 
 _CHARACTERS_PER_TOKEN = 3.5
 """Where the tokenizer is not on this machine: between English prose (4) and formulas (3)."""
 
-CountTokens = Callable[[Sequence[Conversation]], list[int]]
-"""Tokens of each conversation."""
+CountTokens = Callable[[Sequence[Conversation]], list[int]]  # tokens of each conversation
 
 
 def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:

@@ -43,10 +43,8 @@ from vcore_ds.utility.estimators import Estimator
 class Throughput:
     """Converts the seconds of a step into rates."""
 
-    shape: ModelShape
-    """Shape of the whole model, also with tensor parallelism."""
-    passes: StepPasses | None
-    """The passes that a step needs; None for a model whose sizes are unknown."""
+    shape: ModelShape  # shape of the whole model, also with tensor parallelism
+    passes: StepPasses | None  # the passes that a step needs; None for a model whose sizes are unknown
     peak_flops: float | None
     """Dense bf16 FLOP a second of all ranks together; None where that of a device is unknown, as on CPUs."""
 
@@ -76,11 +74,7 @@ def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
     here = device()
     own = peak_flops(torch.cuda.get_device_name(here)) if here.type == "cuda" else None
     peaks = [peak for peak in layout.gather_objects("job", own) if peak is not None]
-    return Throughput(
-        read_model_shape(model),
-        passes,
-        sum(peaks) if len(peaks) == layout.size("job") else None,
-    )
+    return Throughput(read_model_shape(model), passes, sum(peaks) if len(peaks) == layout.size("job") else None)
 
 
 # Optimizer steps; `vcore-ds fidelity` takes them too.
@@ -127,8 +121,7 @@ class RunData:
     """The data of a run."""
 
     feed: Feed
-    validation: dict[str, Dataset]
-    """Held-out sequences by the name of their set."""
+    validation: dict[str, Dataset]  # held-out sequences by the name of their set
     followed: FollowedTraces
 
 
@@ -137,11 +130,9 @@ class RunLog:
     """Where a run reports its steps."""
 
     console: Console
-    metrics: MetricsLog | None
-    """On rank 0; None on the others."""
+    metrics: MetricsLog | None  # on rank 0; None on the others
     throughput: Throughput
-    advice_if_long: str = ""
-    """How to make the run shorter; may be empty."""
+    advice_if_long: str = ""  # how to make the run shorter; may be empty
 
 
 @dataclass(frozen=True)
@@ -237,8 +228,7 @@ def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> 
     return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed, losses, is_last=is_last)
 
 
-LONG_SECONDS = 15 * 60.0
-"""Rest of a run after which advice is given."""
+LONG_SECONDS = 15 * 60.0  # rest of a run after which advice is given
 
 
 def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: str) -> None:

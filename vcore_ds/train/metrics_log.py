@@ -19,14 +19,11 @@ from vcore_ds.train.run_folder import LOST_METRICS, METRICS
 # Sinks. Each works on a thread, so that it can neither fail nor slow the run.
 
 
-MOST_WAITING = 1000
-"""Lines that may wait for a sink; further ones are dropped."""
+MOST_WAITING = 1000  # lines that may wait for a sink; further ones are dropped
 
-CLOSE_SECONDS = 20.0
-"""Time to send the remaining lines at the end of a run."""
+CLOSE_SECONDS = 20.0  # time to send the remaining lines at the end of a run
 
-DRAIN_SECONDS = 5.0
-"""The same where a run ends early, since another attempt may be waiting."""
+DRAIN_SECONDS = 5.0  # the same where a run ends early, since another attempt may be waiting
 
 
 class Sink(Protocol):

@@ -20,10 +20,8 @@ from vcore_ds.train.profile_folder import PROFILES, OperationRow
 
 PHASES = {"probe": "probe", "utility": "utility", "main": "main", "step": "update", "followed": "followed"}
 """Part of a step (`StepRecorder.part`) -> its range in a trace."""
-OUTSIDE = "between"
-"""Operations of a step that are in no phase: exchanges of sums."""
-MOST_OPERATIONS = 12
-"""Rows of a phase in a table, besides the rest."""
+OUTSIDE = "between"  # operations of a step that are in no phase: exchanges of sums
+MOST_OPERATIONS = 12  # rows of a phase in a table, besides the rest
 WAITING = "(Python and waiting)"
 """The time of a phase in which its main thread was in no operation; on a CPU alone."""
 

@@ -18,10 +18,8 @@ class OperationRow:
     phase: str
     operation: str
     calls: int
-    seconds: float
-    """On the device, without the operations that it calls."""
-    share: float
-    """Of the seconds of its phase."""
+    seconds: float  # on the device, without the operations that it calls
+    share: float  # of the seconds of its phase
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,7 @@ class Profile:
 
     step: int
     rank: int
-    files: list[Path]
-    """Trace, table and record of memory, as far as they are there."""
+    files: list[Path]  # trace, table and record of memory, as far as they are there
     rows: list[OperationRow]
 
 

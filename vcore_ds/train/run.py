@@ -67,11 +67,9 @@ class RunResult:
 
     folder: Path
     export_folder: Path
-    validation_losses_before: dict[str, float]
-    """Nats, by name of the held-out set."""
+    validation_losses_before: dict[str, float]  # nats, by name of the held-out set
     validation_losses_after: dict[str, float]
-    last_step: StepMetrics | None
-    """None where the run was resumed after its last step."""
+    last_step: StepMetrics | None  # None where the run was resumed after its last step
 
 
 def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -> RunResult:

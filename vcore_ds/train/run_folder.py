@@ -37,16 +37,14 @@ HELD_OUT = "held_out.json"
 """Held-out losses before and after training, by name of the set; written just before the result."""
 DATA = "data.json"
 """How much data the run reads: for the model card, whose result may be exported where the data are not."""
-STARTED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
-"""Of `started` in environment.json, UTC."""
+STARTED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in environment.json, UTC
 START = "start.txt"
 """The first lines on the screen, and details on data, balance, memory and passes, of each start."""
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with the files of each optimizer step whose tokens are recorded, see `token_record_path` and
 `followed_path`."""
-TRACKERS = "trackers"
-"""Folder with the run's id at each tracker that has given it one."""
+TRACKERS = "trackers"  # folder with the run's id at each tracker that has given it one
 _TOKEN_RECORD = re.compile(r"(?:step|followed)_(\d{8,})\.npz")
 
 
@@ -115,8 +113,7 @@ def write_data_counts(folder: Path, counts: list[dict[str, Any]]) -> None:
 class DataCounts:
     """An entry of data.json: how much of one set of data the run reads."""
 
-    part: str
-    """What the run reads it for."""
+    part: str  # what the run reads it for
     path: str
     hub_ids: list[str]
     sequences: int

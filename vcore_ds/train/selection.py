@@ -23,15 +23,11 @@ from vcore_ds.models.model_identity import RULE, compute_model_digest
 class Selection:
     """The kept traces of those that were scored."""
 
-    keep: KeepConfig
-    """With the name of the target set filled in."""
+    keep: KeepConfig  # with the name of the target set filled in
     scores: Scores
-    digest: str
-    """SHA-256 of scores.parquet."""
-    positions: np.ndarray
-    """int64 [k], of the kept traces in the token store, ascending; at least one."""
-    sources: np.ndarray
-    """str [n], where each scored trace came from."""
+    digest: str  # SHA-256 of scores.parquet
+    positions: np.ndarray  # int64 [k], of the kept traces in the token store, ascending; at least one
+    sources: np.ndarray  # str [n], where each scored trace came from
 
     @property
     def num_of_source(self) -> dict[str, tuple[int, int]]:

@@ -45,10 +45,8 @@ class StepSettings:
     method: MethodConfig
     probe: ProbeConfig
     utility: UtilityConfig
-    reference_is_base: bool
-    """Whether the reference of the weights is the model without its adapters."""
-    precision: Literal["bf16", "fp32"]
-    """Of the parameters, which a finite difference has to resolve."""
+    reference_is_base: bool  # whether the reference of the weights is the model without its adapters
+    precision: Literal["bf16", "fp32"]  # of the parameters, which a finite difference has to resolve
 
 
 def derive_step_settings(recipe: Recipe) -> StepSettings:
@@ -66,14 +64,11 @@ def derive_step_settings(recipe: Recipe) -> StepSettings:
 class Schedule:
     """What depends on the number of a step, k from 0. Functions of run and step, so that resuming needs no state."""
 
-    num_steps: int
-    """Optimizer steps of the whole run."""
+    num_steps: int  # optimizer steps of the whole run
     num_warmup_steps: int
-    first_decay_step: int
-    """First step of the decay, from 0, which still has the peak; `num_steps` for none."""
+    first_decay_step: int  # first step of the decay, from 0, which still has the peak; `num_steps` for none
     peak_learning_rate: float
-    min_ratio: float
-    """Share of the peak that the decay leads to."""
+    min_ratio: float  # share of the peak that the decay leads to
     kind: Literal["cosine", "linear", "constant", "wsd"]
     seed: int
     measure_noise_every: int | None

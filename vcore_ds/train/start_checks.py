@@ -51,10 +51,8 @@ OTHER_PRODUCTS = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}
 class Comparison:
     """Losses that must be equal."""
 
-    problem: str
-    """What is wrong where they differ, and what to do about it."""
-    difference: float
-    """Mean absolute difference, nats."""
+    problem: str  # what is wrong where they differ, and what to do about it
+    difference: float  # mean absolute difference, nats
     tolerances: Mapping[torch.dtype, float]
     """Largest difference that rounding explains, by the parameters' dtype."""
 

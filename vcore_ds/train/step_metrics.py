@@ -33,13 +33,7 @@ from vcore_ds.train.token_records import (
 
 
 def sequences_of(
-    batch: Batch,
-    tokens: Tokens,
-    weights: Tensor,
-    *,
-    shares: Tensor,
-    uniform_shares: Tensor,
-    alpha: Tensor | float,
+    batch: Batch, tokens: Tokens, weights: Tensor, *, shares: Tensor, uniform_shares: Tensor, alpha: Tensor | float
 ) -> Iterator[SequenceTokens]:
     """Yield the sequences of a micro-batch that have supervised tokens. Waits for the device. `weights`: `q` `[N]`;
     `shares`, `uniform_shares`: `[num_sequences]`, see `SequenceTokens`; `alpha`: a scalar or `[num_sequences]`."""
@@ -90,11 +84,7 @@ def record_tokens(
 
 
 def gather_record(
-    step: int,
-    own: Sequence[SequenceTokens],
-    sequence_parallel: int,
-    first_trusted_id: int | None,
-    seed: int,
+    step: int, own: Sequence[SequenceTokens], sequence_parallel: int, first_trusted_id: int | None, seed: int
 ) -> TokenRecord:
     """The record on every rank, the same at any world size. A collective; see `record_tokens` and `choose`."""
     # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
@@ -128,16 +118,12 @@ class MicroBatchResult:
 
     batch: Batch
     tokens: Tokens
-    weights: GibbsWeights
-    """For methods without utilities only the weights count."""
-    shares: Tensor
-    """`[num_sequences]`, of each sequence in the global batch's weighted loss"""
+    weights: GibbsWeights  # for methods without utilities only the weights count
+    shares: Tensor  # `[num_sequences]`, of each sequence in the global batch's weighted loss
     alpha: Tensor | float
     """Alpha of each sequence `[num_sequences]` or of the micro-batch; 1 where it belongs to the global batch."""
-    weighted_loss: Tensor
-    """Scalar, this micro-batch's part of the global batch's weighted loss, before alpha."""
-    scaled_loss: Tensor
-    """The same after such an alpha: the loss that was differentiated."""
+    weighted_loss: Tensor  # scalar, this micro-batch's part of the global batch's weighted loss, before alpha
+    scaled_loss: Tensor  # the same after such an alpha: the loss that was differentiated
     base_kl: Tensor | None = None
     """Scalar, this micro-batch's part of the global batch's mean `KL(base || model)`, which `method.kl_weight` adds to
     the loss; None for methods without it."""
@@ -150,30 +136,20 @@ class StepTotals:
     loss: float
     """Uniform cross-entropy of the main batch over all supervised tokens, whatever the method, so that methods
     compare."""
-    weighted_loss: float
-    """Before alpha."""
-    scaled_loss: float
-    """After the alphas of sequences or micro-batches, before that of the global batch."""
-    temperature: float
-    """tau, mean over sequences."""
-    kl: float
-    """KL(q || u) in nats, mean over sequences."""
-    effective_sample_size: float
-    """Tokens, mean over sequences."""
+    weighted_loss: float  # before alpha
+    scaled_loss: float  # after the alphas of sequences or micro-batches, before that of the global batch
+    temperature: float  # tau, mean over sequences
+    kl: float  # KL(q || u) in nats, mean over sequences
+    effective_sample_size: float  # tokens, mean over sequences
     total_weight: float
     """`sum_t q[i,t]`, mean over sequences: 1 for weights that are a distribution, the mean probability for dft, the
     importance ratio for iw_sft."""
-    num_saturated: int
-    """Sequences whose KL budget is out of reach."""
+    num_saturated: int  # sequences whose KL budget is out of reach
     utility_mean: float
-    utility_std: float
-    """Over the tokens of the batch."""
-    base_kl: float
-    """Nats; 0 for methods without it."""
-    num_non_finite: int
-    """Sequences with a loss or utility that is Inf or NaN."""
-    utility_moments: Tensor
-    """`[5]` fp64, see `method.utility_moments`."""
+    utility_std: float  # over the tokens of the batch
+    base_kl: float  # nats; 0 for methods without it
+    num_non_finite: int  # sequences with a loss or utility that is Inf or NaN
+    utility_moments: Tensor  # `[5]` fp64, see `method.utility_moments`
 
 
 @dataclass(frozen=True)
@@ -181,8 +157,7 @@ class StepMetrics:
     """One step, as it is written to metrics.jsonl."""
 
     values: Mapping[str, float | int | None]
-    tokens: Sequence[SequenceTokens] | None
-    """This rank's sequences; None unless the recorder kept them."""
+    tokens: Sequence[SequenceTokens] | None  # this rank's sequences; None unless the recorder kept them
     followed: Mapping[int, TraceTokens] = field(default_factory=dict)
     """This rank's followed traces, by their indices; empty in most steps."""
 

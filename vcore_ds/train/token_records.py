@@ -22,8 +22,7 @@ from vcore_ds.train.run_folder import TOKENS, followed_path, token_record_path
 FORMAT = 1
 MOST_TOKENS = 131_072
 """Tokens of a file, unless its only sequence has more: about 2 MB, so that a run's files stay near 20 MB each."""
-MOST_PROMPT_TOKENS = 2_048
-"""Maximum prompt tokens of a sequence in a file."""
+MOST_PROMPT_TOKENS = 2_048  # maximum prompt tokens of a sequence in a file
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
@@ -56,18 +55,14 @@ def read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
 class RecordedTokens:
     """Supervised tokens of one sequence in one optimizer step, in order."""
 
-    positions: np.ndarray = field(kw_only=True)
-    """int32 [n], of the token in its sequence, from 0"""
-    token_ids: np.ndarray = field(kw_only=True)
-    """int32 [n]"""
-    losses: np.ndarray = field(kw_only=True)
-    """fp32 [n], nats, before the update"""
+    positions: np.ndarray = field(kw_only=True)  # int32 [n], of the token in its sequence, from 0
+    token_ids: np.ndarray = field(kw_only=True)  # int32 [n]
+    losses: np.ndarray = field(kw_only=True)  # fp32 [n], nats, before the update
     entropies: np.ndarray | None = field(default=None, kw_only=True)
     """fp32 [n], nats, of the distribution that predicts the token; None where it was not measured"""
     utilities: np.ndarray | None = field(default=None, kw_only=True)
     """fp32 [n], along the direction of the step; None for methods without"""
-    weights: np.ndarray = field(kw_only=True)
-    """fp32 [n], `q[i,t]`, within the whole sequence"""
+    weights: np.ndarray = field(kw_only=True)  # fp32 [n], `q[i,t]`, within the whole sequence
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), kw_only=True)
     """int32 [p], the tokens before the first supervised one, the last `MOST_PROMPT_TOKENS` of them; none in records of
     0.7 and before"""
@@ -138,16 +133,14 @@ class SequenceTokens(RecordedTokens):
 class TokenRecord:
     """Tokens of one optimizer step, over all ranks."""
 
-    step: int
-    """Optimizer step, from 1, as in metrics.jsonl."""
+    step: int  # optimizer step, from 1, as in metrics.jsonl
     first_trusted_id: int | None
     """Sequences with this id or a larger one are of the trusted pool (`data.trusted_share`), row
     `id - first_trusted_id` of it; None where the batches hold none."""
     num_sequences_global: int
     """Sequences with supervised tokens in the step's batch; the record holds some of them."""
     num_supervised_tokens_global: int
-    sequences: Sequence[SequenceTokens]
-    """By id; a batch may hold a sequence twice."""
+    sequences: Sequence[SequenceTokens]  # by id; a batch may hold a sequence twice
 
     @property
     def num_tokens(self) -> int:
@@ -161,8 +154,7 @@ class TokenRecord:
 
 _OF_SEQUENCE = {"sequence_ids": "sequence_id", "shares": "share", "uniform_shares": "uniform_share", "alphas": "alpha"}
 _OF_RECORD = ("step", "num_sequences_global", "num_supervised_tokens_global")
-_NONE = -1
-"""How a file says that it has no `first_trusted_id`."""
+_NONE = -1  # how a file says that it has no `first_trusted_id`
 
 
 def record_steps(num_steps: int, num_records: int) -> list[int]:
@@ -221,8 +213,7 @@ class Origin:
     is_held_out: bool
     set_name: str
     """Name of its held-out set (`data.validation_path`); empty for training data, and for a set without a name."""
-    sequence_id: int
-    """Row of the trace in its data, from 0, as in messages."""
+    sequence_id: int  # row of the trace in its data, from 0, as in messages
 
     @property
     def source(self) -> str:
@@ -235,8 +226,7 @@ class TraceTokens(RecordedTokens):
     """The first supervised tokens of a followed trace; all of them unless it is long. Losses are without dropout, and
     weights what the method would have given the token in this step."""
 
-    num_supervised_tokens: int
-    """`n_i`, of the whole trace."""
+    num_supervised_tokens: int  # `n_i`, of the whole trace
     entropies: np.ndarray = field(kw_only=True)
 
     def first(self, most: int) -> "TraceTokens":
@@ -265,8 +255,7 @@ class TraceTokens(RecordedTokens):
 class FollowedRecord:
     """The followed traces in one optimizer step."""
 
-    step: int
-    """Optimizer step, from 1, as in metrics.jsonl."""
+    step: int  # optimizer step, from 1, as in metrics.jsonl
     origins: Sequence[Origin]
     """The origin of each trace; the same in all records of a run, unless `run.num_followed_traces` or the data was
     changed."""

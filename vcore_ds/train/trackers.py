@@ -139,11 +139,9 @@ def keep_id(folder: Path, name: str, run_id: str) -> None:
 # Weights & Biases. Data that cannot be sent stay in the run's folder, for `wandb sync`.
 
 
-INIT_SECONDS = 60.0
-"""Time to reach the server before the first step; after it the run continues offline."""
+INIT_SECONDS = 60.0  # time to reach the server before the first step; after it the run continues offline
 
-FINISH_SECONDS = 120.0
-"""Time to send the remaining data at the end."""
+FINISH_SECONDS = 120.0  # time to send the remaining data at the end
 
 
 class WandbLog:
@@ -151,12 +149,7 @@ class WandbLog:
     say. `run_id` is kept with the checkpoints, so that a resumed run continues in the same one."""
 
     def __init__(
-        self,
-        folder: Path,
-        track: TrackConfig,
-        config: Mapping[str, Any],
-        console: Console,
-        run_id: str | None = None,
+        self, folder: Path, track: TrackConfig, config: Mapping[str, Any], console: Console, run_id: str | None = None
     ):
         import wandb  # half a second, and only where it is asked for
 

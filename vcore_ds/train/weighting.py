@@ -135,10 +135,7 @@ def alpha_of_global_batch(
 
 
 def sequence_factors(
-    method: MethodConfig,
-    counts: GlobalCounts,
-    batches: Sequence[Batch],
-    known: Sequence[tuple[Tensor, Tensor]],
+    method: MethodConfig, counts: GlobalCounts, batches: Sequence[Batch], known: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Factor `[num_sequences]` fp32 of each sequence's share in the global batch's loss, for each of this rank's
     `batches`, and what is measured: `batch_tau`, `batch_kl` in nats, and `batch_effective_sample_size` in sequences. A

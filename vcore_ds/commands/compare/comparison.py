@@ -14,8 +14,7 @@ from vcore_ds.common.statistics import FEWEST_SEEDS, POWER, Estimate, Interval
 from vcore_ds.common.text import align_columns, count
 from vcore_ds.train.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
-NUM_SAMPLES = (1, 4, 16, 64)
-"""Samples per problem for which --power gives numbers."""
+NUM_SAMPLES = (1, 4, 16, 64)  # samples per problem for which --power gives numbers
 FEWEST_DIFFERING = 5
 """Differing problems of two evaluations; with fewer the t interval is too narrow
 (docs/reports/comparing-coverage.md)."""
@@ -31,8 +30,7 @@ class Evaluated:
     folder: Path
     evaluation: Evaluation
     problems: dict[str, list[str]]
-    correct: dict[str, np.ndarray]
-    """`[problems, samples]`, 0 or 1."""
+    correct: dict[str, np.ndarray]  # `[problems, samples]`, 0 or 1
 
 
 Sides = Mapping[str, Sequence[Evaluated]]
@@ -46,19 +44,15 @@ class Difference:
     interval: Interval | None
     """Student's t, over problems for one evaluation per side, else over pairs of seeds."""
     p_value: float | None
-    holm_p_value: float | None
-    """Adjusted for all differences of the comparison."""
-    num_better: int
-    """Problems on which the side has more right answers, over all seeds."""
+    holm_p_value: float | None  # adjusted for all differences of the comparison
+    num_better: int  # problems on which the side has more right answers, over all seeds
     num_worse: int
-    sign_flip_p_value: float | None
-    """For one evaluation per side; McNemar's with one sample per problem."""
+    sign_flip_p_value: float | None  # for one evaluation per side; McNemar's with one sample per problem
     by_seed: list[float]
     two_way: Estimate | None
     needed: dict[int, int | None] | None
     """Problems (one evaluation per side) or seeds needed to detect the difference of `--power`, by samples."""
-    detectable: float | None
-    """The smallest difference that evaluations of this size detect."""
+    detectable: float | None  # the smallest difference that evaluations of this size detect
 
 
 @dataclass(frozen=True)
@@ -71,13 +65,11 @@ class Result:
     num_problems: int
     num_samples_per_problem: int
     accuracy: float
-    interval: Interval | None
-    """Wilson's for one evaluation, Student's t over seeds for several."""
+    interval: Interval | None  # Wilson's for one evaluation, Student's t over seeds for several
     truncated_share: float
     unanswered_share: float
     mean_tokens: float
-    difference: Difference | None
-    """From the reference; None for the reference."""
+    difference: Difference | None  # from the reference; None for the reference
 
 
 def read_sides(groups: Mapping[str, Sequence[Path]], tasks: Sequence[str]) -> Sides:

@@ -30,11 +30,9 @@ class Sampling:
     """All sampling fields, so that none is left to a server's defaults. Defaults are the paper's (table "Inference
     hyperparameters")."""
 
-    temperature: float = 0.0
-    """0 is greedy."""
+    temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = -1
-    """-1 for all tokens."""
+    top_k: int = -1  # -1 for all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 42
@@ -138,8 +136,7 @@ class InProcessAPI(ModelAPI):
         return outputs
 
 
-REQUEST_SECONDS = 3_600.0
-"""Timeout of one answer: tens of thousands of tokens on a busy GPU take many minutes."""
+REQUEST_SECONDS = 3_600.0  # timeout of one answer: tens of thousands of tokens on a busy GPU take many minutes
 
 
 class ServerAPI(OpenAICompatibleCompletionsAPI):

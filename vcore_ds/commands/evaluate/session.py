@@ -46,11 +46,9 @@ from vcore_ds.train.evaluation_folder import (
     write_samples,
 )
 
-LOGS = "inspect_logs"
-"""Subfolder of inspect's logs, from which it resumes."""
+LOGS = "inspect_logs"  # subfolder of inspect's logs, from which it resumes
 MAX_RETRIES = 4
-ANSWER_SECONDS = 5
-"""CPU time limit of comparing one answer."""
+ANSWER_SECONDS = 5  # CPU time limit of comparing one answer
 PACKAGES = ("inspect_ai", "math-verify", "transformers", "peft", "torch", "reasoning-gym")
 
 

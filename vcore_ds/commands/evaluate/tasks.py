@@ -26,17 +26,14 @@ class Benchmark:
     """A task that --tasks can name."""
 
     help: str
-    kind: Kind | None
-    """None for code, whose generations are written for the official graders."""
+    kind: Kind | None  # None for code, whose generations are written for the official graders
     read: Callable[[Row], Sample] | None = None
     """Turns a row into a problem, with an empty id where it has none. Raises ValueError for unusable rows."""
     sources: tuple[dict[str, str], ...] = ()
     """Arguments of `datasets.load_dataset` for each data set on the hub."""
     select: Callable[[list[Sample]], list[Sample]] = list
-    make: Callable[[], list[Sample]] | None = None
-    """Makes the problems of a task without a data set."""
-    num_samples: int = 1
-    """Default of --samples; greedy decoding gives one answer."""
+    make: Callable[[], list[Sample]] | None = None  # makes the problems of a task without a data set
+    num_samples: int = 1  # default of --samples; greedy decoding gives one answer
     max_new_tokens: int = 32_768
     """Default of --max-new-tokens, as model cards of reasoning models recommend; the preset has its own."""
 

@@ -48,8 +48,7 @@ class TrainedWeights(Protocol):
     """The trained parameters of a run, read one at a time."""
 
     name: str
-    shapes: dict[str, torch.Size]
-    """Parameter name in the (adapted) Hugging Face model -> shape."""
+    shapes: dict[str, torch.Size]  # parameter name in the (adapted) Hugging Face model -> shape
 
     def read(self, name: str) -> Tensor:
         """Read the full parameter, on the CPU."""

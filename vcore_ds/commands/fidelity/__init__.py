@@ -76,8 +76,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 JSON_NAME = "fidelity.json"
-MAX_DRAWS = 4
-"""Disjoint probes of a size, whose agreement with the large probe is averaged."""
+MAX_DRAWS = 4  # disjoint probes of a size, whose agreement with the large probe is averaged
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,9 @@ class FidelityOptions:
     ranks: tuple[int, ...] = (16, 64, 128)
     """Values of `probe.rank`; not measured with LoRA, whose matrices have low rank already."""
     probe_sizes: tuple[int, ...] = (1, 4, 8, 32)
-    large_probe_size: int = 64
-    """0: neither probe sizes nor stale directions are measured."""
+    large_probe_size: int = 64  # 0: neither probe sizes nor stale directions are measured
     stale_steps: tuple[int, ...] = (1, 2, 4, 8)
-    after_steps: int = 0
-    """Optimizer steps before the first measurement."""
+    after_steps: int = 0  # optimizer steps before the first measurement
     output: Path | None = None
 
 
@@ -101,14 +98,12 @@ class FidelityOptions:
 class Choice:
     """Disjoint lists of sequences."""
 
-    measured: list[int]
-    """Indices into the training data; those of the probes are into the recipe's probe data."""
+    measured: list[int]  # indices into the training data; those of the probes are into the recipe's probe data
     small_probes: list[int]
     recipe_probe_size: int
     probe_sizes: list[int]
     large_probe: list[int]
-    notes: list[str]
-    """Differences from the options."""
+    notes: list[str]  # differences from the options
 
     def draws(self, size: int) -> list[list[int]]:
         """Disjoint small probes of `size` sequences, at most `MAX_DRAWS`."""

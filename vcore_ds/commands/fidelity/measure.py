@@ -66,8 +66,7 @@ from vcore_ds.utility.estimators import compute_jvp_utilities, compute_losses
 from vcore_ds.utility.finite_difference import choose_epsilon, compute_perturbed_losses, signal_to_noise
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
-DEFAULT_KL_BUDGET = 0.05
-"""Nats; for the weights of a recipe whose method has no utilities."""
+DEFAULT_KL_BUDGET = 0.05  # nats; for the weights of a recipe whose method has no utilities
 REFERENCE_PRECISION = {"bf16": "fp32", "fp32": "fp64"}
 
 Say = Callable[[str], None]

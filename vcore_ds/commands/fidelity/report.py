@@ -17,8 +17,7 @@ from vcore_ds.common.text import align_columns
 from vcore_ds.method.weights import segment_sum
 from vcore_ds.train.start_checks import LEAST_RANK_CORRELATION
 
-RELIABLE_SPEARMAN = 0.9
-"""The lowest rank correlation with which utilities are good enough to train."""
+RELIABLE_SPEARMAN = 0.9  # the lowest rank correlation with which utilities are good enough to train
 
 ProbeLoss = Literal["uniform", "dft"]
 
@@ -30,8 +29,7 @@ class Agreement:
     spearman: float | None
     spearman_within_sequences: float | None
     """Mean over sequences; only the order within a sequence matters for its weights."""
-    relative_error: float | None
-    """`|s - reference| / |reference|`, 2-norms."""
+    relative_error: float | None  # `|s - reference| / |reference|`, 2-norms
     weight_overlap: float | None
     """`1 - total variation` between a sequence's token weights and the reference's, mean over sequences."""
 
@@ -43,8 +41,7 @@ class Estimate:
     estimator: str
     epsilon: float | None
     agreement: Agreement
-    changed_fraction: float | None = None
-    """Share of the trainable parameters that the perturbation changed."""
+    changed_fraction: float | None = None  # share of the trainable parameters that the perturbation changed
     signal_to_noise: float | None = None
     """Of the loss change that is divided by epsilon: `utility.finite_difference.signal_to_noise`."""
     rounding_floor_nats: float | None = None
@@ -63,8 +60,7 @@ class ProbeSize:
     spearman_min: float | None
     weight_overlap: float | None
     of_recipe: bool = False
-    loss: ProbeLoss = "uniform"
-    """`probe.loss` of the small probe; the large one has the recipe's."""
+    loss: ProbeLoss = "uniform"  # `probe.loss` of the small probe; the large one has the recipe's
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,7 @@ class LowRankDirection:
     """Agreement of utilities along a low-rank approximation of the direction with those along the direction itself."""
 
     rank: int
-    energy: float
-    """Share of `|v|^2` that it keeps."""
+    energy: float  # share of `|v|^2` that it keeps
     spearman: float | None
     spearman_within_sequences: float | None
     weight_overlap: float | None
@@ -98,12 +93,10 @@ class FidelityReport:
     reference_precision: str
     steps_before: int
     direction: str
-    probe_batch_size: int
-    """Sequences whose gradient is the direction that the estimators are compared along."""
+    probe_batch_size: int  # sequences whose gradient is the direction that the estimators are compared along
     num_sequences: int
     num_tokens: int
-    utility_std: float | None = None
-    """Standard deviation of the reference's utilities over tokens."""
+    utility_std: float | None = None  # standard deviation of the reference's utilities over tokens
     uniform_weight_overlap: float | None = None
     """Weight overlap of uniform weights with the reference's: the baseline."""
     loss_error_nats: float | None = None
@@ -115,8 +108,7 @@ class FidelityReport:
     """jvp first, then finite differences from the largest epsilon."""
     low_ranks: list[LowRankDirection] = field(default_factory=list)
     probe_sizes: list[ProbeSize] = field(default_factory=list)
-    other_probe_loss: ProbeSize | None = None
-    """The recipe's |B'| with the other `probe.loss`."""
+    other_probe_loss: ProbeSize | None = None  # the recipe's |B'| with the other `probe.loss`
     stale_directions: list[StaleDirection] = field(default_factory=list)
 
 

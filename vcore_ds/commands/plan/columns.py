@@ -34,8 +34,7 @@ from vcore_ds.planning.spread import LengthModel
 from vcore_ds.planning.step_cost import StepCost
 from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_metrics_of, read_recipe_of
 
-NUM_WARM_UP = 2
-"""Number of first steps that are left out: they compile kernels and make connections."""
+NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
 
 _PHASES: tuple[Phase, ...] = ("probe", "utility", "main", "step")
 
@@ -164,8 +163,7 @@ _KL_BUDGET = 0.005
 """Nats, for the `vcore` column of a recipe with another method; the cost of a step does not depend on it."""
 
 
-RARER_PROBE = 8
-"""Steps per probe batch of the plan that is shown beside one with a probe in every step."""
+RARER_PROBE = 8  # steps per probe batch of the plan that is shown beside one with a probe in every step
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,9 @@ class Column:
 
     title: str
     plan: RunPlan
-    smallest: RunPlan | None
-    """The plan on the fewest GPUs on which the run fits; None if there are too many."""
-    ways: list[Way]
-    """The cheapest changes that make it fit; empty if it fits."""
-    expert_sizes: list[Way]
-    """Other possible expert-parallel sizes; empty for a dense model."""
+    smallest: RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
+    ways: list[Way]  # the cheapest changes that make it fit; empty if it fits
+    expert_sizes: list[Way]  # other possible expert-parallel sizes; empty for a dense model
     rarer_probe: RunPlan | None = None
     """The plan with a probe batch in every eighth step only, where every step takes one; None beside --compare."""
 
@@ -193,8 +188,7 @@ class Columns:
     columns: list[Column]
     calibration: Calibration | None
     recipe_title: str
-    must_fit: bool
-    """`engine.memory_check`: whether a run that does not fit is refused."""
+    must_fit: bool  # `engine.memory_check`: whether a run that does not fit is refused
 
     @property
     def recipe_column(self) -> Column:

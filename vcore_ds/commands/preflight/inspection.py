@@ -37,16 +37,13 @@ class Node:
     packages: dict[str, str]
     commit: str | None
     gpus: tuple[str, ...]
-    unreadable: dict[str, str]
-    """Key of the recipe -> problem with its file on this node."""
-    sees_output: bool
-    """Whether the node sees a file that rank 0 made next to run.output_dir."""
+    unreadable: dict[str, str]  # key of the recipe -> problem with its file on this node
+    sees_output: bool  # whether the node sees a file that rank 0 made next to run.output_dir
     free_output_bytes: int
     free_temporary_bytes: int
     cannot_compile: str | None = None
     """What Triton lacks on the node to launch its first kernel; None for nothing."""
-    machine: Mapping[str, str | None] = field(default_factory=dict)
-    """Names of `REMEDIES` -> what this node has."""
+    machine: Mapping[str, str | None] = field(default_factory=dict)  # names of `REMEDIES` -> what this node has
     unused_gpus: str | None = None
     """Why PyTorch cannot use the node's GPUs, and what to do; None if it can, or if there are none."""
 

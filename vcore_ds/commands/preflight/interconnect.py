@@ -23,8 +23,7 @@ import torch.distributed.nn.functional
 from vcore_ds.common.errors import first_line
 from vcore_ds.distributed.device import uses_gpu
 
-NUM_TIMED = 5
-"""Timed all-reduces, after an untimed one that builds the connections."""
+NUM_TIMED = 5  # timed all-reduces, after an untimed one that builds the connections
 
 
 @contextmanager

@@ -31,10 +31,8 @@ SHORTER = (
     f"(Ctrl-C, then bash {SCRIPT} with any of them)"
 )
 """Advice for a slow machine."""
-OWN_CUTOFF_LENGTH = 2_048
-"""data.cutoff_length for the user's data, in tokens."""
-MOST_HELD_OUT = 16
-"""Most rows of the user's file that are held out; a tenth of a small file."""
+OWN_CUTOFF_LENGTH = 2_048  # data.cutoff_length for the user's data, in tokens
+MOST_HELD_OUT = 16  # most rows of the user's file that are held out; a tenth of a small file
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:

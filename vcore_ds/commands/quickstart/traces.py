@@ -54,8 +54,7 @@ tags:
 """Tells the cards of models trained from this one which base model it is."""
 NUM_TRAIN, NUM_JUDGED, NUM_PER_PROBLEM = 320, 16, 5
 """Traces to train on; the most in each of the other files, and the most of one problem there."""
-MAX_JUDGED_TOKENS = 320
-"""Longest trace in the other files: the recipe's data.cutoff_length."""
+MAX_JUDGED_TOKENS = 320  # longest trace in the other files: the recipe's data.cutoff_length
 NUM_TOKENIZED = 2048
 """Traces that are tokenized to find the shortest, those with the fewest characters: tokenizing all takes long."""
 

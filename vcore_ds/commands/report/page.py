@@ -43,8 +43,7 @@ from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.config.load import dump_recipe
 
 SOURCES = Path(__file__).parent / "page"
-SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")
-"""In the order of the page."""
+SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")  # in the order of the page
 
 
 def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | None = None) -> Path:

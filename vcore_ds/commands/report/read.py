@@ -30,28 +30,24 @@ if TYPE_CHECKING:
 
 OF_A_SEED = ("run.seed", "run.output_dir", "track.trackers", "track.project", "track.group", "track.tags")
 """Keys in which the runs of a group may differ."""
-MOST_KEYS_OF_LABEL = 3
-"""If groups differ in more keys, their label is the name of their first run."""
+MOST_KEYS_OF_LABEL = 3  # if groups differ in more keys, their label is the name of their first run
 
 
 @dataclass(frozen=True, eq=False)
 class ReportedRun:
     """The content of a run's folder that a report shows."""
 
-    name: str
-    """The folder's name, or its path if several have the same name; in a sweep `CELL/seed_N`."""
+    name: str  # the folder's name, or its path if several have the same name; in a sweep `CELL/seed_N`
     folder: Path
     recipe: Recipe
     environment: dict[str, Any]
-    metrics: list[dict[str, float | None]]
-    """Lines of metrics.jsonl, at least one."""
+    metrics: list[dict[str, float | None]]  # lines of metrics.jsonl, at least one
     held_out: HeldOutLosses
     evaluated: dict[str, TaskResult]
     """By task; empty if the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]
     followed: list[FollowedRecord]
-    texts: TokenTexts | None
-    """None without records, or without a tokenizer that has their tokens."""
+    texts: TokenTexts | None  # None without records, or without a tokenizer that has their tokens
     tables: TokenTables | None
     why_no_tables: str | None
     notes: list[str]

@@ -24,13 +24,11 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.planning.memory import parameter_counts
 from vcore_ds.planning.run_plan import find_shape
 
-HUBER_DELTA = 1e-3
-"""Larger residuals of log(loss) count linearly, as in Chinchilla's fit."""
+HUBER_DELTA = 1e-3  # larger residuals of log(loss) count linearly, as in Chinchilla's fit
 NUM_STEPS = 200
 NUM_RESAMPLES = 200
 START_EXPONENTS = (0.05, 0.2, 0.8)
-START_SHARES = (0.05, 0.5, 0.9)
-"""Start values of E, as shares of the smallest loss."""
+START_SHARES = (0.05, 0.5, 0.9)  # start values of E, as shares of the smallest loss
 
 Terms = tuple[tuple[int, ...], ...]
 """For each term except E, the columns of its product: ((0, 1),) or ((0,), (1,)), in the order of the columns."""
@@ -41,16 +39,12 @@ class Fit:
     """A power law, fitted without the largest point."""
 
     law: str
-    names: list[str]
-    """Names of the exponents, then E."""
+    names: list[str]  # names of the exponents, then E
     values: list[float]
-    intervals: list[tuple[float, float]]
-    """95% intervals over bootstrap resamples."""
-    predicted: float
-    """Predicted loss of the largest point."""
+    intervals: list[tuple[float, float]]  # 95% intervals over bootstrap resamples
+    predicted: float  # predicted loss of the largest point
     predicted_interval: tuple[float, float]
-    measured: float
-    """Measured loss of the largest point, mean over its runs."""
+    measured: float  # measured loss of the largest point, mean over its runs
 
     @property
     def error(self) -> float:
@@ -265,8 +259,7 @@ def _format_fit(fit: Fit) -> list[str]:
     ]
 
 
-LAST_SHARE = 0.1
-"""Share of the last steps over which the training loss is averaged."""
+LAST_SHARE = 0.1  # share of the last steps over which the training loss is averaged
 DIGITS = 4
 NOTE = (
     "± is half of the 95% interval of the mean (Student's t over seeds, from three seeds on). Differences are paired "
@@ -280,8 +273,7 @@ class SweepTables:
 
     name: str
     note: str
-    missing: str
-    """The runs that are not done, and so not in the tables; empty if all are."""
+    missing: str  # the runs that are not done, and so not in the tables; empty if all are
     tables: list[Table]
 
     def markdown(self) -> str:

@@ -177,8 +177,7 @@ class ProfileTable:
     """The profile of a step: a table of its operations, and its files."""
 
     table: Table
-    files: list[tuple[str, str]]
-    """What a file is, and where, relative to the page."""
+    files: list[tuple[str, str]]  # what a file is, and where, relative to the page
 
 
 def make_profiles(runs: Sequence[ReportedRun], folder: Path) -> list[ProfileTable]:

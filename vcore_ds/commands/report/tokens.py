@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 KINDS = ("word", "digit", "operator", "punctuation", "LaTeX command", "white space", "special", "other")
 """Each token has one of these kinds, from `_classify` and `TokenTexts.read`."""
-BROKEN = "\ufffd"
-"""Decoded text of a token that holds only part of a character."""
+BROKEN = "\ufffd"  # decoded text of a token that holds only part of a character
 
 MOST_TOKENS_OF_CHARACTER = 8
 """A character has at most 4 bytes, but a multi-part emoji may share tokens with its neighbours."""
@@ -40,20 +39,16 @@ _ANSWERS = re.compile(r"\n(assistant|model)\Z")
 _WORD = re.compile(r"\S+")
 _BREAK = re.compile("\n")
 _SENTENCE_ENDS = ".!?:;"
-_EDGES = ".,;:!?()[]\"'“”‘’*"
-"""Punctuation that is stripped from the ends of words."""
+_EDGES = ".,;:!?()[]\"'“”‘’*"  # punctuation that is stripped from the ends of words
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceTexts:
     """The text of one sequence's tokens. Arrays of tokens are in the sequence's order."""
 
-    kinds: np.ndarray
-    """int8 [n_i], index in `KINDS`"""
-    in_answer: np.ndarray
-    """bool [n_i], tokens inside `\\boxed{...}`"""
-    words: list[str]
-    """Words, separated by white space, without punctuation at their ends."""
+    kinds: np.ndarray  # int8 [n_i], index in `KINDS`
+    in_answer: np.ndarray  # bool [n_i], tokens inside `\boxed{...}`
+    words: list[str]  # words, separated by white space, without punctuation at their ends
     word_of_token: np.ndarray
     """int64 [n_i], index in `words` of the word with the token's first visible character; -1 for none"""
     sentences: np.ndarray
@@ -181,12 +176,9 @@ def _within(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 IN_ANSWER = "inside \\boxed{}"
 SOURCES = ("training data", "trusted pool")
-LONGEST_PHRASE = 4
-"""Maximum words of a phrase; the minimum is 2."""
-FEWEST = 5
-"""Lower bound of `default_min_count`."""
-UNIFORM_TOLERANCE = 1e-4
-"""Rounding error of a relative weight of 1."""
+LONGEST_PHRASE = 4  # maximum words of a phrase; the minimum is 2
+FEWEST = 5  # lower bound of `default_min_count`
+UNIFORM_TOLERANCE = 1e-4  # rounding error of a relative weight of 1
 
 
 @dataclass(frozen=True)
@@ -198,10 +190,8 @@ class Row:
     relative_weight: float
     share_of_weight: float
     share_of_tokens: float
-    utility: float | None
-    """None for methods without utilities."""
-    loss: float
-    """nats"""
+    utility: float | None  # None for methods without utilities
+    loss: float  # nats
     first_third: float | None
     """Relative weight in the first third of the records; None if the third, or the group in it, is empty."""
     last_third: float | None
@@ -211,11 +201,9 @@ class Row:
 class Extremes:
     """The most extreme of the groups that occur often enough, in descending order."""
 
-    gained: list[Row]
-    """Relative weight above the mean of all tokens."""
+    gained: list[Row]  # relative weight above the mean of all tokens
     lost: list[Row]
-    rose: list[Row]
-    """Relative weight increased from the first to the last third of the records."""
+    rose: list[Row]  # relative weight increased from the first to the last third of the records
     fell: list[Row]
 
 
@@ -224,8 +212,7 @@ class TokenTables:
     """Tables over the records of a run."""
 
     steps: list[int]
-    first_third: list[int]
-    """Steps of the records in the first third; empty for fewer than 2 records."""
+    first_third: list[int]  # steps of the records in the first third; empty for fewer than 2 records
     last_third: list[int]
     num_sequences: int
     num_tokens: int
@@ -234,12 +221,9 @@ class TokenTables:
     """Relative weight of all tokens: 1 if the weights are a distribution; the mean probability for dft."""
     tokens: Extremes
     phrases: Extremes
-    kinds: list[Row]
-    """Each kind that occurs, then `IN_ANSWER`, whose tokens are also counted by kind."""
-    positions: list[Row]
-    """Deciles of the trace."""
-    sources: list[Row]
-    """Empty if all sequences have the same source."""
+    kinds: list[Row]  # each kind that occurs, then `IN_ANSWER`, whose tokens are also counted by kind
+    positions: list[Row]  # deciles of the trace
+    sources: list[Row]  # empty if all sequences have the same source
 
 
 def are_uniform(records: Sequence[TokenRecord]) -> bool:
@@ -257,11 +241,7 @@ def default_min_count(num_tokens: int) -> int:
 
 
 def make_tables(
-    records: Sequence[TokenRecord],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    top: int = 15,
-    min_count: int | None = None,
+    records: Sequence[TokenRecord], tokenizer: "PreTrainedTokenizerBase", *, top: int = 15, min_count: int | None = None
 ) -> TokenTables:
     """Make the tables of a run's records, at least one. `top`: maximum length of the lists; `min_count`: minimum
     occurrences in them, None for `default_min_count`. Raises UserError where the tokenizer lacks recorded tokens."""
@@ -305,14 +285,10 @@ def make_tables(
 class _Sums:
     """Tokens, or phrases, with the terms that the tables sum over them."""
 
-    values: np.ndarray
-    """fp64 [N, 4]: U, W, U times utility, U times loss"""
-    part: np.ndarray
-    """int64 [N], 0 in the first third of the records, 2 in the last, else 1"""
-    uniform: float
-    """Sum of U over all recorded tokens."""
-    weight: float
-    """Sum of W over all recorded tokens."""
+    values: np.ndarray  # fp64 [N, 4]: U, W, U times utility, U times loss
+    part: np.ndarray  # int64 [N], 0 in the first third of the records, 2 in the last, else 1
+    uniform: float  # sum of U over all recorded tokens
+    weight: float  # sum of W over all recorded tokens
     has_utilities: bool
 
     @classmethod

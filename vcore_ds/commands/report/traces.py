@@ -228,8 +228,7 @@ def _encode_text(sequence: RecordedTokens, texts: TokenTexts, names: dict[str, i
     return places, flags
 
 
-NAME_CHARACTERS = 48
-"""Maximum characters of a trace's name."""
+NAME_CHARACTERS = 48  # maximum characters of a trace's name
 
 
 def name_by_first_words(texts: Sequence[str]) -> list[str]:

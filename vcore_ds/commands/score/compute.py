@@ -72,18 +72,14 @@ def plan_scoring_memory(
     in_training = memory.settings
     # Only the pass over a trusted set has a backward; the one over the data has none.
     settings = replace(
-        in_training,
-        is_fused=False,
-        main_tokens=in_training.probe_tokens,
-        utility_tokens=in_training.main_tokens,
+        in_training, is_fused=False, main_tokens=in_training.probe_tokens, utility_tokens=in_training.main_tokens
     )
     return replace(memory, settings=settings)
 
 
 CHUNK_TOKENS_PER_RANK = 16_384
 """Tokens per rank and file of results: about a second on a GPU, and enough to balance the ranks."""
-SEQUENCES_PER_MICRO_BATCH = 8
-"""Minimum sequences of a chunk, per sequence of a micro-batch over all ranks."""
+SEQUENCES_PER_MICRO_BATCH = 8  # minimum sequences of a chunk, per sequence of a micro-batch over all ranks
 
 
 def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_RANK) -> None:

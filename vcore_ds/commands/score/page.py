@@ -12,22 +12,13 @@ from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import index_type, loss_levels, nearest, pack_arrays, rounded, utility_levels
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
-from vcore_ds.data.scores_folder import (
-    PAGE,
-    DataSet,
-    Scores,
-    read_scores,
-    read_tokens,
-    read_traces,
-    utility_columns,
-)
+from vcore_ds.data.scores_folder import PAGE, DataSet, Scores, read_scores, read_tokens, read_traces, utility_columns
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import find_local_folder
 
 MOST_TOKENS = 800_000
 """Maximum tokens of a page, about 3 MB. If there are more, every trace is truncated to its share."""
-SUPERVISED = 1
-"""Flag of a supervised token; the others belong to the prompt."""
+SUPERVISED = 1  # flag of a supervised token; the others belong to the prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,15 +93,12 @@ def encode_traces(
 
 
 SOURCES = Path(__file__).parent / "page"
-SCRIPTS = ("charts.js", "traces.js", "main.js")
-"""In the order of the page."""
+SCRIPTS = ("charts.js", "traces.js", "main.js")  # in the order of the page
 NUM_BINS = 40
 EDGES = (0.005, 0.995)
 """Quantiles that limit a histogram's bins; traces beyond them are counted in the outer bins."""
-MOST_POINTS = 3000
-"""Maximum points of a scatter plot; of more traces, every k-th by rank is drawn."""
-MOST_SOURCES = 40
-"""Maximum rows of the table of sources: those with the most traces."""
+MOST_POINTS = 3000  # maximum points of a scatter plot; of more traces, every k-th by rank is drawn
+MOST_SOURCES = 40  # maximum rows of the table of sources: those with the most traces
 COLUMNS = ("source", "row", "num_supervised_tokens", "loss")
 
 

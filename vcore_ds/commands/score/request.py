@@ -26,8 +26,7 @@ from vcore_ds.data.store import TokenStore
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.train.run_folder import RECIPE, read_metrics_of
 
-ONLY_SET = "trusted"
-"""Name of the set at data.probe_path."""
+ONLY_SET = "trusted"  # name of the set at data.probe_path
 NEW_FOLDER = "a new folder that can be written"
 
 _SET = re.compile(r"(\w{1,64})=(.+)")
@@ -37,16 +36,13 @@ _SET = re.compile(r"(\w{1,64})=(.+)")
 class ScoreRequest:
     """The data, weights and directions to score with."""
 
-    recipe: Recipe
-    """`run.output_dir` is the run's present folder."""
+    recipe: Recipe  # `run.output_dir` is the run's present folder
     sets: dict[str, str]
-    checkpoints: list[ScoredCheckpoint]
-    """In ascending order of steps; empty for the base model."""
+    checkpoints: list[ScoredCheckpoint]  # in ascending order of steps; empty for the base model
     output: Path
     again: bool = False
     trained_on_selection: bool = False
-    all_tokens: bool = False
-    """Write the utilities of all tokens, not only of the best and worst traces'."""
+    all_tokens: bool = False  # write the utilities of all tokens, not only of the best and worst traces'
 
 
 def make_request(
@@ -159,14 +155,7 @@ def _select_checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
 
 
 BY_DIGEST = frozenset(
-    {
-        "model.path",
-        "data.train_path",
-        "data.probe_path",
-        "data.cache_dir",
-        "run.output_dir",
-        "engine.deepspeed_config",
-    }
+    {"model.path", "data.train_path", "data.probe_path", "data.cache_dir", "run.output_dir", "engine.deepspeed_config"}
 )
 """Keys of files, which are compared by content."""
 WITHOUT_EFFECT = frozenset(
@@ -196,11 +185,7 @@ def describe_request(
         "torch": version("torch"),
         "transformers": version("transformers"),
         "model": description.model_digest,
-        "data": {
-            "digest": data.digest,
-            "tokenizer": data.tokenizer_hash,
-            "chat_template": data.chat_template_hash,
-        },
+        "data": {"digest": data.digest, "tokenizer": data.tokenizer_hash, "chat_template": data.chat_template_hash},
         "recipe": {k: v for k, v in flat_values(recipe).items() if k not in BY_DIGEST | WITHOUT_EFFECT},
         # Neither ZeRO-3's settings (offload, bucket sizes) nor the number of ranks changes a result.
         "deepspeed": {k: v for k, v in deepspeed_config.items() if k not in ("zero_optimization", "train_batch_size")},

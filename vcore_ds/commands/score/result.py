@@ -50,10 +50,8 @@ class ScoredSequence:
     """Losses and utilities of the supervised tokens of a sequence."""
 
     position: int
-    losses: np.ndarray
-    """float32 [n], nats"""
-    utilities: np.ndarray
-    """float32 [n]"""
+    losses: np.ndarray  # float32 [n], nats
+    utilities: np.ndarray  # float32 [n]
 
 
 class PassFiles:
@@ -103,8 +101,7 @@ class PassFiles:
                     yield ScoredSequence(position, losses, utilities)
 
 
-MAX_SOURCES = 12
-"""Maximum sources in the table on the screen."""
+MAX_SOURCES = 12  # maximum sources in the table on the screen
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 SCRIPT = Path("launch_scripts/slurm/sweep.slurm")
-JOBS = "slurm_jobs.txt"
-"""File in the sweep's folder with the ids of its job arrays, one per line."""
+JOBS = "slurm_jobs.txt"  # file in the sweep's folder with the ids of its job arrays, one per line
 
 
 def submit(sweep: SweepFolder, options: str) -> str:

@@ -35,8 +35,7 @@ DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")
 FILE_KEYS = ("data.keep.scores", "data.reference_log_probabilities", "data.token_weights")
 MODEL_KEY = "model.path"
 
-Digests = Mapping[str, Mapping[str, str]]
-"""Key of a recipe -> path -> digest of the contents."""
+Digests = Mapping[str, Mapping[str, str]]  # key of a recipe -> path -> digest of the contents
 
 
 def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
@@ -92,8 +91,7 @@ def _digest(key: str, path: str) -> str | None:
 
 
 SWEEP, RUN_NAMES = "sweep.yaml", "runs.txt"
-MOST_DIFFERENCES = 20
-"""Maximum lines of a message on recipes that differ."""
+MOST_DIFFERENCES = 20  # maximum lines of a message on recipes that differ
 FIXED = (
     "data.train_path",
     "data.probe_path",
@@ -107,8 +105,7 @@ FIXED = (
 """Keys that a resumed run may change but a sweep may not, because its runs are compared."""
 _CANCELLED = 128 + signal.SIGTERM
 """Exit code of a job script that SLURM has terminated, to cancel or to requeue it."""
-ATTEMPT = "== attempt"
-"""Prefix of the first line of an attempt in a log."""
+ATTEMPT = "== attempt"  # prefix of the first line of an attempt in a log
 
 
 class State(StrEnum):
@@ -117,8 +114,7 @@ class State(StrEnum):
     DONE = "done"
     RUNNING = "running"
     FAILED = "failed"
-    STOPPED = "stopped"
-    """Started but unfinished: it will resume."""
+    STOPPED = "stopped"  # started but unfinished: it will resume
     WAITING = "waiting"
 
 
@@ -127,10 +123,8 @@ class SweepFolder:
     """A sweep's folder with the contents of sweep.yaml."""
 
     folder: Path
-    references: dict[str, str | None]
-    """Cell -> the cell that it is compared with."""
-    runs: list[str]
-    """`CELL/seed_N`, in the order of their task numbers."""
+    references: dict[str, str | None]  # cell -> the cell that it is compared with
+    runs: list[str]  # `CELL/seed_N`, in the order of their task numbers
     inputs: Digests = field(default_factory=dict)
     """Digests of data, scores and models from when the sweep first read them."""
 
@@ -267,10 +261,7 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
             with write_atomically(begun.recipe_path(name)) as unfinished:
                 unfinished.write_text(dump_recipe(wanted[name]), encoding="utf-8")
         values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": begun.inputs}
-        for name, text in (
-            (RUN_NAMES, "".join(f"{run}\n" for run in begun.runs)),
-            (SWEEP, dump_yaml(values)),
-        ):
+        for name, text in ((RUN_NAMES, "".join(f"{run}\n" for run in begun.runs)), (SWEEP, dump_yaml(values))):
             with write_atomically(folder / name) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
     return begun

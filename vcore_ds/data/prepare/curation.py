@@ -42,8 +42,7 @@ RULES = (
 )
 """Rules in the order in which they are applied and listed."""
 
-_MAX_INDEX_DIGITS = 12
-"""Digits of a problem's number; int() raises for thousands of them."""
+_MAX_INDEX_DIGITS = 12  # digits of a problem's number; int() raises for thousands of them
 
 
 class Dropped(Exception):
@@ -175,8 +174,7 @@ Kind = Literal["math", "code", "chat"]
 SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
 HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
 
-_ROWS_VERSION = 2
-"""How rows of conversations are read. 1 dropped `tools`, calls, and the weights of messages."""
+_ROWS_VERSION = 2  # how rows of conversations are read. 1 dropped `tools`, calls, and the weights of messages.
 
 
 @dataclass(frozen=True)
@@ -184,22 +182,15 @@ class PrepareRequest:
     """Everything that determines the bytes of the store."""
 
     kind: Kind
-    sources: tuple[str, ...]
-    """files, folders, patterns, or ids on the hub"""
-    tokenizer: str
-    """folder or hub id of the model to train"""
-    split: str
-    """split of data sets on the hub"""
-    sample: int | None = None
-    """sequences to keep, chosen at random; None for all"""
+    sources: tuple[str, ...]  # files, folders, patterns, or ids on the hub
+    tokenizer: str  # folder or hub id of the model to train
+    split: str  # split of data sets on the hub
+    sample: int | None = None  # sequences to keep, chosen at random; None for all
     seed: int = 42
-    cutoff_length: int = 16384
-    """tokens; longer sequences are dropped or truncated"""
+    cutoff_length: int = 16384  # tokens; longer sequences are dropped or truncated
     overlong: Literal["drop", "truncate"] = "drop"
-    supervise: Supervise = "all"
-    """turns of the assistant that are learned, of chat data"""
-    answer_seconds: int = 5
-    """CPU seconds for comparing one answer"""
+    supervise: Supervise = "all"  # turns of the assistant that are learned, of chat data
+    answer_seconds: int = 5  # CPU seconds for comparing one answer
     statements: str | None = None
     """folder with the problem statements that OpenCodeReasoning-2 refers to; None for the hub"""
 

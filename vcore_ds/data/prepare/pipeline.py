@@ -97,8 +97,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-_BLOCK = 128
-"""Conversations in a block, the unit of tokenization."""
+_BLOCK = 128  # conversations in a block, the unit of tokenization
 _ALL_KEYS = 2**64
 
 

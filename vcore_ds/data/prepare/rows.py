@@ -7,8 +7,7 @@ from typing import Any
 from vcore_ds.data.messages import SPEAKERS, TEMPLATE_FIELDS, WEIGHTS, Message, check_messages, check_tools
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 
-MESSAGE_FIELD = "messages."
-"""Before the name of an ignored field of messages; columns of rows have none."""
+MESSAGE_FIELD = "messages."  # before the name of an ignored field of messages; columns of rows have none
 
 _EXPECTED = (
     "expected `messages`, `conversations`, `prompt` and `completion`, or `instruction` and `output`: rename the keys "
@@ -27,8 +26,7 @@ class ChatRow:
     shape: str
     messages: list[Message]
     tools: list[dict[str, Any]]
-    context_turns: list[int]
-    """Positions of the assistant's turns that are not learned."""
+    context_turns: list[int]  # positions of the assistant's turns that are not learned
     unknown: list[str]
 
     @property

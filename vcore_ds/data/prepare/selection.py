@@ -21,11 +21,9 @@ from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.store_checks import MANIFEST, read_manifest
 from vcore_ds.data.tokenization import TokenizedSequence
 
-_MAX_SHOWN = 10
-"""Fields that are named in a line."""
+_MAX_SHOWN = 10  # fields that are named in a line
 
-_NUM_ROWS = 1000
-"""Rows that `check` reads of each source."""
+_NUM_ROWS = 1000  # rows that `check` reads of each source
 
 _MOST_BYTES = 64 * 2**20
 """Larger files that are one list are not read by `check`, since that would take seconds."""
@@ -107,27 +105,21 @@ class PrepareReport:
     """Outcomes of all rows: `num_rows` is the sum of `num_malformed`, all `dropped`, and `num_kept`."""
 
     kind: Kind
-    sample: int | None
-    """requested number of sequences; None for all"""
+    sample: int | None  # requested number of sequences; None for all
     cutoff_length: int
     overlong: str
     num_rows: int = 0
     num_malformed: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """rows by rule, in the order of the rules"""
+    dropped: dict[str, int] = field(default_factory=dict)  # rows by rule, in the order of the rules
     shapes: dict[str, int] = field(default_factory=dict)
-    num_curated: int = 0
-    """rows that passed all rules"""
+    num_curated: int = 0  # rows that passed all rules
     num_kept: int = 0
-    noticed: dict[str, int] = field(default_factory=dict)
-    """kept sequences by observation, see `NOTICED`"""
-    num_context_turns: int = 0
-    """turns of the assistant that the rows exclude from learning"""
+    noticed: dict[str, int] = field(default_factory=dict)  # kept sequences by observation, see `NOTICED`
+    num_context_turns: int = 0  # turns of the assistant that the rows exclude from learning
     ignored: dict[str, int] = field(default_factory=dict)
     """kept rows by columns, and by keys of messages, that had no effect"""
     lengths: LengthSummary | None = None
-    longest: int = 0
-    """tokens of the longest conversation, whether it was kept or not"""
+    longest: int = 0  # tokens of the longest conversation, whether it was kept or not
 
     def count_shards(self, reports: Sequence[ShardReport]) -> None:
         dropped: Counter[str] = Counter()
@@ -189,8 +181,7 @@ class PrepareReport:
         return "\n".join(lines)
 
 
-SPARE = 2
-"""curated rows per row of the sample, since some turn out to be too long"""
+SPARE = 2  # curated rows per row of the sample, since some turn out to be too long
 
 
 @dataclass(frozen=True)
@@ -198,11 +189,9 @@ class ChosenSequence:
     """A sequence of the store, and the position of its tokens."""
 
     sequence_id: int
-    length: int
-    """tokens"""
+    length: int  # tokens
     block: int
-    start: int
-    """its first token in the block"""
+    start: int  # its first token in the block
 
 
 def select(request: PrepareRequest, reports: Sequence[ShardReport], folder: Path) -> list[Curated]:

@@ -23,11 +23,9 @@ from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 
-NUM_EXAMPLES_OF_FAULTS = 20
-"""Malformed rows of a shard that are reported with a reason."""
+NUM_EXAMPLES_OF_FAULTS = 20  # malformed rows of a shard that are reported with a reason
 
-MAX_FAULT_CHARACTERS = 1_000
-"""Longest reported reason; reasons quote the row, which can be of any size."""
+MAX_FAULT_CHARACTERS = 1_000  # longest reported reason; reasons quote the row, which can be of any size
 
 _MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
 """Ignored fields of a row that are counted by name, and the characters of a name."""
@@ -40,12 +38,9 @@ class ShardReport:
     """The outcomes of a shard's rows."""
 
     num_rows: int = 0
-    num_numbers: int = 0
-    """rows and blank lines; the next shard's row numbers continue from here"""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """rows by the rule that dropped them"""
-    shapes: dict[str, int] = field(default_factory=dict)
-    """rows by shape, for chat data"""
+    num_numbers: int = 0  # rows and blank lines; the next shard's row numbers continue from here
+    dropped: dict[str, int] = field(default_factory=dict)  # rows by the rule that dropped them
+    shapes: dict[str, int] = field(default_factory=dict)  # rows by shape, for chat data
     num_malformed: int = 0
     faults: list[tuple[int, str]] = field(default_factory=list)
     """(number within the shard, reason) of each of the first malformed rows"""
@@ -56,12 +51,10 @@ class ShardReport:
 class Curated:
     """A conversation that passed all rules."""
 
-    key: int
-    """uniform in 64 bits, see `sample_key`"""
+    key: int  # uniform in 64 bits, see `sample_key`
     shard_number: int
     number: int
-    offset: int
-    """bytes, of its line in the shard's file of conversations"""
+    offset: int  # bytes, of its line in the shard's file of conversations
 
 
 def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folder: Path, key_limit: int) -> int:
@@ -134,10 +127,8 @@ class FirstRow:
     """The position of a shard's first row."""
 
     source: str
-    in_source: int
-    """row (or line) of its source, from 0"""
-    overall: int
-    """row among all sources, from 0"""
+    in_source: int  # row (or line) of its source, from 0
+    overall: int  # row among all sources, from 0
 
     def locate(self, number: int) -> str:
         """Location, for messages, of the row with this number in the shard."""

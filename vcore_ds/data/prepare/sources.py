@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
 _JSONL_SHARD_BYTES = 32 * 2**20
-_PARQUET_SHARD_ROWS = 10_000
-"""Smallest shard; row groups are not split."""
+_PARQUET_SHARD_ROWS = 10_000  # smallest shard; row groups are not split
 
 _READABLE = "data that can be read"
 
@@ -33,8 +32,7 @@ class Broken:
     reason: str
 
 
-BLANK = Broken("blank line")
-"""A line that counts for line numbers but is no row."""
+BLANK = Broken("blank line")  # A line that counts for line numbers but is no row
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class Shard:
     start: int = 0
     stop: int = 0
     split: str = ""
-    revision: str | None = None
-    """commit of a hub data set, so that a resumed run reads the same data"""
+    revision: str | None = None  # commit of a hub data set, so that a resumed run reads the same data
 
     @property
     def is_first(self) -> bool:
