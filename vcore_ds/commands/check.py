@@ -45,20 +45,21 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_recipe(parser)
-    parser.add_argument(
+    add(
         "--ranks",
         type=positive,
         metavar="N",
         help="number of ranks, one per GPU, over all nodes of 8 GPUs (default: parallel.tensor * parallel.expert, "
         "usually 1)",
     )
-    parser.add_argument(
+    add(
         "--gpu",
         metavar="NAME",
         help=f"also estimate memory and time on this kind of GPU, and fail if the run does not fit: {', '.join(GPUS)}",
     )
-    parser.add_argument(
+    add(
         "--recipe",
         dest="prints_recipe",
         action="store_true",

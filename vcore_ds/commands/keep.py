@@ -33,35 +33,28 @@ UTILITY_KEYS = {"vcore_utility_mean": 1, "vcore_utility_sum": 0, "vcore_rank": 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scores", metavar="SCORES", help="a folder that vcore-ds score wrote")
+    add = parser.add_argument
+    add("scores", metavar="SCORES", help="a folder that vcore-ds score wrote")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--top", type=share, metavar="SHARE", help="keep this share of the traces, such as 0.25")
     which.add_argument("--above", type=float, metavar="UTILITY", help="keep traces with a higher utility, such as 0")
-    parser.add_argument(
+    add(
         "--weights",
         metavar="KEY=NUMBER",
         help="write tokens with their Gibbs weights instead of rows, to a Parquet file: kl_budget=NUMBER or "
         "temperature=NUMBER as in a recipe's section `method`; of all traces unless --top or --above is given. Needs "
         "`vcore-ds score --tokens all`",
     )
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl; .parquet with --weights)"
-    )
-    parser.add_argument(
-        "--set", metavar="NAME", help="rank by the influence on this trusted (target) set (default: the only one)"
-    )
-    parser.add_argument(
-        "--by", choices=["mean", "sum"], default="mean", help="rank by mean or sum over tokens (default mean)"
-    )
-    parser.add_argument(
+    add("--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl; .parquet with --weights)")
+    add("--set", metavar="NAME", help="rank by the influence on this trusted (target) set (default: the only one)")
+    add("--by", choices=["mean", "sum"], default="mean", help="rank by mean or sum over tokens (default mean)")
+    add(
         "--within",
         choices=["all", "source"],
         default="all",
         help="apply --top to all traces together or to each source (default all)",
     )
-    parser.add_argument(
-        "--with-utility", action="store_true", help=f"add the keys {', '.join(UTILITY_KEYS)} to each row"
-    )
+    add("--with-utility", action="store_true", help=f"add the keys {', '.join(UTILITY_KEYS)} to each row")
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -18,53 +18,48 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "kind", choices=["math", "code", "chat"], help="format of the raw data: sets filters, prompt and columns"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("kind", choices=["math", "code", "chat"], help="format of the raw data: sets filters, prompt and columns")
+    add(
         "sources",
         nargs="*",
         metavar="SOURCE",
         help="files (.jsonl, .json, .parquet), folders, glob patterns or hub ids (default for math "
         "nvidia/OpenMathReasoning, for code nvidia/OpenCodeReasoning-2)",
     )
-    parser.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model to train")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder of the new token store")
-    parser.add_argument(
+    add("--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model to train")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder of the new token store")
+    add(
         "--sample",
         type=positive,
         metavar="N",
         help="keep a random sample of N sequences (the paper: 3200 or 32000; default: all)",
     )
-    parser.add_argument("--seed", type=int, default=42, help="random seed of --sample (default 42)")
-    parser.add_argument(
+    add("--seed", type=int, default=42, help="random seed of --sample (default 42)")
+    add(
         "--cutoff-length",
         type=positive,
         default=16384,
         metavar="N",
         help="maximum tokens of a sequence (default 16384)",
     )
-    parser.add_argument(
-        "--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)"
-    )
-    parser.add_argument(
+    add("--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)")
+    add(
         "--supervise",
         choices=["all", "last"],
         default="all",
         help="chat: learn all turns of the assistant, or the last one alone (default all)",
     )
-    parser.add_argument("--split", help="split of hub data (default: math cot, code cpp, chat train)")
-    parser.add_argument("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
-    parser.add_argument(
-        "--answer-seconds", type=positive, default=5, metavar="N", help="CPU seconds per answer to verify (default 5)"
-    )
-    parser.add_argument(
+    add("--split", help="split of hub data (default: math cot, code cpp, chat train)")
+    add("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
+    add("--answer-seconds", type=positive, default=5, metavar="N", help="CPU seconds per answer to verify (default 5)")
+    add(
         "--statements",
         metavar="DIR",
         help="code: folder with local copies of the data sets that contain the problem statements (taco, apps, "
         "code_contests, codeforces; default: download them from the hub)",
     )
-    parser.add_argument(
+    add(
         "--max-malformed",
         type=share_or_none,
         default=0.01,

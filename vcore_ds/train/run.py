@@ -31,7 +31,7 @@ from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.run_plan import derive_needed_passes
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train import run_folder
+from vcore_ds.train import run_folder, start_screen
 from vcore_ds.train.checkpoints import Checkpoints, check_compared, make_digest, say_best
 from vcore_ds.train.console import Console, describe_example
 from vcore_ds.train.extension import begin_branch, find_common_checkpoint
@@ -45,18 +45,6 @@ from vcore_ds.train.run_folder import can_resume
 from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_approximation, check_derivatives, check_memory, check_start
-from vcore_ds.train.start_screen import (
-    describe_accumulation,
-    describe_data,
-    describe_engine,
-    describe_files,
-    describe_method,
-    describe_model,
-    describe_parallelism,
-    describe_training,
-    describe_use_of_ranks,
-    short,
-)
 from vcore_ds.train.step_metrics import StepMetrics
 from vcore_ds.train.trackers import FINISH_SECONDS, WandbLog, start_trackers
 
@@ -144,7 +132,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     for part, used in utilization.items():
         if used.is_low:
             console.warn(plan.warning(part))
-    for line in describe_use_of_ranks(plan, utilization, memory):
+    for line in start_screen.describe_use_of_ranks(plan, utilization, memory):
         console.note(line)
     check_memory(memory, recipe.engine, console)
 
@@ -153,7 +141,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     # Now: the weights on disk may change before the first save.
     run_on_first_rank(lambda: checkpoints.frozen_digest)
     estimator = build_estimator(settings, engine, batches_per_pass=plan.batches_per_utility_pass)
-    for line in describe_engine(recipe.engine, settings, engine, estimator.direction):
+    for line in start_screen.describe_engine(recipe.engine, settings, engine, estimator.direction):
         console.note(line)
     if checkpoint is not None:
         mark("loading the checkpoint")
@@ -245,17 +233,17 @@ def describe_run(
     `num_done`: steps that a resumed run has taken."""
     data, optimizer = recipe.data, recipe.optimizer
     counts_of_model = counts if recipe.parallel.tensor == 1 else None
-    lines = [f"Model:        {describe_model(recipe.model, recipe.lora, counts_of_model)}"]
+    lines = [f"Model:        {start_screen.describe_model(recipe.model, recipe.lora, counts_of_model)}"]
     if (experts := feed.plan.time_model.shape.experts) is not None:
         lines.append(
             f"Mixture:      {experts.per_token} of {experts.num_experts} experts for a token; no auxiliary loss of the "
             "router, and biases that balance experts stay as they are"
         )
-    lines.append(f"Data:         {describe_training(data, feed.dataset)}")
+    lines.append(f"Data:         {start_screen.describe_training(data, feed.dataset)}")
     if len(files := data.train_files()) > 1:
-        lines += [f"              {line}" for line in describe_files(files, feed.main_order, num_steps)]
+        lines += [f"              {line}" for line in start_screen.describe_files(files, feed.main_order, num_steps)]
     if feed.probe_dataset is not feed.dataset and data.probe_path is not None:
-        lines.append(f"Trusted data: {describe_data(data.probe_path, feed.probe_dataset)}")
+        lines.append(f"Trusted data: {start_screen.describe_data(data.probe_path, feed.probe_dataset)}")
     if validation:
         sets = ", ".join(f"{name} {count(len(one), 'sequence')}".strip() for name, one in validation.items())
         lines.append(f"Held out:     {sets}")
@@ -265,12 +253,12 @@ def describe_run(
         kind += f", decay from step {derive_schedule(recipe, len(feed.dataset)).first_decay_step + 1:,}"
     epochs = count(float(f"{feed.epoch(num_steps):.3g}"), "epoch")
     lines += [
-        f"Method:       {describe_method(derive_step_settings(recipe), data.probe_path)}",
-        f"Parallelism:  {describe_parallelism()}",
-        f"Batch:        {feed.plan.describe()}; {describe_accumulation(feed, num_done, num_steps)}",
+        f"Method:       {start_screen.describe_method(derive_step_settings(recipe), data.probe_path)}",
+        f"Parallelism:  {start_screen.describe_parallelism()}",
+        f"Batch:        {feed.plan.describe()}; {start_screen.describe_accumulation(feed, num_done, num_steps)}",
         f"Steps:        {num_steps:,}{left} ({epochs}), {optimizer.name}, learning rate {optimizer.learning_rate:g} "
         f"({kind})",
-        f"Output:       {short(recipe.run.output_dir)} (details in start.txt)",
+        f"Output:       {start_screen.short(recipe.run.output_dir)} (details in start.txt)",
     ]
     return "\n".join(lines)
 

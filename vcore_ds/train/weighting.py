@@ -11,14 +11,7 @@ from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.method.baselines import (
-    deft_weights,
-    dft_weights,
-    eaft_weights,
-    iw_sft_weights,
-    profit_weights,
-    random_weights,
-)
+from vcore_ds.method import baselines
 from vcore_ds.method.objective import (
     GlobalCounts,
     effective_sample_size_alpha,
@@ -52,24 +45,24 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
         assert method.temperature is not None  # the recipe's rules
         return gibbs_weights(tokens.utilities, index, num_sequences, method.temperature, log_base)
     if method.name in ("dft", "asft"):
-        weights = dft_weights(tokens.losses, index, num_sequences)
+        weights = baselines.dft_weights(tokens.losses, index, num_sequences)
     elif method.name == "profit":
-        weights = profit_weights(tokens.losses, method.min_probability, index, num_sequences)
+        weights = baselines.profit_weights(tokens.losses, method.min_probability, index, num_sequences)
     elif method.name == "eaft":
         assert tokens.statistics is not None
-        weights = eaft_weights(tokens.statistics, index, num_sequences)
+        weights = baselines.eaft_weights(tokens.statistics, index, num_sequences)
     elif method.name == "deft":
         assert tokens.statistics is not None
-        weights = deft_weights(tokens.losses, tokens.statistics, index, num_sequences)
+        weights = baselines.deft_weights(tokens.losses, tokens.statistics, index, num_sequences)
     elif method.name == "iw_sft":
         # An idle batch has one row without tokens, and no reference.
         reference = tokens.reference_log_probability
         reference = tokens.losses.new_zeros(num_sequences) if reference is None else reference
-        weights = iw_sft_weights(tokens.losses, reference, index, num_sequences)
+        weights = baselines.iw_sft_weights(tokens.losses, reference, index, num_sequences)
     elif method.name == "random":
         # A batch without a mask is an idle one.
         kept = torch.ones_like(tokens.losses, dtype=torch.bool) if tokens.kept is None else tokens.kept
-        weights = random_weights(kept, index, num_sequences)
+        weights = baselines.random_weights(kept, index, num_sequences)
     else:
         weights = uniform_weights(index, num_sequences)
         if method.name == "stored" and tokens.loss_weights is not None:  # an idle batch has none

@@ -17,13 +17,14 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "evaluations",
         nargs="*",
         metavar="EVAL",
         help="folder of an evaluation (vcore-ds eval --output); the others are compared with the first",
     )
-    parser.add_argument(
+    add(
         "--group",
         nargs="+",
         action="append",
@@ -32,17 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of EVAL: a method's evaluations, one per seed, three or more, in the same order in every group "
         "(--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval)",
     )
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="tasks to compare (default: all)")
-    parser.add_argument(
-        "--two-way", action="store_true", help="with --group: also intervals for other problems like these"
-    )
-    parser.add_argument(
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="tasks to compare (default: all)")
+    add("--two-way", action="store_true", help="with --group: also intervals for other problems like these")
+    add(
         "--power",
         type=positive_number,
         metavar="POINTS",
         help="also print how many problems, samples or seeds it takes to detect a difference of POINTS in accuracy",
     )
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    add("--json", action="store_true", help="print the comparison as JSON")
     parser.set_defaults(overrides=[])
 
 

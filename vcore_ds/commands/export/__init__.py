@@ -14,25 +14,24 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (run.output_dir)")
-    parser.add_argument(
-        "--checkpoint", metavar="NAME", help="a checkpoint of the run, such as step_00000100 (default: the newest)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run's folder (run.output_dir)")
+    add("--checkpoint", metavar="NAME", help="a checkpoint of the run, such as step_00000100 (default: the newest)")
+    add(
         "--output", type=Path, metavar="DIR", help="new folder (default RUN/export/CHECKPOINT/model, adapter or merged)"
     )
-    parser.add_argument("--merge", action="store_true", help="for a LoRA run: merge the adapter into the model")
-    parser.add_argument(
+    add("--merge", action="store_true", help="for a LoRA run: merge the adapter into the model")
+    add(
         "--dtype",
         choices=["bf16", "fp32"],
         help="dtype of the weights (default: the run's precision; for an adapter fp32)",
     )
-    parser.add_argument(
+    add(
         "--base-model",
         metavar="OWNER/NAME",
         help="hub id of the base model, for the model card (default: derived from model.path, if possible)",
     )
-    parser.add_argument(
+    add(
         "--evaluation",
         type=Path,
         action="append",
@@ -40,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder with an evaluation.json of this result, for the model card; repeat it for several",
     )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to this new repository on the hub")
-    parser.add_argument("--public", action="store_true", help="with --push: make it public (default: private)")
-    parser.add_argument("--update", action="store_true", help="with --push: allow an existing repository")
+    add("--push", metavar="OWNER/NAME", help="upload the folder to this new repository on the hub")
+    add("--public", action="store_true", help="with --push: make it public (default: private)")
+    add("--update", action="store_true", help="with --push: allow an existing repository")
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -22,35 +22,30 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_recipe(parser)
     numbers: dict[str, Any] = dict(nargs="+", metavar="N")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write fidelity.json there")
-    parser.add_argument(
-        "--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)"
-    )
-    parser.add_argument(
-        "--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="default 1 1e-1 ... 1e-5"
-    )
-    parser.add_argument(
+    add("--output", type=Path, metavar="DIR", help="write fidelity.json there")
+    add("--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)")
+    add("--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="default 1 1e-1 ... 1e-5")
+    add(
         "--ranks", **numbers, default="16 64 128".split(), help="values of probe.rank, default 16 64 128; not with LoRA"
     )
-    parser.add_argument("--probe-sizes", **numbers, default="1 4 8 32".split(), help="|B'|, default 1 4 8 32")
-    parser.add_argument(
+    add("--probe-sizes", **numbers, default="1 4 8 32".split(), help="|B'|, default 1 4 8 32")
+    add(
         "--large-probe",
         type=int,
         default=64,
         metavar="N",
         help="|B'| that these and stale directions are compared with (default 64; 0 measures neither)",
     )
-    parser.add_argument(
+    add(
         "--stale-steps",
         **numbers,
         default="1 2 4 8".split(),
         help="ages of stale directions, in optimizer steps (default 1 2 4 8)",
     )
-    parser.add_argument(
-        "--after-steps", type=int, default=0, metavar="N", help="train N steps before measuring (default 0)"
-    )
+    add("--after-steps", type=int, default=0, metavar="N", help="train N steps before measuring (default 0)")
 
 
 def main(arguments: argparse.Namespace) -> None:

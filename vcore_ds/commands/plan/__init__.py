@@ -23,10 +23,11 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_recipe(parser)
-    parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs of the run, over all nodes")
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"kind of GPU: {', '.join(GPUS)} (default H100)")
-    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="GPUs of a node (default 8)")
+    add("--gpus", type=positive, required=True, metavar="N", help="GPUs of the run, over all nodes")
+    add("--gpu", default="H100", metavar="NAME", help=f"kind of GPU: {', '.join(GPUS)} (default H100)")
+    add("--gpus-per-node", type=positive, default=8, metavar="N", help="GPUs of a node (default 8)")
     changed = parser.add_argument_group("other GPUs", "each option replaces a value of --gpu")
     changed.add_argument("--gpu-memory", type=positive_number, metavar="GIB", help="usable memory of a GPU, GiB")
     changed.add_argument("--tflops", type=positive_number, metavar="N", help="dense bf16 TFLOP/s of the data sheet")
@@ -35,28 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nvlink", type=positive_number, metavar="GB/S", help="bandwidth between GPUs of a node, GB/s per direction"
     )
     changed.add_argument("--nic", type=positive_number, metavar="GBIT/S", help="network bandwidth per GPU, Gbit/s")
-    parser.add_argument(
+    add(
         "--host-memory",
         type=positive_number,
         default=2048.0,
         metavar="GIB",
         help="memory of a node, GiB (default 2048)",
     )
-    parser.add_argument(
+    add(
         "--storage",
         type=positive_number,
         default=20.0,
         metavar="GB/S",
         help="speed at which all nodes together read or write checkpoints, GB/s (default 20)",
     )
-    parser.add_argument(
+    add(
         "--mean-tokens",
         type=positive_number,
         metavar="N",
         help="mean tokens of simulated sequences, before truncation (default: the lengths of the recipe's data where "
         f"they are on this machine, else {SIMULATED_MEAN:,})",
     )
-    parser.add_argument(
+    add(
         "--compare",
         nargs="+",
         action="extend",
@@ -65,11 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, a column per setting: an override or fragment, or several in quotes ('lora.rank=64 "
         "lora.alpha=128')",
     )
-    parser.add_argument("--calibrate", metavar="RUN", help="use the speed achieved by this run, from its metrics.jsonl")
-    parser.add_argument(
-        "--picture", metavar="FILE", help="also plot memory and seconds over the number of GPUs (.png, .pdf, .svg)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add("--calibrate", metavar="RUN", help="use the speed achieved by this run, from its metrics.jsonl")
+    add("--picture", metavar="FILE", help="also plot memory and seconds over the number of GPUs (.png, .pdf, .svg)")
+    add("--json", action="store_true", help="print the plan as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:

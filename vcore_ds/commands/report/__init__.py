@@ -28,7 +28,8 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a sweep's")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a sweep's")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print the tables, and write no HTML file")
     form.add_argument(
@@ -37,28 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"the HTML file to write, the only one besides --png (default: {REPORT} in the folder of the first RUN)",
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG and PDF (needs matplotlib)"
-    )
-    parser.add_argument(
+    add("--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG and PDF (needs matplotlib)")
+    add(
         "--top",
         type=positive,
         default=15,
         metavar="N",
         help="length of the lists of tokens and phrases; a third of it for those that rose or fell (default 15)",
     )
-    parser.add_argument(
+    add(
         "--min-count",
         type=positive,
         metavar="N",
         help="omit tokens and phrases with fewer occurrences (default: 1 in 5,000 recorded tokens, at least 5)",
     )
-    parser.add_argument(
-        "--step", type=positive, metavar="N", help="show only the tokens recorded at optimizer step N (default: all)"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="folder or hub id (default: the run's result, else its model.path)"
-    )
+    add("--step", type=positive, metavar="N", help="show only the tokens recorded at optimizer step N (default: all)")
+    add("--tokenizer", metavar="PATH", help="folder or hub id (default: the run's result, else its model.path)")
     parser.set_defaults(overrides=[])
 
 

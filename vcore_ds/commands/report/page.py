@@ -16,28 +16,10 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from vcore_ds.commands.report import tables, traces
 from vcore_ds.commands.report.curves import make_charts
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
 from vcore_ds.commands.report.scaling import SweepTables
-from vcore_ds.commands.report.tables import (
-    compare_tables,
-    difference_table,
-    environment_table,
-    explain_results,
-    make_phases,
-    make_profiles,
-    make_token_tables,
-    results_table,
-    summary,
-)
-from vcore_ds.commands.report.traces import (
-    MOST_FOLLOWED_TOKENS,
-    MOST_TOKENS,
-    encode_followed,
-    encode_traces,
-    join_utilities,
-    tokens_per_run,
-)
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.config.load import dump_recipe
@@ -59,10 +41,12 @@ def render(runs: Sequence[ReportedRun], folder: Path, sweep: SweepTables | None 
     """Render the page as HTML; `folder`: where it will be, for its links."""
     groups = group_runs(runs)
     with_texts = [run for run in runs if run.texts is not None]
-    tokens = [encode_traces(run, tokens_per_run(MOST_TOKENS, runs)) for run in with_texts]
+    tokens = [traces.encode_traces(run, traces.tokens_per_run(traces.MOST_TOKENS, runs)) for run in with_texts]
     for run, (description, _) in zip(with_texts, tokens, strict=True):
         description["spearman"] = correlate_with_losses(run)
-    encoded = (encode_followed(run, tokens_per_run(MOST_FOLLOWED_TOKENS, runs)) for run in with_texts)
+    encoded = (
+        traces.encode_followed(run, traces.tokens_per_run(traces.MOST_FOLLOWED_TOKENS, runs)) for run in with_texts
+    )
     followed = [one for one in encoded if one is not None]
     labels = [group.label for group in groups]
     charts = make_charts(groups)
@@ -85,7 +69,7 @@ def render(runs: Sequence[ReportedRun], folder: Path, sweep: SweepTables | None 
         report,
         blobs,
         constants=[(chart.title, chart.format_values(labels)) for chart in charts if chart.is_constant()],
-        profiles=make_profiles(runs, folder),
+        profiles=tables.make_profiles(runs, folder),
         **_template_variables(runs, groups, sweep),
     )
 
@@ -98,7 +82,7 @@ def _template_variables(
         title = sweep.name[0].lower() + sweep.name[1:]
     return {
         "title": f"Report on {title}",
-        "summary": summary(runs),
+        "summary": tables.summary(runs),
         "sweep": sweep,
         "has_seeds": any(len(group.runs) > 1 for group in groups),
         "runs": [
@@ -110,13 +94,13 @@ def _template_variables(
             }
             for run in runs
         ],
-        "results": results_table(runs),
-        "about_results": explain_results(runs),
-        "phases": make_phases(runs),
-        "comparisons": compare_tables(runs),
-        "gained": [make_token_tables(run, run.tables) for run in runs if run.tables is not None],
-        "differences": difference_table(runs),
-        "environment": environment_table(runs),
+        "results": tables.results_table(runs),
+        "about_results": tables.explain_results(runs),
+        "phases": tables.make_phases(runs),
+        "comparisons": tables.compare_tables(runs),
+        "gained": [tables.make_token_tables(run, run.tables) for run in runs if run.tables is not None],
+        "differences": tables.difference_table(runs),
+        "environment": tables.environment_table(runs),
     }
 
 
@@ -135,7 +119,10 @@ def correlate_with_losses(run: ReportedRun) -> float | None:
     """Rank correlation of utility and loss over the tokens of a record: mean over the records where it is defined."""
     correlations = []
     for record in run.records:
-        utilities, losses = join_utilities(record), np.concatenate([sequence.losses for sequence in record.sequences])
+        utilities, losses = (
+            traces.join_utilities(record),
+            np.concatenate([sequence.losses for sequence in record.sequences]),
+        )
         correlation = None if utilities is None else rank_correlation(utilities, losses)
         if correlation is not None:
             correlations.append(correlation)

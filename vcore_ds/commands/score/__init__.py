@@ -20,14 +20,15 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "target",
         metavar="RECIPE | RUN",
         help="a recipe (YAML file or shipped name), to score with its base model; or a run's folder, to score with its "
         "checkpoint",
     )
     add_overrides(parser)
-    parser.add_argument(
+    add(
         "--set",
         dest="sets",
         action="append",
@@ -36,16 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a named trusted set, instead of data.probe_path, whose name is `trusted`; repeat the option for several "
         "sets: each adds its columns and one pass over the data",
     )
-    parser.add_argument(
+    add(
         "--checkpoint",
         metavar="NAME",
         help="for a RUN: a checkpoint of it, such as step_00000100, or `all`: sum the utilities over all checkpoints, "
         "each weighted by the mean learning rate of the steps since the one before, as TracInCP (default: the newest)",
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME, of the recipe or the run)"
-    )
-    parser.add_argument(
+    add("--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME, of the recipe or the run)")
+    add(
         "--tokens",
         choices=["shown", "all"],
         default="shown",

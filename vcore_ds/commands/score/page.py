@@ -12,7 +12,7 @@ from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import index_type, loss_levels, nearest, pack_arrays, rounded, utility_levels
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
-from vcore_ds.data.scores_folder import PAGE, DataSet, Scores, read_scores, read_tokens, read_traces, utility_columns
+from vcore_ds.data import scores_folder
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import find_local_folder
 
@@ -41,7 +41,7 @@ def encode_traces(
     """Encode the shown traces of a set for the page, the best first: a description for JSON, and the tokens as gzip in
     base64. The bytes are arrays over all tokens: index in `texts` (`bytesText` bytes each, little-endian), then one
     byte each: index in the levels of loss and of utility, and flags."""
-    total, mean, rank, _ = utility_columns(name)
+    total, mean, rank, _ = scores_folder.utility_columns(name)
     rows = sorted((row for row in shown if row["set"] == name), key=lambda row: columns[rank][row["sequence"]])
     most = max(1, MOST_TOKENS // max(1, len(shown)))
     names: dict[str, int] = {}
@@ -105,14 +105,14 @@ COLUMNS = ("source", "row", "num_supervised_tokens", "loss")
 def write_page(folder: Path) -> None:
     """Write scores.html from the other files of the folder. Raises UserError where one of them is missing or damaged,
     OSError where the page cannot be written."""
-    scores = read_scores(folder)
-    names = [*COLUMNS, *(column for name in scores.sets for column in utility_columns(name))]
-    page = render(scores, read_traces(folder, names), read_tokens(folder))
-    with write_atomically(folder / PAGE) as unfinished:
+    scores = scores_folder.read_scores(folder)
+    names = [*COLUMNS, *(column for name in scores.sets for column in scores_folder.utility_columns(name))]
+    page = render(scores, scores_folder.read_traces(folder, names), scores_folder.read_tokens(folder))
+    with write_atomically(folder / scores_folder.PAGE) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
 
 
-def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str, Any]]) -> str:
+def render(scores: scores_folder.Scores, columns: dict[str, np.ndarray], shown: list[dict[str, Any]]) -> str:
     """Render the page as HTML. `columns`: of scores.parquet, by name; `shown`: rows of tokens.parquet."""
     texts, why_no_tokens = _read_texts(scores, shown)
     encoded = [] if texts is None else [encode_traces(name, columns, shown, texts) for name in scores.sets]
@@ -145,7 +145,7 @@ def render(scores: Scores, columns: dict[str, np.ndarray], shown: list[dict[str,
     )
 
 
-def _read_texts(scores: Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts | None, str | None]:
+def _read_texts(scores: scores_folder.Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts | None, str | None]:
     """The texts of the tokens; or None and the reason why they cannot be read."""
     try:
         # Local only: scoring has just read it here, and waiting for an unreachable hub takes a minute.
@@ -155,7 +155,7 @@ def _read_texts(scores: Scores, shown: list[dict[str, Any]]) -> tuple[TokenTexts
         return None, f"The tokens are not shown: {error}"
 
 
-def _describe_weights(scores: Scores) -> str:
+def _describe_weights(scores: scores_folder.Scores) -> str:
     model = scores.model
     if scores.checkpoints:
         steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
@@ -167,9 +167,9 @@ def _describe_weights(scores: Scores) -> str:
     return f"Computed with the weights of {model}, along the {direction} of each set's loss."
 
 
-def _describe_dropped(scores: Scores) -> list[str]:
+def _describe_dropped(scores: scores_folder.Scores) -> list[str]:
     """A sentence for the scored data, and for each set, if rows of its source were dropped."""
-    uses: list[tuple[DataSet, str]] = [(scores.data, "scored")]
+    uses: list[tuple[scores_folder.DataSet, str]] = [(scores.data, "scored")]
     uses += [(one, f"used as the trusted set {name}") for name, one in scores.sets.items()]
     return [
         f"{one.num_sequences:,} of {one.num_rows:,} rows of {one.path} are {use}; dropped: "
@@ -182,7 +182,7 @@ def _describe_dropped(scores: Scores) -> list[str]:
 
 def _utilities(columns: dict[str, np.ndarray], name: str, by: str) -> np.ndarray:
     """The finite utilities, fp64 [n]."""
-    total, mean, _, _ = utility_columns(name)
+    total, mean, _, _ = scores_folder.utility_columns(name)
     values = columns[mean if by == "mean" else total].astype(np.float64)
     return values[np.isfinite(values)]
 
@@ -204,7 +204,7 @@ def _histogram(utilities: np.ndarray) -> dict[str, Any]:
 
 def _points(columns: dict[str, np.ndarray], name: str) -> dict[str, list[float]]:
     """Length and utilities of at most `MOST_POINTS` traces."""
-    total, mean, rank, _ = utility_columns(name)
+    total, mean, rank, _ = scores_folder.utility_columns(name)
     order = np.argsort(columns[rank], kind="stable")
     order = order[np.isfinite(columns[mean][order]) & (columns["num_supervised_tokens"][order] > 0)]
     chosen = order[:: max(1, -(-len(order) // MOST_POINTS))]
@@ -215,7 +215,7 @@ def _points(columns: dict[str, np.ndarray], name: str) -> dict[str, list[float]]
     }
 
 
-def _sets_table(scores: Scores) -> list[list[str]]:
+def _sets_table(scores: scores_folder.Scores) -> list[list[str]]:
     def correlation(value: float | None) -> str:
         return "–" if value is None else f"{value:+.2f}"
 
@@ -235,7 +235,7 @@ def _sets_table(scores: Scores) -> list[list[str]]:
 
 def _sources_table(columns: dict[str, np.ndarray], name: str) -> list[list[str]]:
     """A row for all sources together, if there are several, then one per source, the one with the most traces first."""
-    mean = columns[utility_columns(name)[1]].astype(np.float64)
+    mean = columns[scores_folder.utility_columns(name)[1]].astype(np.float64)
     sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
     by_size = np.argsort(-np.bincount(index), kind="stable")[:MOST_SOURCES]
     groups = [("all", np.isfinite(mean))] * (len(sources) > 1)

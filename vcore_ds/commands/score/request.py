@@ -9,18 +9,10 @@ from typing import Any
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading, refuse_existing
+from vcore_ds.config import sections
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import (
-    CheckpointConfig,
-    MethodConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrackConfig,
-    UtilityConfig,
-)
 from vcore_ds.data.scores_folder import ScoredCheckpoint, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.engine import checkpoint_folder
@@ -109,18 +101,18 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
         "trusted_overlap": "drop",
     }
     changes = {
-        "method": MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
-        "utility": UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
+        "method": sections.MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
+        "utility": sections.UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
         # Clipping scales all utilities alike. The optimizer's Jacobian needs it: moments are of clipped gradients.
         "probe": recipe.probe.model_copy(update=probe if has_moments else probe | {"direction": "sgd", "clip": None}),
         "data": recipe.data.model_copy(update=data),
-        "schedule": ScheduleConfig(num_steps=1),
-        "run": RunConfig(output_dir=recipe.run.output_dir if run is None else str(run), seed=recipe.run.seed),
-        "track": TrackConfig(),
-        "checkpoint": CheckpointConfig(),
+        "schedule": sections.ScheduleConfig(num_steps=1),
+        "run": sections.RunConfig(output_dir=recipe.run.output_dir if run is None else str(run), seed=recipe.run.seed),
+        "track": sections.TrackConfig(),
+        "checkpoint": sections.CheckpointConfig(),
     }
     if not has_moments:  # AdamW's unused moments would take two thirds of the optimizer's memory
-        changes["optimizer"] = OptimizerConfig(name="sgd", learning_rate=1.0)
+        changes["optimizer"] = sections.OptimizerConfig(name="sgd", learning_rate=1.0)
     return recipe.model_copy(update=changes)
 
 

@@ -19,27 +19,9 @@ import numpy as np
 from vcore_ds.common.paths import flush, write_json
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import align_columns, count
+from vcore_ds.data import scores_folder, token_tables
 from vcore_ds.data.dataset import Store
-from vcore_ds.data.scores_folder import (
-    NUM_SHOWN,
-    PAGE,
-    Scores,
-    TrustedSet,
-    read_traces,
-    utility_columns,
-    write_scores,
-    write_tokens,
-    write_traces,
-)
 from vcore_ds.data.store import TokenStore
-from vcore_ds.data.token_tables import (
-    UTILITIES,
-    TokenRows,
-    describe_tokens,
-    round_significand,
-    split_rows,
-    write_token_table,
-)
 from vcore_ds.train.token_records import write_arrays
 
 SET = "set.json"
@@ -119,10 +101,10 @@ def write_result(
     output: Path,
     store: Store,
     sets: Mapping[str, SetInputs],
-    description: Scores,
+    description: scores_folder.Scores,
     *,
     all_tokens: bool = False,
-) -> Scores:
+) -> scores_folder.Scores:
     """Write the folder `output` atomically from the files of unfinished work in `folder`, and return scores.json
     (`description` with the sets). `all_tokens`: also write the utilities of all tokens (`vcore_ds.data.token_tables`).
     Raises OSError."""
@@ -134,10 +116,10 @@ def write_result(
     columns, num_tokens = _make_columns(store, sets)
     measured, rows = {}, []
     for name, inputs in sets.items():
-        total, mean, rank, _ = (columns[column] for column in utility_columns(name))
+        total, mean, rank, _ = (columns[column] for column in scores_folder.utility_columns(name))
         loss, gradient_norm = inputs.passes[-1][1].read_set()
         num_rows, dropped = inputs.store.dropped_rows()
-        measured[name] = TrustedSet(
+        measured[name] = scores_folder.TrustedSet(
             inputs.path,
             inputs.store.digest,
             len(inputs.store),
@@ -149,15 +131,19 @@ def write_result(
             dropped=dropped,
         )
         by_rank = np.argsort(rank)
-        shown = list(dict.fromkeys([*by_rank[:NUM_SHOWN].tolist(), *by_rank[-NUM_SHOWN:].tolist()]))
+        shown = list(
+            dict.fromkeys([*by_rank[: scores_folder.NUM_SHOWN].tolist(), *by_rank[-scores_folder.NUM_SHOWN :].tolist()])
+        )
         rows += _make_token_rows(store, name, inputs, shown)
     scores = replace(description, sets=measured)
-    write_traces(staged, columns)
-    write_tokens(staged, rows)
-    write_scores(staged, scores)
+    scores_folder.write_traces(staged, columns)
+    scores_folder.write_tokens(staged, rows)
+    scores_folder.write_scores(staged, scores)
     if all_tokens:
         groups = _all_token_rows(folder, store, sets, num_tokens)
-        write_token_table(staged / UTILITIES, groups, describe_tokens(scores.data))
+        token_tables.write_token_table(
+            staged / token_tables.UTILITIES, groups, token_tables.describe_tokens(scores.data)
+        )
     write_page(staged)
     for path in staged.iterdir():
         flush(path)
@@ -186,7 +172,7 @@ def _make_columns(store: Store, sets: Mapping[str, SetInputs]) -> tuple[dict[str
         if num_sequences == 1:
             percentile[:] = 100.0
         values = (total.astype(np.float32), mean.astype(np.float32), rank, percentile.astype(np.float32))
-        utilities |= dict(zip(utility_columns(name), values, strict=True))
+        utilities |= dict(zip(scores_folder.utility_columns(name), values, strict=True))
     source, row = store.origins()
     columns = {
         "sequence": np.arange(num_sequences, dtype=np.int64),
@@ -200,7 +186,7 @@ def _make_columns(store: Store, sets: Mapping[str, SetInputs]) -> tuple[dict[str
 
 def _all_token_rows(
     folder: Path, store: Store, sets: Mapping[str, SetInputs], num_tokens: np.ndarray
-) -> Iterator[TokenRows]:
+) -> Iterator[token_tables.TokenRows]:
     """The rows of utilities.parquet, in the order of the store. Parts come in any order, so sums are kept on disk, in
     `folder`."""
     ends = np.concatenate([[0], num_tokens.cumsum()])
@@ -212,7 +198,7 @@ def _all_token_rows(
                 start = ends[sequence.position]
                 total[start : start + len(sequence.utilities)] += weight * sequence.utilities.astype(np.float64)
         totals[f"utilities.{name}"] = total
-    for rows in split_rows(np.asarray(store.lengths)):
+    for rows in token_tables.split_rows(np.asarray(store.lengths)):
         sequences = [store[i] for i in rows]
         tokens = np.cumsum([0, *(len(sequence) for sequence in sequences)])
         first, last = ends[rows.start], ends[rows.stop]
@@ -220,9 +206,9 @@ def _all_token_rows(
         supervised[tokens[:-1]] = False  # the first token is never predicted
         input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
         values = {"input_ids": input_ids, "supervised": supervised}
-        utilities = {name: round_significand(total[first:last]) for name, total in totals.items()}
+        utilities = {name: token_tables.round_significand(total[first:last]) for name, total in totals.items()}
         offsets = dict.fromkeys(values, tokens) | dict.fromkeys(utilities, ends[rows.start : rows.stop + 1] - first)
-        yield TokenRows(np.arange(rows.start, rows.stop), offsets, values | utilities)
+        yield token_tables.TokenRows(np.arange(rows.start, rows.stop), offsets, values | utilities)
 
 
 def _make_token_rows(store: Store, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
@@ -254,12 +240,12 @@ def _make_token_rows(store: Store, name: str, inputs: SetInputs, shown: Sequence
     return rows
 
 
-def describe(output: Path, scores: Scores) -> str:
+def describe(output: Path, scores: scores_folder.Scores) -> str:
     """The lines at the end: for each set and source the number of traces, mean utility and share of positive ones."""
     lines = []
     for name, trusted in scores.sets.items():
-        mean_column = utility_columns(name)[1]
-        columns = read_traces(output, ["source", mean_column])
+        mean_column = scores_folder.utility_columns(name)[1]
+        columns = scores_folder.read_traces(output, ["source", mean_column])
         mean = columns[mean_column].astype(np.float64)
         sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
         lines += ["", f"Along {name} ({count(trusted.num_sequences, 'trace')}, loss {trusted.loss:.4f} nats):"]
@@ -278,4 +264,4 @@ def describe(output: Path, scores: Scores) -> str:
             for value in (trusted.length_correlation_sum, trusted.length_correlation_mean)
         ]
         lines.append(f"  rank correlation with the number of tokens: sum {correlations[0]}, mean {correlations[1]}")
-    return "\n".join([*lines, "", f"Scores: {output} (open {PAGE} in a browser)"])
+    return "\n".join([*lines, "", f"Scores: {output} (open {scores_folder.PAGE} in a browser)"])

@@ -31,19 +31,12 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "sweep", type=Path, metavar="SWEEP.yaml", help="sweep file, such as those in launch_scripts/sweeps"
-    )
-    parser.add_argument("--status", action="store_true", help="show the state of each run and exit")
-    parser.add_argument(
-        "--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this machine (default 1)"
-    )
-    parser.add_argument(
-        "--slurm", action="store_true", help="submit unfinished runs as a job array; start it in the repository"
-    )
-    parser.add_argument(
-        "--sbatch", default="", metavar="'OPTION ...'", help="options for sbatch, such as '--nodes=2 --time=8:00:00'"
-    )
+    add = parser.add_argument
+    add("sweep", type=Path, metavar="SWEEP.yaml", help="sweep file, such as those in launch_scripts/sweeps")
+    add("--status", action="store_true", help="show the state of each run and exit")
+    add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this machine (default 1)")
+    add("--slurm", action="store_true", help="submit unfinished runs as a job array; start it in the repository")
+    add("--sbatch", default="", metavar="'OPTION ...'", help="options for sbatch, such as '--nodes=2 --time=8:00:00'")
     parser.set_defaults(overrides=[])
 
 

@@ -30,18 +30,10 @@ from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_wor
 from vcore_ds.common.paths import check_folder, flush, refuse_existing
 from vcore_ds.common.text import Progress
 from vcore_ds.data.conversations import check_tokenizer
+from vcore_ds.data.prepare import selection
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import PrepareRequest, check_finished, describe_origin
 from vcore_ds.data.prepare.rows import Malformed, find_names, read_chat_row
-from vcore_ds.data.prepare.selection import (
-    SPARE,
-    LengthSummary,
-    PrepareReport,
-    choose,
-    read_block,
-    read_sequences,
-    select,
-)
 from vcore_ds.data.prepare.shards import Curated, FirstRow, ShardReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import write_store
@@ -118,7 +110,7 @@ def prepare(
     again: bool = False,
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
-) -> PrepareReport | None:
+) -> selection.PrepareReport | None:
     """Make the store `output`. Returns None where the same request has made it before. `again` deletes the unfinished
     work of an earlier attempt; `say` is called with progress, `note` (None for `say`) with the formats of the rows and
     the final table.
@@ -146,7 +138,7 @@ def prepare(
         with Pool(processes, [work.__name__]) as pool:
             reports = _curate(request, raw_shards, folder / "curated", pool, say)
             first_rows = _first_row_numbers(raw_shards, reports)
-            report = PrepareReport(request.kind, request.sample, request.cutoff_length, request.overlong)
+            report = selection.PrepareReport(request.kind, request.sample, request.cutoff_length, request.overlong)
             report.count_shards(reports)
             faults = [
                 f"{first_rows[i].locate(number)}: {reason}"
@@ -154,13 +146,13 @@ def prepare(
                 for number, reason in shard_report.faults
             ]
             _refuse_faults(folder, faults, report.num_malformed, report.num_rows, max_malformed_share, "malformed")
-            candidates = select(request, reports, folder / "curated")
+            candidates = selection.select(request, reports, folder / "curated")
             if not candidates:
                 discard_parts(folder)  # the same request would fail again, and another one cannot use them
                 raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
             blocks = _tokenize(request, candidates, first_rows, folder, pool, say)
 
-        chosen = choose(request, blocks, report)
+        chosen = selection.choose(request, blocks, report)
         faults = [str(fault) for block in blocks for fault in block["faults"]]
         num_tokenized = sum(len(block["outcomes"]) for block in blocks)
         _refuse_faults(folder, faults, len(faults), num_tokenized, max_malformed_share, "unusable with this tokenizer")
@@ -174,7 +166,7 @@ def prepare(
                 f"{request.cutoff_length:,}, expected {request.sample:,}; raise it, truncate (--overlong truncate), or "
                 f"lower --sample\n{report.describe()}"
             )
-        report.lengths = LengthSummary.summarize(sorted(sequence.length for sequence in chosen))
+        report.lengths = selection.LengthSummary.summarize(sorted(sequence.length for sequence in chosen))
 
         # Back to the order of the rows, which is the order of their ids.
         chosen.sort(key=lambda sequence: sequence.sequence_id)
@@ -183,7 +175,7 @@ def prepare(
         shutil.rmtree(staged, ignore_errors=True)  # a store that was finished just before a kill
         write_store(
             staged,
-            read_sequences(folder / "tokenized", chosen),
+            selection.read_sequences(folder / "tokenized", chosen),
             tokenizer,
             # write_store adds the tokenizer.
             **{key: value for key, value in origin.items() if key != "tokenizer"},
@@ -215,7 +207,7 @@ def _curate(
     request: PrepareRequest, raw_shards: Sequence[Shard], folder: Path, pool: Pool, say: Callable[[str], None]
 ) -> list[ShardReport]:
     folder.mkdir(exist_ok=True)
-    spare = None if request.sample is None else SPARE * request.sample
+    spare = None if request.sample is None else selection.SPARE * request.sample
     best_keys: list[int] = []
 
     def learn_keys(shard_number: int) -> None:
@@ -280,7 +272,7 @@ def _tokenize(
             progress.advance(len(numbers) - len(unfinished))
             for _ in progress.over(pool.run(map(call, unfinished))):
                 pass
-            blocks += [read_block(target, i) for i in numbers]
+            blocks += [selection.read_block(target, i) for i in numbers]
     return blocks
 
 
