@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,18 +23,29 @@ def test_the_twenty_lines_print_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / "HuggingFaceTB").mkdir()
     model = pretrained_model()
     (tmp_path / "HuggingFaceTB" / model.name).symlink_to(model)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=command_environment()
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
+    with ForkedJob(run_code, [code, str(tmp_path)], tmp_path / "log") as job:
+        assert job.wait() == 0, job.output
+    print(job.output)
     row = re.compile(r"^('.*?') +utility +(\S+) +weight +(\S+)$", re.MULTILINE)
-    printed, expected = row.findall(done.stdout), row.findall(shown)
+    printed, expected = row.findall(job.output), row.findall(shown)
     assert [token for token, _, _ in printed] == [token for token, _, _ in expected] and len(expected) == 13
     for (_, *found), (_, *wanted) in zip(printed, expected, strict=True):
         # Another machine's kernels round differently.
         assert [float(x) for x in found] == pytest.approx([float(x) for x in wanted], rel=1e-3, abs=2e-2)
     assert float(printed[-2][1]) < -10  # the wrong digit
+
+
+def run_code(arguments: Sequence[str]) -> int:
+    """Runs code with `folder`, in that folder or in the repository, as without a launcher: none of its variables is
+    set."""
+    code, folder = arguments
+    plain = {name: value for name, value in command_environment().items() if not name.startswith("TORCHELASTIC_")}
+    os.environ.clear()
+    os.environ.update(plain)
+    if code != SCRIPT:
+        os.chdir(folder)
+    exec(code, {"folder": folder})
+    return 0
 
 
 SCRIPT = """
@@ -94,22 +103,13 @@ except vcore_ds.UserError as error:
 """
 
 
-def run_script(arguments: Sequence[str]) -> int:
-    """Runs the script as without a launcher: none of its variables is set."""
-    plain = {name: value for name, value in command_environment().items() if not name.startswith("TORCHELASTIC_")}
-    os.environ.clear()
-    os.environ.update(plain)
-    exec(SCRIPT, {"folder": arguments[0]})
-    return 0
-
-
 def test_score_and_train_are_functions(tmp_path: Path) -> None:
     """One process: scores of all tokens equal `token_utilities`, and a run with stored weights has the weighted loss of
     plain transformers."""
     write_model(tmp_path / "model")
     write_conversations(tmp_path / "train.jsonl", sums(range(6)))
     write_conversations(tmp_path / "trusted.jsonl", sums(range(20, 23)))
-    with ForkedJob(run_script, [str(tmp_path)], tmp_path / "log") as job:
+    with ForkedJob(run_code, [SCRIPT, str(tmp_path)], tmp_path / "log") as job:
         assert job.wait() == 0, job.output
     assert "6 traces: utilities of the command and of the function agree" in job.output
     assert "result True" in job.output and "refused " in job.output and "method.kl_budgt" in job.output

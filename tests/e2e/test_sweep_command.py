@@ -15,7 +15,7 @@ from vcore_ds.commands.cli import main
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 60
+NUM_STEPS = 30
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "run.num_token_records=0", "run.num_followed_traces=0")
 
 

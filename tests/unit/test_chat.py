@@ -6,7 +6,6 @@ import os
 import pty
 import select
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import tiny
+from tests.helpers.ranks import forkserver
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import write_model
 from tests.unit.test_export import trained_masters, write_run
@@ -175,16 +175,22 @@ def endless(tmp_path: Path) -> Path:
     return folder
 
 
+def run_on_terminal(name: str, words: list[str]) -> None:
+    """`vcore-ds` as the first process of the session of a terminal, which sends it Ctrl-C as a signal."""
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)
+    for number in range(3):
+        os.dup2(terminal, number)
+    sys.stdin = open(0)  # noqa: SIM115  as long as the process lives
+    sys.exit(main(words))
+
+
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
-    """On a pseudo-terminal, as a user types it."""
+    """On a pseudo-terminal."""
     terminal, slave = pty.openpty()
     words = ["chat", str(endless), "--max-new-tokens", "30000", "--temperature", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vcore_ds.commands.cli", *words],
-        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-    )  # fmt: skip
-    os.close(slave)
+    process = forkserver().Process(target=run_on_terminal, args=(os.ttyname(slave), words))
+    process.start()
     seen = ""
 
     def wait_for(text: str, after: int = 0, characters: int = 0) -> int:
@@ -207,9 +213,10 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
         end = wait_for("stopped; the conversation", end)
         wait_for("> ", end)
         os.write(terminal, b"\x04")
-        assert process.wait(timeout=60) == 0
-        assert "Traceback" not in seen
+        process.join(60)
+        assert process.exitcode == 0 and "Traceback" not in seen
     finally:
         process.kill()
-        process.wait()
+        process.join()
+        os.close(slave)
         os.close(terminal)

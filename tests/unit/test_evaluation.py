@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
@@ -16,12 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import tiny
 from tests.helpers.benchmark_rows import ROWS, write_rows
-from tests.helpers.commands import HANG_SECONDS, UNUSED_GPU, variables_with_unused_gpu
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, UNUSED_GPU, variables_with_unused_gpu
 from tests.helpers.ranks import forkserver
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.evaluate import after_training
+from vcore_ds.commands.evaluate import RANK_VARIABLES, after_training
 from vcore_ds.commands.evaluate.model_apis import InProcessAPI, Request, Sampling, choose_sampling
+from vcore_ds.commands.evaluate.tasks import choose_tasks
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
@@ -227,16 +230,28 @@ def test_a_folder_with_something_else_is_refused(base: Path, whole: Path, tmp_pa
 
 
 def test_an_evaluation_after_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a rank, of a model in the place of the run's."""
+    """By a rank, of a model in the place of the run's. Of each default task a few problems."""
     run = shutil.copytree(base, tmp_path / "run")
     # So that answers end soon.
     (run / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(256)]}))
     monkeypatch.setattr(layout, "_is_first", True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
+
+    def run_here(words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        """The command in this process, which has imported everything."""
+        assert words[:3] == [sys.executable, "-m", "vcore_ds.commands.cli"]
+        assert not env.keys() & set(RANK_VARIABLES) and str(REPOSITORY) in env["PYTHONPATH"].split(os.pathsep)
+        with monkeypatch.context() as patch:
+            for name in RANK_VARIABLES:
+                patch.delenv(name, raising=False)
+            return subprocess.CompletedProcess(words, main([*words[3:], "--limit", "3"]))
+
+    monkeypatch.setattr(subprocess, "run", run_here)
     after_training(str(SHIPPED_RECIPES / "quickstart.yaml"), [f"run.output_dir={run}"])
     written = read_evaluation(run / RUN_EVALUATION)
-    assert {name: task.num_problems for name, task in written.tasks.items()} == {"arithmetic": 200, "champ": 30}
+    assert {name: task.num_problems for name, task in written.tasks.items()} == {"arithmetic": 3, "champ": 3}
+    assert [len(task.problems) for task in choose_tasks(list(written.tasks))] == [200, 30]
     assert written.sampling["max_new_tokens"] == {"arithmetic": 96, "champ": 256}
 
 
