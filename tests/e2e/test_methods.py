@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup, write_first_layers
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.quickstart.session import RECIPE
+from vcore_ds.commands.quickstart.session import DATA, RECIPE
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.commands.report.tokens import IN_ANSWER, make_tables
 from vcore_ds.config.load import load_recipe
@@ -27,7 +27,6 @@ from vcore_ds.train.token_records import read_records
 
 pytestmark = pytest.mark.e2e
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_LAYERS = 2
 """Of 30: tokens and weights are real, and a step takes a fraction. The whole model is for `test_quickstart.py`."""
 FRAGMENTS = {
@@ -48,7 +47,9 @@ def train_all(overrides: list[str], folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     """The runs of all methods, each in a folder named after it."""
     folder = tmp_path_factory.mktemp("methods")
-    training = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data").train
+    training = DATA / "train.jsonl"
+    if not training.is_file():  # `test_quickstart.py` writes it again
+        prepare_quickstart_data(DATA)
     model = write_first_layers(folder / "model", NUM_LAYERS)
     overrides = [f"model.path={model}", f"data.train_path={training}", "data.validation_path=null"]
     overrides += ["batch.global_size=2", "batch.micro_batch_size_per_rank=2", "schedule.num_steps=2"]

@@ -16,7 +16,7 @@ from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.simulated_cuda import host_waits
-from tests.helpers.simulated_cuda.ranks import run_simulated
+from tests.helpers.simulated_cuda.ranks import run_launches
 from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
@@ -191,13 +191,21 @@ def on_cpu(folder: Path) -> dict[str, list[list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def alone(library: Path, folder: Path) -> dict[str, Any]:
-    return run_simulated(library, train_alone, 1, folder)[0]
+def launches(library: Path, folder: Path) -> list[dict[str, Any]]:
+    """Results on one rank, and those of the first of two ranks."""
+    return [
+        results[0] for results in run_launches(library, [(train_alone, 1, (folder,)), (train_together, 2, (folder,))])
+    ]
 
 
 @pytest.fixture(scope="module")
-def together(library: Path, folder: Path) -> dict[str, Any]:
-    return run_simulated(library, train_together, 2, folder)[0]
+def alone(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    return launches[0]
+
+
+@pytest.fixture(scope="module")
+def together(launches: list[dict[str, Any]]) -> dict[str, Any]:
+    return launches[1]
 
 
 def assert_like_on_cpu(found: list[list[float]], name: str, on_cpu: dict[str, list[list[float]]]) -> None:

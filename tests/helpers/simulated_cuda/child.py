@@ -33,5 +33,8 @@ if __name__ == "__main__":
     import tests.helpers.imports  # noqa: F401
     from tests.helpers.ranks import run_ranks
 
-    function, world_size, arguments = pickle.loads(call.read_bytes())
-    result.write_bytes(pickle.dumps(run_ranks(function, world_size, *arguments, start="fork")))
+    results = [
+        run_ranks(function, world_size, *arguments, start="fork")
+        for function, world_size, arguments in pickle.loads(call.read_bytes())
+    ]
+    result.write_bytes(pickle.dumps(results))

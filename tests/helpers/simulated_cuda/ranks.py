@@ -5,12 +5,15 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.helpers.commands import HANG_SECONDS, REPOSITORY
+
+Launch = tuple[Callable[..., Any], int, tuple[Any, ...]]
+"""A function, the number of ranks, and the function's arguments."""
 
 
 def run_simulated(library: Path, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -20,9 +23,15 @@ def run_simulated(library: Path, function: Callable[..., Any], world_size: int, 
     Args:
         library: from `tests.helpers.simulated_cuda.build.compiled`.
     """
+    return run_launches(library, [(function, world_size, arguments)])[0]
+
+
+def run_launches(library: Path, launches: Sequence[Launch]) -> list[list[Any]]:
+    """Several launches, one after another, from one process that has imported everything. Returns the results by launch
+    and rank."""
     with TemporaryDirectory() as folder:
         call, result = Path(folder, "call"), Path(folder, "result")
-        call.write_bytes(pickle.dumps((function, world_size, arguments)))
+        call.write_bytes(pickle.dumps(list(launches)))
         environment = simulated_environment(library)
         command = [sys.executable, "-m", "tests.helpers.simulated_cuda.child", *map(str, (library, call, result))]
         done = subprocess.run(
