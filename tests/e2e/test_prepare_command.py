@@ -1,50 +1,46 @@
 """`vcore-ds prepare` as a user runs it: killed and run again, refused, and its store read."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, REPOSITORY
+from tests.helpers.commands import HANG_SECONDS
+from tests.helpers.jobs import ForkedJob
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_prepare import contents, math_row
 from vcore_ds.commands.cli import main
+from vcore_ds.data.prepare.pipeline import Pool
 from vcore_ds.data.store import TokenStore
 
 pytestmark = pytest.mark.e2e
 
-STALLED = """
-import sys, time
-from vcore_ds.commands.cli import main
-from vcore_ds.data.prepare.pipeline import Pool
 
-run = Pool.run
+def prepare_and_stall(words: Sequence[str]) -> int:
+    """The command, which has not finished when it is killed, however long that takes."""
+    run = Pool.run
 
-def run_and_stall(self, calls):
-    yield next(run(self, calls))
-    time.sleep(600)
+    def run_and_stall(self, calls):
+        yield next(run(self, calls))
+        time.sleep(600)
 
-Pool.run = run_and_stall
-sys.exit(main(sys.argv[1:]))
-"""
-"""The command, which has not finished when it is killed, however long that takes."""
+    Pool.run = run_and_stall
+    return main(words)
 
 
 @pytest.fixture
 def prepare_words(tmp_path: Path) -> list[str]:
     make_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [math_row(n, expected_answer=str(n + n % 3 // 2)) for n in range(600)]
+    rows = [math_row(n, expected_answer=str(n + n % 3 // 2)) for n in range(300)]
     (tmp_path / "raw").mkdir()
     for part in range(6):
         table = pa.Table.from_pylist(rows[part::6])
         pq.write_table(table, tmp_path / "raw" / f"cot-0000{part}-of-00006.parquet")
-    return f"prepare math {tmp_path}/raw --tokenizer {tmp_path}/model --sample 150".split()
+    return f"prepare math {tmp_path}/raw --tokenizer {tmp_path}/model --sample 75".split()
 
 
 def test_a_killed_prepare_resumes_to_the_same_bytes(
@@ -55,22 +51,14 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
     assert "rows read" in straight and "the paper (CoT, Qwen3)" in straight and f"{'kept':<10}" in straight
 
     curated = tmp_path / "store.unfinished" / "curated"
-    command = [sys.executable, "-c", STALLED, *prepare_words, "--output", f"{tmp_path}/store"]
-    process = subprocess.Popen(
-        [*command, "--processes", "2"],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
+    words = [*prepare_words, "--output", f"{tmp_path}/store", "--processes", "2"]
+    with ForkedJob(prepare_and_stall, words, tmp_path / "log") as job:
+        process = job.rank(0)
         deadline = time.monotonic() + HANG_SECONDS
         while not list(curated.glob("*.json")):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.is_running() and time.monotonic() < deadline, job.output
             time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)  # this process alone: its children must notice
-        process.wait()
+        process.kill()  # this process alone: its children must notice
     deadline = time.monotonic() + HANG_SECONDS
     while _is_alive(process.pid):
         assert time.monotonic() < deadline, "processes outlive the command that was killed"
@@ -82,7 +70,7 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
     assert "resuming where an earlier run ended" in again
     assert f"{num_finished} of 6 shards were finished before" in again
     assert contents(tmp_path / "store") == contents(tmp_path / "straight")
-    assert len(TokenStore(tmp_path / "store", make_tokenizer())) == 150
+    assert len(TokenStore(tmp_path / "store", make_tokenizer())) == 75
 
 
 def _is_alive(group: int) -> bool:

@@ -32,10 +32,16 @@ def python(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_interpreted_kernel_against_fp64() -> None:
-    words = python("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(CASES), TRITON_INTERPRET="1")
+def test_interpreted_kernels_against_fp64() -> None:
+    """Flash attention, and the tangents of `test_pointwise.py`."""
+    files = [str(CASES), str(CASES.with_name("test_pointwise.py"))]
+    words = python(
+        "-m", "pytest", "-v", "-s", "-p", "no:cacheprovider", *files, "-k", "flash_tangent_cases or tangent_of",
+        TRITON_INTERPRET="1",
+    )  # fmt: skip
     print(words)
-    assert " passed" in words and "skipped" not in words
+    assert all(f"{Path(file).name}::" in words for file in files)
+    assert " passed" in words and "SKIPPED" not in words and " skipped" not in words
 
 
 PROGRAMS = ("ptxas", "ptxas-blackwell", "cuobjdump", "nvdisasm")

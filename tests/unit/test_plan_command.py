@@ -17,6 +17,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan.columns import calibrate, change_method, choose_gpu, with_share
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
+from vcore_ds.planning import run_plan
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.run_plan import find_model, plan_run, smallest_cluster
@@ -169,7 +170,9 @@ def test_json_says_the_same_in_bytes_and_seconds(capsys: pytest.CaptureFixture[s
     assert found["cluster"]["gpu"]["name"] == "H100"
 
 
-def test_what_does_not_fit_has_its_cheapest_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_has_its_cheapest_remedies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["plan", str(RECIPE), "--gpus", "8", "engine.memory_check=false"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split()[:4] == ["vcore", "does", "not", "fit"]
     assert main(["plan", str(RECIPE), "--gpus", "8"]) == 2
@@ -188,6 +191,7 @@ def test_what_does_not_fit_has_its_cheapest_remedies(capsys: pytest.CaptureFixtu
         words = way["change"].split()
         again = ["--gpus", words[0]] if words[1:] == ["ranks"] else ["--gpus", "8", *words]
         assert planned(capsys, str(RECIPE), *again)["columns"][1]["verdict"] != "does not fit"
+    monkeypatch.setattr(run_plan, "MOST_GPUS", 32)  # the search for a cluster ends earlier
     words = ["--gpus", "8", "--gpu-memory", "1", "--host-memory", "1"]
     tiny = planned(capsys, str(RECIPE), *words, fits=False)["columns"][1]
     assert tiny["ways_to_fit"] == [] and tiny["smallest_cluster"] is None

@@ -1,7 +1,7 @@
 """RMSNorm, rotary embedding and gated activation: values and gradients against Hugging Face's modules to the last bit,
-tangents against forward mode in fp64, by PyTorch's operations and by the kernels in Triton's interpreter."""
+tangents against forward mode in fp64, by PyTorch's operations, and by the kernels where `test_flash_tangent.py` runs
+this file in Triton's interpreter."""
 
-import importlib.util
 import os
 from types import SimpleNamespace
 
@@ -16,7 +16,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from tests.unit.test_flash_tangent import python
 from vcore_ds.models import pointwise
 from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.pointwise import gated_silu, rms_norm, rms_norm_tangent, rotate_by_formula, use_formulas
@@ -183,11 +182,3 @@ def test_tangent_of_the_rotary_embedding(dtype: torch.dtype, num_rows: int) -> N
     for (value, tangent), expected, plain in zip(rotated, exact, original(q, k, cos, sin), strict=True):
         check_tangent(tangent, expected)
         assert torch.equal(value, plain) and value.requires_grad
-
-
-@pytest.mark.skipif(IS_INTERPRETED, reason="runs in the interpreter already")
-def test_the_kernels_in_tritons_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("no Triton")
-    words = python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "tangent_of", TRITON_INTERPRET="1")
-    assert " passed" in words and "skipped" not in words
