@@ -55,6 +55,7 @@ def settings_of(precision: str, lora: bool, is_checkpointed: bool) -> MemorySett
         number_bytes=2 if precision == "bf16" else 4,
         adapters=AdapterShape(rank=4) if lora else None,
         is_checkpointed=is_checkpointed,
+        on_gpu=False,
         bucket_numel=tiny.deepspeed_config()["zero_optimization"]["reduce_bucket_size"],
     )
 

@@ -73,7 +73,8 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     lengths, of_probe = case.lengths, case.lengths[: len(case.lengths) // 2]
     main = lengths, plan.spread_main(range(len(lengths)), lengths)
     probe = of_probe, plan.spread_probe(range(len(of_probe)), of_probe)
-    memory = plan_memory(settings, plan, config, {"main": summarize([main[1]]), "probe": summarize([probe[1]])})
+    passes = {"main": summarize([main[1]]), "probe": summarize([probe[1]])}
+    memory = plan_memory(settings, plan, config, passes, on_gpu=False)
     assert memory is not None
     kept = measured["kept"]
     for kind, num_bytes in memory.estimate.persistent.items():

@@ -148,10 +148,22 @@ def test_what_takes_less() -> None:
     assert set(offloaded.host) == {"parameters", "gradients", "master weights", "moments"}
 
 
-def plan_of(num_ranks: int, *overrides: str) -> MemoryPlan:
+def test_a_narrow_models_blocks_of_logits_are_larger_on_a_gpu() -> None:
+    """By the bytes of `loss_block_multiple`: 1 GiB instead of 256 MiB in fp32, and half of it in bf16 beside it."""
+    kept_in_loss = {}
+    for hidden_size in (1024, 2048):
+        model = shape(28, hidden_size, 16, 3 * hidden_size, tied=True)
+        for on_gpu in (True, False):
+            phases = memory_of(model, replace(FULL, on_gpu=on_gpu)).phases
+            kept_in_loss[hidden_size, on_gpu] = phases["main"]["loss"]
+    assert kept_in_loss[1024, True] - kept_in_loss[1024, False] == 3 * 256 * 2**20 * 3 // 2
+    assert kept_in_loss[2048, True] == kept_in_loss[2048, False]
+
+
+def plan_of(num_ranks: int, *overrides: str, on_gpu: bool = True) -> MemoryPlan:
     settings = derive_plan_settings(load_recipe(RECIPE, [*overrides]))
     plan = plan_batch(settings, num_ranks, QWEN3_32B)
-    memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {})
+    memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {}, on_gpu=on_gpu)
     assert memory is not None
     return memory
 
@@ -171,6 +183,7 @@ def test_the_recipe_decides() -> None:
     offloaded = plan_of(16, f"{file}offload_all.json").settings
     assert offloaded.offloads_parameters and offloaded.offloads_optimizer
     assert plan_of(16, "checkpoint.async=true").settings.stages_checkpoints
+    assert [plan_of(16, on_gpu=on_gpu).settings.on_gpu for on_gpu in (True, False)] == [True, False]
 
 
 def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
@@ -237,7 +250,7 @@ ENGINE = EngineConfig(deepspeed_config="ds_configs/zero3_bf16.json")
 def tiny_plan() -> MemoryPlan:
     settings = derive_plan_settings(Recipe.model_validate(smallest_recipe()))
     plan = plan_batch(settings, 1, shape(2, 64, 8, 128, tied=True))
-    memory = plan_memory(settings, plan, {"zero_optimization": {}}, {}, ParameterCounts(10**6, 10**6))
+    memory = plan_memory(settings, plan, {"zero_optimization": {}}, {}, ParameterCounts(10**6, 10**6), on_gpu=True)
     assert memory is not None
     return memory
 
@@ -270,7 +283,7 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
 def test_a_model_of_unknown_sizes_is_not_estimated() -> None:
     settings = derive_plan_settings(load_recipe(RECIPE))
     plan = plan_batch(settings, 8, replace(QWEN3_32B, hidden_size=0))
-    assert plan_memory(settings, plan, deepspeed_config(settings, plan), {}) is None
+    assert plan_memory(settings, plan, deepspeed_config(settings, plan), {}, on_gpu=True) is None
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_memory_is_that_of_a_part_of_every_layer() -> None:
     def peak(tensor: int, counts: ParameterCounts | None) -> int:
         settings = derive_plan_settings(recipe(tensor))
         plan = plan_batch(settings, 64, QWEN3_32B)
-        memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {}, counts)
+        memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {}, counts, on_gpu=True)
         assert memory is not None
         return memory.estimate.persistent_bytes
 

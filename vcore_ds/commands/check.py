@@ -206,7 +206,7 @@ def describe_ranks(
             yield f"Warning: {plan.warning(part)}"
     if (most := longest_sequence(plan, run_plan)) is not None:
         yield most.describe() + ("" if run_plan is not None else "; with --gpu, memory counts too")
-    memory = plan_memory(settings, plan, ds_config, utilizations)
+    memory = plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)
     if memory is not None:
         yield describe_memory(memory)
     if utilizations and not lengths.sampled:

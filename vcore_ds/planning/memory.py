@@ -86,6 +86,8 @@ class MemorySettings:
     max_live_parameters: int = 10**9
     bucket_numel: int = 5 * 10**8
     """Elements of the buffer in which gradients are reduced."""
+    on_gpu: bool = True
+    """Whether ranks compute on GPUs, where the token loss of narrow models has larger blocks: `loss_block_multiple`."""
 
 
 def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
@@ -485,7 +487,7 @@ class _Model:
 
     def _loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
         shape, b = self.shape, self.b
-        multiple = loss_block_multiple(shape.hidden_size, on_gpu=True)
+        multiple = loss_block_multiple(shape.hidden_size, on_gpu=self.settings.on_gpu)
         block = min(multiple * LOSS_BLOCK_BYTES, _FP32 * shape.vocabulary_size * num_tokens)
         in_16_bits = block // 2 if b < _FP32 else 0  # beside the block in fp32
         hidden = num_tokens * b * shape.hidden_size

@@ -191,6 +191,8 @@ def plan_memory(
     deepspeed_config: Mapping[str, Any],
     passes: Mapping[Part, Utilization],
     counts: ParameterCounts | None = None,
+    *,
+    on_gpu: bool,
 ) -> MemoryPlan | None:
     """None for a model whose sizes are unknown.
 
@@ -200,6 +202,7 @@ def plan_memory(
             long as the recipe allows.
         counts: of the model itself, or of a rank's part with tensor parallelism; None, or zeros, for those of its
             shape.
+        on_gpu: whether the ranks compute on GPUs.
     """
     shape = plan.time_model.shape
     if shape.hidden_size == 0:
@@ -239,6 +242,7 @@ def plan_memory(
         # `auto` takes no more of a rank's memory than the margin holds.
         coalesces_gradients=settings.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
+        on_gpu=on_gpu,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )
     degree = passes["main"].typical_degree if "main" in passes else 1

@@ -277,7 +277,7 @@ def plan_run(
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
     spreads = plan.simulated_spreads(settings.cutoff_length, lengths)
     passes = {part: summarize([spread for _, spread in found]) for part, found in spreads.items()}
-    memory = plan_memory(settings, plan, ds_config, passes)
+    memory = plan_memory(settings, plan, ds_config, passes, on_gpu=True)
     if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
         sizes = f"batch.global_size {settings.batch.global_size} and probe.batch_size {settings.probe.batch_size}"
         raise RecipeError([f"plan: found {sizes}; expected at most 4,096 of each"])

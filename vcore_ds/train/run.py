@@ -123,7 +123,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     num_done = checkpoint[1].step if checkpoint is not None else 0
     utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    memory = plan_memory(plan_settings, plan, ds_config, utilization, parameters)
+    memory = plan_memory(plan_settings, plan, ds_config, utilization, parameters, on_gpu=device().type == "cuda")
     if console.enabled:
         lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
         if device().type == "cpu" and (sentence := describe_cpu_matmul()) is not None:

@@ -30,6 +30,7 @@ from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
+from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
@@ -66,7 +67,8 @@ def plan_scoring_memory(
     probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in trusted]
     passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
     counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    memory = plan_memory(derive_plan_settings(recipe), plan, deepspeed_config, passes, counts)
+    on_gpu = device().type == "cuda"
+    memory = plan_memory(derive_plan_settings(recipe), plan, deepspeed_config, passes, counts, on_gpu=on_gpu)
     if memory is None:
         return None
     in_training = memory.settings
