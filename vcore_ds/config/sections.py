@@ -145,8 +145,9 @@ class UtilityConfig(Section):
     auto). false uses a separate JVP pass."""
     tangent_precision: Literal["fp8"] | None = None
     """With `jvp` in bf16: `fp8` multiplies the tangents of activations by the weights of a layer in FP8 (e4m3, a scale
-    for each row), on GPUs from Hopper on twice as fast. Values, direction, experts and head stay in bf16. null for the
-    precision of the model."""
+    for each row), which GPUs from Hopper on do twice as fast; rounding takes time too, so that short packs gain
+    nothing (`vcore-ds plan` counts both). Values, direction, experts and head stay in bf16. null for the precision of
+    the model."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding to bf16 of the parameters perturbed by a finite difference: to the nearest value, or stochastically,
     which is unbiased."""

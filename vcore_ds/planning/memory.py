@@ -102,12 +102,12 @@ def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) ->
         return ParameterCounts(base, base)
     # Inputs and outputs of query, key, value and output; of gate, up and down.
     added = adapters.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
-    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in _adapted_mlps(shape))
+    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in mlps_without_routed_experts(shape))
     return ParameterCounts(base + added, added)
 
 
-def _adapted_mlps(shape: ModelShape) -> list[tuple[int, int]]:
-    """Numbers and widths of the MLPs that adapters on all linear layers are put on: not of routed experts."""
+def mlps_without_routed_experts(shape: ModelShape) -> list[tuple[int, int]]:
+    """Numbers of MLPs in all layers and their widths; of MoE layers the shared expert alone."""
     if (experts := shape.experts) is None:
         return [(shape.num_layers, shape.intermediate_size)]
     dense = shape.num_layers - experts.num_layers, shape.intermediate_size

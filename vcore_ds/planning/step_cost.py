@@ -20,7 +20,13 @@ from vcore_ds.planning.hardware import (
     hidden_state_traffic,
     numbers_to_experts,
 )
-from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase, count_factors
+from vcore_ds.planning.memory import (
+    MemorySettings,
+    ParameterCounts,
+    Phase,
+    count_factors,
+    mlps_without_routed_experts,
+)
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import padded_rows
 from vcore_ds.planning.spread import Spread
@@ -45,6 +51,22 @@ def routed_flops_per_token(shape: ModelShape) -> int:
     """What of a forward's FLOP for one token its experts compute, without shared ones; 0 in a dense model."""
     experts = shape.experts
     return 0 if experts is None else 6 * shape.hidden_size * experts.num_layers * experts.per_token * experts.width
+
+
+_BYTES_OF_QUANTIZATION = 17
+"""Memory traffic of rounding an element of bf16 to FP8 by PyTorch's operations: absolute value, largest of a row,
+quotient in fp32, conversion."""
+
+
+def quantized_bytes(shape: ModelShape, num_tokens: float) -> float:
+    """Memory traffic of rounding to FP8 in a forward with tangents: the weights of linear layers but those of experts
+    and head, and the tangents of their inputs, once for each of the seven layers."""
+    weights = (linear_flops_per_token(shape) - routed_flops_per_token(shape)) / 2
+    weights -= shape.vocabulary_size * shape.hidden_size
+    inputs = shape.num_layers * (3 * shape.hidden_size + shape.num_heads * shape.head_dim)
+    for number, width in mlps_without_routed_experts(shape):
+        inputs += number * (2 * shape.hidden_size + width)
+    return _BYTES_OF_QUANTIZATION * (weights + num_tokens * inputs)
 
 
 def attention_flops_per_square(shape: ModelShape) -> int:
@@ -360,6 +382,7 @@ class StepModel:
             whatever = all_weights_flops * machine.half_speed_tokens / machine.flops  # a pass of no tokens
             compute = work.linear_time_multiple(shape) * (linear + whatever)
             compute += (work.attention + work.attention_again) * attention
+            compute += work.fp8 * quantized_bytes(shape, tokens) / self.cluster.memory_bandwidth
             # ZeRO++'s second copy is made by the first all-gather of a step, which crosses all ranks.
             makes_copy = self._num_in_copy < self._num_groups and phase == "main" and step == 0
             moved: dict[str, Traffic] = self._parameters(work, makes_copy)
@@ -414,6 +437,7 @@ class StepModel:
         """Host time of a pass: Python and launches of its layers, and of all-gathers, which grows with the ranks."""
         achieved = self.cluster.achieved
         per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
+        per_layer += work.fp8 * achieved.fp8_overhead + work.reduces * achieved.backward_overhead
         if not self.gathers_in_place and self._num_groups > 1:
             num_ranks = work.gathers * self._num_in_copy + makes_copy * (self._num_groups - self._num_in_copy)
             per_layer += num_ranks * achieved.gather_overhead
