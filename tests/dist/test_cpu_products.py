@@ -8,17 +8,17 @@ import pytest
 
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from vcore_ds.distributed import cpu_matmul as cpu_products
 
 pytestmark = pytest.mark.dist
 
 BF16 = {"model": {"path": "none", "precision": "bf16"}}
 CASES = {
-    "sft": Case(sections={**BF16, "method": {"name": "sft"}}),
     "full, tied": Case(tied=True, sections=BF16),
     "full, checkpointed, separate passes": Case(checkpointing=True, sections={**BF16, "utility": {"fused": False}}),
     "lora, checkpointed": Case(lora=True, checkpointing=True, sections=BF16),
-}
+} | soak({"sft": Case(sections={**BF16, "method": {"name": "sft"}})})
 BOUNDS = {"utilities": 0.08, "weights": 0.02, "alpha": 1e-3, "gradient": 0.03, "loss": 1e-3}
 """bf16 has 8 bits, a relative error of 0.004 a rounding; so many lie between the operands and the result."""
 

@@ -19,6 +19,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.mixtures import write_mixture
 from tests.helpers.parity import Case, assert_equal, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import soak
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.data.tokenization import load_tokenizer
@@ -51,7 +52,6 @@ MUON = {
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 QWEN, DEEPSEEK = "qwen3_moe", "deepseek_v3"
 CASES = {
-    "2 of 4": Case(expert=2, mixture_of=QWEN, persistence_threshold=100_000),
     "2 of 4, shared experts, checkpointed": Case(expert=2, mixture_of=DEEPSEEK, checkpointing=True),
     "2 of 4, offloaded, clipped, checkpointed, separate passes": Case(
         expert=2, mixture_of=DEEPSEEK, checkpointing=True, sections=SEPARATE | CLIPPED, config=OFFLOADED
@@ -60,14 +60,30 @@ CASES = {
         expert=2, mixture_of=DEEPSEEK, lora=True, num_main=5, num_probe=1
     ),
     "2 of 4, sequence parallel, packed": Case(expert=2, mixture_of=DEEPSEEK, sequence_parallel=(2, 4), packed=True),
-    "2 of 4, muon": Case(expert=2, mixture_of=QWEN, sections=MUON),
-    "all 4, idle experts, one reduction, clipped": Case(
-        expert=4, mixture_of=f"{QWEN}, idle experts", coalesce=True, sections=CLIPPED
+    "2 of 4, muon, persistent parameters": Case(
+        expert=2, mixture_of=QWEN, persistence_threshold=100_000, sections=MUON
     ),
-    "all 4, idle experts, checkpointed, idle micro-batches": Case(
-        expert=4, mixture_of=f"{QWEN}, idle experts", checkpointing=True, num_main=5, num_probe=1
+    "all 4, idle experts, checkpointed, idle micro-batches, one reduction, clipped": Case(
+        expert=4,
+        mixture_of=f"{QWEN}, idle experts",
+        checkpointing=True,
+        num_main=5,
+        num_probe=1,
+        coalesce=True,
+        sections=CLIPPED,
     ),
-}
+} | soak(
+    {
+        "2 of 4": Case(expert=2, mixture_of=QWEN, persistence_threshold=100_000),
+        "2 of 4, muon": Case(expert=2, mixture_of=QWEN, sections=MUON),
+        "all 4, idle experts, one reduction, clipped": Case(
+            expert=4, mixture_of=f"{QWEN}, idle experts", coalesce=True, sections=CLIPPED
+        ),
+        "all 4, idle experts, checkpointed, idle micro-batches": Case(
+            expert=4, mixture_of=f"{QWEN}, idle experts", checkpointing=True, num_main=5, num_probe=1
+        ),
+    }
+)
 
 
 def run_all(folder: Path) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: 
 
 
 def accumulate(engine: Engine, seed: int) -> None:
-    batches = step_runs.deal(tiny.rows(8, seed=seed), 1)
+    """Two micro-batches on each rank."""
+    batches = step_runs.deal(tiny.rows(2 * layout.size("shards"), seed=seed), 1)
     with engine.accumulation(len(batches)):
         for batch in batches:
             engine.backward(engine.token_losses(batch).mean())
@@ -160,7 +161,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     one_by_one, shards = OneByOne(engine), engine.shards
     accumulate(engine, seed=0)
     engine.step(1e-2)  # masters that are no longer values of the parameter dtype, and moments
-    probe = step_runs.deal(tiny.rows(8, seed=9), 2)
+    probe = step_runs.deal(tiny.rows(4, seed=9), 2)
     direction, errors = Direction(engine), {}
     for name in ("sgd", *{"adamw": ["adam"], "muon": ["muon"]}.get(optimizer, [])):
         direction.compute(probe, normalization="sequence", clip=CLIP, optimizer=name)
