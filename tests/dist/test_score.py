@@ -295,13 +295,14 @@ def expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, An
         reference, weight = Reference(folder, case, step), rates[step] if len(case.steps) > 1 else 1.0
         losses = [reference.losses(sequence) for sequence in found["train"]]
         gradients = [reference.gradient(of_trace.sum()) for of_trace in losses]
+        of_tokens = [[reference.gradient(loss) for loss in losses[i]] for i in (0, 29)]
         result["loss"] = np.array([of_trace.mean().item() for of_trace in losses])
         for name in SETS:
             norm, along = reference.direction(found[name])
             result[f"norm.{name}"] = norm
             total = np.array([float(gradient @ along) for gradient in gradients])
             result[f"sum.{name}"] = result.get(f"sum.{name}", 0.0) + weight * total
-            tokens = [[float(reference.gradient(loss) @ along) for loss in losses[i]] for i in (0, 29)]
+            tokens = [[float(gradient @ along) for gradient in of_trace] for of_trace in of_tokens]
             before = result.get(f"tokens.{name}", [0.0, 0.0])
             result[f"tokens.{name}"] = [b + weight * np.array(t) for b, t in zip(before, tokens, strict=True)]
     known[key] = result

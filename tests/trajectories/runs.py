@@ -1,4 +1,4 @@
-"""Four steps of every method from fixed numbers, on two ranks in fp32.
+"""Steps of every method from fixed numbers, on two ranks in fp32.
 
 Parameters and tokens are drawn by numpy's `RandomState`, whose streams are frozen, so that only arithmetic can differ
 from one version of a library to the next. No dropout and no stochastic rounding for the same reason.
@@ -11,12 +11,16 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.ranks import run_ranks
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.method.baselines import random_mask
 from vcore_ds.train.weighting import compute_log_probabilities
 
 NUM_STEPS, NUM_RANKS = 4, 2
+NUM_COMPARED = NUM_STEPS if IS_SOAK else 3
+"""Steps on record, and those that the tests take: the losses of the third show the second update, whose moments are the
+first that have a past."""
 NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 8, 4, 2
 """Sequences."""
 NUM_TOKENS = 24
@@ -84,7 +88,7 @@ def keep_some(batch: Batch) -> None:
         batch.kept[row, targets] = torch.from_numpy(random_mask(in_answer, 0.4, generator(Stream.RANDOM_MASK, 5, row)))
 
 
-def run_method(name: str, lora: bool) -> Trajectory:
+def run_method(name: str, lora: bool, num_steps: int) -> Trajectory:
     data = {"train_path": "none"}
     if name == "iw_sft" and not lora:
         data["reference_log_probabilities"] = "none"
@@ -99,7 +103,7 @@ def run_method(name: str, lora: bool) -> Trajectory:
     draw_parameters(model)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    mains = [draw_rows(NUM_MAIN, seed=1 + k) for k in range(NUM_STEPS)]
+    mains = [draw_rows(NUM_MAIN, seed=1 + k) for k in range(num_steps)]
     for main in mains:
         if name == "random":
             keep_some(main)
@@ -118,11 +122,11 @@ def run_method(name: str, lora: bool) -> Trajectory:
     return trajectory
 
 
-def _run_methods() -> dict[str, Trajectory]:
+def _run_methods(num_steps: int) -> dict[str, Trajectory]:
     torch.set_num_threads(1)
-    return {case: run_method(*parts) for case, parts in CASES.items()}
+    return {case: run_method(*parts, num_steps) for case, parts in CASES.items()}
 
 
-def run_all() -> dict[str, Trajectory]:
+def run_all(num_steps: int = NUM_STEPS) -> dict[str, Trajectory]:
     """The trajectory of every case, in one launch: starting two ranks takes longer than the steps."""
-    return run_ranks(_run_methods, NUM_RANKS)[0]
+    return run_ranks(_run_methods, NUM_RANKS, num_steps)[0]
