@@ -19,7 +19,7 @@ def run_ranks(
     world_size: int,
     *arguments: Any,
     timeout_seconds: float = 900,
-    start: Literal["forkserver", "spawn", "fork"] = "forkserver",
+    start: Literal["forkserver", "fork"] = "forkserver",
 ) -> list[Any]:
     """Runs `function(*arguments)` once per rank, in new processes with a gloo process group, and returns their results
     by rank.
@@ -32,8 +32,7 @@ def run_ranks(
 
     Args:
         function: at the top level of a module, since each rank imports it.
-        start: `spawn` where a rank is to have memory and a C library of its own from the first instruction; `fork`
-            where this process has imported everything, in a way of its own.
+        start: `fork` where this process has imported everything, in a way of its own.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
     context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
