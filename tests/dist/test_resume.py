@@ -58,12 +58,12 @@ from vcore_ds.train.token_records import read_records
 
 pytestmark = pytest.mark.dist
 
-STOPS = (2, 3)
-STOPPED_TWICE = ("vcore_jvp_lora",)
-PROFILE = {"steps": (2, 4), "ranks": (0, 1)}
-"""Of the stopped run alone: a profile changes no number."""
 KILLED_AFTER = 2
-"""The others are killed after this step."""
+"""Step after which the runs are killed."""
+STOPPED_TOO = "vcore_jvp_lora"
+"""Resumed for one step, stopped and resumed again."""
+PROFILE = {"steps": (3, 4), "ranks": (0, 1)}
+"""Of what is resumed of that run: a profile changes no number."""
 FINITE_DIFFERENCE = {"estimator": "finite_difference", "epsilon": "auto"}
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.05}
 VCORE = {"name": "vcore", "kl_budget": 0.05}
@@ -229,14 +229,13 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_case(folder: Path, name: str) -> list[str]:
     """Differences between an uninterrupted run and one that was stopped, or killed, and resumed."""
     straight, stopped = (recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
-    if name in STOPPED_TWICE:
-        expected = resumed_runs.to_the_end(straight)
+    expected = resumed_runs.killed_copy(straight, KILLED_AFTER, Path(stopped.run.output_dir))
+    if name == "sft_lora":
+        copy_on_first_rank(Path(stopped.run.output_dir), folder / "killed")
+    if name == STOPPED_TOO:
         profiled = stopped.run.model_copy(update={"profile": ProfileConfig(**PROFILE)})
         stopped = stopped.model_copy(update={"run": profiled})
-        for step in STOPS:
-            resumed_runs.until(stopped, step)
-    else:
-        expected = resumed_runs.killed_copy(straight, KILLED_AFTER, Path(stopped.run.output_dir))
+        resumed_runs.until(stopped, KILLED_AFTER + 1)
     resumed_runs.to_the_end(stopped)
     return differences(Path(stopped.run.output_dir), expected, name)
 
@@ -247,10 +246,22 @@ def differences(folder: Path, expected: Path, name: str) -> list[str]:
     return resumed_runs.differences(folder, expected, num_steps)
 
 
+def copy_on_first_rank(folder: Path, copy: Path) -> None:
+    if layout.is_first():
+        shutil.copytree(folder, copy)
+    layout.gather_objects("job", None)
+
+
+def killed_run(folder: Path, name: str) -> Recipe:
+    """`sft_lora` in a folder that is as a kill after step 2 has left it."""
+    copy_on_first_rank(folder / "killed", folder / name)
+    return recipe(folder, name, CASES["sft_lora"])
+
+
 def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
     """In the save after step 3 the place of the last rank's file is taken, on that rank's side only."""
-    stopped = recipe(folder, "failing", CASES["sft_lora"])
-    saved = resumed_runs.until(stopped, 2) / "checkpoints"
+    stopped = killed_run(folder, "failing")
+    saved = Path(stopped.run.output_dir) / "checkpoints"
     write_state = checkpoint_write.write_state
 
     def write(tensors, state: Path, group) -> None:
@@ -362,12 +373,10 @@ def no_room(folder: Path) -> str:
 
 def damaged(folder: Path) -> dict[str, Any]:
     """Resumes where the newest checkpoint has a flipped bit in another rank's file; then where all are damaged."""
-    stopped = recipe(folder, "damaged", CASES["sft_lora"])
-    for step in (1, 3):
-        resumed_runs.until(stopped, step)
-    run_folder = Path(stopped.run.output_dir)
+    stopped = killed_run(folder, "damaged")
+    run_folder = resumed_runs.until(stopped, 4)
     if layout.is_first():
-        flip_a_bit(run_folder / "checkpoints/step_00000003/state/__1_0.distcp")
+        flip_a_bit(run_folder / "checkpoints/step_00000004/state/__1_0.distcp")
     layout.gather_objects("job", None)
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
@@ -376,7 +385,7 @@ def damaged(folder: Path) -> dict[str, Any]:
     finally:
         Console.say = console
     if layout.is_first():
-        for step in (1, 4):
+        for step in (2, 4):
             flip_a_bit(run_folder / f"checkpoints/step_0000000{step}/state/__0_0.distcp")
     layout.gather_objects("job", None)
     try:
@@ -403,16 +412,16 @@ def flip_a_bit(path: Path) -> None:
 
 def unfinished_only(folder: Path) -> list[str]:
     """What the next attempt says after a kill between renaming and marking the first checkpoint."""
-    stopped = recipe(folder, "unfinished", CASES["sft_lora"])
-    saved = resumed_runs.until(stopped, 1) / "checkpoints"
+    stopped = killed_run(folder, "unfinished")
+    saved = Path(stopped.run.output_dir) / "checkpoints"
     if layout.is_first():
-        (saved / "step_00000001" / "COMPLETE").unlink()
-        (saved / "step_00000002.unfinished").mkdir()
+        (saved / "step_00000002" / "COMPLETE").unlink()
+        (saved / "step_00000003.unfinished").mkdir()
     layout.gather_objects("job", None)
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
-        resumed_runs.until(stopped, 2)
+        resumed_runs.until(stopped, 1)
     finally:
         Console.say = console
     return [*said, *sorted(path.name for path in saved.iterdir())]
@@ -442,8 +451,7 @@ def minutes(folder: Path) -> list[bool]:
 
 
 def other_data(folder: Path) -> str:
-    stopped = recipe(folder, "other_data", CASES["sft_lora"])
-    resumed_runs.until(stopped, 1)
+    stopped = killed_run(folder, "other_data")
     other = stopped.data.model_copy(update={"train_path": str(folder / "other.jsonl")})
     try:
         resumed_runs.to_the_end(stopped.model_copy(update={"data": other}))
@@ -464,7 +472,7 @@ def other_base(folder: Path) -> list[str]:
             weights.write_bytes(content)
         layout.gather_objects("job", None)
         try:
-            resumed_runs.until(stopped, 2)
+            resumed_runs.until(stopped, 3)
             said.append("no error")
         except UserError as error:
             said.append(str(error))
@@ -507,8 +515,8 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
 
 
 def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
-    """A run that is resumed after steps 1 and 2, and evaluates and saves each step. Its best two are not both after the
-    last resume."""
+    """A run that is resumed after step 2, and evaluates and saves each step. Its best two are not both after the
+    resume."""
     sections = CASES["sft_lora"] | {
         "optimizer": {"learning_rate": 0.05},
         "checkpoint": {"keep_last": 1, "keep_best": 2, "every_steps": 1},
@@ -516,11 +524,10 @@ def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
         "run": {"validate_every": 1},
     }
     own = recipe(folder, "best", sections)
-    resumed_runs.until(own, 1)
+    resumed_runs.until(own, 1, 2)
     said: list[str] = []
     say, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
-        resumed_runs.until(own, 2)
         with resumed_runs.saving_after([3], stop=False):
             run.train(own)
     finally:
@@ -608,8 +615,7 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
     }
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
     found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
-    resumed_runs.to_the_end(across(folder, "across_straight", 1, 1))
-    resumed_runs.until(across(folder, "across_2"), ACROSS_STOP)
+    resumed_runs.killed_copy(across(folder, "across_straight", 1, 1), ACROSS_STOP, folder / "across_2")
     return found
 
 
@@ -623,9 +629,7 @@ def across(folder: Path, name: str, main: int | str = "auto", probe: int | str =
 def resume_copy(folder: Path, name: str, *degrees: int) -> None:
     """Resumes, at this world size, a copy of a run that was stopped at another."""
     here = f"{name}_to_{layout.size('shards')}"
-    if layout.is_first():
-        shutil.copytree(folder / name, folder / here)
-    layout.gather_objects("job", None)
+    copy_on_first_rank(folder / name, folder / here)
     resumed_runs.to_the_end(across(folder, here, *degrees))
 
 
@@ -667,14 +671,14 @@ def test_stopped_and_resumed_equals_straight_bit_for_bit(found: dict[str, Any], 
     assert found[name] == []
 
 
-@pytest.mark.parametrize("step, rank", [(2, 0), (2, 1), (4, 0), (4, 1)])
+@pytest.mark.parametrize("step, rank", [(3, 0), (3, 1), (4, 0), (4, 1)])
 def test_a_profile_has_the_phases_and_operations_of_a_step(
     found: dict[str, Any], setup: Path, step: int, rank: int
 ) -> None:
-    folder = setup / f"{STOPPED_TWICE[0]}_stopped"
+    folder = setup / f"{STOPPED_TOO}_stopped"
     profile = next(one for one in read_profiles(folder) if (one.step, one.rank) == (step, rank))
     assert sorted(path.name for path in (folder / "profile").iterdir())[::2] == [
-        f"step_0000000{step}_rank_{rank}.csv" for step in (2, 4) for rank in (0, 1)
+        f"step_0000000{step}_rank_{rank}.csv" for step in (3, 4) for rank in (0, 1)
     ]
     with gzip.open(profile.files[0]) as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
@@ -782,28 +786,28 @@ def test_a_lack_of_room_is_reported_with_both_numbers(found: dict[str, Any]):
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_taken(found: dict[str, Any]):
     said = "\n".join(found["damaged"]["said"])
-    assert "warning: skipped checkpoint step_00000003: state/__1_0.distcp: its SHA-256 differs from" in said
-    assert "Resumed after step 1 from" in said
-    assert "step_00000003.rejected" in said
-    assert found["damaged"]["lost"] == [2, 3] and found["damaged"]["steps"] == [1, 2, 3, 4]
+    assert "warning: skipped checkpoint step_00000004: state/__1_0.distcp: its SHA-256 differs from" in said
+    assert "Resumed after step 2 from" in said
+    assert "step_00000004.rejected" in said
+    assert found["damaged"]["lost"] == [3, 4] and found["damaged"]["steps"] == [1, 2, 3, 4]
     records, lost = found["damaged"]["records"], found["damaged"]["lost_records"]
     names = [[f"{kind}_0000000{step}.npz" for step in (1, 2, 3, 4)] for kind in ("followed", "step")]
     assert list(records) == names[0] + names[1]
-    assert lost == {name: records[name] for of_kind in names for name in of_kind[1:3]}  # written again, bit for bit
+    assert lost == {name: records[name] for of_kind in names for name in of_kind[2:4]}  # written again, bit for bit
 
 
 def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(found: dict[str, Any]):
     refusal = found["damaged"]["refusal"]
     assert "found no checkpoint that verifies" in refusal
-    assert "step_00000004: state/__0_0.distcp" in refusal and "step_00000001: state/__0_0.distcp" in refusal
+    assert "step_00000004: state/__0_0.distcp" in refusal and "step_00000002: state/__0_0.distcp" in refusal
 
 
 def test_unfinished_checkpoints_alone_start_a_new_run(found: dict[str, Any]):
     said = "\n".join(found["unfinished_only"])
-    assert "skipped checkpoint step_00000001: no COMPLETE: its writing was interrupted" in said
-    assert "skipped checkpoint step_00000002.unfinished: not finished" in said
+    assert "skipped checkpoint step_00000002: no COMPLETE: its writing was interrupted" in said
+    assert "skipped checkpoint step_00000003.unfinished: not finished" in said
     assert "holds this run without a checkpoint: it begins at its first step" in said
-    assert found["unfinished_only"][-2:] == ["step_00000001.rejected", "step_00000002"]
+    assert found["unfinished_only"][-2:] == ["step_00000001", "step_00000002.rejected"]
 
 
 def test_nodes_that_do_not_share_the_folder_are_told_so_also_where_one_of_them_has_a_run_to_resume(

@@ -28,7 +28,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
     """Inside the block, runs save after these steps and after the last one.
 
     Args:
-        stop: whether they stop, with `Stopped`, at the first of these steps.
+        stop: whether they stop, with `Stopped`, at the last of these steps.
         killed: folder that receives a copy of what a kill at that moment would leave.
     """
     due, save, build_engine = Checkpoints.due, Checkpoints.save, run.build_engine
@@ -40,7 +40,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
 
     def save_and_stop(self, step, *rest, **options):
         saved = save(self, step, *rest, **options)
-        if stop and step in steps:
+        if stop and step == steps[-1]:
             raise Stopped
         if killed is not None and step in steps and layout.is_first():
             shutil.copytree(saved.folder.parents[1], killed)
@@ -70,14 +70,14 @@ def killed_copy(recipe: Recipe, step: int, killed: Path) -> Path:
         return run.train(recipe).folder
 
 
-def until(recipe: Recipe, step: int) -> Path:
-    """Runs until it is stopped after `step`. Returns the run's folder."""
+def until(recipe: Recipe, *steps: int) -> Path:
+    """Runs until it is stopped after the last of `steps`, and saves after each. Returns the run's folder."""
     try:
-        with saving_after([step], stop=True):
+        with saving_after(steps, stop=True):
             run.train(recipe)
     except Stopped:
         return Path(recipe.run.output_dir)
-    raise AssertionError(f"the run did not stop after step {step}")
+    raise AssertionError(f"the run did not stop after step {steps[-1]}")
 
 
 def tensors_of(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
