@@ -89,8 +89,6 @@ CASES: dict[str, dict[str, Any]] = {
     "expert_parallel_full": {"method": VCORE, "model": {"path": "mixture"}, "parallel": {"expert": 2}},
     # Every 3: the first step after the kill takes the stored direction.
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
-    "low_rank_full": {"method": VCORE, "probe": {"rank": 4, "every": 3, "batch_size": 2}},
-    "muon_full": {"method": VCORE, "probe": {"direction": "muon", "every": 3, "batch_size": 2}, "optimizer": MUON},
     "vcore_trusted_full": {
         "method": VCORE | {"scope": "sequence_and_batch", "batch_kl_budget": 0.1, "base_measure": "dft"},
         "probe": {"every": 3, "batch_size": "all", "loss": "dft"},
@@ -103,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
         "data": {"keep": KEEP},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
     },
-    "random_full": {"method": {"name": "random"}, "data": {"keep": KEEP}},
+    "random_full": {"method": {"name": "random"}, "data": {"keep": KEEP}, "optimizer": MUON},
     "bf16": {
         "method": VCORE,
         "utility": FINITE_DIFFERENCE | {"rounding": "stochastic"},
@@ -111,9 +109,16 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"precision": "bf16"},
     },
     # Five steps: the time of a checkpoint beside the steps is on the line after the step during which it ended.
-    "bf16_offload_all": {"method": VCORE, "model": {"precision": "bf16"}, "schedule": {"num_steps": 5}},
+    "bf16_offload_all": {
+        "method": VCORE,
+        "model": {"precision": "bf16"},
+        "probe": {"rank": 4, "every": 3, "batch_size": 2},
+        "schedule": {"num_steps": 5},
+    },
 } | soak(
     {
+        "low_rank_full": {"method": VCORE, "probe": {"rank": 4, "every": 3, "batch_size": 2}},
+        "muon_full": {"method": VCORE, "probe": {"direction": "muon", "every": 3, "batch_size": 2}, "optimizer": MUON},
         "vcore_jvp_full": {"method": VCORE, "batch": {"global_size": 4}},
         "vcore_difference_full": {
             "method": VCORE,
@@ -701,9 +706,9 @@ def test_a_profile_has_the_phases_and_operations_of_a_step(
 
 
 def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(found: dict[str, Any], setup: Path):
-    said = (setup / "low_rank_full_stopped" / "start.txt").read_text()
+    said = (setup / "bf16_offload_all_stopped" / "start.txt").read_text()
     energy, correlation = re.search(r"probe.rank 4 keeps ([\d.]+)% of .* correlate with ([\d.]+) ", said).groups()
-    lines = resumed_runs.timeless_metrics(setup / "low_rank_full_stopped")
+    lines = resumed_runs.timeless_metrics(setup / "bf16_offload_all_stopped")
     assert float(energy) == pytest.approx(100 * lines[0]["direction_energy"], abs=2.0)  # another random sketch
     assert 0.5 < float(correlation) < 1
 
