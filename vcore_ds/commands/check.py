@@ -79,7 +79,11 @@ def main(arguments: argparse.Namespace) -> None:
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, shape_or_assumed(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
-    finished = describe_finished(recipe)
+    finished = []
+    try:
+        can_resume(recipe)
+    except FinishedRun as error:
+        finished = [f"Warning: {error}"]
     check_output_folder(Path(recipe.run.output_dir))
     if arguments.prints_recipe:
         print(dump_recipe(recipe), end="")
@@ -113,15 +117,6 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengt
         return with_num_steps(load_recipe(arguments.recipe, [*arguments.overrides, *extra]), lengths)
 
     raise UserError(describe_refusal(plan, cheapest_ways(plan, reload)))
-
-
-def describe_finished(recipe: Recipe) -> list[str]:
-    """A line where run.output_dir holds a run that has finished. Raises UserError as `can_resume` for other runs."""
-    try:
-        can_resume(recipe)
-    except FinishedRun as error:
-        return [f"Warning: {error}"]
-    return []
 
 
 def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:

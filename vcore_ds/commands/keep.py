@@ -184,8 +184,8 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
                 return
     assert next_number is not None  # at least one is wanted
     raise UserError(
-        f"SCORES: found row {next_number + 1:,} of {source}, which has {num_rows:,}; expected rows of the file. Up to "
-        "vcore_ds 0.7 `vcore-ds prepare` misnumbered a source that was named twice. Prepare and score again"
+        f"SCORES: found row {next_number + 1:,} of {source}, which has {num_rows:,}; expected rows of the file. "
+        "Prepare and score again"
     )
 
 

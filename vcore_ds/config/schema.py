@@ -9,45 +9,26 @@ from typing import Any, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from vcore_ds.common.text import count
-from vcore_ds.config.sections import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    EngineConfig,
-    KeepConfig,
-    LoraConfig,
-    MethodConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ProbeConfig,
-    ProfileConfig,
-    RunConfig,
-    ScheduleConfig,
-    Section,
-    TrackConfig,
-    UtilityConfig,
-    is_removed_default,
-)
+from vcore_ds.config import sections
 
 
-class Recipe(Section):
+class Recipe(sections.Section):
     """A complete description of a run: the same recipe and data give the same run."""
 
-    method: MethodConfig = Field(default_factory=MethodConfig)
-    utility: UtilityConfig = Field(default_factory=UtilityConfig)
-    probe: ProbeConfig = Field(default_factory=ProbeConfig)
-    model: ModelConfig
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    lora: LoraConfig | None = None
-    data: DataConfig
-    batch: BatchConfig = Field(default_factory=BatchConfig)
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    run: RunConfig
-    track: TrackConfig = Field(default_factory=TrackConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    engine: EngineConfig
+    method: sections.MethodConfig = Field(default_factory=sections.MethodConfig)
+    utility: sections.UtilityConfig = Field(default_factory=sections.UtilityConfig)
+    probe: sections.ProbeConfig = Field(default_factory=sections.ProbeConfig)
+    model: sections.ModelConfig
+    parallel: sections.ParallelConfig = Field(default_factory=sections.ParallelConfig)
+    lora: sections.LoraConfig | None = None
+    data: sections.DataConfig
+    batch: sections.BatchConfig = Field(default_factory=sections.BatchConfig)
+    optimizer: sections.OptimizerConfig
+    schedule: sections.ScheduleConfig
+    run: sections.RunConfig
+    track: sections.TrackConfig = Field(default_factory=sections.TrackConfig)
+    checkpoint: sections.CheckpointConfig = Field(default_factory=sections.CheckpointConfig)
+    engine: sections.EngineConfig
 
     # Not annotated, because SECTIONS reads the annotations.
     _retired = PrivateAttr(default_factory=dict[str, Any])
@@ -70,7 +51,7 @@ class Recipe(Section):
         if not isinstance(values, dict):
             return values
         return {
-            section: {key: value for key, value in keys.items() if not is_removed_default(section, key, value)}
+            section: {key: value for key, value in keys.items() if not sections.is_removed_default(section, key, value)}
             if isinstance(keys, dict)
             else keys
             for section, keys in values.items()
@@ -84,14 +65,17 @@ class Recipe(Section):
         return self
 
 
-SECTIONS: dict[str, type[Section]] = {**Recipe.__annotations__, "lora": LoraConfig}
+SECTIONS: dict[str, type[sections.Section]] = {**Recipe.__annotations__, "lora": sections.LoraConfig}
 """Section name -> class, in the order of the schema."""
 
-SUBSECTIONS: dict[tuple[str, str], type[Section]] = {("data", "keep"): KeepConfig, ("run", "profile"): ProfileConfig}
+SUBSECTIONS: dict[tuple[str, str], type[sections.Section]] = {
+    ("data", "keep"): sections.KeepConfig,
+    ("run", "profile"): sections.ProfileConfig,
+}
 """(section, key) -> class of the nested section; its value may be null."""
 
 
-def section_class(*names: str) -> type[Section]:
+def section_class(*names: str) -> type[sections.Section]:
     """The class of a section (`data`) or nested section (`data`, `keep`)."""
     return SUBSECTIONS[names[0], names[1]] if len(names) == 2 else SECTIONS[names[0]]
 
@@ -118,7 +102,7 @@ def _value(recipe: Recipe, key: str) -> str:
     value: Any = recipe
     for name in key.split("."):
         value = getattr(value, name)
-    if isinstance(value, Section):
+    if isinstance(value, sections.Section):
         return "not null"
     return value if isinstance(value, str) else json.dumps(value)
 

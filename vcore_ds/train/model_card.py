@@ -14,14 +14,8 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import dump_yaml
 from vcore_ds.config.schema import Recipe
 from vcore_ds.models.model_identity import OWN_TAG, BaseModel, identify_base_model, is_hub_id
+from vcore_ds.train import run_folder
 from vcore_ds.train.evaluation_folder import read_evaluation
-from vcore_ds.train.run_folder import (
-    HeldOutLosses,
-    read_data_counts,
-    read_environment,
-    read_held_out_losses,
-    read_metrics_of,
-)
 
 METHODS = {
     "vcore": "VCORE",
@@ -52,12 +46,12 @@ def make_model_card(
     of the run or an evaluation is damaged."""
     base = base or identify_base_model(recipe.model.path)
     try:
-        lines = read_metrics_of(run)
+        lines = run_folder.read_metrics_of(run)
     except UserError:  # removed or damaged: the card can do without
         lines = []
     is_early = step is not None and not (lines and lines[-1]["step"] == step)
     lines = [line for line in lines if step is None or (line["step"] or 0) <= step]
-    counts = read_data_counts(run)
+    counts = run_folder.read_data_counts(run)
     results = [one for path in evaluations for one in read_evaluation(path, "--evaluation").tasks.items()]
     method = METHODS[recipe.method.name]
     title = f"{base.name}, fine-tuned with {method} ({'all parameters' if recipe.lora is None else 'LoRA'})"
@@ -88,9 +82,9 @@ def make_model_card(
         is_early=is_early,
         lines=lines,
         counts=counts,
-        held_out=HeldOutLosses({}, {}) if is_early else read_held_out_losses(run),
+        held_out=run_folder.HeldOutLosses({}, {}) if is_early else run_folder.read_held_out_losses(run),
         results=results,
-        environment=read_environment(run),
+        environment=run_folder.read_environment(run),
         recipe_yaml=dump_yaml(_public_recipe(recipe, base)).strip(),
         shorten=_shorten,
         number=lambda value: "-" if value is None else f"{value:.4f}",

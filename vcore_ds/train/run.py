@@ -128,7 +128,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
         if device().type == "cpu" and (sentence := describe_cpu_matmul()) is not None:
             lines.append(sentence)
-        say_start(console, "\n".join(lines))
+        console.say("\n".join([*lines, ""]))
+        console.notes.insert(0, "\n".join([*lines, ""]))  # first in start.txt too
     for part, used in utilization.items():
         if used.is_low:
             console.warn(plan.warning(part))
@@ -157,7 +158,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
     log = run_on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
     counts = count_data(recipe.data, feed, validation)
-    run_on_first_rank(lambda: run_folder.write_data_counts(folder, counts))
+    run_on_first_rank(lambda: run_folder.write_json(folder / run_folder.DATA, counts))
     passes = None if memory is None else derive_needed_passes(plan_settings, memory.settings)
     run = Run(
         recipe.run,
@@ -174,12 +175,6 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         say_best(checkpoints, num_steps, console)
     engine.close()
     return result
-
-
-def say_start(console: Console, text: str) -> None:
-    """Print the run's first lines, and put them first in start.txt."""
-    console.say(text + "\n")
-    console.notes.insert(0, text + "\n")
 
 
 def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
@@ -312,19 +307,15 @@ def write_result(
         after = validate(run.trainer.engine, run.data, run.log.console)
     mark("export")
     if after:
-        run_on_first_rank(lambda: run_folder.write_held_out(run.folder, before, after))
+        losses = {"before": before, "after": after}
+        run_on_first_rank(lambda: run_folder.write_json(run.folder / run_folder.HELD_OUT, losses))
     folder = run_folder.export_folder(run.folder, is_adapter=recipe.lora is not None)
-    card = run_on_first_rank(lambda: describe_result(recipe))
+    kind: Kind = "adapter" if recipe.lora is not None else "model"
+    card = run_on_first_rank(lambda: make_model_card(run.folder, recipe, kind))
     save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, folder, card=card)
     if run.log.metrics is not None:
         run.log.metrics.close()
     return RunResult(run.folder, folder, before, after, last_step)
-
-
-def describe_result(recipe: Recipe) -> str:
-    """The model card of the finished run."""
-    kind: Kind = "adapter" if recipe.lora is not None else "model"
-    return make_model_card(Path(recipe.run.output_dir), recipe, kind)
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

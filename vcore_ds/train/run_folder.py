@@ -96,17 +96,10 @@ def add_start(folder: Path, num_done: int, text: str) -> None:
         _replace(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
 
 
-def write_held_out(folder: Path, before: dict[str, float], after: dict[str, float]) -> None:
-    """Writes the held-out losses, in nats by name of the set, to held_out.json. On rank 0 only. Raises UserError where
-    the folder cannot be written."""
-    with writing("run.output_dir", folder):
-        _replace(folder / HELD_OUT, json.dumps({"before": before, "after": after}) + "\n")
-
-
-def write_data_counts(folder: Path, counts: list[dict[str, Any]]) -> None:
-    """Writes what `read_data_counts` reads. On rank 0 only. Raises UserError where the folder cannot be written."""
-    with writing("run.output_dir", folder):
-        _replace(folder / DATA, json.dumps(counts, indent=2) + "\n")
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file of the folder. On rank 0 only. Raises UserError where it cannot be written."""
+    with writing("run.output_dir", path.parent):
+        _replace(path, json.dumps(value, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

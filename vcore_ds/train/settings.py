@@ -5,16 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vcore_ds.common.random_streams import Stream, torch_seed
+from vcore_ds.config import sections
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import (
-    LoraConfig,
-    MethodConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ProbeConfig,
-    ScheduleConfig,
-    UtilityConfig,
-)
 from vcore_ds.planning.settings import count_trusted
 
 MEASURE_NOISE_EVERY = 100
@@ -25,9 +17,9 @@ MEASURE_NOISE_EVERY = 100
 class EngineSettings:
     """What is trained, and by which optimizer."""
 
-    model: ModelConfig
-    lora: LoraConfig | None
-    optimizer: OptimizerConfig
+    model: sections.ModelConfig
+    lora: sections.LoraConfig | None
+    optimizer: sections.OptimizerConfig
     coalesce_gradient_reduction: Literal["auto"] | bool
     seed: int
 
@@ -42,9 +34,9 @@ def derive_engine_settings(recipe: Recipe) -> EngineSettings:
 class StepSettings:
     """How an optimizer step weights tokens, takes its direction and estimates utilities."""
 
-    method: MethodConfig
-    probe: ProbeConfig
-    utility: UtilityConfig
+    method: sections.MethodConfig
+    probe: sections.ProbeConfig
+    utility: sections.UtilityConfig
     reference_is_base: bool  # whether the reference of the weights is the model without its adapters
     precision: Literal["bf16", "fp32"]  # of the parameters, which a finite difference has to resolve
 
@@ -123,7 +115,7 @@ def derive_schedule(recipe: Recipe, num_sequences: int) -> Schedule:
     )
 
 
-def _count_decay_steps(schedule: ScheduleConfig, num_steps: int) -> int:
+def _count_decay_steps(schedule: sections.ScheduleConfig, num_steps: int) -> int:
     """Steps of the decay; those of the warm-up are not subtracted."""
     if schedule.kind == "wsd":
         return max(1, round(schedule.decay_ratio * num_steps))

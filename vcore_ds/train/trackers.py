@@ -70,10 +70,7 @@ def open_tracker(
     `start_trackers`. Raises whatever the tracker does."""
     from accelerate import tracking
 
-    if name == "mlflow":
-        check_installed("mlflow", "mlflow-skinny")
-    else:
-        check_installed(name, name)
+    check_installed(name, "mlflow-skinny" if name == "mlflow" else name)
     config = {key: value for key, value in config.items() if value is not None}
     tracker: Any
     if name == "tensorboard":

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -44,17 +43,6 @@ from vcore_ds.train.model_card import Kind, make_model_card
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
 
 
-class TrainedWeights(Protocol):
-    """The trained parameters of a run, read one at a time."""
-
-    name: str
-    shapes: dict[str, torch.Size]  # parameter name in the (adapted) Hugging Face model -> shape
-
-    def read(self, name: str) -> Tensor:
-        """Read the full parameter, on the CPU."""
-        ...
-
-
 class CheckpointWeights:
     """The fp32 master weights in a checkpoint's optimizer state."""
 
@@ -79,6 +67,47 @@ class AdapterWeights:
 
     def read(self, name: str) -> Tensor:
         return self._weights.read(self._stored[name])
+
+
+class ParallelCheckpointWeights:
+    """The fp32 master weights of tensor-parallel layers in a checkpoint, joined to the weights of the Hugging Face
+    model."""
+
+    def __init__(self, folder: Path, recipe: Recipe):
+        from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers  # slow to import
+        from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices
+
+        self.name = folder.name
+        path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
+        if lora is None:
+            described, slices_of_rank = describe_weights(path, torch.float32), partial(weight_slices, config)
+        else:
+            adapted = build_empty_adapted_model(path, config, lora)
+            described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+            slices_of_rank = partial(adapter_slices, find_adapted_layers(path, config, lora), config, lora)
+        self.shapes = {name: like.shape for name, like in described.items()}
+        self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
+        self._shard_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
+        self._shards: dict[str, list[tuple[str, str, WeightSlice]]] = {}
+        size = recipe.parallel.tensor
+        for rank in range(size):
+            for name, piece in slices_of_rank(rank=rank, size=size).items():
+                shard = (name, f"master.{checkpoint_name(name, rank, size)}", piece)
+                self._shards.setdefault(piece.name, []).append(shard)
+
+    def read(self, name: str) -> Tensor:
+        from vcore_ds.models.megatron.configuration import copy_to_weight
+
+        weight = torch.empty(self.shapes[name])
+        for parameter, stored, piece in self._shards[name]:
+            values = self._tensors.read(stored).view(self._shard_shapes[parameter])
+            copy_to_weight({name: weight}, values, piece)
+        return weight
+
+
+TrainedWeights = CheckpointWeights | AdapterWeights | ParallelCheckpointWeights
+"""The trained parameters of a run: `shapes` by name in the (adapted) Hugging Face model, and `read`, one at a time, on
+the CPU."""
 
 
 def export_run(
@@ -290,42 +319,6 @@ def write_adapter(
     check_fit(recipe, trained, expected)
     adapter = {name: trained.read(name).to(dtype) for name in expected}
     return model_folder.write_adapter(adapted, adapter, folder, tokenizer, card)
-
-
-class ParallelCheckpointWeights:
-    """The fp32 master weights of tensor-parallel layers in a checkpoint, joined to the weights of the Hugging Face
-    model."""
-
-    def __init__(self, folder: Path, recipe: Recipe):
-        from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers  # slow to import
-        from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices
-
-        self.name = folder.name
-        path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
-        if lora is None:
-            described, slices_of_rank = describe_weights(path, torch.float32), partial(weight_slices, config)
-        else:
-            adapted = build_empty_adapted_model(path, config, lora)
-            described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-            slices_of_rank = partial(adapter_slices, find_adapted_layers(path, config, lora), config, lora)
-        self.shapes = {name: like.shape for name, like in described.items()}
-        self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
-        self._shard_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
-        self._shards: dict[str, list[tuple[str, str, WeightSlice]]] = {}
-        size = recipe.parallel.tensor
-        for rank in range(size):
-            for name, piece in slices_of_rank(rank=rank, size=size).items():
-                shard = (name, f"master.{checkpoint_name(name, rank, size)}", piece)
-                self._shards.setdefault(piece.name, []).append(shard)
-
-    def read(self, name: str) -> Tensor:
-        from vcore_ds.models.megatron.configuration import copy_to_weight
-
-        weight = torch.empty(self.shapes[name])
-        for parameter, stored, piece in self._shards[name]:
-            values = self._tensors.read(stored).view(self._shard_shapes[parameter])
-            copy_to_weight({name: weight}, values, piece)
-        return weight
 
 
 def check_repository(repository: str, *, update: bool) -> HfApi:

@@ -15,20 +15,10 @@ from vcore_ds.common.text import GIB, new_figure
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
+from vcore_ds.planning import run_plan
 from vcore_ds.planning.hardware import Achieved, Cluster, Gpu, find_gpu
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.model_shape import is_on_disk
-from vcore_ds.planning.run_plan import (
-    RunPlan,
-    Way,
-    cheapest_ways,
-    expert_ways,
-    find_model,
-    find_shape,
-    named_gpu,
-    plan_run,
-    smallest_cluster,
-)
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.planning.spread import LengthModel
 from vcore_ds.planning.step_cost import StepCost
@@ -92,7 +82,7 @@ def calibrate(run: str) -> Calibration:
             f"--calibrate: {folder / ENVIRONMENT}: found devices {device}; expected GPUs whose peak is known, because "
             "the shares of other devices say nothing about a GPU"
         )
-    shape, _ = find_model(recipe.model.path)
+    shape, _ = run_plan.find_model(recipe.model.path)
     cluster = Cluster(gpu, environment["world_size"], len(devices))
     mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
 
@@ -100,7 +90,7 @@ def calibrate(run: str) -> Calibration:
         return statistics.median(sum(line[f"seconds_{phase}"] for phase in phases) for line in lines)
 
     def predict(achieved: Achieved) -> StepCost:
-        plan = plan_run(
+        plan = run_plan.plan_run(
             derive_plan_settings(recipe), replace(cluster, achieved=achieved), shape, lengths=LengthModel(mean_tokens)
         )
         return plan.cost
@@ -171,11 +161,11 @@ class Column:
     """A plan, and changes that make the run fit."""
 
     title: str
-    plan: RunPlan
-    smallest: RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
-    ways: list[Way]  # the cheapest changes that make it fit; empty if it fits
-    expert_sizes: list[Way]  # other possible expert-parallel sizes; empty for a dense model
-    rarer_probe: RunPlan | None = None
+    plan: run_plan.RunPlan
+    smallest: run_plan.RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
+    ways: list[run_plan.Way]  # the cheapest changes that make it fit; empty if it fits
+    expert_sizes: list[run_plan.Way]  # other possible expert-parallel sizes; empty for a dense model
+    rarer_probe: run_plan.RunPlan | None = None
     """The plan with a probe batch in every eighth step only, where every step takes one; None beside --compare."""
 
 
@@ -211,7 +201,7 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
 
         check_configuration(derive_plan_settings(recipe))
     gpu = choose_gpu(arguments)
-    shape, model = find_model(recipe.model.path)
+    shape, model = run_plan.find_model(recipe.model.path)
     calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)
     cluster = Cluster(
         gpu,
@@ -223,16 +213,16 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     )
 
     def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
-        column_shape, _ = find_shape(recipe.model.path) or (shape, model)
+        column_shape, _ = run_plan.find_shape(recipe.model.path) or (shape, model)
         lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
-        plan = plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
-        ways = [] if plan.fits else cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
+        plan = run_plan.plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
+        ways = [] if plan.fits else run_plan.cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
         rarer_probe = None
         if plan.settings.estimator is not None and plan.settings.probe.every == 1 and not arguments.compare:
             probe = plan.settings.probe.model_copy(update={"every": RARER_PROBE})
             settings = replace(plan.settings, probe=probe)
-            rarer_probe = plan_run(settings, cluster, column_shape, lengths=lengths)
-        return Column(title, plan, smallest_cluster(plan), ways, expert_ways(plan), rarer_probe)
+            rarer_probe = run_plan.plan_run(settings, cluster, column_shape, lengths=lengths)
+        return Column(title, plan, run_plan.smallest_cluster(plan), ways, run_plan.expert_ways(plan), rarer_probe)
 
     columns = []
     if arguments.compare:
@@ -273,7 +263,7 @@ def split_setting(setting: str) -> list[str]:
 
 def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     """The GPU of `--gpu`, with the values of the options that replace some. Raises UserError for an unknown name."""
-    gpu = named_gpu(arguments.gpu)
+    gpu = run_plan.named_gpu(arguments.gpu)
     options = {
         "memory_bytes": ("gpu_memory", GIB),
         "flops": ("tflops", 1e12),
@@ -326,7 +316,7 @@ def draw(columns: Columns, path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def plans_by_size(plan: RunPlan, most: int) -> Iterator[RunPlan]:
+def plans_by_size(plan: run_plan.RunPlan, most: int) -> Iterator[run_plan.RunPlan]:
     """The plan on 1, 2, 4, ... GPUs, without numbers on which the recipe's packs are impossible."""
     size = 1
     while size <= most:

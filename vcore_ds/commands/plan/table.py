@@ -1,12 +1,13 @@
 """A plan as a table and as JSON."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from vcore_ds.commands.plan.columns import RARER_PROBE, Column, Columns
 from vcore_ds.common.text import align_columns, count, gib
 from vcore_ds.planning.batch_plan import Part
-from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster
+from vcore_ds.planning.hardware import FAST, SLOW
 from vcore_ds.planning.memory import Phase, active_parameters
 from vcore_ds.planning.run_plan import (
     BEST_GPU_HOURS,
@@ -47,7 +48,12 @@ def as_dict(columns: Columns) -> dict[str, Any]:
     return {
         "recipe": columns.recipe_name,
         "model": columns.model,
-        "cluster": _cluster(columns.cluster),
+        "cluster": {
+            "gpus": columns.cluster.num_gpus,
+            "gpus_per_node": columns.cluster.gpus_per_node,
+            "gpu": asdict(columns.cluster.gpu),
+            "achieved": asdict(columns.cluster.achieved),
+        },
         "mean_tokens": columns.columns[0].plan.lengths.mean,
         "columns": [_column(column) for column in columns.columns],
     }
@@ -81,7 +87,9 @@ Row = tuple[str, list[str]]
 
 def _table(columns: list[Column]) -> list[str]:
     titles = [column.title for column in columns]
-    rows: list[Row] = [("", titles), *_plan_rows([column.plan for column in columns]), *_cluster_rows(columns)]
+    on_fewest = [_seconds(c.smallest.cost.seconds_step) if c.smallest is not None else "-" for c in columns]
+    rows: list[Row] = [("", titles), *_plan_rows([column.plan for column in columns])]
+    rows.append(("Seconds of a step on the fewest GPUs", on_fewest))
     return align_columns([[name, *(cells or [""] * len(titles))] for name, cells in rows])
 
 
@@ -161,11 +169,6 @@ def _kinds(bytes_by_kind: list[dict[str, int]], prefix: str = "") -> Iterator[Ro
         values = [kinds.get(kind, 0) for kinds in bytes_by_kind]
         if any(values):
             yield f"  {prefix}{kind}", [gib(value) if value else "-" for value in values]
-
-
-def _cluster_rows(columns: list[Column]) -> Iterator[Row]:
-    cells = [_seconds(c.smallest.cost.seconds_step) if c.smallest is not None else "-" for c in columns]
-    yield "Seconds of a step on the fewest GPUs", cells
 
 
 def _ways(column: Column) -> Iterator[str]:
@@ -252,16 +255,6 @@ def _assumptions(columns: Columns) -> Iterator[str]:
             "Tensor parallelism within a node would not reduce the bytes between nodes: an all-gather brings all "
             "weights to each node once, whichever of its GPUs holds them"
         )
-
-
-def _cluster(cluster: Cluster) -> dict[str, Any]:
-    gpu, achieved = cluster.gpu, cluster.achieved
-    return {
-        "gpus": cluster.num_gpus,
-        "gpus_per_node": cluster.gpus_per_node,
-        "gpu": {field: getattr(gpu, field) for field in type(GPUS["H100"]).__dataclass_fields__},
-        "achieved": {field: getattr(achieved, field) for field in Achieved.__dataclass_fields__},
-    }
 
 
 def _column(column: Column) -> dict[str, Any]:

@@ -8,11 +8,9 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -69,31 +67,23 @@ class Requirements:
     temporary_folder: Path = Path(tempfile.gettempdir())
 
 
-def _version(package: str, node: Node) -> str | None:
-    return node.packages.get(package)
-
-
-def _machine_value(name: str, node: Node) -> str | None:
-    return node.machine.get(name)
-
-
 def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
     """A line per problem: node, what, found, expected, remedy. Where nodes differ, the majority is expected."""
     problems = []
 
-    def compare(what: str, nodes: Sequence[Node], value_of: Callable[[Node], Any], remedy: str) -> None:
-        values = Counter(value_of(node) for node in nodes).most_common()
-        for node in nodes if len(values) > 1 else []:
-            usual, count = values[0]
-            if (value := value_of(node)) != usual:
+    def compare(what: str, nodes: Sequence[Node], values: Sequence[str | None], remedy: str) -> None:
+        for node, value in zip(nodes, values, strict=True):
+            usual, count = Counter(values).most_common(1)[0]
+            if value != usual:
                 found = f"found {value or 'none'}, expected {usual or 'none'} as on {count} of {len(nodes)} nodes"
                 problems.append(f"{node.host}: {what}: {found}. {remedy}")
 
     for name in dict.fromkeys(name for node in nodes for name in node.packages):
-        compare(name, nodes, partial(_version, name), "Use one environment on a shared disk")
+        compare(name, nodes, [node.packages.get(name) for node in nodes], "Use one environment on a shared disk")
     for name, remedy in REMEDIES.items():
-        compare(name, nodes, partial(_machine_value, name), remedy)
-    compare("commit", nodes, lambda node: node.commit, "Use one checkout on a shared disk, or the same commit in each")
+        compare(name, nodes, [node.machine.get(name) for node in nodes], remedy)
+    commits = [node.commit for node in nodes]
+    compare("commit", nodes, commits, "Use one checkout on a shared disk, or the same commit in each")
     problems += [
         f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi "
         f"there, or leave the node out with sbatch --exclude={node.host}"
@@ -108,9 +98,8 @@ def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
         for node in with_gpus
         if node.cannot_compile is not None
     ]
-    compare(
-        "kind of GPU", with_gpus, lambda node: " + ".join(sorted(set(node.gpus))), "Request one kind (--constraint)"
-    )
+    kinds = [" + ".join(sorted(set(node.gpus))) for node in with_gpus]
+    compare("kind of GPU", with_gpus, kinds, "Request one kind (--constraint)")
     for node in nodes:
         problems += [f"{node.host}: {key}: {problem}" for key, problem in node.unreadable.items()]
         if not node.sees_output:
@@ -186,7 +175,8 @@ def preflight(recipe: Recipe) -> None:
 
 def _preflight(recipe: Recipe, host: str) -> None:
     is_first = interconnect.rank() == 0
-    folder = existing_parent(Path(recipe.run.output_dir).absolute())
+    output = Path(recipe.run.output_dir).absolute()
+    folder = next(parent for parent in (output, *output.parents) if parent.is_dir())
     mark = interconnect.gather(_make_mark(folder) if is_first else None)[0]
     if isinstance(mark, str):
         problem = f"{host}: found {mark}, expected a folder that can be written. Set run.output_dir"
@@ -310,11 +300,6 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
         if not on_hub and not is_readable(path):
             problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
     return problems
-
-
-def existing_parent(folder: Path) -> Path:
-    """The nearest existing folder at or above `folder`."""
-    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def _make_mark(folder: Path) -> Path | str:

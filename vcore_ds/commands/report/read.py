@@ -10,19 +10,10 @@ from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, are_uniform
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
+from vcore_ds.train import run_folder
 from vcore_ds.train.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
 from vcore_ds.train.metrics_log import notes_on
 from vcore_ds.train.profile_folder import Profile, read_profiles
-from vcore_ds.train.run_folder import (
-    TOKENS,
-    HeldOutLosses,
-    export_folder,
-    load_run_tokenizer,
-    read_environment,
-    read_held_out_losses,
-    read_metrics_of,
-    read_recipe_of,
-)
 from vcore_ds.train.token_records import FollowedRecord, TokenRecord, read_all_followed, read_records
 
 if TYPE_CHECKING:
@@ -42,7 +33,7 @@ class ReportedRun:
     recipe: Recipe
     environment: dict[str, Any]
     metrics: list[dict[str, float | None]]  # lines of metrics.jsonl, at least one
-    held_out: HeldOutLosses
+    held_out: run_folder.HeldOutLosses
     evaluated: dict[str, TaskResult]
     """By task; empty if the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]
@@ -97,24 +88,28 @@ def read_runs(
 def _read_run(
     folder: Path, name: str, *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
 ) -> ReportedRun:
-    recipe = read_recipe_of(folder)
-    environment, metrics = read_environment(folder), read_metrics_of(folder)
+    recipe = run_folder.read_recipe_of(folder)
+    environment, metrics = run_folder.read_environment(folder), run_folder.read_metrics_of(folder)
     records, followed = _select_step(read_records(folder), step, folder), read_all_followed(folder)
-    held_out = read_held_out_losses(folder)
+    held_out = run_folder.read_held_out_losses(folder)
     evaluation = folder / RUN_EVALUATION
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
-    has_result = export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
+    has_result = run_folder.export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
     notes = notes_on(folder, has_result, environment, metrics)
     if recipe.retired:
         listed = ", ".join(f"{key}: {format_value(value)}" for key, value in recipe.retired.items())
         notes.append(f"Trained by an earlier version of vcore_ds, with keys that have since been removed: {listed}.")
     texts, tables, why = None, None, None
     if not records:
-        cause = "run.num_token_records is 0" if recipe.run.num_token_records == 0 else f"{TOKENS}/ is empty or missing"
+        cause = (
+            "run.num_token_records is 0"
+            if recipe.run.num_token_records == 0
+            else f"{run_folder.TOKENS}/ is empty or missing"
+        )
         why = f"No tokens were recorded: {cause}."
     else:
         try:
-            tokenizer: PreTrainedTokenizerBase = load_run_tokenizer(folder, recipe, tokenizer_path)
+            tokenizer: PreTrainedTokenizerBase = run_folder.load_run_tokenizer(folder, recipe, tokenizer_path)
             recorded = [sequence for record in records for sequence in record.sequences]
             texts = TokenTexts(tokenizer, [*recorded, *(trace for record in followed for trace in record.traces)])
             if are_uniform(records):

@@ -246,17 +246,10 @@ def _num_tokens(run: ReportedRun) -> float:
 
 
 def _format_fit(fit: Fit) -> list[str]:
-    cells = [
-        f"{value:.3f} ({low:.3f} to {high:.3f})" for value, (low, high) in zip(fit.values, fit.intervals, strict=True)
-    ]
-    low, high = fit.predicted_interval
-    return [
-        fit.law,
-        *cells,
-        f"{fit.predicted:.4f} ({low:.4f} to {high:.4f})",
-        f"{fit.measured:.4f}",
-        f"{fit.error:+.2%}",
-    ]
+    values = zip(fit.values, fit.intervals, strict=True)
+    cells = [f"{value:.3f} ({low:.3f} to {high:.3f})" for value, (low, high) in values]
+    predicted = "{:.4f} ({:.4f} to {:.4f})".format(fit.predicted, *fit.predicted_interval)
+    return [fit.law, *cells, predicted, f"{fit.measured:.4f}", f"{fit.error:+.2%}"]
 
 
 LAST_SHARE = 0.1  # share of the last steps over which the training loss is averaged

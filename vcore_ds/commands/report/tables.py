@@ -37,35 +37,23 @@ class Table:
         return "\n  ".join([self.caption, *(align_columns([self.head, *rows]) if rows else ["none"])])
 
 
-@dataclass(frozen=True)
-class Phases:
-    """Seconds of a step by phase."""
-
-    note: str
-    names: list[str]
-    head: list[str]
-    rows: list[list[str]]
-    runs: list[dict[str, Any]]
-    """For each run its name, the widths of its bars in percent of the slowest run, and their text."""
-
-
-def make_phases(runs: Sequence[ReportedRun]) -> Phases:
-    """Mean seconds of a step by phase, without the first step, which allocates and compiles, unless it is the only
-    one."""
+def make_phases(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """Mean seconds of a step by phase, without the first step, unless it is the only one: a note, the names of the
+    phases, the table, and for each run the widths of its bars in percent of the slowest run, and their text."""
     names = [*PHASES, "saving", "rest"]
     seconds = [_mean_seconds(run) for run in runs]
     slowest = max(sum(one) for one in seconds) or 1.0
-    return Phases(
-        note="Mean over all steps but the first, which allocates and compiles. Saving is the time of checkpoints, "
+    rows = [
+        [run.name, *map(_format_number, one), _format_number(sum(one)), _median_speed(run)]
+        for run, one in zip(runs, seconds, strict=True)
+    ]
+    return {
+        "note": "Mean over all steps but the first, which allocates and compiles. Saving is the time of checkpoints, "
         "averaged over the steps; rest is the remaining time of a step. Utilities that are computed in the main pass "
         "(utility.fused) are part of its time.",
-        names=names,
-        head=["", *names, "total", "supervised tokens/s"],
-        rows=[
-            [run.name, *map(_format_number, one), _format_number(sum(one)), _median_speed(run)]
-            for run, one in zip(runs, seconds, strict=True)
-        ],
-        runs=[
+        "names": names,
+        "table": Table("Seconds of a step", ["", *names, "total", "supervised tokens/s"], rows),
+        "runs": [
             {
                 "name": run.name,
                 "widths": [f"{100 * value / slowest:.2f}" for value in one],
@@ -74,7 +62,7 @@ def make_phases(runs: Sequence[ReportedRun]) -> Phases:
             }
             for run, one in zip(runs, seconds, strict=True)
         ],
-    )
+    }
 
 
 def _mean_seconds(run: ReportedRun) -> list[float]:
@@ -353,8 +341,7 @@ def _paragraphs(runs: Sequence[ReportedRun]) -> Iterator[str]:
         yield f"Recorded: {tokens['heading']}. Weight 1 is the uniform weight."
         for table in tokens["tables"] + tokens["more"]:
             yield table.text()
-    phases = make_phases(runs)
-    yield Table("Seconds of a step", phases.head, phases.rows).text()
+    yield make_phases(runs)["table"].text()
     for profile in make_profiles(runs, Path()):
         yield profile.table.text()
         yield "\n".join(f"{what}: {path}" for what, path in profile.files)
