@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,25 +87,31 @@ def test_pictures_of_the_curves(several: tuple[Path, Path]) -> None:
         assert head == (b"\x89PNG\r" if name.endswith("png") else b"%PDF-")
 
 
-def test_curves_are_those_of_the_metrics(browser: "Browser", one: Path, runs: Path) -> None:
-    metrics = read_metrics(runs / "vcore_1")
+@pytest.fixture(scope="module")
+def shown(browser: "Browser", one: Path) -> "Iterator[Page]":
+    """The report of one run, for tests of different parts of it."""
     with opened(browser, one) as page:
-        for key in ("loss", "weighted_loss", "alpha", "grad_norm", "effective_sample_size", "utility_mean"):
-            assert shown_at(page, key) == (NUM_STEPS, pytest.approx(metrics[-1][key], rel=1e-3)), key
-        negative = [utilities(record) < 0 for record in read_records(runs / "vcore_1")]
-        assert shown_at(page, "negative")[1] == pytest.approx(100 * negative[-1].mean(), rel=1e-3, abs=1e-3)
-        assert f"KL from uniform weights {metrics[-1]['kl']:.4g} nats" in page.locator("#constants").inner_text()
-        # One cursor for all curves, by the keyboard and by the pointer.
-        page.locator("figure[data-chart=loss] svg").focus()
-        page.keyboard.press("ArrowLeft")
-        for key in ("loss", "grad_norm"):
-            assert shown_at(page, key) == (NUM_STEPS - 1, pytest.approx(metrics[-2][key], rel=1e-3))
-        page.keyboard.press("Home")
-        assert shown_at(page, "loss") == (1, pytest.approx(metrics[0]["loss"], rel=1e-3))
-        curve = page.locator("figure[data-chart=alpha] svg")
-        box = curve.bounding_box()
-        curve.hover(position={"x": box["width"] / 2 + 20, "y": 30})
-        assert shown_at(page, "loss")[0] == 2
+        yield page
+
+
+def test_curves_are_those_of_the_metrics(shown: "Page", runs: Path) -> None:
+    metrics = read_metrics(runs / "vcore_1")
+    for key in ("loss", "weighted_loss", "alpha", "grad_norm", "effective_sample_size", "utility_mean"):
+        assert shown_at(shown, key) == (NUM_STEPS, pytest.approx(metrics[-1][key], rel=1e-3)), key
+    negative = [utilities(record) < 0 for record in read_records(runs / "vcore_1")]
+    assert shown_at(shown, "negative")[1] == pytest.approx(100 * negative[-1].mean(), rel=1e-3, abs=1e-3)
+    assert f"KL from uniform weights {metrics[-1]['kl']:.4g} nats" in shown.locator("#constants").inner_text()
+    # One cursor for all curves, by the keyboard and by the pointer.
+    shown.locator("figure[data-chart=loss] svg").focus()
+    shown.keyboard.press("ArrowLeft")
+    for key in ("loss", "grad_norm"):
+        assert shown_at(shown, key) == (NUM_STEPS - 1, pytest.approx(metrics[-2][key], rel=1e-3))
+    shown.keyboard.press("Home")
+    assert shown_at(shown, "loss") == (1, pytest.approx(metrics[0]["loss"], rel=1e-3))
+    curve = shown.locator("figure[data-chart=alpha] svg")
+    box = curve.bounding_box()
+    curve.hover(position={"x": box["width"] / 2 + 20, "y": 30})
+    assert shown_at(shown, "loss")[0] == 2
 
 
 def shown_at(page: "Page", key: str) -> tuple[int, float]:
@@ -186,27 +193,26 @@ def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) 
         assert count(page) == (0, 0)
 
 
-def test_the_followed_traces_of_a_run(browser: "Browser", one: Path, runs: Path) -> None:
+def test_the_followed_traces_of_a_run(shown: "Page", runs: Path) -> None:
     records = read_all_followed(runs / "vcore_1")
     assert [record.step for record in records] == [1, 2, 3]
     held_out, trained = (f"{origin.source}, {origin.sequence_id}" for origin in records[0].origins)
     assert held_out.startswith("held out, ") and trained.startswith("training data, ")
-    with opened(browser, one) as page:
-        place = page.locator("#followed")
-        options = place.get_by_role("combobox", name="Trace").locator("option")
-        assert options.evaluate_all("options => options.map((one) => one.value)") == [held_out, trained]
-        # Above a trace its prompt, with which the choice names it.
-        prompt = place.locator(".prompt").inner_text()
-        name = options.first.inner_text().removesuffix(f" ({held_out})")
-        assert name.removesuffix(" …") in " ".join(prompt.split()) and len(name) > 5
-        assert place.locator(".rows div").count() == 3
-        assert place.locator(".tokens span").count() == len(records[-1].traces[0])
-        place.locator(".tokens span").nth(2).hover()
-        facts = dict(
-            zip(page.locator("#tip dt").all_inner_texts(), page.locator("#tip dd").all_inner_texts(), strict=True)
-        )
-        expected = float(records[-1].traces[0].entropies[2])
-        assert float(facts["entropy"].split()[0]) == pytest.approx(expected, rel=0.02, abs=0.02)
+    place = shown.locator("#followed")
+    options = place.get_by_role("combobox", name="Trace").locator("option")
+    assert options.evaluate_all("options => options.map((one) => one.value)") == [held_out, trained]
+    # Above a trace its prompt, with which the choice names it.
+    prompt = place.locator(".prompt").inner_text()
+    name = options.first.inner_text().removesuffix(f" ({held_out})")
+    assert name.removesuffix(" …") in " ".join(prompt.split()) and len(name) > 5
+    assert place.locator(".rows div").count() == 3
+    assert place.locator(".tokens span").count() == len(records[-1].traces[0])
+    place.locator(".tokens span").nth(2).hover()
+    facts = dict(
+        zip(shown.locator("#tip dt").all_inner_texts(), shown.locator("#tip dd").all_inner_texts(), strict=True)
+    )
+    expected = float(records[-1].traces[0].entropies[2])
+    assert float(facts["entropy"].split()[0]) == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
 def control(page: "Page", label: str) -> "Locator":

@@ -3,6 +3,7 @@ can be read, a phone, dark mode, print."""
 
 import csv
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from vcore_ds.train.profile_folder import OperationRow
 from vcore_ds.train.token_records import FollowedRecord, Origin, SequenceTokens
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.e2e
 
@@ -61,40 +62,44 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return page
 
 
-def test_a_profile_is_a_table_with_links_to_its_files(browser: "Browser", report: Path) -> None:
+@pytest.fixture(scope="module")
+def shown(browser: "Browser", report: Path) -> "Iterator[Page]":
+    """The report, for tests that only look and point at it."""
     with opened(browser, report) as page:
-        details = page.locator("#cost details")
-        assert details.locator("summary").inner_text() == "operations of step 3 on rank 1, by phase"
-        cells = details.locator("tbody tr").first.locator("th, td").all_inner_texts()
-        assert cells == [f"main: {HOSTILE[0]}", "7", "0.2500", "75.0%"]
-        link = details.locator("a").first.evaluate("a => a.href")
-        assert Path(unquote(urlsplit(link).path)).read_bytes() == b"trace"
+        yield page
 
 
-def test_text_of_a_run_is_text(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as page:
-        assert "hacked" not in page.title().replace("'hacked'", "")
-        assert page.locator("img, svg[onload], b:not(#tip b)").count() == 0
-        assert page.locator("script").count() == 4  # JSON, tokens, followed traces, and the page's own
-        tokens = page.locator("#viewer .tokens").first
-        for text in HOSTILE[:4]:
-            assert text in tokens.inner_text()
-        assert "\u202e" not in tokens.inner_text()
-        tokens.locator("span", has_text="onerror").first.hover()
-        assert json.loads(page.locator("#tip b").inner_text()) == HOSTILE[0]
-        assert page.locator("figcaption", has_text="script").count() == 1
+def test_a_profile_is_a_table_with_links_to_its_files(shown: "Page") -> None:
+    details = shown.locator("#cost details")
+    assert details.locator("summary").inner_text() == "operations of step 3 on rank 1, by phase"
+    cells = details.locator("tbody tr").first.locator("th, td").all_inner_texts()
+    assert cells == [f"main: {HOSTILE[0]}", "7", "0.2500", "75.0%"]
+    link = details.locator("a").first.evaluate("a => a.href")
+    assert Path(unquote(urlsplit(link).path)).read_bytes() == b"trace"
 
 
-def test_a_character_of_several_tokens_is_whole(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as page:
-        spans = page.locator("#viewer .tokens").first.locator("span")
-        texts = spans.evaluate_all("spans => spans.map(span => span.textContent)")
-        place = texts.index("😀")
-        assert texts[place : place + 5] == ["😀", "·", "·", "·", " "]
-        assert texts.count("日") == 3 and "\ufffd" not in "".join(texts).replace("\ufffdgnp.exe", "")
-        assert "⏎\n" in texts and "⇥\t" in texts
-        spans.nth(place + 1).hover()
-        assert page.locator("#tip b").inner_text() == "(part of the character before)"
+def test_text_of_a_run_is_text(shown: "Page") -> None:
+    assert "hacked" not in shown.title().replace("'hacked'", "")
+    assert shown.locator("img, svg[onload], b:not(#tip b)").count() == 0
+    assert shown.locator("script").count() == 4  # JSON, tokens, followed traces, and the page's own
+    tokens = shown.locator("#viewer .tokens").first
+    for text in HOSTILE[:4]:
+        assert text in tokens.inner_text()
+    assert "\u202e" not in tokens.inner_text()
+    tokens.locator("span", has_text="onerror").first.hover()
+    assert json.loads(shown.locator("#tip b").inner_text()) == HOSTILE[0]
+    assert shown.locator("figcaption", has_text="script").count() == 1
+
+
+def test_a_character_of_several_tokens_is_whole(shown: "Page") -> None:
+    spans = shown.locator("#viewer .tokens").first.locator("span")
+    texts = spans.evaluate_all("spans => spans.map(span => span.textContent)")
+    place = texts.index("😀")
+    assert texts[place : place + 5] == ["😀", "·", "·", "·", " "]
+    assert texts.count("日") == 3 and "\ufffd" not in "".join(texts).replace("\ufffdgnp.exe", "")
+    assert "⏎\n" in texts and "⇥\t" in texts
+    spans.nth(place + 1).hover()
+    assert shown.locator("#tip b").inner_text() == "(part of the character before)"
 
 
 def test_the_page_begins_with_what_was_learnt_and_coloured_tokens(browser: "Browser", report: Path) -> None:
@@ -231,15 +236,18 @@ AXES = """() => Object.fromEntries([...document.querySelectorAll('figure[data-ch
 """By chart: labels of its axes, and those that reach out of it."""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tokens_can_be_read_on_every_colour(browser: "Browser", report: Path, scheme: str) -> None:
-    """WCAG's contrast of 4.5 on all 256 shades of every measure, and for the words of the page."""
-    with opened(browser, report, color_scheme=scheme) as page:
-        for measure in ("weight", "loss", "utility", "probability"):
-            page.locator("#viewer").get_by_role("combobox", name="Colour by").select_option(measure)
-            assert min(page.evaluate(CONTRASTS)) >= 4.5, measure
-        for name in ("p", "figcaption small", "nav a", ".notes li", "thead th", "svg text", "summary"):
-            assert page.evaluate(CONTRAST_OF, name) >= 4.5, name
+def test_tokens_can_be_read_on_every_colour(browser: "Browser", report: Path) -> None:
+    """WCAG's contrast of 4.5 on all 256 shades of every measure, and for the words of the page: opened in dark mode,
+    and after the change to light."""
+    with opened(browser, report, color_scheme="dark") as page:
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            assert page.evaluate(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
+            for measure in ("weight", "loss", "utility", "probability"):
+                page.locator("#viewer").get_by_role("combobox", name="Colour by").select_option(measure)
+                assert min(page.evaluate(CONTRASTS)) >= 4.5, (scheme, measure)
+            for name in ("p", "figcaption small", "nav a", ".notes li", "thead th", "svg text", "summary"):
+                assert page.evaluate(CONTRAST_OF, name) >= 4.5, (scheme, name)
 
 
 CONTRAST = """
@@ -309,14 +317,16 @@ def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None
         assert place.locator(".trace h4").inner_text().startswith("Step 2, training data 3")
 
 
-@pytest.mark.parametrize("width", [320, 768, 1280])
-def test_no_window_scrolls_sideways(browser: "Browser", report: Path, width: int) -> None:
-    """320 px is the width to which WCAG's reflow holds pages; a wide table scrolls by itself."""
-    with opened(browser, report, viewport={"width": width, "height": 900}) as page:
+def test_no_window_scrolls_sideways(browser: "Browser", report: Path) -> None:
+    """320 px is the width to which WCAG's reflow holds pages; a wide table scrolls by itself. No script asks for the
+    width of the window when the page is drawn."""
+    with opened(browser, report, viewport={"width": 320, "height": 900}) as page:
         for summary in page.locator("summary").all():
             if not summary.evaluate("summary => summary.parentElement.open"):
                 summary.click()
-        assert page.evaluate("document.documentElement.scrollWidth") == width
+        for width in (320, 768, 1280):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_on_a_phone(browser: "Browser", report: Path) -> None:
