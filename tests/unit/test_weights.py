@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.weights import (
     gibbs_weights,
@@ -25,6 +26,9 @@ KL_ACCURACY = 1e-6  # nats, what is promised
 
 def index_of(lengths: list[int]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+several = settings(max_examples=200 if IS_SOAK else 50)
 
 
 def kl_to_uniform(weights: Tensor, index: Tensor, num_sequences: int) -> Tensor:
@@ -111,7 +115,7 @@ def test_a_base_measure_by_hand() -> None:
     assert bool(beyond.saturated) and float(beyond.kl) == pytest.approx(2 * LOG2, rel=1e-6)
 
 
-@settings(deadline=None)
+@several
 @given(ragged(min_length=1, scales=(-4, 2)), st.floats(0.01, 120), st.floats(0.001, 2.0), st.integers(0, 2**31))
 def test_the_budget_to_any_base_measure(drawn, spread: float, budget: float, seed: int) -> None:
     """Losses up to hundreds of nats, so that a token of large utility may have almost no base weight."""
@@ -193,7 +197,7 @@ def test_no_tokens_at_all() -> None:
     assert uniform_weights(index, 2).shape == (0,)
 
 
-@settings(deadline=None)
+@several
 @given(ragged(min_length=1, scales=(-3, 1)), st.floats(0.01, 50))
 def test_each_sequence_sums_to_one_and_its_divergence_is_that_of_its_weights(drawn, temperature: float) -> None:
     utilities, index, num_sequences = drawn
@@ -202,7 +206,7 @@ def test_each_sequence_sums_to_one_and_its_divergence_is_that_of_its_weights(dra
     torch.testing.assert_close(found.kl, kl_to_uniform(found.weights, index, num_sequences), rtol=1e-9, atol=1e-12)
 
 
-@settings(deadline=None)
+@several
 @given(ragged(min_length=1, scales=(-2, 2)), st.floats(1e-3, 1e3))
 def test_the_tilt_raises_the_expected_utility(drawn, temperature: float) -> None:
     """The paper's appendix: `E_q[s] >= E_u[s]` for tau > 0, with equality only for constant utilities."""
@@ -220,7 +224,7 @@ def test_the_tilt_raises_the_expected_utility(drawn, temperature: float) -> None
             assert tilted[sequence] > uniform[sequence] + rounding
 
 
-@settings(deadline=None)
+@several
 @given(ragged(min_length=1, scales=(-2, 2)), st.floats(-1e4, 1e4), st.floats(0.01, 10))
 def test_a_shift_of_the_utilities_changes_nothing(drawn, shift: float, temperature: float) -> None:
     utilities, index, num_sequences = drawn
@@ -243,7 +247,7 @@ def min_spread(utilities: Tensor, index: Tensor, num_sequences: int) -> float:
 # ---- a budget ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(several, max_examples=400 if IS_SOAK else 100)
 @given(ragged(), st.floats(1e-4, 3.0))
 def test_the_budget_is_met_whatever_the_scale(drawn, budget: float) -> None:
     utilities, index, num_sequences = drawn
@@ -264,7 +268,7 @@ def test_the_budget_is_met_whatever_the_scale(drawn, budget: float) -> None:
             assert float(found.kl[sequence]) == pytest.approx(budget, abs=KL_ACCURACY)
 
 
-@settings(deadline=None)
+@several
 @given(ragged(min_length=1), st.floats(0.001, 1.0))
 def test_a_budgets_weights_are_those_of_its_temperature(drawn, budget: float) -> None:
     utilities, index, num_sequences = drawn
@@ -309,7 +313,7 @@ def test_a_budget_out_of_reach_saturates(num_highest: int) -> None:
     assert inside.kl.tolist() == pytest.approx([bound - 1e-3] * 2, abs=KL_ACCURACY)
 
 
-@settings(deadline=None)
+@several
 @given(ragged(min_length=2, scales=(-1, 1)), st.floats(1e-6, 1e6), st.floats(0.001, 0.5))
 def test_scaled_utilities_have_the_same_weights_and_an_inversely_scaled_temperature(
     drawn, scale: float, budget: float
@@ -321,7 +325,7 @@ def test_scaled_utilities_have_the_same_weights_and_an_inversely_scaled_temperat
     torch.testing.assert_close(before.temperature, after.temperature * scale, rtol=1e-4, atol=0)
 
 
-@settings(deadline=None)
+@several
 @given(ragged(min_length=1), st.floats(0.001, 1.0))
 def test_sequences_do_not_see_each_other(drawn, budget: float) -> None:
     utilities, index, num_sequences = drawn
