@@ -195,8 +195,11 @@ class Cluster:
         return next(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_seconds: float = HANG_SECONDS) -> None:
+def wait_until(
+    holds: Callable[[], bool], what: str, timeout_seconds: float = HANG_SECONDS, *, every_seconds: float = 0.2
+) -> None:
+    """`every_seconds`: longer where a poll starts programs of SLURM's, which would take a tenth of a core."""
     deadline = time.monotonic() + timeout_seconds
     while not holds():
         assert time.monotonic() < deadline, f"no {what} after {timeout_seconds} s"
-        time.sleep(0.2)
+        time.sleep(every_seconds)
