@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import unfinished_path, write_json, writing
+from vcore_ds.common.text import shorten
 
 LOCK = ".lock"
 
@@ -115,7 +116,6 @@ def _describe_missing_lock(folder: Path, error: Exception) -> str:
 
 REQUEST = "request.json"  # file in `OUTPUT.unfinished` with the request to which the finished parts belong
 MAX_DIFFERENCES = 12
-MAX_VALUE_LENGTH = 160
 
 
 @contextmanager
@@ -194,8 +194,7 @@ def _flatten(value: Any, key: str = "") -> dict[str, Any]:
 def _show(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
         return "nothing"
-    text = json.dumps(values[key], ensure_ascii=False)
-    return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
+    return shorten(json.dumps(values[key], ensure_ascii=False), 160)
 
 
 def _has_results(folder: Path) -> bool:

@@ -66,6 +66,11 @@ def new_figure(width: float, height: float) -> "Figure":
 GIB = 2**30
 
 
+def shorten(text: str, limit: int = 80) -> str:
+    """The text, with the end of a long one replaced by `...`."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def gib(num_bytes: float, digits: int = 2) -> str:
     """Format bytes in GiB, such as `1,024.50`."""
     return f"{num_bytes / GIB:,.{digits}f}"

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.text import shorten
 from vcore_ds.config import sections
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
 from vcore_ds.config.sections import REMOVED
@@ -69,11 +70,6 @@ class RecipeError(UserError):
 def show(value: Any) -> str:
     """A value as JSON, shortened."""
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def shorten(text: str, limit: int = 80) -> str:
-    """The text, with the end of a long one replaced by `...`."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def did_you_mean(names: Iterable[str]) -> str:

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from vcore_ds.common.text import shorten
+
 Message = dict[str, Any]
 """`role` and `content` are strings. A turn of the assistant may have `reasoning_content`, a string, and `tool_calls`,
 whose arguments are objects. Further keys are for the chat template."""
@@ -205,7 +207,7 @@ def _parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{what} is no JSON ({_shorten(text)}).") from None
+        raise ValueError(f"{what} is no JSON ({shorten(text, 60)}).") from None
 
 
 def describe_value(value: Any) -> str:
@@ -217,8 +219,4 @@ def describe_value(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, default=repr)
     except RecursionError:
         text = "nested too deeply"
-    return f"{name} ({_shorten(text)})"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{name} ({shorten(text, 60)})"

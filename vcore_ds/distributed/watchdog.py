@@ -24,7 +24,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError
+from vcore_ds.common.errors import EXIT_STOPPED, RunFailed, RunStopped, UserError, first_line
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import end_process_group
 from vcore_ds.distributed.signals import stop_signals
@@ -239,8 +239,7 @@ class Watchdog:
                 self.broadcast(verdict)
                 return verdict.text
             time.sleep(0.2)
-        first_line = (str(error).splitlines() or [""])[0]
-        self.broadcast(Verdict(f"{self._where(self._rank)}: {type(error).__name__}: {first_line}"))
+        self.broadcast(Verdict(f"{self._where(self._rank)}: {type(error).__name__}: {first_line(error)}"))
         return None
 
     def _exchange(self) -> None:

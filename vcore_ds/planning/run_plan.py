@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.text import count, gib
-from vcore_ds.config.problems import RecipeError, did_you_mean, shorten
+from vcore_ds.common.text import count, gib, shorten
+from vcore_ds.config.problems import RecipeError, did_you_mean
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu

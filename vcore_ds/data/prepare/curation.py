@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.text import shorten
 from vcore_ds.data.answers import answer_spans, code_prompt, math_prompt
 from vcore_ds.data.conversations import Supervise
 from vcore_ds.data.messages import Message, split_thinking
@@ -225,10 +226,8 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
         )
     for key, value in origin.items():
         if manifest.get(key) != value:
-            raise UserError(
-                f"{output}: found a store made with another {key}: {_shorten(manifest.get(key))}, expected "
-                f"{_shorten(value)}; {remedy}"
-            )
+            found, expected = (shorten(json.dumps(one, ensure_ascii=False), 160) for one in (manifest.get(key), value))
+            raise UserError(f"{output}: found a store made with another {key}: {found}, expected {expected}; {remedy}")
 
 
 def _filters(request: PrepareRequest) -> dict[str, Any]:
@@ -250,8 +249,3 @@ def _filters(request: PrepareRequest) -> dict[str, Any]:
             "statements": request.statements,
         }
     return filters
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 160 else text[:157] + "..."
