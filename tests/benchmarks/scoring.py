@@ -3,13 +3,16 @@
     python -m tests.benchmarks.scoring [--rounds 7] [--only full lora checkpointed] [--output FILE.json]
 
 Model, batches and SFT step are those of `overhead`: |B| = 32, two CPU ranks. SFT takes a step on a batch while the same
-batch is scored along a direction that is there already, in turns. Ratios are taken round by round, of seconds and of
+batch is scored along a direction that is there already, whole and with a rank of 16 (`probe.rank`; adapters' matrices
+are kept whole), in turns. Ratios are taken round by round, of seconds and of
 rank 0's CPU seconds, which other load on the machine moves less. The correlation is Spearman's, over 128 traces, of
 each trace's mean utility in bf16 with the same in fp32, along the same direction.
 
 Predicted before the first run, by counting products, with a forward as 1: an SFT step is 3 (2 with adapters alone, 4
 where activations are recomputed), a scored batch 3 (2 with adapters). So 1 without checkpoints and 0.75 with them; less
 what a step does beside its products (the update, gradients that are reduced and clipped), which a scoring does not.
+Along a direction of a rank, before the first run of that row: 2 of 3, and 2 of 4 with checkpoints, less the same; 0.60
+and 0.47.
 """
 
 import argparse
@@ -43,14 +46,18 @@ def measure(name: str, num_rounds: int) -> dict:
     engine = loop.engine
     direction = Direction(engine)
     direction.compute(feed.step(0).probe, normalization="sequence", clip=None)
-    seconds: dict[str, list[float]] = {"sft": [], "score": []}
-    cpu_seconds: dict[str, list[float]] = {"sft": [], "score": []}
+    directions = {"score": direction}
+    if not VARIANTS[name].lora:
+        directions["score, rank 16"] = direction.with_rank(16)
+    seconds: dict[str, list[float]] = {what: [] for what in ("sft", *directions)}
+    cpu_seconds: dict[str, list[float]] = {what: [] for what in seconds}
     for k in range(num_rounds + 1):
         batches = feed.step(k)
         works = {
-            "sft": partial(loop.step, batches),
-            "score": partial(compute_jvp_losses_and_utilities, engine, direction, batches.main),
+            what: partial(compute_jvp_losses_and_utilities, engine, along, batches.main)
+            for what, along in directions.items()
         }
+        works["sft"] = partial(loop.step, batches)
         for what in works if k % 2 else reversed(works):
             torch.distributed.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
@@ -94,10 +101,11 @@ def main() -> None:
         found[name] = measured
         for clock in ("seconds", "cpu_seconds"):
             of_clock = measured[clock]
-            of_pair = ratio(of_clock["score"], of_clock["sft"])
-            found[name][f"ratio_of_{clock}"] = of_pair
-            medians = (f"{what} {statistics.median(values):.2f}" for what, values in of_clock.items())
-            print(f"  {clock:11} scored / SFT", *(f"{k} {v:.3f}" for k, v in of_pair.items()), *medians, flush=True)
+            for what in of_clock.keys() - {"sft"}:
+                of_pair = ratio(of_clock[what], of_clock["sft"])
+                found[name][f"ratio_of_{clock}, {what}"] = of_pair
+                medians = (f"{of} {statistics.median(of_clock[of]):.2f}" for of in ("sft", what))
+                print(f"  {clock:11} {what} / SFT", *(f"{k} {v:.3f}" for k, v in of_pair.items()), *medians, flush=True)
     if arguments.output:
         with open(arguments.output, "w") as file:
             json.dump(found, file, indent=2)
