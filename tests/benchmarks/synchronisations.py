@@ -13,7 +13,7 @@ from tests.helpers.step_cases import CASES, steps
 from tests.helpers.streams import accelerator_with_streams
 from tests.helpers.synchronisations import Synchronisations
 
-NUM_LAYERS = (2, 6)
+NUM_LAYERS = (2, 4)
 
 
 class Counted(NamedTuple):

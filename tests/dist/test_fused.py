@@ -56,7 +56,6 @@ class Pass:
 
 
 PASSES = {
-    "full, checkpointed": Pass(checkpointing=True),
     "full, tied, checkpointed, packed, row of 2 ranks": Pass(
         tied=True, checkpointing=True, packed=True, sequence_parallel=2
     ),
@@ -67,6 +66,7 @@ PASSES = {
 } | soak(
     {
         "full": Pass(),
+        "full, checkpointed": Pass(checkpointing=True),
         "full, bf16": Pass(precision="bf16"),
         "lora": Pass(lora=True),
         "full, tied, packed": Pass(tied=True, packed=True),

@@ -8,12 +8,13 @@ AT_FIRST_USE = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "scipy.stats",
     "torch._decomp.decompositions_for_jvp",
     "torch.profiler._cupti_monitor",
     "transformers.models.qwen3.modeling_qwen3",
 )
 """Modules that the start of an engine and its first step import: 0.25 s of CPU time for each rank, most of it for the
-decompositions, which TorchScript compiles."""
+decompositions, which TorchScript compiles. scipy.stats, 0.25 s too, is for tests that correlate."""
 
 with lasting_imports():  # garbage collection would look through all of it, here and at the start of every engine
     import functools
@@ -36,4 +37,4 @@ with lasting_imports():  # garbage collection would look through all of it, here
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)
     # It formats an engine's arguments, with the numbers of all parameters, for a message that it does not print: a
     # tenth of the time of an engine and two steps.
-    torch.nn.Parameter.__repr__ = object.__repr__  # type: ignore[method-assign]
+    torch.nn.Parameter.__repr__ = object.__repr__
