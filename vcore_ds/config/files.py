@@ -4,8 +4,10 @@ YAML is read by PyYAML's safe loader with three changes: `1e-4` is a number, as 
 dates are strings (a folder may be called 2026-01-31), and keys are strings as written.
 """
 
+import copy
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,11 @@ class ParsedYaml:
 
 def parse_yaml(text: str) -> ParsedYaml:
     """Parse one YAML document. Raises UnreadableFile."""
+    return copy.deepcopy(_parse_yaml(text))
+
+
+@lru_cache(maxsize=512)  # a plan loads the same recipe, and its bases, a dozen times: 5 ms for each file
+def _parse_yaml(text: str) -> ParsedYaml:
     parsed = ParsedYaml()
     try:
         loader = _Loader(text)
