@@ -184,9 +184,9 @@ class Engine:
         return self._forward_pair(batch, statistic=statistic)
 
     def losses_and_divergences(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses as in `token_losses`, and `KL(base
-        model)` in nats of each supervised token's prediction, with a graph as well, both `[N]`: runs the base model,
-        without adapters, dropout and graph, and then the model. A collective."""
+        """Losses as in `token_losses`, and `KL(base || model)` in nats of each supervised token's prediction, with a
+        graph as well, both `[N]`: runs the base model, without adapters, dropout and graph, and then the model. A
+        collective."""
         with self.without_gradient(), self.without_adapters():
             base_hidden = self._forward(batch, hidden_only=True)
         return self._forward_pair(batch, reference_hidden=base_hidden)

@@ -73,9 +73,9 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
 
 def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) -> GibbsWeights:
     """Weights of a global batch's sequences, tilted by utility within `method.batch_kl_budget` nats of their shares:
-    they maximise the first-order decrease `sum_i r_i sum_t q[i,t] s[i,t]` subject to `KL(r
-    shares) <= delta`, the paper's problem one level up, and need the whole batch before the first backward.
-    `utilities`: `[S]` fp64, `sum_t q[i,t] s[i,t]`; `shares`: `[S]` fp64, positive, sum to 1."""
+    they maximise the first-order decrease `sum_i r_i sum_t q[i,t] s[i,t]` subject to `KL(r || shares) <= delta`, the
+    paper's problem one level up, and need the whole batch before the first backward. `utilities`: `[S]` fp64,
+    `sum_t q[i,t] s[i,t]`; `shares`: `[S]` fp64, positive, sum to 1."""
     assert method.batch_kl_budget is not None  # the recipe's rules
     one_segment = torch.zeros(len(utilities), dtype=torch.int64, device=utilities.device)
     return gibbs_weights_for_budget(utilities, one_segment, 1, method.batch_kl_budget, shares.log())
