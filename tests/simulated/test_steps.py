@@ -15,11 +15,14 @@ from tests.dist.test_step_parity import CASES as PARITY_CASES
 from tests.helpers import step_cases
 from tests.helpers.parity import Case, run_case
 from tests.helpers.simulated_cuda import host_waits
+from tests.helpers.simulated_cuda.kernels import interpreted_pointwise_kernels
 from tests.helpers.simulated_cuda.ranks import run_simulated
 from tests.helpers.step_cases import CASES, TESTED, VARIANCE
 from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visible
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.models import attention
+from vcore_ds.models.dual_tensors import make_dual_if_any
+from vcore_ds.models.pointwise import gated_silu, rms_norm, rotate
 from vcore_ds.train.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
@@ -53,6 +56,9 @@ STEPS = {
     }.items()
 }
 """Each against the oracle in plain PyTorch, which computes on the CPU in fp32."""
+
+STEP_WITH_KERNELS = "full, checkpointed, separate passes, bf16"
+"""It takes the kernels of norm, rotary embedding and gate."""
 
 STEPS_THAT_WAIT = {name: CASES[name] for name in TESTED} | {
     "vcore, KL budget": dict(method={"kl_budget": 0.05}),
@@ -236,11 +242,70 @@ def errors_of_fused_attention() -> dict[str, Any]:
     }
 
 
+def run_pointwise_kernels() -> dict[str, Any]:
+    """Norm, rotary embedding and gated activation on the device, by their kernels: relative errors of values and
+    gradients to the CPU's, and of tangents to those in fp64.
+
+    Heads and tokens are transposed as in a layer, no size is a power of two, and each tangent is missing once.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16()
+
+    heads, weight = drawn(2, 7, 6, 24).transpose(1, 2), drawn(24)
+    gate, up = drawn(2, 5, 40).transpose(0, 1), drawn(5, 2, 40)
+    angles = torch.stack([drawn(1, 7, 24), drawn(1, 7, 24)])
+    cases: dict[str, tuple[Any, list[torch.Tensor], list[bool]]] = {}
+    for given in ([True, True], [True, False], [False, True]):
+        cases[f"norm {given}"] = lambda x, w, dw=None: rms_norm(x, w, 1e-5, d_weight=dw), [heads, weight], given
+        cases[f"gate {given}"] = gated_silu, [gate, up], given
+    cases["rotation"] = lambda x: rotate(x, *angles.to(x.device)[:, :, None]), [heads], [True]
+    found: dict[str, Any] = {"of the CPU": [], "tangents": {}}
+    for name, (function, primals, given) in cases.items():
+        tangents = [drawn(*x.shape) if is_given else None for x, is_given in zip(primals, given, strict=True)]
+        on_cpu, on_device = (of_pointwise(function, primals, tangents, place) for place in ("cpu", "cuda"))
+        exact = of_pointwise(function, primals, tangents, "cpu", torch.float64)
+        assert all(x.is_cuda and x.dtype == torch.bfloat16 for x in on_device)
+        pairs = zip(on_device, [*on_cpu[:-1], exact[-1]], strict=True)
+        errors = [float((x.cpu().double() - y.double()).norm() / y.double().norm()) for x, y in pairs]
+        found["of the CPU"] += errors[:-1]
+        found["tangents"][name] = errors[-1]
+    return found
+
+
+def of_pointwise(
+    function: Callable[..., torch.Tensor],
+    primals: list[torch.Tensor],
+    tangents: list[torch.Tensor | None],
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[torch.Tensor]:
+    """Value, gradients and tangent."""
+    moved = [x.to(device, dtype) for x in primals]
+    moving = [None if dx is None else dx.to(device, dtype) for dx in tangents]
+    leaves = [x.detach().requires_grad_() for x in moved]
+    with torch.autograd.forward_ad.dual_level():
+        if function is gated_silu:
+            result = gated_silu(*map(make_dual_if_any, leaves, moving))
+        elif len(leaves) == 2:
+            result = function(make_dual_if_any(leaves[0], moving[0]), leaves[1], moving[1])
+        else:  # `rotate` takes a tangent as it is
+            return [function(moving[0])]
+        value, tangent = torch.autograd.forward_ad.unpack_dual(result)
+    assert tangent is not None
+    return [value.detach(), *torch.autograd.grad(value, leaves, torch.ones_like(value)), tangent.clone()]
+
+
 def run_all() -> dict[str, Any]:
+    with interpreted_pointwise_kernels() as launches:
+        parts, step = run_pointwise_kernels(), run_case(STEPS[STEP_WITH_KERNELS])
     return {
+        "pointwise": {"parts": parts, "launches": launches},
         "device": of_device(),
         "fused attention": errors_of_fused_attention(),
-        "steps": {name: run_case(case) for name, case in STEPS.items()},
+        "steps": {name: run_case(case) for name, case in STEPS.items() if name != STEP_WITH_KERNELS}
+        | {STEP_WITH_KERNELS: step},
         "waits": {case: count_waits(case) for case in STEPS_THAT_WAIT},
         "mask": message_of_a_mask_on_the_host(),
         "unwritten": message_of_unwritten_memory(),
@@ -269,6 +334,19 @@ def test_tangents_beside_a_graph_follow_from_the_flash_kernel(found: dict[str, A
     print(found["fused attention"])
     assert found["fused attention"]["given"] == [True] and found["fused attention"]["is_plain"]
     assert max(found["fused attention"]["errors"]) < 1e-2
+
+
+def test_tangents_of_norm_rotation_and_gate_are_those_of_their_kernels(found: dict[str, Any]) -> None:
+    parts, launches = found["pointwise"]["parts"], found["pointwise"]["launches"]
+    print(parts, launches)
+    # The device rounds more often in the gradient of a gate.
+    values, first_gradients, second_gradients = (parts["of the CPU"][i::3] for i in range(3))
+    assert len(values) == 6 and max(values + second_gradients) == 0.0 and max(first_gradients) < 5e-3
+    assert len(parts["tangents"]) == 7 and max(parts["tangents"].values()) < 1e-2
+    # In each of three passes of the step: four norms, two rotations and a gate of each of two layers, and a last norm.
+    assert launches == {
+        "rms_norm_tangent_kernel": 3 + 3 * 9, "rotate_kernel": 1 + 3 * 4, "gated_silu_tangent_kernel": 3 + 3 * 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEPS)

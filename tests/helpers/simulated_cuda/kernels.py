@@ -1,16 +1,19 @@
 """What only CUDA has, as reference code: attention over variable lengths, products of bf16 matrices in fp32 and by
-expert, and the package's Triton kernel in Triton's interpreter.
+expert, and the package's Triton kernels in Triton's interpreter.
 
 Shapes: n tokens of all sequences, A query heads, K key/value heads, D head dimension.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 OnCpu = Callable[[Tensor], Tensor]
 
@@ -40,24 +43,52 @@ def install(on_cpu: OnCpu) -> None:
 
 
 def interpret_kernels(on_cpu: OnCpu) -> None:
-    """Makes `TRITON_INTERPRET=1` run attention's kernel with tangents on the device's memory. Those of norms, rotary
-    embedding and gate, of which each layer has several, are PyTorch's operations here: the interpreter would take
-    minutes for a step, and `unit/test_pointwise.py` runs them in it."""
-    from vcore_ds.models import (
-        flash_tangent,
-        pointwise,
-    )  # here alone: the first imports Triton, which reads the variable
+    """Makes `TRITON_INTERPRET=1` run the package's kernels on the device's memory: attention's with tangents, and those
+    of norms, rotary embedding and gate within `pointwise_kernels`."""
+    # Here alone: they import Triton, which reads the variable.
+    from vcore_ds.models import flash_tangent, pointwise, pointwise_kernels
 
+    def on_memory(launch: Callable[..., Any]) -> Callable[..., None]:
+        def interpreted(*arguments: Any, **options: Any) -> None:
+            devices = {x.device for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)}
+            assert len(devices) == 1, devices
+            arguments, options = tree_map_only(Tensor, on_cpu, (arguments, options))
+            launch(*arguments, **options)
+
+        return interpreted
+
+    flash_tangent.launch = on_memory(flash_tangent.launch)
+    for kernel in (
+        pointwise_kernels._rms_norm_tangent,
+        pointwise_kernels._rotate,
+        pointwise_kernels._gated_silu_tangent,
+    ):
+        kernel.run = on_memory(kernel.run)
     pointwise._can_use_triton = lambda x: False
-    launch = flash_tangent.launch
 
-    def interpreted(*arguments: Any, **options: Any) -> None:
-        devices = {x.device for x in torch.utils._pytree.tree_leaves((arguments, options)) if isinstance(x, Tensor)}
-        assert len(devices) == 1, devices
-        arguments, options = tree_map_only(Tensor, on_cpu, (arguments, options))
-        launch(*arguments, **options)
 
-    flash_tangent.launch = interpreted
+@contextmanager
+def interpreted_pointwise_kernels() -> Iterator[Counter[str]]:
+    """A block in which norms, rotary embedding and gate take their kernels, of which it counts the launches by name.
+    Elsewhere they are PyTorch's operations: each layer has seven, and the interpreter would take minutes for a run."""
+    from vcore_ds.models import pointwise, pointwise_kernels
+
+    launches: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        launch = getattr(pointwise_kernels, name)
+
+        def run(x: Tensor, *others: Any) -> Tensor:
+            assert x.is_cuda
+            launches[name] += 1
+            return launch(x, *others)
+
+        return run
+
+    can_use = patch.object(pointwise, "_can_use_triton", lambda x: x.is_cuda and x.dtype == torch.bfloat16)
+    names = ("rms_norm_tangent_kernel", "rotate_kernel", "gated_silu_tangent_kernel")
+    with can_use, patch.multiple(pointwise_kernels, **{name: counted(name) for name in names}):
+        yield launches
 
 
 def _given(result: Tensor, device: torch.device) -> Tensor:
