@@ -113,12 +113,11 @@ def recipe_of(method: str):
 
 
 def estimator_of(method: str, engine: Engine, direction: Direction) -> Estimator:
-    """All methods use one direction, so that there is one copy of its shards."""
+    """Methods along the full-rank direction use one, so that there is one copy of its shards."""
     if method == "sft":
         return NoUtilities(engine)
     if method in LOW_RANK:
-        rank = LOW_RANK[method]["probe"]["rank"]
-        return ForwardMode(engine, Direction(engine, rank, buffers=direction.buffers), fused=True)
+        return ForwardMode(engine, Direction(engine, LOW_RANK[method]["probe"]["rank"]), fused=True)
     if method == "finite difference":
         return FiniteDifference(engine, direction, epsilon=METHODS[method]["utility"]["epsilon"])
     return ForwardMode(engine, direction, fused=method == "jvp, fused")
@@ -178,7 +177,9 @@ def measure_steps(
     for name in methods:
         if lines[name] and name not in found:
             flops = needed_flops(name, sizes, num_tokens, rows)
-            kept = direction.persistent_bytes if name == "sft" else 0
+            others = {id(x): x for x in (direction, *(e.direction for e in estimators.values())) if x is not None}
+            others.pop(id(estimators[name].direction), None)
+            kept = sum(other.persistent_bytes for other in others.values())
             found[name] = summary(lines[name], sum(sequences) * rows, flops, needed[name], kept)
             found[name]["predicted_seconds"] = predict_seconds(name, sizes, num_tokens, rows, deepspeed_config)
             if "sft" in methods and len(lines["sft"]) == len(lines[name]):

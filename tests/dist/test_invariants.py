@@ -237,10 +237,11 @@ def live_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def check_persistent_bytes(bf16: bool) -> dict[str, int]:
+def check_persistent_bytes(bf16: bool, rank: int | None = None) -> dict[str, int]:
     """Bytes that stay alive between steps: after two steps of SFT, then two of VCORE, on the same engine."""
     precision = {"path": "none", "precision": "bf16" if bf16 else "fp32"}
-    sft, vcore = step_runs.recipe(model=precision, method={"name": "sft"}), step_runs.recipe(model=precision)
+    sft = step_runs.recipe(model=precision, method={"name": "sft"})
+    vcore = step_runs.recipe(model=precision, probe={"rank": rank})
     model = tiny.token_loss_model(hidden_size=64, intermediate_size=256)
     engine = step_runs.make_engine(model, sft)
     for k in range(2):
@@ -268,6 +269,7 @@ def check_everything(folder: str) -> dict[str, object]:
         "gathers by module": check_gathers_by_module(),
         "zero_temperature": check_zero_temperature_is_sft(),
         "bytes": {bf16: check_persistent_bytes(bf16) for bf16 in (False, True)},
+        "bytes of a low rank": check_persistent_bytes(True, rank=2),
     }
 
 
@@ -323,6 +325,14 @@ def test_vcore_keeps_at_most_one_shard_more_than_sft(checks, bf16):
         print(f"rank {rank}: {found}")
         assert found["direction"] <= found["one_shard"]
         assert 0 < found["extra"] <= found["one_shard"]
+
+
+def test_a_low_rank_direction_keeps_no_shard(checks):
+    """Neither Python nor a view keeps it alive: the factors, which are on every rank, are smaller."""
+    for of_rank in checks:
+        found = of_rank["bytes of a low rank"]
+        assert found["direction"] < 0.5 * found["one_shard"]
+        assert 0 < found["extra"] <= found["direction"] + 0.05 * found["one_shard"]
 
 
 def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@ along them against plain PyTorch in fp64 along the same matrices."""
 
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -16,9 +17,11 @@ from tests.helpers.soak import IS_SOAK
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
+from vcore_ds.engine.checkpoint_shards import count_state_bytes, read_state, state_tensors, write_state
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.engine.parallel_weights import partition_experts
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_estimator
@@ -72,7 +75,8 @@ CASES = {
 }
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """`folder`: for a checkpoint of the direction."""
     probe_section = {"rank": case.rank, "rank_passes": case.passes}
     recipe = step_runs.recipe(probe=probe_section, utility={"fused": case.fused})
     start_process_group(10, case.tensor, case.expert)
@@ -92,9 +96,12 @@ def measure(case: Case) -> dict[str, Any]:
             sizes = batch.num_supervised_tokens().tolist()
             utilities |= dict(zip(batch.sequence_ids, result.utilities.split(sizes), strict=False))
             engine.backward(result.losses.sum())
+    bytes_kept = count_kept_bytes(engine, direction)
     whole, approximate, replicas = {}, {}, []
-    for group in range(len(direction.groups)):
-        gathered = direction.finish_gather(direction.start_gather(group))
+    exact = Direction(engine, rank_passes=case.passes)
+    take_direction(exact, derive_step_settings(recipe), probe, seed=SEED)
+    for group in range(len(exact.groups)):
+        gathered = exact.finish_gather(exact.start_gather(group))
         for name, parameter in engine.trainable:
             if id(parameter) in gathered:
                 tangent = direction.low_rank_tangents()[id(parameter)]
@@ -108,15 +115,15 @@ def measure(case: Case) -> dict[str, Any]:
                     )
                 elif not getattr(parameter, "tensor_model_parallel", False):
                     replicas.append(key)
-    # The same state gives the same factors again, to the last bit: what a resumed run does.
+    # To the last bit those of shards that are kept.
+    assert_equal_factors(direction, exact.with_rank(case.rank))
+    tensors = state_tensors(engine, direction)
+    write_state(tensors, folder)
+    written = sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    assert 0 <= written - count_state_bytes(tensors) <= 3000 * len(tensors) * layout.size("job")  # headers
     resumed = Direction(engine, case.rank, case.passes)
-    for mine, theirs in zip(resumed.buffers, direction.buffers, strict=True):
-        mine.copy_(theirs)
-    resumed.load_state(direction.state())
-    again = resumed.low_rank_tangents()
-    for parameter, tangent in direction.low_rank_tangents().items():
-        both = (x if isinstance(x, LowRank) else (x,) for x in (tangent, again[parameter]))
-        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    read_state(engine, resumed, folder, num_updates=0)
+    assert_equal_factors(direction, resumed)
     along = megatron.whole(model, plain, approximate) if case.tensor > 1 else approximate
     engine.close()
     return {
@@ -126,7 +133,34 @@ def measure(case: Case) -> dict[str, Any]:
         "along": along,
         "replicas": replicas,
         "energy": taken.energy,
+        "bytes_kept": bytes_kept,
     }
+
+
+def assert_equal_factors(one: Direction, other: Direction) -> None:
+    """Bit for bit."""
+    tangents, others = one.low_rank_tangents(), other.low_rank_tangents()
+    assert tangents.keys() == others.keys()
+    for key, tangent in tangents.items():
+        both = (x if isinstance(x, LowRank) else (x,) for x in (tangent, others[key]))
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*both, strict=True))
+
+
+def count_kept_bytes(engine: Engine, direction: Direction) -> dict[str, int]:
+    """Bytes of the memory that the direction keeps alive, what it says that it keeps, and bytes of its factors and of
+    what is not factorized, counted by shape."""
+    by_address = {}
+    factors = [x for t in direction.low_rank_tangents().values() for x in (t if isinstance(t, LowRank) else (t,))]
+    for tensor in (*direction.buffers, *factors):
+        storage = tensor.untyped_storage()
+        by_address[storage.data_ptr()] = storage.nbytes()
+    expected = 0
+    for _, parameter in engine.trainable:
+        *stack, out, in_ = (1, *parameter.ds_shape)
+        low_rank = has_low_rank(parameter, direction.rank)
+        expected += torch.Size(stack).numel() * (direction.rank * (out + in_) if low_rank else out * in_)
+    size = engine.trainable[0][1].element_size()
+    return {"alive": sum(by_address.values()), "said": direction.persistent_bytes, "expected": size * expected}
 
 
 def make_model(case: Case) -> torch.nn.Module:
@@ -141,14 +175,18 @@ def make_model(case: Case) -> torch.nn.Module:
     return model
 
 
-def measure_all() -> dict[str, dict[str, Any]]:
+def measure_all(folder: Path) -> dict[str, dict[str, Any]]:
     num_ranks = layout.size("shards")
-    return {name: measure(case) for name, case in CASES.items() if case.min_ranks <= num_ranks}
+    return {
+        name: measure(case, folder / str(i))
+        for i, (name, case) in enumerate(CASES.items())
+        if case.min_ranks <= num_ranks
+    }
 
 
 @pytest.fixture(scope="module", params=[1, 4, *([2] if IS_SOAK else [])])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(measure_all, request.param)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(measure_all, request.param, tmp_path_factory.mktemp("states"))
 
 
 def test_factors_are_the_projection_of_the_whole_matrices(ranks) -> None:
@@ -205,6 +243,14 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
         scale = max(float(s.abs().max()) for s in expected)
         errors = [float((found[i] - s).abs().max()) / scale for i, s in enumerate(expected)]
         assert max(errors) < 2e-6, (name, errors)
+
+
+def test_the_shard_is_freed_once_there_are_factors(ranks) -> None:
+    """Also where a view of it would keep its memory alive, as on one rank."""
+    for of_rank in ranks:
+        for name, found in of_rank.items():
+            kept = found["bytes_kept"]
+            assert kept["alive"] == kept["said"] == kept["expected"], name
 
 
 def test_no_rank_departs_from_another(ranks) -> None:

@@ -8,6 +8,9 @@ CPU for offloaded ones).
 With expert parallelism the stored tensor holds all experts too: a block of experts is contiguous in it, and its shards
 are adjacent. So a checkpoint can be read at another expert-parallel size.
 
+Low-rank factors of a direction are the same on all ranks that shard their parameter; they are `Replicate()` instead, of
+which one rank writes each.
+
 With tensor parallelism each tensor-parallel rank stores separate tensors, with its rank in their names
 (`checkpoint_name`), which can only be read at the same tensor-parallel size.
 
@@ -18,7 +21,7 @@ import platform
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vcore_ds.common.errors import RunFailed
 from vcore_ds.common.paths import free_space
@@ -48,6 +51,11 @@ class ShardedVector(Protocol):
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`."""
+        ...
+
+    def replicas(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """Contiguous tensors to store in place of the shard, by the prefix of their names, the same on all ranks that
+        shard the parameter; empty to store the shard."""
         ...
 
 
@@ -104,9 +112,9 @@ class Stager:
     def stage(self, engine: Engine, direction: ShardedVector | None) -> State:
         """A copy of `state_tensors`. Waits for the device."""
         views = _local_tensors(engine, direction)
-        staged = self._stager.stage({name: view for name, (_, view) in views.items()})
+        staged = self._stager.stage({name: local.tensor for name, local in views.items()})
         assert isinstance(staged, dict)  # a future with async staging alone
-        return {name: _as_dtensor(parameter, staged[name]) for name, (parameter, _) in views.items()}
+        return {name: local._replace(tensor=staged[name]).as_dtensor() for name, local in views.items()}
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -145,7 +153,7 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
 
 def count_state_bytes(tensors: State) -> int:
     """Bytes that `write_state` would write on all ranks together. A collective."""
-    local = [tensor.to_local() for tensor in tensors.values()]
+    local = [tensor.to_local() for tensor in tensors.values() if _is_first_replica(tensor)]
     return int(layout.sum_over("job", [float(sum(t.numel() * t.element_size() for t in local))])[0])
 
 
@@ -158,35 +166,55 @@ def list_files_of_this_rank(folder: Path) -> list[Path]:
 def state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
     """Views of all tensors that a step changes, by their names in the checkpoint. `direction`: None if no later step
     needs the current direction."""
-    return {
-        name: _as_dtensor(parameter, local) for name, (parameter, local) in _local_tensors(engine, direction).items()
-    }
+    return {name: local.as_dtensor() for name, local in _local_tensors(engine, direction).items()}
 
 
-def _local_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, tuple[PartitionedParameter, Tensor]]:
-    """Name in the checkpoint -> parameter, and a view of this rank's shard, without padding."""
+class _LocalTensor(NamedTuple):
+    """This rank's part of a tensor in the checkpoint."""
+
+    parameter: PartitionedParameter
+    tensor: Tensor
+    """Flat, without padding."""
+    is_replica: bool = False
+    """Whether all ranks that shard the parameter have the same."""
+
+    def as_dtensor(self) -> DTensor:
+        num_blocks = layout.size("expert") if is_expert_block(self.parameter) else 1
+        numel = num_blocks * self.tensor.numel() if self.is_replica else full_shape(self.parameter).numel()
+        mesh = _mesh(layout.group("shards"), self.tensor.device.type, num_blocks)
+        placements = [Shard(0)] * (mesh.ndim - 1) + [Replicate() if self.is_replica else Shard(0)]
+        shape = torch.Size([numel])
+        return DTensor.from_local(self.tensor, mesh, placements, run_check=False, shape=shape, stride=(1,))
+
+
+def _is_first_replica(tensor: DTensor) -> bool:
+    """Whether no rank before this one has the same part of the tensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # every rank is in the mesh
+    return all(i == 0 for i, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
+
+
+def _local_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, _LocalTensor]:
+    """Name in the checkpoint -> this rank's part, as views."""
     tensors = {}
     for name, parameter in engine.trainable:
         name = checkpoint_name(name, layout.rank("tensor"), layout.size("tensor"))
         padded = {"master": _padded_shard(engine, parameter, None)}
         padded |= {key: _padded_shard(engine, parameter, key) for key in _buffer_names(engine, parameter)}
         if direction is not None:
-            padded["direction"] = direction.shard(parameter)
+            replicas = direction.replicas(parameter)
+            for kind, replica in replicas.items():
+                tensors[f"{kind}.{name}"] = _LocalTensor(parameter, replica.detach().view(-1), is_replica=True)
+            if not replicas:
+                padded["direction"] = direction.shard(parameter)
         for kind, shard in padded.items():
-            tensors[f"{kind}.{name}"] = (parameter, shard.detach()[: engine.local_numel(parameter)])
+            tensors[f"{kind}.{name}"] = _LocalTensor(parameter, shard.detach()[: engine.local_numel(parameter)])
     return tensors
 
 
 def checkpoint_name(name: str, tensor_rank: int, tensor: int) -> str:
     """A parameter's name in a checkpoint, without the prefix for the kind of tensor (`master.`)."""
     return name if tensor == 1 else f"{name}@{tensor_rank}"
-
-
-def _as_dtensor(parameter: PartitionedParameter, local: Tensor) -> DTensor:
-    shape = torch.Size([full_shape(parameter).numel()])
-    num_blocks = layout.size("expert") if is_expert_block(parameter) else 1
-    mesh = _mesh(layout.group("shards"), local.device.type, num_blocks)
-    return DTensor.from_local(local, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=(1,))
 
 
 def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:

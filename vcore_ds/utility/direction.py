@@ -1,4 +1,4 @@
-"""The probe direction: a gradient kept as this rank's ZeRO-3 shards, in the parameter dtype."""
+"""The probe direction: a gradient kept as this rank's ZeRO-3 shards, or as low-rank factors, in the parameter dtype."""
 
 import copy
 import math
@@ -44,15 +44,17 @@ class Probe:
 
 
 class Direction:
-    """The probe direction `v`, as this rank's flat shards in the layout of the engine's shards.
+    """The probe direction `v`, as this rank's flat shards in the layout of the engine's shards, or as low-rank factors.
 
-    One shard in the parameter dtype is all that VCORE keeps between the passes of a step.
+    One shard in the parameter dtype is all that VCORE keeps between the passes of a step. With a rank it keeps the
+    factors instead, the same on all ranks, and the shards exist only while `compute` runs.
 
-    A JVP pass all-gathers one group at a time: the trained parameters of one decoder layer, or of one module outside
-    the layers. That takes one collective per layer instead of one per weight, two with expert parallelism.
+    A JVP pass along shards all-gathers one group at a time: the trained parameters of one decoder layer, or of one
+    module outside the layers. That takes one collective per layer instead of one per weight, two with expert
+    parallelism.
 
     Attributes:
-        buffers: the flat shards of `v`, see `FlatShards`.
+        buffers: the flat shards of `v`, see `FlatShards`; empty where factors are kept instead.
         groups: the gather groups, each with the module that owns its parameters.
         rank: rank of the approximations `Q B` that a JVP pass uses; None for the full-rank direction.
         rank_passes: passes of subspace iteration that compute them.
@@ -69,15 +71,20 @@ class Direction:
         fp8_tangents: bool = False,
         buffers: list[Tensor] | None = None,
     ):
-        """`buffers`: the direction's shards, where it was computed before; None for zeros until `compute`."""
+        """`buffers`: the direction's shards, where it was computed before, which are kept with a rank too; None for
+        zeros until `compute`."""
         self.norm: float | None = None
         self.rank, self.rank_passes, self.fp8_tangents = rank, rank_passes, fp8_tangents
-        self._low_rank_seed = 0
-        self._tangents: dict[int, Tensor | LowRank] | None = None
         self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
-        zeros = engine.shards.zeros
-        self.buffers: list[Tensor] = zeros(engine.trainable[0][1].dtype, engine.device) if buffers is None else buffers
         self._engine = engine
+        self._low_rank_seed = 0
+        self._keeps_shards = rank is None or buffers is not None
+        self._tangents: dict[int, Tensor | LowRank] | None = None
+        if rank is not None and buffers is None:
+            self.buffers: list[Tensor] = []
+            self._tangents = self._make_zero_tangents(rank)
+        else:
+            self.buffers = self._make_zero_buffers() if buffers is None else buffers
 
     def compute(
         self,
@@ -109,6 +116,8 @@ class Direction:
         loss = self._backward(batches, normalization, loss_weights)
         norm = self._engine.gradient_norm()
         factor = 1.0 if clip is None or norm <= clip else clip / norm
+        if not self._keeps_shards:
+            self._tangents, self.buffers = None, self._make_zero_buffers()
         self._store(factor, with_moments=optimizer != "sgd" and self._engine.num_updates > 0)
         self.norm = self._engine.shards.norm(self.buffers)
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
@@ -117,7 +126,10 @@ class Direction:
             sequences = describe_sequences([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
             raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
         self._low_rank_seed, self._tangents = seed, None
-        return Probe(loss, norm, None if self.rank is None else self.measure_energy())
+        energy = None if self.rank is None else self.measure_energy()  # which computes the factors
+        if not self._keeps_shards:
+            self.buffers = []
+        return Probe(loss, norm, energy)
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
         """Accumulate the probe gradient in the engine's shards; return this rank's part of the probe loss."""
@@ -164,9 +176,42 @@ class Direction:
                 in_group, gradients[i], momentum, self.buffers[i], factor=factor, beta=settings["momentum"]
             )
 
+    def _make_zero_buffers(self) -> list[Tensor]:
+        return self._engine.shards.zeros(self._engine.trainable[0][1].dtype, self._engine.device)
+
+    def _make_zero_tangents(self, rank: int) -> dict[int, Tensor | LowRank]:
+        tangents: dict[int, Tensor | LowRank] = {}
+        for name, parameter in self._engine.trainable:
+            options = dict(dtype=self._engine.trainable[0][1].dtype, device=self._engine.device)
+            shape = unsharded_shape(parameter)
+            if has_low_rank(parameter, rank):
+                left = torch.zeros(*shape[:-1], rank, **options)
+                tangents[id(parameter)] = LowRank(left, torch.zeros(*shape[:-2], rank, shape[-1], **options))
+            else:
+                tangents[id(parameter)] = torch.zeros(shape, **options)
+        return tangents
+
     def shard(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of `v` for `parameter`: a flat view, padded like `parameter.ds_tensor`."""
+        """This rank's shard of `v` for `parameter`: a flat view, padded like `parameter.ds_tensor`. Only where shards
+        are kept."""
         return self._engine.shards.shard(self.buffers, parameter)
+
+    def replicas(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is kept of `parameter` instead of shards, by kind, the same on all ranks that shard the parameter; empty
+        where shards are kept."""
+        if self._keeps_shards:
+            return {}
+        tangent = self.low_rank_tangents()[id(parameter)]
+        if isinstance(tangent, Tensor):
+            return {"direction": tangent}
+        return {"direction_left": tangent.left, "direction_right": tangent.right}
+
+    def is_nonzero(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether `v` has an element other than 0 in these parameters. A collective."""
+        if self.rank is None:
+            return layout.norm_over("job", [self.shard(parameter) for parameter in parameters]) > 0
+        tangents = [self.low_rank_tangents()[id(parameter)] for parameter in parameters]
+        return layout.norm_over("job", [x if isinstance(x, Tensor) else x.right for x in tangents]) > 0
 
     @property
     def persistent_bytes(self) -> int:
@@ -175,24 +220,24 @@ class Direction:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.buffers, *factors))
 
     def state(self) -> dict[str, float | None]:
-        """Scalars to checkpoint beside the shards. Low-rank factors are recomputed from the seed, not stored."""
-        return {"norm": self.norm, "low_rank_seed": None if self.rank is None else self._low_rank_seed}
+        """Scalars to checkpoint beside the shards or factors."""
+        return {"norm": self.norm}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        """Restore the scalars of `state`; the shards are loaded with the checkpoint's tensors."""
+        """Restore the scalars of `state`; shards or factors are loaded with the checkpoint's tensors."""
         self.norm = state["norm"]
-        self._low_rank_seed, self._tangents = int(state.get("low_rank_seed") or 0), None
 
     def low_rank_tangents(self) -> dict[int, Tensor | LowRank]:
-        """Low-rank factors by `id(parameter)`, and gathered tensors for parameters that are not factorized. The first
-        call after `v` has changed is a collective."""
+        """Low-rank factors by `id(parameter)`, and gathered tensors for parameters that are not factorized. Where shards
+        are kept, the first call after `v` has changed is a collective."""
         assert self.rank is not None
         if self._tangents is None:
             tangents: dict[int, Tensor | LowRank] = {}
             for _, parameters in self.groups:
                 matrices = [p for p in parameters if has_low_rank(p, self.rank)]
                 others = [p for p in parameters if not has_low_rank(p, self.rank)]
-                tangents |= self.finish_gather(self._start_gather(others))
+                # On one rank views of the shards, which would keep all of them alive.
+                tangents |= {key: x.clone() for key, x in self.finish_gather(self._start_gather(others)).items()}
                 tangents |= factorize(
                     self._engine.shards, self.buffers, matrices, self.rank, self._low_rank_seed, self.rank_passes
                 )
@@ -202,12 +247,14 @@ class Direction:
     def with_rank(self, rank: int | None, *, fp8_tangents: bool = False) -> "Direction":
         """A direction that shares the shards of this one, with another rank of the approximations for JVP passes."""
         other = copy.copy(self)
+        assert self._keeps_shards
         other.rank, other.fp8_tangents, other._tangents = rank, fp8_tangents, None
         return other
 
     def measure_energy(self) -> dict[str, float]:
         """Share of `|v|^2` that the low-rank approximation keeps: `total` over all parameters, and by kind of matrix
-        (`q_proj`, `down_proj`, ...: the name of the module, or of grouped experts' parameter). A collective."""
+        (`q_proj`, `down_proj`, ...: the name of the module, or of grouped experts' parameter). Only where shards are
+        kept, or within `compute`. A collective."""
         assert self.rank is not None
         tangents, kept, full = self.low_rank_tangents(), defaultdict(list), defaultdict(list)
         zero = torch.zeros((), dtype=torch.float64, device=self._engine.device)

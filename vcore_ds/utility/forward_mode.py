@@ -208,7 +208,7 @@ class _TangentGatherer:
             if self._dual_parameters
             else []
         )
-        if missing and layout.norm_over("job", [self._direction.shard(p) for _, p in missing]) > 0:
+        if missing and self._direction.is_nonzero([p for _, p in missing]):
             more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
             raise UserError(
                 f"utility.estimator: jvp: {engine.module.base.config.model_type} reads {missing[0][0]}{more} outside "
@@ -276,6 +276,8 @@ class _TangentGatherer:
                 tangent = None
             elif isinstance(tangent, LowRank):
                 tangent = tangent.matrix()
+            elif tangent is not None and self._direction.rank is not None:
+                value = _without_larger_storage(value)
             module.__dict__[name] = value if tangent is None else make_dual(value, tangent)
             if tangent is not None:
                 self._dual_parameters.add(id(parameter))
@@ -292,6 +294,15 @@ class _TangentGatherer:
         clear_low_rank_tangents(module)
         for name in module._parameters:
             module.__dict__.pop(name, None)
+
+
+def _without_larger_storage(value: Tensor) -> Tensor:
+    """A copy of a view of a larger tensor; any other tensor as it is.
+
+    PyTorch lays a tangent out as its value: of a vector that is a view of the shards of all parameters, as on one rank,
+    it would make zeros for all of them. Only for the few small parameters without a low rank.
+    """
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _gather_units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[tuple[nn.Module, list[nn.Module]]]:

@@ -70,8 +70,10 @@ def factorize(
             starts = [projection.mT for projection in projections]
         for parameter, basis, projection in zip(matrices, bases, projections, strict=True):
             shape, dtype = parameter.ds_shape, vector[0].dtype
-            left = basis.to(dtype).view(*shape[:-1], rank)
-            factors[id(parameter)] = LowRank(left, projection.to(dtype).view(*shape[:-2], rank, shape[-1]))
+            # Contiguous like the factors that a resumed run reads: the layout may decide how a GEMM rounds.
+            left = basis.to(dtype).contiguous().view(*shape[:-1], rank)
+            right = projection.to(dtype, copy=True).view(*shape[:-2], rank, shape[-1])  # not a part of the all-reduce
+            factors[id(parameter)] = LowRank(left, right)
     return factors
 
 
