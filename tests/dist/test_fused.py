@@ -39,6 +39,8 @@ class Pass:
     """Kind of a mixture, see `tiny.mixture`."""
     tensor: int = 1
     """Tensor-parallel degree, in megatron-core's parallel layers."""
+    rank: int | None = None
+    """Of the direction's factors."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
 
@@ -60,6 +62,7 @@ PASSES = {
         tied=True, checkpointing=True, packed=True, sequence_parallel=2
     ),
     "mixture, packed": Pass(mixture_of="qwen3_moe", packed=True),
+    "mixture, rank 4": Pass(mixture_of="qwen3_moe", rank=4),
     "mixture, bf16, checkpointed": Pass(mixture_of="deepseek_v3", precision="bf16", checkpointing=True),
     "lora, tied, packed, row of 2 ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
     "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
@@ -81,7 +84,8 @@ PASSES = {
 
 def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
     """One micro-batch forwards and backwards, and a step after it."""
-    recipe = step_runs.recipe(model={"path": "none", "precision": case.precision}, utility={"fused": fused})
+    precision = {"path": "none", "precision": case.precision}
+    recipe = step_runs.recipe(model=precision, utility={"fused": fused}, probe={"rank": case.rank})
     engine = step_runs.make_engine(case.model(), recipe)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     rows = tiny.rows(4, num_tokens=NUM_TOKENS)
@@ -136,30 +140,39 @@ def check(of_ranks: list[dict[bool, dict[str, Any]]], *, exact: bool) -> None:
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5 if exact else 1e-2)
 
 
-def tangents_and_shards() -> list[tuple[int, int]]:
-    """Where the tangent of each layer's first weight lies in a forward on one rank, and where the direction has it."""
-    recipe, found = step_runs.recipe(), []
+def places_of_tangents(rank: int | None) -> list[tuple[int, int]]:
+    """Where the tangent of each layer's first weight, of its first norm with a low rank, lies in a forward on one rank,
+    and where the direction has it."""
+    recipe, found = step_runs.recipe(probe={"rank": rank}), []
     engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
     direction = build_estimator(derive_step_settings(recipe), engine).direction
 
     def look(module: torch.nn.Module, _: object) -> None:
         tangent = forward_ad.unpack_dual(module.weight).tangent
-        found.append((tangent.data_ptr(), direction.shard(module._parameters["weight"]).data_ptr()))
+        parameter = module._parameters["weight"]
+        kept = direction.shard(parameter) if rank is None else direction.low_rank_tangents()[id(parameter)]
+        found.append((tangent.data_ptr(), kept.data_ptr()))
 
     with forward_mode(engine, direction):
         for layer in engine.module.layers:
-            layer.self_attn.q_proj.register_forward_pre_hook(look)
+            (layer.self_attn.q_proj if rank is None else layer.input_layernorm).register_forward_pre_hook(look)
         compute_losses_and_utilities(engine, step_runs.deal(tiny.rows(2), 2)[0])
     engine.close()
     return found
 
 
-def on_one_rank() -> tuple[list[str | None], list[tuple[int, int]], dict[str, tuple[float, float]], str]:
-    return other_attention_and_dropout(), tangents_and_shards(), both_modes(), outside_its_module()
+def on_one_rank() -> dict[str, Any]:
+    return {
+        "why not": other_attention_and_dropout(),
+        "places": places_of_tangents(None) + places_of_tangents(4),
+        "modes": both_modes(),
+        "message": outside_its_module(),
+        "low rank": {fused: main_pass(Pass(rank=4), fused) for fused in (True, False)},
+    }
 
 
 @pytest.fixture(scope="module")
-def found_on_one_rank() -> tuple[list[str | None], list[tuple[int, int]], dict[str, tuple[float, float]], str]:
+def found_on_one_rank() -> dict[str, Any]:
     return run_ranks(on_one_rank, 1)[0]
 
 
@@ -179,7 +192,7 @@ def both_modes() -> dict[str, tuple[float, float]]:
 
 
 def test_reverse_mode_checks_forward_mode(found_on_one_rank) -> None:
-    modes = found_on_one_rank[2]
+    modes = found_on_one_rank["modes"]
     expected, found = modes["right"]
     assert found == pytest.approx(expected, rel=1e-6)
     expected, found = modes["wrong"]
@@ -203,14 +216,19 @@ def outside_its_module() -> str:
 
 
 def test_a_parameter_that_carries_no_tangent_is_named(found_on_one_rank) -> None:
-    assert "reads causal_lm.model.scale.weight outside the module that owns it" in found_on_one_rank[3]
+    assert "reads causal_lm.model.scale.weight outside the module that owns it" in found_on_one_rank["message"]
+
+
+def test_on_one_rank_a_low_rank_pass_gives_the_same_gradient(found_on_one_rank) -> None:
+    """Vectors are copied there, so that their tangents need no zeros for all parameters."""
+    check([found_on_one_rank["low rank"]], exact=True)
 
 
 def test_on_one_rank_tangents_are_the_direction_itself(found_on_one_rank) -> None:
     """PyTorch would copy each of them into zeros as large as the memory that its parameter lies in, which on one rank
     is that of all parameters."""
-    places = found_on_one_rank[1]
-    assert len(places) == 2 and all(tangent == shard for tangent, shard in places)
+    places = found_on_one_rank["places"]
+    assert len(places) == 4 and all(tangent == shard for tangent, shard in places)
 
 
 def other_attention_and_dropout() -> list[str | None]:
@@ -226,7 +244,7 @@ def other_attention_and_dropout() -> list[str | None]:
 
 
 def test_other_attention_and_dropout_take_a_pass_of_their_own(found_on_one_rank) -> None:
-    attention, dropout = found_on_one_rank[0]
+    attention, dropout = found_on_one_rank["why not"]
     assert "attention" in attention
     assert "dropout" in dropout
 

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -180,9 +180,9 @@ class Direction:
         return self._engine.shards.zeros(self._engine.trainable[0][1].dtype, self._engine.device)
 
     def _make_zero_tangents(self, rank: int) -> dict[int, Tensor | LowRank]:
-        tangents: dict[int, Tensor | LowRank] = {}
-        for name, parameter in self._engine.trainable:
-            options = dict(dtype=self._engine.trainable[0][1].dtype, device=self._engine.device)
+        engine, tangents = self._engine, dict[int, Tensor | LowRank]()
+        options: Any = dict(dtype=engine.trainable[0][1].dtype, device=engine.device)
+        for _, parameter in engine.trainable:
             shape = unsharded_shape(parameter)
             if has_low_rank(parameter, rank):
                 left = torch.zeros(*shape[:-1], rank, **options)
@@ -228,8 +228,8 @@ class Direction:
         self.norm = state["norm"]
 
     def low_rank_tangents(self) -> dict[int, Tensor | LowRank]:
-        """Low-rank factors by `id(parameter)`, and gathered tensors for parameters that are not factorized. Where shards
-        are kept, the first call after `v` has changed is a collective."""
+        """Low-rank factors by `id(parameter)`, and gathered tensors for parameters that are not factorized. The first
+        call after `v` has changed is a collective where shards are kept."""
         assert self.rank is not None
         if self._tangents is None:
             tangents: dict[int, Tensor | LowRank] = {}

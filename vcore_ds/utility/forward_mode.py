@@ -21,7 +21,6 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import Batch
-from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.dual_tensors import (
