@@ -98,6 +98,7 @@ def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
     def total(tensors: Iterable[Tensor]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    kind = "direction" if direction is None or direction.rank is None else "factors of the direction"
     zero = engine.optimizer
     states = zero.optimizer.state.values()
     return {
@@ -105,7 +106,7 @@ def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
         "gradients": total(engine.shards.gradients()),
         "master weights": total(engine.shards.masters()),
         "moments": total(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),
-        "direction": 0 if direction is None else direction.persistent_bytes,
+        kind: 0 if direction is None else direction.persistent_bytes,
         "reduction buffer": total(bucket.buffer for bucket in zero.ipg_buckets.values()),
     }
 

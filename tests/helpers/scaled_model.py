@@ -48,6 +48,8 @@ class Case:
     """Its folder."""
     expert: int = 1
     """Degree of expert parallelism."""
+    rank: int | None = None
+    """Of the direction's factors."""
 
     @property
     def lengths(self) -> list[int]:
@@ -62,6 +64,7 @@ CASES = (
     Case("packed", checkpoints=True, packed=True),
     Case("k = 2", checkpoints=True, sequence_parallel=2),
     Case("experts / 2", checkpoints=True, model=MIXTURE, expert=2),
+    Case("rank 8", rank=8),
     *soak(
         {
             "checkpoints": Case("checkpoints", checkpoints=True),
@@ -154,7 +157,11 @@ def recipe_of(case: Case, folder: Path) -> Recipe:
             "packed_row_tokens": NUM_TOKENS if case.packed else None,
             "sequence_parallel": case.sequence_parallel,
         },
-        "probe": {"batch_size": len(case.lengths) // 2, "sequence_parallel": case.sequence_parallel},
+        "probe": {
+            "batch_size": len(case.lengths) // 2,
+            "sequence_parallel": case.sequence_parallel,
+            "rank": case.rank,
+        },
         "optimizer": {"learning_rate": 1e-5},
         "schedule": {"num_steps": 1},
         "run": {"output_dir": "none"},

@@ -89,7 +89,20 @@ def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
     full, low_rank = memory_of(QWEN3_32B, FULL), memory_of(QWEN3_32B, replace(FULL, probe_rank=64))
     in_layer = 64 * (2 * (8192 + 5120) + 2 * (1024 + 5120) + 3 * (25600 + 5120))
     assert low_rank.persistent["factors of the direction"] == 2 * (64 * in_layer + 2 * 64 * (151_936 + 5_120))
-    assert low_rank.persistent_bytes - full.persistent_bytes == low_rank.persistent["factors of the direction"]
+    shard = full.persistent["direction"]
+    saved = full.persistent_bytes - low_rank.persistent_bytes
+    assert saved == shard - low_rank.persistent["factors of the direction"] and "direction" not in low_rank.persistent
+    # The shard exists after the probe's backward, which takes more.
+    assert low_rank.phases["probe"] == full.phases["probe"]
+    few = memory_of(QWEN3_32B, replace(FULL, probe_rank=64, num_ranks=1))
+    in_fp32 = 4 * 151_936 * 5_120
+    assert few.phases["probe"] == {
+        "direction before it is factorized": few.persistent["parameters"], "matrices that are factorized": in_fp32
+    }  # fmt: skip
+    staged = replace(FULL, stages_checkpoints=True)
+    with_direction = memory_of(QWEN3_32B, replace(staged, probe_rank=64, keeps_direction=True))
+    copied = with_direction.host_bytes - memory_of(QWEN3_32B, staged).host_bytes
+    assert copied == low_rank.persistent["factors of the direction"]
     assert low_rank.phases["utility"]["tangents of the parameters"] == 0
     assert low_rank.transient_bytes("utility") < full.transient_bytes("utility")
 

@@ -172,9 +172,9 @@ class ProbeConfig(Section):
     """Optimizer steps for which one probe direction is used."""
     rank: Count | None = None
     """With `jvp` on all parameters: approximate each matrix of the probe direction by one of this rank, which saves the
-    all-gather of the direction and most FLOPs of the tangents. The metric `direction_energy` is the share of the
-    squared norm that is kept. null for the exact direction, which is also used for vectors and for matrices not larger
-    than the rank."""
+    all-gather of the direction, the memory of its shard and most FLOPs of the tangents. The metric `direction_energy`
+    is the share of the squared norm that is kept. null for the exact direction, which is also used for vectors and for
+    matrices not larger than the rank."""
     rank_passes: Count = 1
     """Passes of subspace iteration that compute the approximations of `rank`. Each further one costs as much as the
     first and keeps more."""

@@ -9,7 +9,7 @@ Transient bytes of small models were estimated within 17% of what was measured.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vcore_ds.planning.model_shape import ModelShape
@@ -222,8 +222,8 @@ def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCoun
     phases["step"] = {"gradients of the update": _FP32 * in_update}
     if settings.optimizer == "muon":
         phases["step"] = {**phases["step"], "a matrix of Muon": _muon_workspace(shape, settings, copies=6, squares=3)}
-    if settings.has_muon_direction and "probe" in phases:
-        in_direction = {"a matrix of Muon": _muon_workspace(shape, settings, copies=10, squares=6)}
+    if "probe" in phases:
+        in_direction = _making_the_direction(shape, settings, counts)
         phases["probe"] = max(phases["probe"], in_direction, key=lambda parts: sum(parts.values()))
     if settings.offloads_checkpoints:
         most = max(settings.main_tokens, settings.probe_tokens)
@@ -233,6 +233,19 @@ def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCoun
 
 def _shard(numel: int, settings: MemorySettings) -> int:
     return -(-numel // settings.num_ranks)
+
+
+def _making_the_direction(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts) -> dict[str, int]:
+    """By kind, after the probe's backward: what Muon's direction takes; the shard from which factors are computed, and
+    the part of it in the largest matrices of one module or layer in fp32."""
+    parts: dict[str, int] = {}
+    if settings.has_muon_direction:
+        parts["a matrix of Muon"] = _muon_workspace(shape, settings, copies=10, squares=6)
+    if settings.probe_rank is not None:
+        parts["direction before it is factorized"] = settings.number_bytes * _shard(counts.trained, settings)
+        most = max(shape.vocabulary_size * shape.hidden_size, shape.layer_parameters + shape.idle_layer_parameters)
+        parts["matrices that are factorized"] = _FP32 * _shard(most, settings)
+    return parts
 
 
 def _muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int, squares: int) -> int:
@@ -268,13 +281,17 @@ def _persistent(
     if settings.optimizer == "muon":  # one moment instead of two
         hidden = sum(number * rows * columns for number, rows, columns in shape.hidden_matrices())
         optimizer_home["moments"] -= _FP32 * min(trained, _shard(hidden, settings))
+    direction = b_trained * trained
+    if settings.probe_rank is not None:
+        experts, part = shape.experts, shape
+        if experts is not None:
+            part = replace(shape, experts=replace(experts, num_experts=experts.num_experts // settings.expert))
+        direction = b * count_factors(part, settings.probe_rank)
     if settings.estimator is not None:
-        device["direction"] = b_trained * trained
-        if settings.probe_rank is not None:
-            device["factors of the direction"] = b * count_factors(shape, settings.probe_rank)
+        device["direction" if settings.probe_rank is None else "factors of the direction"] = direction
     if settings.stages_checkpoints:
         staged = _FP32 * trained + optimizer_home.get("moments", 0)
-        host["copy of the checkpoint"] = staged + b_trained * trained * settings.keeps_direction
+        host["copy of the checkpoint"] = staged + direction * settings.keeps_direction
     device["reduction buffer"] = b * settings.bucket_numel
     return device, host
 
