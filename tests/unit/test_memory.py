@@ -14,6 +14,7 @@ from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, memory_of, parameter_counts
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
@@ -105,6 +106,18 @@ def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
     assert copied == low_rank.persistent["factors of the direction"]
     assert low_rank.phases["utility"]["tangents of the parameters"] == 0
     assert low_rank.transient_bytes("utility") < full.transient_bytes("utility")
+
+
+def test_a_rank_keeps_the_factors_of_its_experts() -> None:
+    mixture = KNOWN_MODELS["Qwen3-30B-A3B"]
+    experts = mixture.experts
+    assert experts is not None
+    kept = [
+        memory_of(mixture, replace(FULL, probe_rank=16, expert=n)).persistent["factors of the direction"]
+        for n in (1, 8)
+    ]
+    elsewhere = 3 * experts.num_layers * experts.num_experts * 7 // 8
+    assert kept[0] - kept[1] == 2 * 16 * elsewhere * (experts.width + mixture.hidden_size)
 
 
 def test_peaks_of_the_largest_model() -> None:
