@@ -2,13 +2,12 @@
 machine, unlike a process's size and the counters of a network."""
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
@@ -35,15 +34,13 @@ class Allocations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage()._cdata in known:
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors_in((args, kwargs))}
+        for tensor in _tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata in known or tensor.is_meta:  # that has a size, and no memory
                 continue
-            if tensor.is_meta:  # has a size, and no memory
-                continue
-            self._count(tensor.untyped_storage())
-            self.largest_numel = max(self.largest_numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+            self._count(storage)
+            self.largest_numel = max(self.largest_numel, storage.nbytes() // tensor.element_size())
             self.shapes.add(tuple(tensor.shape))
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return result
@@ -68,13 +65,24 @@ class Allocations(TorchDispatchMode):
         self.peak_bytes = self._live_bytes
 
 
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those in an operation's arguments or results: PyTorch's `tree_leaves` takes as long as all the rest of a step."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors_in(one)
+
+
 def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:
     """Kind of a collective, and the bytes that it brings to each of its ranks; None for an operation that is none, or
     one whose bytes are not those of parameters, gradients or tokens (sums of a few numbers, barriers)."""
 
     def size(tensors: Any) -> int:
-        found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(tensors))
 
     match name:
         case "c10d::_allgather_base_" | "c10d::allgather_" | "c10d::allgather_into_tensor_coalesced_":
