@@ -111,7 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Five steps: the time of a checkpoint beside the steps is on the line after the step during which it ended.
     "bf16_offload_all": {
         "method": VCORE,
-        "model": {"precision": "bf16"},
+        "model": {"precision": "bf16", "path": "two_layers"},
         "probe": {"rank": 4, "every": 3, "batch_size": 2},
         "schedule": {"num_steps": 5},
     },
@@ -203,9 +203,11 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     tokenizer = make_tokenizer()
-    tiny.qwen3(vocab_size=len(tokenizer), hidden_size=33, head_dim=6).save_pretrained(folder / "model")
+    for name, num_layers in (("model", 1), ("two_layers", 2)):
+        sizes = dict(num_hidden_layers=num_layers, hidden_size=33, head_dim=6)
+        tiny.qwen3(vocab_size=len(tokenizer), **sizes).save_pretrained(folder / name)
     tiny.mixture(vocab_size=len(tokenizer)).save_pretrained(folder / "mixture")
-    for name in ("model", "mixture"):
+    for name in ("model", "two_layers", "mixture"):
         tokenizer.save_pretrained(folder / name)
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "other.jsonl", sums(range(1, 13)))

@@ -151,7 +151,7 @@ class Found:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("shared_rows")
     tokenizer = make_tokenizer()
-    tiny.qwen3(vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tiny.qwen3(vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "validation.jsonl", sums(range(20, 27)))
