@@ -174,9 +174,15 @@ def generate_answers(
     settings: GenerationConfig,
     **options: Any,
 ) -> list[AnswerTokens]:
-    """Generate an answer to each prompt (token ids, shorter than `longest_sequence`) in one batch. `settings`:
-    sampling, end tokens (a list) and padding token; unset values are the model's, `max_new_tokens` is overwritten.
-    `options`: further arguments of `generate`, such as a streamer."""
+    """Generate an answer to each prompt, in one batch.
+
+    Args:
+        prompts: token ids; each prompt is shorter than `longest_sequence`.
+        max_new_tokens: limit of each answer.
+        settings: sampling, end tokens (a list) and padding token; unset values are the model's. `max_new_tokens` is
+            overwritten here.
+        options: further arguments of `transformers.GenerationMixin.generate`, such as a streamer.
+    """
     longest = longest_sequence(model)
     limits = [min(limit, longest - len(prompt)) for limit, prompt in zip(max_new_tokens, prompts, strict=True)]
     width = max(map(len, prompts))

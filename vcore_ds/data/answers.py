@@ -57,6 +57,7 @@ class AnswerChecker:
         return "equivalent" if json.loads(line) else "different"
 
     def close(self) -> None:
+        """End the child process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

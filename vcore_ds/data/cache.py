@@ -49,11 +49,21 @@ def find_or_make_store(
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> Path:
-    """Return the token store of `path`: `path` itself, or one in the cache (`cache_root`), which is made if it does not
-    exist. Of processes that need the same store, the first makes it and the others wait. `say` is called with progress
-    and problems, `note` (None for `say`) with the formats and counts of the data.
-    Raises UserError where the data do not exist, have a row that is no conversation, or have nothing to learn from; or
-    the cache cannot be written."""
+    """Return the token store of `path`: `path` itself, or one in the cache, which is made if it does not exist.
+
+    Raw data may be anything that `vcore-ds prepare chat` takes. Of processes that need the same store, the first makes
+    it and the others wait.
+
+    Args:
+        supervise: turns of the assistant that are learned; a store must have been made with the same value.
+        cache_folder: see `cache_root`.
+        say: called with progress and problems.
+        note: called with the formats and counts of the data; None for `say`.
+
+    Raises:
+        UserError: the data do not exist, have a row that is no conversation, or have nothing to learn from; or the
+            cache cannot be written.
+    """
     with reading("", Path(path), "data, or a token store, that can be read"):
         is_store = (Path(path) / MANIFEST).is_file()
     if is_store:

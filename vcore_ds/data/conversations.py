@@ -102,6 +102,7 @@ class _Template:
     tools: Sequence[dict[str, Any]] = ()
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+        """Raises jinja2's `TemplateError` where the template refuses the messages."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,

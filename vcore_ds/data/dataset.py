@@ -122,6 +122,7 @@ class JoinedStores(JoinedDataset):
         return list(chain(*names)), np.concatenate(rows)
 
     def dropped_rows(self) -> tuple[int | None, dict[str, int]]:
+        """`TokenStore.dropped_rows` of all stores together."""
         rows, dropped = zip(*(store.dropped_rows() for store in self.parts), strict=True)
         total: dict[str, int] = {}
         for rule, number in chain(*(one.items() for one in dropped)):
@@ -141,10 +142,12 @@ class ChangedDataset(TokenizedSequences):
 
     @property
     def lengths(self) -> np.ndarray:
+        """int32 [n], tokens of each sequence, without reading any."""
         return self.dataset.lengths
 
     @property
     def sequence_ids(self) -> np.ndarray:
+        """int64 [n], the position of each sequence among all rows read, from 0."""
         return self.dataset.sequence_ids
 
     @property
@@ -293,9 +296,17 @@ def select_positions(
     above: float | None,
     within: Literal["all", "source"],
 ) -> np.ndarray:
-    """Positions of the traces with the highest utility in their token store, int64 [k], ascending: those above `above`,
-    or the share `top`, rounded to whole traces, of all traces or of each source's. Ties go to the lower position; a
-    utility that is not finite is never selected. `utilities`, `sources`: [n], of every trace."""
+    """Positions of the traces with the highest utility in their token store, int64 [k], ascending.
+
+    Ties go to the lower position. A utility that is not finite is never selected.
+
+    Args:
+        utilities: float [n], of every trace.
+        sources: [n], file or data set of each trace.
+        top: share of the traces to select, rounded to whole traces; None with `above`.
+        above: select traces of higher utility; None with `top`.
+        within: whether `top` is a share of all traces or of those of each source.
+    """
     utilities = np.where(np.isfinite(utilities), utilities, -np.inf)
     if above is not None:
         return np.flatnonzero(utilities > above)

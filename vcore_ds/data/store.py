@@ -97,6 +97,7 @@ class TokenStore(TokenizedSequences):
 
     @property
     def digest(self) -> str:
+        """SHA-256 of the tokens and their marks, in order."""
         return self.manifest["digest"]
 
     def origins(self) -> tuple[list[str], np.ndarray]:

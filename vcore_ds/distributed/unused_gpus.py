@@ -37,9 +37,17 @@ class Gpus(NamedTuple):
 
 def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = "", root: Path = Path("/")) -> None:
     """Raise UserError if this machine has GPUs. Called where PyTorch can use none, so that no run meant for GPUs takes
-    days on the CPUs. GPUs that CUDA_VISIBLE_DEVICES hides, or that this process may not open (a container or a SLURM
-    job without GPUs), do not count. `built_for`: `torch.version.cuda`; `reason`: why CUDA does not initialise, as
-    PyTorch says; `root`: folder with /proc and /dev."""
+    days on the CPUs.
+
+    GPUs that CUDA_VISIBLE_DEVICES hides, or that this process may not open (a container or a SLURM job without GPUs),
+    do not count.
+
+    Args:
+        torch_version: `torch.__version__`.
+        built_for: `torch.version.cuda`, None for a build without CUDA.
+        reason: why CUDA does not initialise, as PyTorch says.
+        root: folder with /proc and /dev.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = None if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible) else list_gpus(root)
     if gpus is None:

@@ -42,9 +42,17 @@ def load_sharded(
     gradient_checkpointing: bool,
     say: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
-    """Load a pretrained model (a folder or hub id) into ZeRO-3 shards, ready to train. A collective. `dtype`: that of
-    `deepspeed_config`; `attention`: as in `load_causal_lm`; `say` receives lines about the progress, on rank 0. Raises
-    UserError on all ranks alike: no usable model, missing weights, or a rank that cannot read them."""
+    """Load a pretrained model into ZeRO-3 shards, ready to train. A collective.
+
+    Args:
+        path: folder or hub id.
+        dtype: dtype of the parameters; must be that of `deepspeed_config`.
+        attention: as in `load_causal_lm`.
+        say: receives lines about the progress; called on rank 0 only.
+
+    Raises:
+        UserError: on all ranks alike: no usable model, missing weights, or a rank that cannot read them.
+    """
     start_deepspeed()
     config, weights = find_on_all_ranks(path)
     if weights.obstacle is not None:

@@ -77,9 +77,15 @@ def transform_matrices(
     output: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Write a function of whole matrices (of one flat tensor, sharded over the same ranks; all ranks name the same
-    ones) to their shards in `output`. A collective. `read`: from a span of this rank's flat tensors, shards of the
-    arguments of `transform`, which returns a matrix of their shape and `dtype`, in which matrices are exchanged."""
+    """Write a function of whole matrices to their shards in `output`. A collective.
+
+    Args:
+        matrices: in one flat tensor, sharded over the same ranks; all ranks name the same ones.
+        read: from a span of this rank's flat tensors, shards of the arguments of `transform`.
+        transform: returns a matrix of the same shape and dtype as its arguments.
+        output: a flat tensor; `read` may read it.
+        dtype: of the matrices that are exchanged and given to `transform`.
+    """
     if not matrices:
         return
     axis, rank, size = matrices[0].axis, matrices[0].rank, len(matrices[0].numels)

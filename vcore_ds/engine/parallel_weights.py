@@ -40,9 +40,17 @@ def load_parallel(
     activation_offload: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> "ParallelTokenLossModel":
-    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective. The arguments
-    are those of `load_sharded` and `ParallelTokenLossModel`. Raises UserError on all ranks alike: no usable model, or
-    weights that transformers has to convert."""
+    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective.
+
+    Args:
+        path: folder or hub id.
+        dtype: dtype of the parameters; must be that of `deepspeed_config`.
+        gradient_checkpointing, activation_offload: as in `ParallelTokenLossModel`.
+        say: receives lines about the progress; called on rank 0 only.
+
+    Raises:
+        UserError: on all ranks alike: no usable model, or weights that transformers has to convert.
+    """
     from vcore_ds.models.megatron.model import ParallelTokenLossModel  # here alone: megatron-core takes long to import
 
     start_deepspeed()

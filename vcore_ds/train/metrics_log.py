@@ -148,6 +148,7 @@ class MetricsLog:
             raise UserError(f"{error}. Once it can be written, the same command resumes the run") from None
 
     def close(self) -> None:
+        """Closes the file and all sinks, which wait for what they have not sent yet."""
         self._file.close()
         for sink in self._sinks:
             sink.close()

@@ -38,10 +38,18 @@ def train_step(
     measure_noise: bool = False,
     seed: int = 0,
 ) -> StepMetrics:
-    """Train on one global batch, and return what was measured. A collective. `recorder`: a new one. `measure_noise`:
-    with finite differences, measure their signal-to-noise ratio (two more forwards), and search for the step again
-    where the recipe says `epsilon: auto`. `seed`: of the step's random numbers (dropout, stochastic rounding); the same
-    on all ranks. Raises NonFiniteLoss, NonFiniteGradient on all ranks alike, before anything was updated."""
+    """Train on one global batch, and return what was measured. A collective.
+
+    Args:
+        estimator: gives losses and utilities; keeps the probe direction between steps.
+        recorder: a new one.
+        measure_noise: with finite differences, measure their signal-to-noise ratio (two more forwards), and search
+            for the step again where the recipe says `epsilon: auto`.
+        seed: of the step's random numbers (dropout, stochastic rounding); the same on all ranks.
+
+    Raises:
+        NonFiniteLoss, NonFiniteGradient: on all ranks alike, before anything was updated.
+    """
     method, direction, main = settings.method, estimator.direction, batches.main
     counts = count_globally(main)
     counts_kept = count_globally(main, kept_only=True) if method.drops_tokens else counts

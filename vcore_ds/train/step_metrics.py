@@ -70,9 +70,16 @@ def record_tokens(
     first_trusted_id: int | None,
     seed: int,
 ) -> None:
-    """Write the record of an optimizer step into the run's folder, on rank 0. A collective. A record that cannot be
-    written is a warning: rank 0 must not exit while the others train. `own`: this rank's sequences of the main batch;
-    `sequence_parallel`: ranks that hold the same ones; `seed`: of the run."""
+    """Write the record of an optimizer step into the run's folder, on rank 0. A collective.
+
+    A record that cannot be written is a warning: rank 0 must not exit while the others train.
+
+    Args:
+        own: this rank's sequences of the main batch.
+        sequence_parallel: ranks of a group, which hold the same sequences.
+        first_trusted_id: see `TokenRecord`.
+        seed: of the run.
+    """
     mark("token record")
     record = gather_record(step, own, sequence_parallel, first_trusted_id, seed)
     if not layout.is_first() or not record.sequences:

@@ -156,6 +156,8 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
 
 @solver
 def answer_with_seed(task: str, seed: int) -> Solver:
+    """Ask the model, with a seed per answer."""
+
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         return await generate(state, seed=derive_seed(seed, task, state.sample_id, state.epoch))
 

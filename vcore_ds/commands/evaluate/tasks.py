@@ -174,6 +174,7 @@ def _read_ojbench(row: Row) -> Sample:
 
 
 def _only_cpp(problems: list[Sample]) -> list[Sample]:
+    """Select OJBench's 232 prompts for C++, the language of the training data."""
     return [problem for problem in problems if (problem.metadata or {})["language"] == "cpp"]
 
 

@@ -313,6 +313,7 @@ def write_adapter(
     card: str,
     dtype: torch.dtype,
 ) -> int:
+    """Write the adapter in peft's format; return the bytes of its weights."""
     assert recipe.lora is not None
     adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}

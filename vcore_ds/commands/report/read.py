@@ -67,10 +67,18 @@ def read_runs(
     step: int | None = None,
     names: Sequence[str] | None = None,
 ) -> list[ReportedRun]:
-    """Read the runs, one per distinct folder. `top`, `min_count` (None for 1 in 5,000 tokens, at least 5): of the lists
-    of tokens and phrases. `step`: read only this step's record. `names`: of a sweep's runs, `CELL/seed_N`, one per
-    folder. Raises UserError where a folder holds no run, a file in it is missing or damaged, or `step` has no
-    record."""
+    """Read the runs, one per distinct folder.
+
+    Args:
+        top: maximum length of the lists of tokens and phrases.
+        min_count: minimum occurrences of a listed token or phrase; None for 1 in 5,000 tokens, at least 5.
+        step: read only the record of this optimizer step; None for all records.
+        tokenizer_path: folder or hub id; None for each run's tokenizer.
+        names: names of a sweep's runs, `CELL/seed_N`, one per folder.
+
+    Raises:
+        UserError: a folder holds no run, a file in it is missing or damaged, or `step` has no record.
+    """
     read = partial(_read_run, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
     if names is not None:
         return [

@@ -61,8 +61,17 @@ def plan_scoring_memory(
     longest: Sequence[int],
     trusted: Sequence[TokenStore],
 ) -> MemoryPlan | None:
-    """Plan the memory of a rank: a backward over the trusted sets, a JVP pass over the data. `longest`: positions in
-    `store` of the first chunk, which has the longest sequences. None for a model of unknown size."""
+    """Plan the memory of a rank: a backward over the trusted sets, a JVP pass over the data.
+
+    Args:
+        recipe: a `ScoreRequest`'s.
+        deepspeed_config: the resolved configuration.
+        store: the data.
+        longest: positions in `store` of the first chunk, which has the longest sequences.
+        trusted: the trusted sets.
+
+    Returns None for a model of unknown size.
+    """
     main = plan.spread_main(longest, store.lengths[list(longest)].tolist(), plan.utility_micro_batch_size_per_rank)
     probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in trusted]
     passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}

@@ -168,9 +168,17 @@ def describe_request(
     deepspeed_config: Mapping[str, Any],
     passes: Sequence[tuple[str, TokenStore, ScoredCheckpoint | None]],
 ) -> dict[str, Any]:
-    """The identity of a scoring, for JSON: all that its losses and utilities depend on; unfinished work is resumed only
-    for the same. It includes every key of the recipe except those listed above, so a new key cannot be forgotten.
-    `passes`: name and data of the trusted set, and the checkpoint, in the order of the passes' numbers."""
+    """The identity of a scoring, for JSON: all that its losses and utilities depend on. Unfinished work is resumed only
+    for the same identity.
+
+    It includes every key of the recipe except those listed above, so a new key cannot be forgotten.
+
+    Args:
+        recipe: a `ScoreRequest`'s.
+        description: describes the data and the model.
+        deepspeed_config: the resolved configuration.
+        passes: name and data of the trusted set, and the checkpoint, in the order of the passes' numbers.
+    """
     data = description.data
     return {
         "version": description.version,

@@ -111,11 +111,19 @@ def prepare(
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> selection.PrepareReport | None:
-    """Make the store `output`. Returns None where the same request has made it before. `again` deletes the unfinished
-    work of an earlier attempt; `say` is called with progress, `note` (None for `say`) with the formats of the rows and
-    the final table.
-    Raises UserError where the request or the data cannot be used, or another process is making `output` (finished
-    shards are kept, unless the same request can never succeed), and OSError."""
+    """Make the store `output`. Returns None where the same request has made it before.
+
+    Args:
+        max_malformed_share: largest allowed share of malformed rows.
+        again: delete the unfinished work of an earlier attempt.
+        say: called with progress.
+        note: called with the formats of the rows and the final table; None for `say`.
+
+    Raises:
+        UserError: the request or the data cannot be used, or another process is making `output`. Finished shards are
+            kept, unless the same request can never succeed.
+        OSError: `output` cannot be written.
+    """
     output, note = Path(output), note or say
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
