@@ -8,8 +8,8 @@ all-gathers are left out. The passes take turns, and a pass's number is the medi
 its attempts, in CPU milliseconds. A launch of CUDA takes 2 to 4 microseconds more than the CPU's kernel that stands in.
 
 The ruler is the forward of Hugging Face's own layer with attention cut out, 0.6 ms on the machine whose host times are
-in `vcore_ds.planning.hardware`. The last column is scaled to that machine; `tangent_overhead` is what a layer with a
-whole direction takes there beyond `layer_overhead`.
+in `vcore_ds.planning.hardware`. The last column is scaled to that machine, round by round. `tangent_overhead` is what a
+layer with tangents takes there beyond `layer_overhead`.
 
 It starts Triton without a GPU, which is settled once a process.
 """
@@ -229,11 +229,11 @@ def main() -> None:
         for name, (context, run) in passes.items():
             with context():
                 found[name].append(lower_quartile(run, options.attempts))
-    scale = RULER_MS / statistics.median(found[RULER])
     print("| a layer | ms here, median (least, most) | scaled |\n| --- | --- | --- |")
     for name, rounds in found.items():
         median = statistics.median(rounds)
-        print(f"| {name} | {median:.2f} ({min(rounds):.2f}, {max(rounds):.2f}) | {scale * median:.2f} |")
+        ratio = statistics.median(ms / ruler for ms, ruler in zip(rounds, found[RULER], strict=True))
+        print(f"| {name} | {median:.2f} ({min(rounds):.2f}, {max(rounds):.2f}) | {RULER_MS * ratio:.2f} |")
 
 
 if __name__ == "__main__":
