@@ -534,7 +534,7 @@ def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_p
 
 def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Path, monkeypatch) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(5)])
-    select, refusals = pipeline.select, []
+    select, refusals = pipeline.selection.select, []
 
     def select_while_another_begins(*arguments):
         with pytest.raises(UserError) as refused:
@@ -544,7 +544,7 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
             raise KeyboardInterrupt
         return select(*arguments)
 
-    monkeypatch.setattr(pipeline, "select", select_while_another_begins)
+    monkeypatch.setattr(pipeline.selection, "select", select_while_another_begins)
     with pytest.raises(KeyboardInterrupt):
         run("chat", source)
     report = run("chat", source, seed=1, again=True)  # begins again, and is alone all the same
