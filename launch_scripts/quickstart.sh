@@ -12,7 +12,7 @@ export PATH="$repository/.venv/bin:$PATH"
 port=$(python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 echo "Starting; importing PyTorch and DeepSpeed takes some seconds"
 ranks=()
-accelerator=${DS_ACCELERATOR:-$(PYTHONPATH="$repository" python -P -m vcore_ds.distributed.unused_gpus)}
+accelerator=${DS_ACCELERATOR:-$(python -P "$repository/vcore_ds/commands/quickstart/gpus.py")}
 if [ "$accelerator" = cpu ]; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)

@@ -14,7 +14,7 @@ for ((number = 2; ; number++)); do
 done
 data=$folder/data
 ranks=()
-accelerator=${DS_ACCELERATOR:-$(PYTHONPATH=. python -P -m vcore_ds.distributed.unused_gpus)}
+accelerator=${DS_ACCELERATOR:-$(python -P vcore_ds/commands/quickstart/gpus.py)}
 if [ "$accelerator" = cpu ]; then
     export DS_ACCELERATOR=cpu
     ranks=(--num_accelerators 2)

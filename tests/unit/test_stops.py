@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.distributed import layout
-from vcore_ds.distributed import signals as stops
-from vcore_ds.distributed.signals import Stops
+from vcore_ds.distributed import layout, stops
+from vcore_ds.distributed.stops import Stops
 
 PROCESS_AGE_SECONDS = stops.process_age_seconds
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.helpers.commands import REPOSITORY
+from vcore_ds.commands.quickstart import gpus
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import device
-from vcore_ds.distributed.unused_gpus import list_gpus, main, refuse_unused_gpus
+from vcore_ds.distributed.unused_gpus import list_gpus, refuse_unused_gpus
 
 H100, B200 = "NVIDIA H100 80GB HBM3", "NVIDIA B200"
 INDEX = "https://download.pytorch.org/whl"
@@ -117,7 +118,7 @@ def test_pytorch_decides(nvidia_smi: Callable[..., Path], monkeypatch: pytest.Mo
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
-        return main(), *capfd.readouterr()
+        return gpus.main(), *capfd.readouterr()
 
     assert answers("2.13.0+cu130", "13.0", True) == (0, "cuda\n", "")
     assert answers("2.13.0+rocm7.1", None, True) == (0, "cuda\n", "")

@@ -1,21 +1,17 @@
-"""Stop requests to this process (SIGTERM, SIGINT, SIGUSR1, the end of the launcher that started it), and early stops of
-a run, on which all ranks agree.
+"""Stop requests to this process: SIGTERM, SIGINT, SIGUSR1, and the end of the launcher that started it.
 
-Imports nothing large, to handle them before torch and deepspeed are imported, which can take a minute.
+Standard library only, to handle them before torch and deepspeed are imported, which can take a minute.
 """
 
-import math
 import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 from vcore_ds.common.errors import EXIT_STOPPED
 
@@ -184,76 +180,3 @@ def _read(pid: int, name: str) -> bytes:
 
 
 stop_signals = StopSignals()  # the instance of this process
-
-
-STOP_FILE = "STOP"
-"""Name of a file in the run's folder that stops the run like SIGTERM, from any machine that shares the folder."""
-
-REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "the end of its launcher", "the STOP file", "run.time_limit_minutes")
-
-UNMEASURED_SAVE_SECONDS = 300.0  # assumed duration of the first save; a tenth of the time limit if that is less
-
-
-class Stops:
-    """Stop requests, checked by all ranks after every step: a request may reach only one rank, or ranks at different
-    steps."""
-
-    def __init__(self, folder: Path, time_limit_minutes: float | None):
-        """`time_limit_minutes`: wall-clock limit from the start of this process to the end of its last save; None for
-        none."""
-        self._stop_file = folder / STOP_FILE
-        self._ends_at = math.inf
-        self._seconds_save = 0.0
-        if time_limit_minutes is not None:
-            limit_seconds = 60.0 * time_limit_minutes
-            self._ends_at = time.monotonic() + limit_seconds - process_age_seconds()
-            self._seconds_save = min(UNMEASURED_SAVE_SECONDS, 0.1 * limit_seconds)
-        # The maximum of the last hundred steps also covers occasional validations.
-        self._seconds_steps: deque[float] = deque(maxlen=100)
-        self._step_started_at = time.monotonic()
-
-    def agree_on_reason(self) -> str | None:
-        """Why the run must stop after this step, the same on all ranks; None if it continues. A collective (one small
-        reduction)."""
-        now = time.monotonic()
-        self._seconds_steps.append(now - self._step_started_at)
-        self._step_started_at = now
-        from vcore_ds.distributed import layout  # imports torch
-
-        local = self._local_reason(layout.is_first())
-        num_ranks = layout.sum_over("job", [float(local == reason) for reason in REASONS])
-        agreed = next((reason for reason, num in zip(REASONS, num_ranks, strict=True) if num > 0), None)
-        if agreed is not None and layout.is_first():
-            # Or it would stop the run again when it is resumed.
-            self._stop_file.unlink(missing_ok=True)
-        return agreed
-
-    def record_save(self, seconds: float) -> None:
-        """Record the duration of a checkpoint, which is not part of a step; the next is expected to take as long."""
-        self._seconds_save = seconds
-        self._step_started_at += seconds
-
-    def record_copy(self, seconds: float, seconds_write: float | None) -> None:
-        """Record what a checkpoint took of the steps that is written beside them: `seconds`, not part of a step.
-        `seconds_write`: of the last write; None before its end. A stop may wait for one write and then for its own."""
-        self._step_started_at += seconds
-        if seconds_write is not None:
-            self._seconds_save = 2 * seconds_write
-
-    def _local_reason(self, is_first: bool) -> str | None:
-        """This rank's reason. Only rank 0 checks file and clock, because file systems and clocks of nodes differ."""
-        if stop_signals.received is not None or not is_first:
-            return stop_signals.received
-        if self._stop_file.exists():
-            return "the STOP file"
-        # One more step and the save must fit; the factor 1.5 allows for their variation.
-        if time.monotonic() + 1.5 * (max(self._seconds_steps) + self._seconds_save) > self._ends_at:
-            return "run.time_limit_minutes"
-        return None
-
-
-def process_age_seconds() -> float:
-    """Seconds since the start of this process, with its imports."""
-    import psutil
-
-    return time.time() - psutil.Process().create_time()

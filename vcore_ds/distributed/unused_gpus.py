@@ -1,14 +1,8 @@
-"""GPUs of this machine that PyTorch cannot use, and the build of PyTorch that fits their driver. Imports no torch.
+"""GPUs of this machine that PyTorch cannot use, and the build of PyTorch that fits their driver. Imports no torch."""
 
-`python -m vcore_ds.distributed.unused_gpus`, which the launch scripts run first, prints `cuda` where PyTorch
-can use a GPU, else `cpu`, and exits with 2 and a message where there are GPUs that it cannot use.
-"""
-
-import importlib.metadata
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,24 +114,3 @@ def fitting_build(torch_version: str, branch: int, is_blackwell: bool) -> str | 
     else:
         return None
     return f"pip install 'torch=={version}+{build}' --index-url https://download.pytorch.org/whl/{build}"
-
-
-def main() -> int:
-    """Print the device of this machine; return the exit code."""
-    try:
-        version = importlib.metadata.version("torch")
-        if version.endswith("+cpu"):  # importing a CPU build takes seconds, and its answer is known
-            refuse_unused_gpus(version, None)
-            print("cpu")
-        else:
-            from vcore_ds.distributed.device import uses_gpu
-
-            print("cuda" if uses_gpu() else "cpu")
-    except UserError as error:
-        print(f"vcore-ds: {error}", file=sys.stderr)
-        return error.EXIT_CODE
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first
-from vcore_ds.distributed.signals import Stops
+from vcore_ds.distributed.stops import Stops
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, describe_sequences
 from vcore_ds.models.architecture_check import advise_on_noise
