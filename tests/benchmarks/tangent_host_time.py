@@ -7,9 +7,9 @@ does on a GPU, up to the driver; FlashAttention returns at once. Parameters beco
 all-gathers are left out. The passes take turns, and a pass's number is the median over rounds of the lower quartile of
 its attempts, in CPU milliseconds. A launch of CUDA takes 2 to 4 microseconds more than the CPU's kernel that stands in.
 
-The ruler is the forward of Hugging Face's own layer with attention cut out, 0.6 ms on the machine whose host times are
-in `vcore_ds.planning.hardware`. The last column is scaled to that machine, round by round. `tangent_overhead` is what a
-layer with tangents takes there beyond `layer_overhead`.
+The reference is the forward of Hugging Face's own layer with attention cut out, 0.6 ms on the machine whose host times
+are in `vcore_ds.planning.hardware`. The last column is scaled to that machine, round by round. `tangent_overhead` is
+what a layer with tangents takes there beyond `layer_overhead`.
 
 It starts Triton without a GPU, which is settled once a process.
 """
@@ -37,8 +37,8 @@ from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.utility.forward_mode import dual_parameters
 from vcore_ds.utility.fused_forward import TangentsBesideGraph
 
-RULER_MS = 0.6
-"""Of the ruler, on the machine of `Achieved` (2026-11-24)."""
+REFERENCE_MS = 0.6
+"""Of the reference, on the machine of `Achieved` (2026-11-24)."""
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=1,
@@ -46,7 +46,7 @@ SIZES = dict(
 )  # fmt: skip
 NUM_TOKENS, RANK = 16, 16
 
-RULER = "the ruler: Hugging Face's forward without attention"
+REFERENCE = "the reference: Hugging Face's forward without attention"
 Pass = Callable[[], object]
 
 
@@ -187,7 +187,7 @@ def make_passes() -> dict[str, tuple[Callable[[], AbstractContextManager[object]
             yield
 
     return {
-        RULER: (attention_cut_out, run_plain),
+        REFERENCE: (attention_cut_out, run_plain),
         "fine-tuning, forward": (nullcontext, forward),
         "fine-tuning, recomputation and backward": (nullcontext, recompute_and_backward),
         "with tangents, whole direction": (lambda: duals(TangentsBesideGraph(), rank=None), with_tangents),
@@ -232,8 +232,8 @@ def main() -> None:
     print("| a layer | ms here, median (least, most) | scaled |\n| --- | --- | --- |")
     for name, rounds in found.items():
         median = statistics.median(rounds)
-        ratio = statistics.median(ms / ruler for ms, ruler in zip(rounds, found[RULER], strict=True))
-        print(f"| {name} | {median:.2f} ({min(rounds):.2f}, {max(rounds):.2f}) | {RULER_MS * ratio:.2f} |")
+        ratio = statistics.median(ms / reference for ms, reference in zip(rounds, found[REFERENCE], strict=True))
+        print(f"| {name} | {median:.2f} ({min(rounds):.2f}, {max(rounds):.2f}) | {REFERENCE_MS * ratio:.2f} |")
 
 
 if __name__ == "__main__":
