@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,14 +68,30 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+class SlowStore:
+    """A store read by a rank that waits a second for a core between two requests, as under load."""
+
+    def __init__(self, store: Any):
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        time.sleep(1.0)
+        return self._store.multi_get(keys)
+
+
 def fail(case: str, rank: int) -> None:
     mark("reading", step=3)
     if case == NO_FAILURE:
         return
+    own = stop_signals.before_exit.__self__  # this rank's watchdog
     if case == MISTAKE_OF_ALL:
+        if rank == 1:
+            own._store = SlowStore(own._store)
         time.sleep(4 * rank)  # it is busy elsewhere when it is told
         raise UserError("no such file")
-    own = stop_signals.before_exit.__self__  # this rank's watchdog
     while rank == 0 and own._positions[1].step != 3:
         time.sleep(0.1)
     layout.sum_over("job", [0.0])  # rank 0 has seen the place

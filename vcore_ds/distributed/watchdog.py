@@ -248,9 +248,11 @@ class Watchdog:
         try:
             for beat in itertools.count(1):
                 closing = self._closing.wait(BEAT_SECONDS)
-                self._store.set(str(self._rank), self._status_line(beat, closing))
                 if self._to_broadcast is not None and self._known_verdict is None:
                     self._store.compare_set("verdict", "", json.dumps(asdict(self._to_broadcast)))
+                self._store.set(str(self._rank), self._status_line(beat, closing))
+                if closing and self._rank != 0:
+                    return  # signing off is the last request: rank 0 may end as soon as it reads it
                 verdict, *lines = self._store.multi_get(names)
                 now = time.monotonic()
                 for rank, line in zip(self._watched, lines, strict=True):
@@ -262,7 +264,7 @@ class Watchdog:
                 self._num_exchanges, self._exchanged_at = beat, now
                 if closing:
                     leaves_at = min(leaves_at, now + LEAVING_SECONDS)
-                    if self._rank != 0 or now > leaves_at or self._is_last():
+                    if now > leaves_at or self._is_last():
                         return
                     time.sleep(0.05)
         except RuntimeError as error:  # the type of all errors of a store
