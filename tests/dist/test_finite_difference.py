@@ -48,9 +48,9 @@ def check_stochastic_perturbation() -> dict[str, float]:
     exact_shift = -epsilon * v.double()
     total, num_draws, changed = torch.zeros_like(exact_shift), 400, []
     for seed in range(num_draws):
-        with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=seed) as perturbation:
+        with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=seed) as changed_fraction:
             total += shards(engine).double() - before.double()
-        changed.append(perturbation.changed_fraction)
+        changed.append(changed_fraction)
     with perturb_parameters(engine, direction, epsilon) as nearest:
         shift_of_nearest = shards(engine).double() - before.double()
     with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=0):
@@ -62,8 +62,8 @@ def check_stochastic_perturbation() -> dict[str, float]:
         stochastic=float((total / num_draws) @ exact_shift / exact_shift.square().sum()),
         nearest=float(shift_of_nearest @ exact_shift / exact_shift.square().sum()),
         changed=sum(changed) / num_draws,
-        changed_by_nearest=nearest.changed_fraction,
-        changed_by_nothing=nothing.changed_fraction,
+        changed_by_nearest=nearest,
+        changed_by_nothing=nothing,
         restored=bool(torch.equal(shards(engine), before)),
         first_numbers=first[:500].tolist(),
     )

@@ -174,7 +174,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     before, v = one_by_one.shards(), step_runs.without_padding(engine, direction.buffers)
     masters = one_by_one.of(safe_get_local_fp32_param)
     epsilon = 0.3 * one_by_one.norm(masters) / direction.norm
-    with perturb_parameters(engine, direction, epsilon) as perturbation:
+    with perturb_parameters(engine, direction, epsilon) as changed_fraction:
         shifted = [m.sub(d.float(), alpha=epsilon).to(b.dtype) for m, d, b in zip(masters, v, before, strict=True)]
         errors["perturbed"] = error(one_by_one.shards(), shifted)
         counts = [float(sum(map(torch.count_nonzero, map(torch.ne, one_by_one.shards(), before))))]
@@ -207,7 +207,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     result = dict(
         errors=errors,
         norm_of_step=abs(norm_clipped_with / one_by_one.norm(expected_gradients) - 1),
-        changed_fraction=(perturbation.changed_fraction, changed / total),
+        changed_fraction=(changed_fraction, changed / total),
         restored=restored,
         padding_nonzero=[int(a - b) for a, b in zip(whole, without_padding, strict=True)],
         num_padding=sum(p.ds_tensor.numel() - engine.local_numel(p) for _, p in engine.trainable),

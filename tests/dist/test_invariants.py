@@ -77,7 +77,7 @@ def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, 
     before = shard_bytes(engine)
     with engine.without_gradient():
         losses_before = engine.token_losses(batch)
-        with perturb_parameters(engine, direction, 0.5) as perturbation:
+        with perturb_parameters(engine, direction, 0.5) as changed_fraction:
             losses_inside = engine.token_losses(batch)
             bytes_inside = shard_bytes(engine)
         losses_after = engine.token_losses(batch)
@@ -92,7 +92,7 @@ def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, 
         was_moved=bytes_inside != before and not torch.equal(losses_inside, losses_before),
         same_losses=torch.equal(losses_after, losses_before),
         raised=raised,
-        changed_fraction=perturbation.changed_fraction,
+        changed_fraction=changed_fraction,
     )
     engine.close()
     return result

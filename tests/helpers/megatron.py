@@ -196,7 +196,7 @@ def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
         step_runs.train_step(engine, recipe, batches, estimator, seed=seed)
     before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
     masters = drift(model, step_runs.whole_parameters(engine))
-    with perturb_parameters(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as perturbation:
+    with perturb_parameters(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as changed_fraction:
         shifted = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
         with engine.without_gradient():
             losses = engine.token_losses(batches.main[0])
@@ -210,7 +210,7 @@ def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
         "masters": masters,
         "perturbed": drift(model, shifted),
         "losses": max(float((own - of_ranks[0]).abs().max()) for own in of_ranks),
-        "changed": perturbation.changed_fraction,
+        "changed": changed_fraction,
         "changed replicas": sum(float((shifted[name] != before[name]).sum()) for name in replicas),
     }
     engine.close()

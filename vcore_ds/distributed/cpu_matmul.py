@@ -5,7 +5,7 @@ its fp32 kernels. The kernels here convert their operands to fp32, compute, and 
 instructions do.
 
 They replace PyTorch's kernels in the whole process, below autograd: forward, backward, forward mode and autocast all
-call the operators listed here. Nothing is replaced on CPUs with the instructions. fp16 is treated alike.
+call the operators listed here. Nothing is replaced on CPUs that have the instructions. fp16 is treated the same way.
 """
 
 import os
@@ -23,18 +23,18 @@ VARIABLE = "VCORE_DS_CPU_BF16"
 """Environment variable: `fp32` replaces the kernels on every CPU, `native` on none."""
 
 PIECE_ELEMENTS = 2**22
-"""fp32 elements of a piece of a matrix multiplication, 16 MiB. Tensors above 32 MiB get fresh memory from the system,
+"""fp32 elements per piece of a matrix multiplication, 16 MiB. Tensors above 32 MiB get fresh memory from the system,
 which costs a large multiplication up to a third of its speed, and 8 rows times an output embedding 4/5."""
 
 MAX_NATIVE_ROWS = 2
-"""Up to this number of rows PyTorch's loops are faster if they read the weight along its rows, as in `x W^T`: a
-generated token would wait for the conversion of each weight."""
+"""Up to this number of rows PyTorch's loops are faster if they read the weight along its rows, as in `x W^T`: in
+generation every token would wait for the conversion of all weights."""
 
 MATMULS = ("mm", "mm.out", "addmm", "addmm_", "addmm.out")
 BATCHED_MATMULS = ("bmm", "bmm.out", "baddbmm", "baddbmm_", "baddbmm.out")
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
-Kernel = Callable[..., Any]  # A boxed kernel of an operator: takes the dispatch keys, then the arguments
+Kernel = Callable[..., Any]  # an operator's boxed kernel: takes the dispatch keys, then the arguments
 
 _CPU = DispatchKeySet(DispatchKey.CPU)
 _ZERO = torch.zeros(())
@@ -51,7 +51,7 @@ def computes_in_fp32() -> bool:
 
 
 def describe_cpu_matmul() -> str | None:
-    """A sentence for the start screen of a run; None if PyTorch's kernels are used."""
+    """Describe the precision of bf16 matrix multiplications, for the start screen; None for PyTorch's kernels."""
     if not computes_in_fp32():
         return None
     if os.environ.get(VARIABLE) == "fp32":
@@ -60,7 +60,7 @@ def describe_cpu_matmul() -> str | None:
 
 
 def cpu_matmul_precision() -> Literal["fp32", "native"]:
-    """How bf16 matrix multiplications are computed on this CPU, for environment.json."""
+    """Precision of bf16 matrix multiplications on this CPU, for environment.json."""
     return "fp32" if computes_in_fp32() else "native"
 
 
@@ -82,7 +82,7 @@ def _types_without_instructions() -> set[torch.dtype]:
 
 
 def _replace_kernels() -> torch.library.Library:
-    """Replace the kernels for the lifetime of the result."""
+    """Replace the kernels for as long as the returned library lives."""
     dtypes = _types_without_instructions() | {torch.bfloat16}
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -99,9 +99,9 @@ def _replace_kernels() -> torch.library.Library:
 
 
 def _make_matmul_kernel(name: str, native: Kernel, wide: Kernel, addmm: Kernel, dtypes: set[torch.dtype]) -> Kernel:
-    """Make a kernel with the signature of the operator of PyTorch's kernel `native`. `wide`: PyTorch's kernel of
-    `addmm` or `baddbmm`; `addmm` computes `beta * addend + alpha * left @ right` from operands of one of the
-    `dtypes`."""
+    """Make the replacement of `native`, PyTorch's kernel of the operator `name`. `wide`: PyTorch's kernel of `addmm` or
+    `baddbmm`; `addmm`: computes `beta * addend + alpha * left @ right` with it, from operands in one of the `dtypes`.
+    """
 
     def is_replaced(left: Tensor, right: Tensor, *others: Tensor) -> bool:
         if left.dtype not in dtypes or any(other.dtype is not left.dtype for other in (right, *others)):

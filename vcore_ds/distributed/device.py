@@ -1,4 +1,4 @@
-"""This rank's device, its total and available memory, the peak of memory used, and its folders for compiled kernels."""
+"""This rank's device: total, available and peak memory, and folders for compiled kernels."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ import torch
 from vcore_ds.common.errors import first_line
 from vcore_ds.distributed.unused_gpus import refuse_unused_gpus
 
-# PyTorch's warning on every rank about a driver that is too old; `uses_gpu` says what to do about it.
+# PyTorch warns on every rank about a driver that is too old; `uses_gpu` raises one error with a remedy.
 warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
 
 
@@ -25,8 +25,8 @@ def local_rank() -> int:
 
 
 def num_local_ranks() -> int:
-    """Number of ranks on this node: LOCAL_WORLD_SIZE under torchrun, LOCAL_SIZE under the deepspeed launcher. If
-    neither is set, all ranks of the job are assumed to be on this node."""
+    """Number of ranks on this node: LOCAL_WORLD_SIZE under torchrun, LOCAL_SIZE under the deepspeed launcher, otherwise
+    all ranks of the job."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
         if name in os.environ:
             return int(os.environ[name])
@@ -43,8 +43,8 @@ RESET_PEAK = "5"  # value that resets the peak of resident memory, see proc_pid_
 
 
 def uses_gpu() -> bool:
-    """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU. Raises UserError
-    where this machine has GPUs that PyTorch cannot use, with what to do about it."""
+    """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU. Raises UserError,
+    with a remedy, where this machine has GPUs that PyTorch cannot use."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return False
     return torch.cuda.is_available() or not _refuse_unused_gpus()
@@ -68,8 +68,8 @@ def device() -> torch.device:
 
 
 class PeakMemory:
-    """Peak memory of this rank, of the process and of a phase: allocated on the GPU, or resident on a CPU-only machine.
-    Reading it does not synchronise with the device."""
+    """Peak memory of this process and of a phase: allocated on the GPU, or resident on a CPU-only machine. Reading it
+    does not synchronise with the device."""
 
     def __init__(self) -> None:
         self._before = 0
@@ -99,7 +99,7 @@ peak_memory = PeakMemory()  # the instance of this process; more than one would 
 def _peak_bytes() -> int:
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
-    # Rather than getrusage, whose peak includes that of the parent process.
+    # Preferred to getrusage, whose peak includes the parent process's.
     with suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -108,14 +108,14 @@ def _peak_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Total memory of this rank's GPU, or on a CPU-only machine its share of the host's memory."""
+    """Total memory of this rank's GPU, or its share of the host's memory on a CPU-only machine."""
     if uses_gpu():
         return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_local_ranks()
 
 
 def available_memory_bytes() -> int:
-    """Memory available to this rank: that not used by other processes on its GPU, or its share of the host's."""
+    """Memory of this rank's GPU that other processes do not use, or its share of the host's available memory."""
     if not uses_gpu():
         return available_host_bytes()
     free, _ = torch.cuda.mem_get_info()
@@ -136,9 +136,9 @@ def available_host_bytes() -> int:
 
 
 def use_local_compile_caches() -> None:
-    """Make Triton compile into a folder of this rank, and PyTorch and DeepSpeed into one of this node, in the node's
-    temporary folder. Variables that the user has set stay. Triton's default is in the home, where the ranks of all
-    nodes that share it overwrite each other's files (https://github.com/triton-lang/triton/issues/2688)."""
+    """Make Triton compile into a folder per rank, and PyTorch and DeepSpeed into one per node, in the node's temporary
+    folder; variables that the user has set are kept. Triton's default is the home folder, where the ranks of all nodes
+    that share it overwrite each other's files (https://github.com/triton-lang/triton/issues/2688)."""
     folder = local_cache_folder()
     if folder is not None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton" / f"rank_{local_rank()}"))
@@ -147,8 +147,8 @@ def use_local_compile_caches() -> None:
 
 
 def local_cache_folder() -> Path | None:
-    """This user's folder in the node's temporary folder (TMPDIR, or /tmp); None if it cannot be made, or is another
-    user's, whose code would be run."""
+    """This user's folder in the node's temporary folder (TMPDIR, or /tmp); None if it cannot be made, or belongs to
+    another user, whose code would be run."""
     folder = Path(tempfile.gettempdir()) / f"vcore_ds_{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

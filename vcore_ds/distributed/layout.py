@@ -1,6 +1,6 @@
 """The device mesh: the ranks of a job on named axes, and all collectives of a step, each over a named axis.
 
-| axis | its ranks | each rank holds |
+| axis | ranks along it | each rank holds |
 |---|---|---|
 | `data` | work on different packs | packs of a batch |
 | `sequence` | a sequence-parallel group | a slice of the tokens of the same packs |
@@ -10,9 +10,9 @@
 | `expert_shards` | ranks with the same block of experts | a ZeRO-3 shard of these experts |
 | `job` | all ranks | a process: stop requests, failures, messages |
 
-Each pass over the model has a sequence-parallel size, the number of adjacent ranks in a group, which divides `shards`
+Each pass over the model chooses a sequence-parallel size, the number of adjacent ranks in a group. It splits `shards`
 into `data` and `sequence`; functions of these two axes take it as an argument. `tensor` has one size for the job. Its
-groups are adjacent ranks of the job, within a node, because every layer exchanges activations over this axis.
+groups are adjacent ranks, within a node, because every layer exchanges activations over this axis.
 
 `shards` is also `expert x expert_shards`, independently of `data` and `sequence`: the ranks of an expert-parallel group
 have different tokens, which they exchange in each MoE layer.
@@ -20,7 +20,7 @@ have different tokens, which they exchange in each MoE layer.
 Ranks along `tensor` process the same tokens and have the same losses, so a sum over `data` or `shards` counts each
 token once, and is the same on all of them.
 
-Before `arrange`, and after the end of its process group, the process works alone: every axis has one rank.
+Before `arrange`, and after the process group has ended, the process is alone: every axis has one rank.
 """
 
 from collections.abc import Iterable
@@ -45,9 +45,9 @@ _sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's sequence-para
 
 
 def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> None:
-    """Make the device mesh of the process group. A collective; call it once per process group. `timeout_minutes`: of
-    collectives, except over axes that span the job, which use the process group's. Raises UserError where a size does
-    not divide the world size."""
+    """Make the device mesh of the process group. A collective; call it once per process group. `timeout_minutes`: for
+    collectives; axes that span the job have the timeout of the process group. Raises UserError where a size does not
+    divide the world size."""
     global _is_first, _timeout
     num_ranks = dist.get_world_size()
     check_parallel_sizes(num_ranks, tensor, expert)
@@ -66,7 +66,7 @@ def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> 
 
 
 def _make_mesh(ranks: Tensor, axes: tuple[Axis, Axis]) -> DeviceMesh:
-    """A mesh of all ranks on two axes. `init_device_mesh` would make groups with PyTorch's default timeout."""
+    """Make a mesh of all ranks on two axes. `init_device_mesh` would make groups with PyTorch's default timeout."""
     groups = [_make_group(rows) for rows in (ranks.t(), ranks)]
     return DeviceMesh.from_group(groups, device().type, mesh=ranks.int(), mesh_dim_names=axes)
 
@@ -111,16 +111,13 @@ def _is_alone() -> bool:
 
 def make_sequence_groups(sizes: Iterable[int]) -> None:
     """Make the sequence-parallel groups of every size (a divisor of the size of `shards`) that a pass may choose. A
-    collective. All are made in advance, on all ranks in the same order: made on first use, ranks at different points of
-    a step would hang. NCCL connects a group when it is first used, so an unused size costs no memory."""
-    for parallel_size in sorted(set(sizes)):
-        if parallel_size == 1 or parallel_size in _sequence_groups:
-            continue
+    collective. They are made in advance, on all ranks in the same order: if they were made on first use, ranks at
+    different points of a step would hang. NCCL connects a group on first use, so an unused size costs no memory."""
+    for parallel_size in sorted({*sizes} - {1, *_sequence_groups}):
         if parallel_size == size("shards"):
             _sequence_groups[parallel_size] = group("shards")
-            continue
-        # Adjacent ranks along `shards`, for each rank along `tensor`.
-        _sequence_groups[parallel_size] = _make_group(_meshes["all"].mesh.t().reshape(-1, parallel_size))
+        else:  # adjacent ranks along `shards`, for each rank along `tensor`
+            _sequence_groups[parallel_size] = _make_group(_meshes["all"].mesh.t().reshape(-1, parallel_size))
 
 
 def mesh(axis: Axis) -> DeviceMesh:
@@ -134,7 +131,7 @@ def group(axis: Axis) -> dist.ProcessGroup:
 
 
 def size(axis: Axis, sequence_parallel: int = 1) -> int:
-    """Number of ranks along an axis. `sequence_parallel`: sequence-parallel size of the pass, for `data` and
+    """Number of ranks along an axis. `sequence_parallel`: the pass's sequence-parallel size, for `data` and
     `sequence`."""
     if axis == "sequence":
         return sequence_parallel
@@ -155,7 +152,7 @@ def rank(axis: Axis, sequence_parallel: int = 1) -> int:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which prints and writes files for the job; also valid after the process group's end."""
+    """Whether this is rank 0, which prints and writes files for the job; valid after the process group's end too."""
     return _is_first
 
 
@@ -174,14 +171,14 @@ def sum_over(axis: Axis, values: list[float], sequence_parallel: int = 1) -> lis
 
 
 def norm_over(axis: Axis, parts: list[Tensor]) -> float:
-    """2-norm, in fp64, of a vector whose parts are on the ranks of an axis. A collective."""
+    """2-norm in fp64 of a vector that is distributed over the ranks of an axis. A collective."""
     norms = torch._foreach_norm(parts, dtype=torch.float64)  # a few kernels for any number of parts
     return sum_over(axis, [float(torch.stack(norms).square().sum())])[0] ** 0.5
 
 
 def gather_objects(axis: Axis, value: Any, duplicate: dist.ProcessGroup | None = None) -> list[Any]:
-    """All-gather a Python object over an axis. A collective. `duplicate`: of the axis's group, for a thread beside the
-    main one."""
+    """All-gather a Python object over an axis. A collective. `duplicate`: a duplicate of the axis's group, for calls
+    from another thread than the main one."""
     if _is_alone():
         return [value]
     gathered: list[Any] = [None] * size(axis)

@@ -1,4 +1,4 @@
-"""The process group of a run: its start and end, and work that ranks do in turn."""
+"""The process group of a run: start, end, and work that ranks do in turn."""
 
 import os
 import socket
@@ -21,15 +21,15 @@ from vcore_ds.distributed.device import local_rank, num_local_ranks, use_local_c
 Result = TypeVar("Result")
 
 _created_group: dist.ProcessGroup | None = None
-"""The process group that `start_process_group` created, until its end."""
+"""The process group that `start_process_group` created, until it is destroyed."""
 
 
 def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
     """Join the process group of the launcher's environment, or create one of a single process, and make the device
     mesh; keeps an existing group. Also gives each rank its share of the cores, on GPUs local folders for compiled
-    kernels, and on CPUs fast matrix multiplications. A collective that takes longer than `timeout_minutes` ends the run
-    with an error instead of hanging. Raises UserError where a parallel size is no divisor of the ranks, or an
-    environment variable has an invalid value."""
+    kernels, and on CPUs fast matrix multiplications. A collective that takes longer than `timeout_minutes` raises an
+    error instead of hanging. Raises UserError where a parallel size does not divide the world size, or an environment
+    variable has an invalid value."""
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     share_cores_among_ranks()
@@ -56,15 +56,15 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
             world_size=num_ranks,
         )
         _created_group = dist.group.WORLD
-        # Even if there is a mesh: it would be that of a destroyed process group.
+        # Even if a mesh exists: it belongs to a destroyed process group.
         layout.arrange(tensor, expert, timeout_minutes)
     elif not layout.is_arranged() or (layout.size("tensor"), layout.size("expert")) != (tensor, expert):
         layout.arrange(tensor, expert, timeout_minutes)
 
 
 def end_process_group() -> None:
-    """Wait for all ranks and destroy the process group, unless it existed before `start_process_group`. A collective,
-    the last one: NCCL needs all ranks to destroy their communicators at about the same time, and rank 0 may continue
+    """Wait for all ranks and destroy the process group, unless it existed before `start_process_group`. The last
+    collective: NCCL needs all ranks to destroy their communicators at about the same time, and rank 0 may continue
     alone for hours, with an evaluation or a report."""
     global _created_group
     layout.sum_over("job", [0.0])
@@ -76,12 +76,12 @@ def end_process_group() -> None:
 
 def share_cores_among_ranks() -> None:
     """Limit each rank's threads to its share of the cores; PyTorch's default, all cores for every rank, is several
-    times slower on CPUs. GPU ranks use them for an optimizer that is offloaded to the host."""
+    times slower on CPUs. GPU ranks use the threads for an optimizer that is offloaded to the host."""
     chosen = os.environ.get("OMP_NUM_THREADS")
     # torchrun sets 1 by default. CPU ranks keep it, because recorded runs depend on the order of summation.
     is_torchrun_default = uses_gpu() and chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if chosen is None or is_torchrun_default:
-        # The launcher has the node's cores, also where NUMA binding gives a rank some of them.
+        # Counted for the launcher, which may use all of the node's cores even where NUMA binding restricts a rank.
         share = len(os.sched_getaffinity(os.getppid())) // num_local_ranks()
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
 
@@ -102,9 +102,9 @@ def cpu_group() -> dist.ProcessGroup:
 
 
 def run_first_rank_first(work: Callable[[], Result]) -> Result:
-    """Run `work()` on rank 0, then on the first rank of every node, then on all others, so that files of the first are
-    there for the later ones, whether nodes share a file system or not. A collective; waiting ranks do not time out.
-    Raises UserError on all ranks alike, the first one that `work` raised."""
+    """Run `work()` on rank 0, then on the first rank of every node, then on all others, so that later ranks find the
+    files of earlier ones, whether nodes share a file system or not. A collective; waiting ranks do not time out.
+    Raises the first UserError of `work` on all ranks alike."""
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     result, turn = None, 0 if layout.is_first() else 1 if local_rank() == 0 else 2
     try:
@@ -135,9 +135,9 @@ ANSWER_POLL_SECONDS = 0.05
 
 
 def take_first_answer(question: str, answer: Callable[[], str]) -> str:
-    """Return `answer()` of the first rank that asks `question`; ranks that ask later wait for it, and get the same, as
-    long as the process group exists. Not a collective: ranks ask when they need to, or never. `answer` must not wait
-    for other ranks."""
+    """Return `answer()` of the first rank that asks `question`; ranks that ask later wait for it and get the same
+    answer, as long as the process group exists. Not a collective: each rank asks when it needs to, or never. `answer`
+    must not wait for other ranks."""
     if not dist.is_initialized():
         return answer()
     store = _get_default_store()
@@ -145,7 +145,7 @@ def take_first_answer(question: str, answer: Callable[[], str]) -> str:
         text = answer()
         store.set(f"{question}: answer", text)
         return text
-    # Not `store.get`: while it blocks, no other thread of this rank can use the store.
+    # Polled, since `store.get` would block all other threads of this rank that use the store.
     while not store.check([f"{question}: answer"]):
         time.sleep(ANSWER_POLL_SECONDS)
     return store.get(f"{question}: answer").decode()

@@ -1,6 +1,6 @@
 """Stop requests to this process: SIGTERM, SIGINT, SIGUSR1, and the end of the launcher that started it.
 
-Standard library only, to handle them before torch and deepspeed are imported, which can take a minute.
+Standard library only, so that requests are handled before torch and deepspeed are imported, which can take a minute.
 """
 
 import multiprocessing
@@ -30,8 +30,9 @@ LAUNCHER_POLL_SECONDS = 1.0
 class StopSignals:
     """Handler of stop requests. While nothing can be lost (loading, exporting) a request ends the process at once with
     EXIT_STOPPED. Inside `deferred` (training) the first request is only recorded, as `received`, for the end of the
-    step; a second one ends the process at once, unless it belongs to the first (SAME_REQUEST_SECONDS). `before_exit` is
-    called with the request before the process ends outside `deferred`; it has two seconds.
+    step; a second one ends the process at once, unless it belongs to the first (SAME_REQUEST_SECONDS). Before the
+    process ends outside `deferred`, `before_exit` is called with the request and has two seconds.
+
     A separate thread reads the signals from the pipe to which Python's C handler writes: a Python handler would wait
     for the main thread, which may hang in a collective."""
 
@@ -61,8 +62,8 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A context for code that must not be interrupted and polls `received`. A request that is pending at its end
-        ends the process."""
+        """A context for code that must not be interrupted and polls `received`. A request still pending on exit ends
+        the process."""
         with self._lock:
             self._held_back = True
         try:
@@ -76,12 +77,12 @@ class StopSignals:
             self._exit(self.received)
 
     def leave(self, last_words_seconds: float = LAST_WORDS_SECONDS) -> None:
-        """Announce that the process will exit, with a message and an exit code: signals are ignored for
-        `last_words_seconds`, and end the process afterwards."""
+        """Announce that the process is about to exit with a message and an exit code: for `last_words_seconds` signals
+        are ignored, afterwards they end the process."""
         self._exits_at = time.monotonic() + last_words_seconds
 
     def request(self, name: str) -> None:
-        """Act as if the signal `name` had arrived. Callable from any thread."""
+        """Act as if the signal `name` had arrived. Thread-safe."""
         now = time.monotonic()
         with self._lock:
             deferred, first = self._held_back, self.received is None
@@ -151,9 +152,9 @@ def _stderr() -> int:
 
 
 def _launchers() -> list[int]:
-    """Process ids of the launcher's processes above this one, nearest first; empty without a known launcher. `kill` of
-    the `deepspeed` command ends only that command, and torchrun's ranks survive a SIGKILL of it: the ranks would go
-    on."""
+    """Process ids of the launcher's processes above this one, nearest first; empty without a known launcher. Without
+    this, ranks would survive a `kill` of the `deepspeed` command, which ends only that command, or a SIGKILL of
+    torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _ancestors(1)
     above = _ancestors(2)
@@ -171,7 +172,7 @@ def _ancestors(count: int) -> list[int]:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Read a file of /proc; without it `0 (gone) X 0`, which is no launcher's command line and has parent 0."""
+    """Read a file of /proc; if it is gone, return `0 (gone) X 0`: no launcher's command line, and parent 0."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

@@ -15,16 +15,15 @@ STOP_FILE = "STOP"
 
 REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "the end of its launcher", "the STOP file", "run.time_limit_minutes")
 
-UNMEASURED_SAVE_SECONDS = 300.0  # assumed duration of the first save; a tenth of the time limit if that is less
+UNMEASURED_SAVE_SECONDS = 300.0  # assumed duration of the first save, at most a tenth of the time limit
 
 
 class Stops:
-    """Stop requests, checked by all ranks after every step: a request may reach only one rank, or ranks at different
+    """Stop requests, agreed on by all ranks after every step: a request may reach only one rank, or ranks at different
     steps."""
 
     def __init__(self, folder: Path, time_limit_minutes: float | None):
-        """`time_limit_minutes`: wall-clock limit from the start of this process to the end of its last save; None for
-        none."""
+        """`time_limit_minutes`: wall-clock limit from the start of this process to the end of its last save."""
         self._stop_file = folder / STOP_FILE
         self._ends_at = math.inf
         self._seconds_save = 0.0
@@ -32,7 +31,7 @@ class Stops:
             limit_seconds = 60.0 * time_limit_minutes
             self._ends_at = time.monotonic() + limit_seconds - process_age_seconds()
             self._seconds_save = min(UNMEASURED_SAVE_SECONDS, 0.1 * limit_seconds)
-        # The maximum of the last hundred steps also covers occasional validations.
+        # The maximum over the last hundred steps includes occasional validations.
         self._seconds_steps: deque[float] = deque(maxlen=100)
         self._step_started_at = time.monotonic()
 
@@ -46,24 +45,26 @@ class Stops:
         num_ranks = layout.sum_over("job", [float(local == reason) for reason in REASONS])
         agreed = next((reason for reason, num in zip(REASONS, num_ranks, strict=True) if num > 0), None)
         if agreed is not None and layout.is_first():
-            # Or it would stop the run again when it is resumed.
+            # Otherwise it would stop the run again when it is resumed.
             self._stop_file.unlink(missing_ok=True)
         return agreed
 
     def record_save(self, seconds: float) -> None:
-        """Record the duration of a checkpoint, which is not part of a step; the next is expected to take as long."""
+        """Record the duration of a synchronous checkpoint, which is not part of a step; the next is expected to take as
+        long."""
         self._seconds_save = seconds
         self._step_started_at += seconds
 
     def record_copy(self, seconds: float, seconds_write: float | None) -> None:
-        """Record what a checkpoint took of the steps that is written beside them: `seconds`, not part of a step.
-        `seconds_write`: of the last write; None before its end. A stop may wait for one write and then for its own."""
+        """Record an asynchronous checkpoint. `seconds`: duration of the copy to host memory, which is not part of a
+        step; `seconds_write`: of the last completed write, None before the first. A stop may have to wait for the write
+        in progress and then for its own."""
         self._step_started_at += seconds
         if seconds_write is not None:
             self._seconds_save = 2 * seconds_write
 
     def _local_reason(self) -> str | None:
-        """This rank's reason. Only rank 0 checks file and clock, because file systems and clocks of nodes differ."""
+        """This rank's reason. Only rank 0 checks file and clock, because nodes' file systems and clocks differ."""
         if stop_signals.received is not None or not layout.is_first():
             return stop_signals.received
         if self._stop_file.exists():
@@ -75,5 +76,5 @@ class Stops:
 
 
 def process_age_seconds() -> float:
-    """Seconds since the start of this process, with its imports."""
+    """Seconds since the start of this process, imports included."""
     return time.time() - psutil.Process().create_time()

@@ -59,14 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run.run(parsed)
     except ChildFailedError as error:
-        # The other ranks were ended because of the first failure.
-        code = error.get_first_failure()[1].exitcode
+        code = error.get_first_failure()[1].exitcode  # the other ranks were ended because of it
         stopped_early = -code in received  # before the rank had a signal handler, so there was nothing to save
         if code not in (UserError.EXIT_CODE, EXIT_STOPPED) and not stopped_early:
             print(error, file=sys.stderr, flush=True)
             return 1
         if parsed.nnodes not in ("1", "1:1"):
-            # The rendezvous store may live in this process (as long as `error`). If it is gone before the ranks of
+            # The rendezvous store may live in this process, kept alive by `error`. If it is gone before the ranks of
             # another node have ended, their torchrun kills them and exits with another code.
             time.sleep(SECONDS_FOR_OTHER_NODES)
         return EXIT_STOPPED if stopped_early else code

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from vcore_ds.common.errors import UserError
 
 OLDEST_DRIVERS = {12: 525, 13: 580}
-"""CUDA's major version -> the driver branch that any of its builds needs at least. Source:
+"""CUDA's major version -> the oldest driver branch for its builds. Source:
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 
 BLACKWELL = re.compile(r"\bG?B\d00\b|Blackwell|RTX 50\d0")
@@ -23,23 +23,20 @@ NVIDIA_SMI_SECONDS = 60.0  # timeout of nvidia-smi, which hangs where a GPU does
 
 
 class Gpus(NamedTuple):
-    """GPUs that the driver lists."""
+    """GPUs and version of the driver."""
 
     names: tuple[str, ...]
     driver: str
 
 
 def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = "", root: Path = Path("/")) -> None:
-    """Raise UserError if this machine has GPUs. Called where PyTorch can use none, so that no run meant for GPUs takes
-    days on the CPUs.
-
-    GPUs that CUDA_VISIBLE_DEVICES hides, or that this process may not open (a container or a SLURM job without GPUs),
-    do not count.
+    """Raise UserError if this machine has GPUs; called where PyTorch can use none, so that no run meant for GPUs takes
+    days on the CPUs. GPUs that CUDA_VISIBLE_DEVICES hides, or that this process may not open (a container or SLURM job
+    without GPUs), do not count.
 
     Args:
-        torch_version: `torch.__version__`.
-        built_for: `torch.version.cuda`, None for a build without CUDA.
-        reason: why CUDA does not initialise, as PyTorch says.
+        torch_version, built_for: `torch.__version__` and `torch.version.cuda`.
+        reason: PyTorch's message about why CUDA does not initialise.
         root: folder with /proc and /dev.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -48,7 +45,7 @@ def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = 
         return
     branch = int(gpus.driver.partition(".")[0])
     oldest = 0 if built_for is None else OLDEST_DRIVERS.get(int(built_for.partition(".")[0]), 0)
-    build = fitting_build(torch_version, branch, any(BLACKWELL.search(name) for name in gpus.names))
+    build = find_fitting_build(torch_version, branch, any(BLACKWELL.search(name) for name in gpus.names))
     remedy = "update the driver" if build is None else f"install the build for this driver: {build}"
     if built_for is None:
         why = "it is built without CUDA"
@@ -67,11 +64,11 @@ def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = 
 
 
 def list_gpus(root: Path = Path("/")) -> Gpus | None:
-    """The GPUs that nvidia-smi lists, or without it the driver's files below `root`; None if there are none."""
+    """List the GPUs by nvidia-smi, or without it by the driver's files below `root`; None if there are none."""
     done = run_nvidia_smi("name,driver_version")
     if done is not None and (rows := re.findall(r"^(.+), (\d[\d.]+)$", done.stdout, re.MULTILINE)):
         return Gpus(tuple(name for name, _ in rows), rows[0][1])
-    # Missing in a slim image, and without an answer while the driver and its library differ, after an update.
+    # nvidia-smi is missing in slim images, and fails while driver and library versions differ, after an update.
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     # /proc lists all GPUs of the machine, also in a container or a job that may use none of them.
     if not folders or not any(_can_open(device) for device in (root / "dev").glob("nvidia[0-9]*")):
@@ -92,7 +89,7 @@ def run_nvidia_smi(fields: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def _can_open(device: Path) -> bool:
-    """Whether the kernel lets this process use a device; permission bits do not show a control group's limits."""
+    """Whether the kernel lets this process use a device; permission bits do not show the limits of a cgroup."""
     try:
         os.close(os.open(device, os.O_RDWR))
     except OSError:
@@ -100,8 +97,8 @@ def _can_open(device: Path) -> bool:
     return True
 
 
-def fitting_build(torch_version: str, branch: int, is_blackwell: bool) -> str | None:
-    """The command that installs PyTorch for a driver branch; None if no build supports the driver."""
+def find_fitting_build(torch_version: str, branch: int, is_blackwell: bool) -> str | None:
+    """Find the command that installs PyTorch for a driver branch; None if no build supports the driver."""
     version = torch_version.partition("+")[0]
     if branch >= OLDEST_DRIVERS[13]:
         build = "cu130"

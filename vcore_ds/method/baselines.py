@@ -1,6 +1,7 @@
 """Token weights of the methods that VCORE is compared with, on the same scale: uniform weights are `1 / n_i`.
 
-Ragged as in `weights.py`: `losses[N]` over all tokens, `sequence_index[N]`. Results are detached.
+Ragged as in `weights.py`: over all tokens `losses[N]`, the cross-entropy of the current model in nats (fp32), and
+`sequence_index[N]`. Results are detached.
 """
 
 import numpy as np
@@ -12,48 +13,32 @@ from vcore_ds.method.weights import segment_sum, uniform_weights
 IMPORTANCE_RATIO_CAP = 16.0
 """Upper bound of the importance ratio in the authors' code of iw-SFT (`bounding_trainers.py` in `emmyqin/iw_sft`)."""
 
-
 DEFT_EPS = 1e-6
-"""In the authors' code of DEFT (`fsdp_sft_trainer.py` in `luludus/DEFT`)."""
+"""Epsilon in the authors' code of DEFT (`fsdp_sft_trainer.py` in `luludus/DEFT`)."""
 
 
 def dft_weights(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`p(y_t) / n_i`, `[N]`: Dynamic Fine-Tuning (arXiv 2508.05629), `sg(p) * -log p` per token.
-
-    Args:
-        losses: `[N]`, cross-entropy of the current model in nats, fp32.
-    """
+    """`p(y_t) / n_i`, `[N]`: Dynamic Fine-Tuning (arXiv 2508.05629), `sg(p) * -log p` per token."""
     return torch.exp(-losses.detach()) * uniform_weights(sequence_index, num_sequences, losses.dtype)
 
 
 def eaft_weights(top_entropies: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`H_t / n_i`, `[N]`: Entropy-Adaptive Fine-Tuning (arXiv 2601.02151), linear gating.
-
-    Args:
-        top_entropies: `[N]`, in [0, 1], see `models.token_loss.PredictionStatistic`.
-    """
+    """`H_t / n_i`, `[N]`: Entropy-Adaptive Fine-Tuning (arXiv 2601.02151), linear gating. `top_entropies`: `[N]`, in
+    [0, 1], see `models.token_loss.PredictionStatistic`."""
     return top_entropies * uniform_weights(sequence_index, num_sequences, top_entropies.dtype)
 
 
 def deft_weights(losses: Tensor, concentrations: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """`p(y_t)^a_t * a_t / (a_t + 1e-6) / n_i`, `[N]`: Dynamic Entropy Fine-Tuning (arXiv 2602.11424), whose loss
-    `(1 - p(y_t)^a_t) / (a_t + 1e-6)` has the gradient of a cross-entropy with these weights.
-
-    Args:
-        losses: `[N]`, cross-entropy of the current model in nats, fp32.
-        concentrations: `[N]`, `a_t = sum_v p(v)^2`.
-    """
+    `(1 - p(y_t)^a_t) / (a_t + 1e-6)` has the gradient of a cross-entropy with these weights. `concentrations`: `[N]`,
+    `a_t = sum_v p(v)^2`."""
     uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
     return torch.exp(-concentrations * losses) * concentrations / (concentrations + DEFT_EPS) * uniform
 
 
 def profit_weights(losses: Tensor, min_probability: float, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """`1 / n_i` where `p(y_t) >= min_probability`, else 0, `[N]`: ProFit (arXiv 2601.09195). `n_i` counts all
-    supervised tokens, as in its authors' code.
-
-    Args:
-        losses: `[N]`, cross-entropy of the current model in nats, fp32.
-    """
+    supervised tokens, as in the authors' code."""
     uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
     return torch.where(torch.exp(-losses) < min_probability, 0.0, uniform)
 
@@ -63,12 +48,8 @@ def iw_sft_weights(
 ) -> Tensor:
     """`w_i / n_i`, `[N]`, `w_i = clamp(exp(mean_t [log p(y_t) - log p_ref(y_t)]), 0, 16)`: importance-weighted SFT
     (arXiv 2507.12856), in the sequence-level form that its authors train with. `1 / n_i` while the model equals its
-    reference.
-
-    Args:
-        losses: `[N]`, cross-entropy of the current model in nats, fp32.
-        reference_log_probability: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats, under the frozen reference.
-    """
+    reference. `reference_log_probability`: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats, under the frozen
+    reference."""
     uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
     num_tokens = segment_sum(torch.ones_like(losses), sequence_index, num_sequences).clamp_min(1)
     log_probability = -segment_sum(losses.detach(), sequence_index, num_sequences)
@@ -77,20 +58,16 @@ def iw_sft_weights(
 
 
 def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Uniform weights over the kept tokens of each sequence, 0 elsewhere; `[N]` fp32.
-
-    Args:
-        kept: `[N]`, bool, see `random_mask`.
-    """
+    """Uniform weights over the kept tokens of each sequence, 0 elsewhere; `[N]` fp32. `kept`: `[N]`, bool, see
+    `random_mask`."""
     ones = kept.float()
     return ones / segment_sum(ones, sequence_index, num_sequences).clamp_min(1)[sequence_index]
 
 
 def random_mask(in_answer: np.ndarray, keep_share: float, generator: np.random.Generator) -> np.ndarray:
     r"""The supervised tokens of one sequence that the method `random` keeps, bool `[n_i]` (paper, "The implementation
-    details of Method Random"): all tokens of the answer, and random others up to the share `keep_share` in total.
-
-    Keeps at least one token, so that every sequence counts.
+    details of Method Random"): all tokens of the answer, and random others up to the share `keep_share` in total, at
+    least one token, so that every sequence counts.
 
     Args:
         in_answer: bool `[n_i]`, the tokens inside `\boxed{...}`.

@@ -18,7 +18,7 @@ Normalization = Literal["sequence", "token"]
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Counts of the batch of one optimizer step, over all ranks and micro-batches."""
+    """Counts over the batch of one optimizer step: all ranks and micro-batches."""
 
     num_sequences_global: int
     """Sequences with at least one supervised token."""
@@ -26,12 +26,8 @@ class GlobalCounts:
 
 
 def sequence_shares(num_tokens: Tensor, counts: GlobalCounts, normalization: Normalization) -> Tensor:
-    """`w_i` of each sequence, `[num_sequences]` fp32; 0 for a sequence without supervised tokens.
-
-    Args:
-        num_tokens: `[num_sequences]`, supervised tokens `n_i` of each sequence of the micro-batch (kept tokens, where
-            `counts` counts those).
-    """
+    """`w_i` of each sequence, `[num_sequences]` fp32; 0 for a sequence without supervised tokens. `num_tokens`:
+    `[num_sequences]`, `n_i` of the micro-batch's sequences (kept tokens, if `counts` counts those)."""
     if normalization == "token":
         return num_tokens.float() / max(counts.num_supervised_tokens_global, 1)
     return (num_tokens > 0).float() / max(counts.num_sequences_global, 1)
@@ -57,22 +53,14 @@ def loss_ratio_alpha(uniform_loss: Tensor | float, weighted_loss: Tensor | float
 
 
 def utility_moments(utilities: Tensor, weights: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Moments from which `utility_variances` computes the variances, `[5]` fp64; additive over micro-batches and ranks.
-
-    The number of sequences with tokens, then sum and sum of squares over these sequences of the mean utility
-    `sum_t s[i,t] / n_i` and of the weighted utility `sum_t q[i,t] s[i,t]`.
-    """
+    """Moments for `utility_variances`, `[5]` fp64, additive over micro-batches and ranks: the number of sequences with
+    tokens, then over these the sum and sum of squares of the mean utility `sum_t s[i,t] / n_i` and of the weighted
+    utility `sum_t q[i,t] s[i,t]`."""
     num_tokens = segment_sum(torch.ones_like(utilities), sequence_index, num_sequences).double()
     mean = segment_sum(utilities, sequence_index, num_sequences).double() / num_tokens.clamp_min(1)
     weighted = segment_sum(weights * utilities, sequence_index, num_sequences).double()
-    moments = [
-        (num_tokens > 0).sum().double(),
-        mean.sum(),
-        mean.square().sum(),
-        weighted.sum(),
-        weighted.square().sum(),
-    ]
-    return torch.stack(moments)
+    sums = mean.sum(), mean.square().sum(), weighted.sum(), weighted.square().sum()
+    return torch.stack([(num_tokens > 0).sum().double(), *sums])
 
 
 def utility_variances(moments: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The optimizers: the probe direction for Adam; Muon's update of a weight matrix, and its probe direction.
+"""Muon's update of a weight matrix, and the probe directions matched to Muon and Adam.
 
 Muon: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the scale of Liu et al. 2025 (arXiv
 2502.16982): the numbers of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which needs whole matrices and computes
@@ -21,45 +21,40 @@ def blend_momentum(gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
 
 
 def muon_update(blend: Tensor) -> Tensor:
-    """The update per unit of learning rate: the orthogonalized blend times `0.2 sqrt(max(rows, columns))`, which gives
-    it the root mean square of AdamW's updates.
-
-    Singular values become about 1 (between 0.7 and 1.2) by five Newton-Schulz iterations.
-
-    Args:
-        blend: `[..., rows, columns]`, of any floating-point dtype, in which it computes.
-    """
-    return _from_wide(blend, _iterate(_scale_to_one(_to_wide(blend.detach()))[0])) * rms_factor(blend.shape)
+    """The update per unit of learning rate: the blend, orthogonalized by five Newton-Schulz iterations (singular values
+    become about 1, between 0.7 and 1.2), times `0.2 sqrt(max(rows, columns))`, which gives it the root mean square of
+    AdamW's updates. `blend`: `[..., rows, columns]`, of any floating-point dtype, in which the update is computed."""
+    orthogonal = _iterate(_scale_to_one(_transpose_tall(blend, blend.detach()))[0])
+    return _transpose_tall(blend, orthogonal) * rms_factor(blend.shape)
 
 
 def muon_direction(blend: Tensor, gradient: Tensor, beta: float) -> Tensor:
     """`J^T g`: the probe direction matched to Muon, with `J` the Jacobian of `muon_update` by the gradient.
 
-    A token's weight changes the update by `J` times the token's gradient, so its effect on the probe's loss is that
-    gradient's product with `J^T g`. For Adam `J` is diagonal and `J^T = J`; here they differ (cosine of 0.76 to 0.999
-    on random matrices). The iterations are an odd function of the singular values, the derivative of a function of
-    them, so their Jacobian is symmetric, and a forward-mode pass through them computes `J^T g` without a graph.
+    A token's weight changes the update by `J` times the token's gradient, so its effect on the probe's loss is the
+    inner product of that gradient with `J^T g`. For Adam `J` is diagonal and `J^T = J`; here they differ (cosine of
+    0.76 to 0.999 on random matrices). The iterations apply an odd function to the singular values, the derivative of
+    another function of them, so their Jacobian is symmetric, and forward mode computes `J^T g` without a graph.
 
     Args:
         blend: `[..., rows, columns]`, `blend_momentum` of the gradient, at which `J` is evaluated.
         gradient: `g`, of the same shape and dtype.
-        beta: the momentum's decay rate; the blend changes by `1 - beta^2` of the gradient.
+        beta: the momentum's decay rate; the blend's derivative by the gradient is `1 - beta^2`.
     """
-    x, norm = _scale_to_one(_to_wide(blend))
-    d_x = _to_wide(gradient)
-    # Scaled to norm 1: products of small gradients would underflow, and the Jacobian is linear.
-    d_x, size = _scale_to_one(d_x)
+    x, norm = _scale_to_one(_transpose_tall(blend, blend))
+    # Scaled to norm 1: matrix multiplications of small gradients would underflow, and the Jacobian is linear.
+    d_x, size = _scale_to_one(_transpose_tall(gradient, gradient))
     d_x = _differentiate(x, d_x)
     # The Jacobian of X / |X| is symmetric as well; it comes last, since this is the transpose.
     along = (d_x * x).sum((-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     d_x = torch.where(norm > SMALLEST_NORM, d_x - x * along.to(x.dtype), d_x)
     scale = size / norm.clamp(min=SMALLEST_NORM) * ((1 - beta**2) * rms_factor(blend.shape))
-    return _from_wide(gradient, d_x * scale)
+    return _transpose_tall(gradient, d_x * scale)
 
 
 def rms_factor(shape: torch.Size) -> float:
-    """Factor of the orthogonalized matrix. Transposing the matrix does not change it, so layers that store the
-    transposed weight are trained alike."""
+    """Factor of the orthogonalized matrix; the same for its transpose, so that layers which store the transposed weight
+    are trained alike."""
     return 0.2 * float(max(shape[-2:])) ** 0.5
 
 
@@ -73,7 +68,7 @@ def _iterate(x: Tensor) -> Tensor:
 
 
 def _differentiate(x: Tensor, d_x: Tensor) -> Tensor:
-    """The derivative of `_iterate` at `x` along `d_x`."""
+    """Derivative of `_iterate` at `x` along `d_x`."""
     a, b, c = COEFFICIENTS
     for _ in range(NUM_ITERATIONS):
         gram, half = x @ x.mT, d_x @ x.mT
@@ -86,18 +81,14 @@ def _differentiate(x: Tensor, d_x: Tensor) -> Tensor:
 
 
 def _scale_to_one(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrices with a Frobenius norm of 1, and the norm `[..., 1, 1]` before, in fp32 or fp64."""
+    """Matrices scaled to a Frobenius norm of 1, and their norms before, `[..., 1, 1]`, in fp32 or fp64."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     return (x / norm.clamp(min=SMALLEST_NORM)).to(x.dtype), norm
 
 
-def _to_wide(x: Tensor) -> Tensor:
-    """Transpose a matrix with more rows than columns, for the smaller `x @ x.mT`."""
-    return x.mT if x.shape[-2] > x.shape[-1] else x
-
-
-def _from_wide(like: Tensor, x: Tensor) -> Tensor:
-    return x.mT if like.shape[-2] > like.shape[-1] else x
+def _transpose_tall(matrix: Tensor, x: Tensor) -> Tensor:
+    """Transpose `x` if `matrix` has more rows than columns: `x @ x.mT` is smaller for wide matrices."""
+    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
 
 
 def adam_direction(
@@ -117,8 +108,8 @@ def adam_direction(
         c1 = (1 - beta1) / (1 - beta1^k),   c2 = (1 - beta2) / (1 - beta2^k).
 
     The paper evaluates it at the main batch's uniform gradient, which would cost one more backward; here it is
-    evaluated at the probe gradient itself. `J` is negative for a coordinate whose second moment grows faster with the
-    gradient than its first moment, so that a larger gradient makes a smaller step.
+    evaluated at the probe gradient. `J` is negative where the second moment grows faster with the gradient than the
+    first, so that a larger gradient makes a smaller step.
 
     Args:
         gradient: `g`, any shape, fp32.

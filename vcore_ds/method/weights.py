@@ -31,7 +31,7 @@ which changes by `tau^2 Var_q(s)` times that, to 3e-8 nats on sequences of 30,00
 
 @dataclass(frozen=True)
 class GibbsWeights:
-    """Gibbs weights of tokens, with the temperature and divergence of each sequence."""
+    """Gibbs weights of the tokens, and each sequence's temperature and divergence."""
 
     weights: Tensor
     """`[N]`, sum to 1 over each sequence."""
@@ -62,11 +62,7 @@ def uniform_weights(sequence_index: Tensor, num_sequences: int, dtype: torch.dty
 
 def log_probability_base(losses: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """`log b`, `[N]` fp64, of the base measure `b[i,t] ~ p(y_t)`: the token weights of Dynamic Fine-Tuning (arXiv
-    2508.05629), normalised over each sequence.
-
-    Args:
-        losses: `[N]`, cross-entropy of the current model in nats.
-    """
+    2508.05629), normalised over each sequence. `losses`: `[N]`, cross-entropy of the current model in nats."""
     log_p = -losses.detach().double()
     shifted = log_p - segment_max(log_p, sequence_index, num_sequences)[sequence_index]
     return shifted - segment_sum(shifted.exp(), sequence_index, num_sequences).log()[sequence_index]
@@ -112,7 +108,7 @@ def gibbs_weights(
 def gibbs_weights_for_budget(
     utilities: Tensor, sequence_index: Tensor, num_sequences: int, kl_budget: float, log_base: Tensor | None = None
 ) -> GibbsWeights:
-    """The Gibbs weights with `KL(q || b) = kl_budget` nats for each sequence.
+    """Gibbs weights with `KL(q || b) = kl_budget` nats for each sequence.
 
     `KL(q_tau || b)` is strictly increasing in tau (the paper's appendix, for uniform b; for any b its derivative is tau
     times the variance of s under q), so the root is unique and bisection finds it. That variance is at most a quarter
@@ -121,10 +117,8 @@ def gibbs_weights_for_budget(
     of maximum utility (`log(n / m)` for m of n tokens and uniform b). A sequence for which the budget is at or above
     that gets the sharpest weights and is marked as saturated.
 
-    Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype.
-
-    Args:
-        log_base: as in `gibbs_weights`.
+    Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype. `log_base`: as in
+    `gibbs_weights`.
     """
     dtype = utilities.dtype
     exact = utilities.double()

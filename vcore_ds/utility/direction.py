@@ -1,4 +1,4 @@
-"""The probe direction: a gradient kept as this rank's ZeRO-3 shards, or as low-rank factors, in the parameter dtype."""
+"""The probe direction: a gradient in the parameter dtype, kept as this rank's ZeRO-3 shards or as low-rank factors."""
 
 import copy
 import math
@@ -32,8 +32,7 @@ class Probe:
     gradient_norm: float
     """2-norm before clipping."""
     energy: Mapping[str, float] | None = None
-    """Share of `|v|^2` that the low-rank approximation keeps, see `Direction.measure_energy`; None for a full-rank
-    direction."""
+    """See `Direction.measure_energy`; None for a full-rank direction."""
 
     def as_metrics(self) -> dict[str, float | None]:
         """The values under their names in metrics.jsonl."""
@@ -46,20 +45,20 @@ class Probe:
 class Direction:
     """The probe direction `v`, as this rank's flat shards in the layout of the engine's shards, or as low-rank factors.
 
-    One shard in the parameter dtype is all that VCORE keeps between the passes of a step. With a rank it keeps the
+    One shard in the parameter dtype is all that VCORE keeps between the passes of a step. With a `rank` it keeps the
     factors instead, the same on all ranks, and the shards exist only while `compute` runs.
 
     A JVP pass along shards all-gathers one group at a time: the trained parameters of one decoder layer, or of one
-    module outside the layers. That takes one collective per layer instead of one per weight, two with expert
-    parallelism.
+    module outside the layers. This takes one collective per layer (two with expert parallelism) instead of one per
+    weight.
 
     Attributes:
-        buffers: the flat shards of `v`, see `FlatShards`; empty where factors are kept instead.
+        buffers: the flat shards of `v`, see `FlatShards`; empty if factors are kept instead.
         groups: the gather groups, each with the module that owns its parameters.
-        rank: rank of the approximations `Q B` that a JVP pass uses; None for the full-rank direction.
+        rank: rank of the approximations `Q B` used by JVP passes; None for the full-rank direction.
         rank_passes: passes of subspace iteration that compute them.
-        fp8_tangents: whether a JVP pass multiplies the tangents of activations by weights in FP8.
-        norm: global 2-norm of `v`, kept for the steps between two probes; None before the first one.
+        fp8_tangents: whether JVP passes multiply the tangents of activations by weights in FP8.
+        norm: global 2-norm of `v`, for the steps between two probes too; None before the first probe.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class Direction:
         fp8_tangents: bool = False,
         buffers: list[Tensor] | None = None,
     ):
-        """`buffers`: the direction's shards, where it was computed before, which are kept with a rank too; None for
-        zeros until `compute`."""
+        """`buffers`: shards of a direction that was computed before, kept even with a `rank`; None for zeros until
+        `compute`."""
         self.norm: float | None = None
         self.rank, self.rank_passes, self.fp8_tangents = rank, rank_passes, fp8_tangents
         self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
@@ -98,15 +97,14 @@ class Direction:
     ) -> Probe:
         """Compute `v` as the update direction of the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
 
-        Parameters, optimizer state, schedule, step counters and gradient accumulation are left as they were. Dropout
-        is off.
+        Dropout is off. Parameters, optimizer state, schedule, step counters and gradient accumulation do not change.
 
         Args:
             batches: this rank's micro-batches of the probe; the same number on every rank, idle ranks included.
             clip: bound on the global norm of the probe gradient; None for no clipping.
             optimizer: `sgd` keeps the gradient; `adam` and `muon` multiply it by the transposed Jacobian of that
-                optimizer's update, which depends on the optimizer's moments. Before the optimizer's first step there
-                are none, and the gradient is kept.
+                optimizer's update, which depends on its moments. Before its first step there are none, and the gradient
+                is kept.
             loss_weights: `uniform` over each sequence (the paper), or each token's probability (`dft`).
             seed: seed of the random sketch of a low-rank direction; the same on all ranks.
 
@@ -122,9 +120,9 @@ class Direction:
         self.norm = self._engine.shards.norm(self.buffers)
         loss = layout.sum_over("data", [loss], batches[0].sequence_parallel)[0]
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            what = "gradient" if math.isfinite(loss) else "loss"
+            quantity = "gradient" if math.isfinite(loss) else "loss"
             sequences = describe_sequences([i for b in batches for i in b.sequence_ids], batches[0].sequence_parallel)
-            raise NonFiniteLoss(f"the {what} of the probe batch is not finite; it is summed over {sequences}")
+            raise NonFiniteLoss(f"the {quantity} of the probe batch is not finite; it is summed over {sequences}")
         self._low_rank_seed, self._tangents = seed, None
         energy = None if self.rank is None else self.measure_energy()  # which computes the factors
         if not self._keeps_shards:
@@ -132,7 +130,7 @@ class Direction:
         return Probe(loss, norm, energy)
 
     def _backward(self, batches: Sequence[Batch], normalization: Normalization, loss_weights: str) -> float:
-        """Accumulate the probe gradient in the engine's shards; return this rank's part of the probe loss."""
+        """Accumulate the probe gradient in the engine's shards; return this rank's term of the probe loss."""
         engine, parts = self._engine, []
         counts = count_globally(batches)
         with engine.without_dropout(), engine.accumulation(len(batches)):
@@ -151,7 +149,7 @@ class Direction:
         return float(torch.stack(parts).sum())
 
     def _store(self, factor: float, with_moments: bool) -> None:
-        """Store the engine's gradient times `factor` and, with moments, times the transposed Jacobian of the
+        """Store the engine's gradient, multiplied by `factor` and, with moments, by the transposed Jacobian of the
         optimizer's update."""
         engine, shards = self._engine, self._engine.shards
         gradients, settings, moments = shards.gradients(), {}, []
@@ -192,13 +190,13 @@ class Direction:
         return tangents
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of `v` for `parameter`: a flat view, padded like `parameter.ds_tensor`. Only where shards
-        are kept."""
+        """This rank's shard of `v` for `parameter`: a flat view, padded like `parameter.ds_tensor`. Requires kept
+        shards."""
         return self._engine.shards.shard(self.buffers, parameter)
 
     def replicas(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What is kept of `parameter` instead of shards, by kind, the same on all ranks that shard the parameter; empty
-        where shards are kept."""
+        """Tensors that are kept for `parameter` instead of its shard, by kind, the same on all ranks that shard the
+        parameter; empty if shards are kept."""
         if self._keeps_shards:
             return {}
         tangent = self.low_rank_tangents()[id(parameter)]
@@ -219,24 +217,16 @@ class Direction:
         factors = [t for x in (self._tangents or {}).values() for t in ((x,) if isinstance(x, Tensor) else x)]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.buffers, *factors))
 
-    def state(self) -> dict[str, float | None]:
-        """Scalars to checkpoint beside the shards or factors."""
-        return {"norm": self.norm}
-
-    def load_state(self, state: Mapping[str, float | None]) -> None:
-        """Restore the scalars of `state`; shards or factors are loaded with the checkpoint's tensors."""
-        self.norm = state["norm"]
-
     def low_rank_tangents(self) -> dict[int, Tensor | LowRank]:
-        """Low-rank factors by `id(parameter)`, and gathered tensors for parameters that are not factorized. The first
-        call after `v` has changed is a collective where shards are kept."""
+        """Low-rank factors by `id(parameter)`, and gathered tensors for parameters that are not factorized. If shards
+        are kept, the first call after `v` has changed is a collective."""
         assert self.rank is not None
         if self._tangents is None:
             tangents: dict[int, Tensor | LowRank] = {}
             for _, parameters in self.groups:
                 matrices = [p for p in parameters if has_low_rank(p, self.rank)]
                 others = [p for p in parameters if not has_low_rank(p, self.rank)]
-                # On one rank views of the shards, which would keep all of them alive.
+                # Cloned: on one rank these are views of the shards, and would keep all of them alive.
                 tangents |= {key: x.clone() for key, x in self.finish_gather(self._start_gather(others)).items()}
                 tangents |= factorize(
                     self._engine.shards, self.buffers, matrices, self.rank, self._low_rank_seed, self.rank_passes
@@ -245,22 +235,22 @@ class Direction:
         return self._tangents
 
     def with_rank(self, rank: int | None, *, fp8_tangents: bool = False) -> "Direction":
-        """A direction that shares the shards of this one, with another rank of the approximations for JVP passes."""
-        other = copy.copy(self)
+        """Return a direction that shares this one's shards, with another `rank` for JVP passes."""
         assert self._keeps_shards
+        other = copy.copy(self)
         other.rank, other.fp8_tangents, other._tangents = rank, fp8_tangents, None
         return other
 
     def measure_energy(self) -> dict[str, float]:
-        """Share of `|v|^2` that the low-rank approximation keeps: `total` over all parameters, and by kind of matrix
-        (`q_proj`, `down_proj`, ...: the name of the module, or of grouped experts' parameter). Only where shards are
-        kept, or within `compute`. A collective."""
+        """Measure the share of `|v|^2` that the low-rank approximation keeps: `total` over all parameters, and by kind
+        of matrix (the name of its module, such as `q_proj`, or of grouped experts' parameter). Requires kept shards,
+        except within `compute`. A collective."""
         assert self.rank is not None
         tangents, kept, full = self.low_rank_tangents(), defaultdict(list), defaultdict(list)
         zero = torch.zeros((), dtype=torch.float64, device=self._engine.device)
         for name, parameter in self._engine.trainable:
-            # Factors are on all ranks of a shard group, and parameters that tensor parallelism replicates on all of
-            # its ranks: one rank counts each. The others add zeros, so that all ranks sum the same kinds.
+            # Factors are replicated over the ranks that shard a parameter, and some parameters over tensor-parallel
+            # ranks: one rank counts each. The others add zeros, so that all ranks sum the same kinds.
             shard_rank = layout.rank("expert_shards") if is_expert_block(parameter) else layout.rank("shards")
             is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
             kinds = ["total"]
@@ -279,19 +269,21 @@ class Direction:
         return self._start_gather(self.groups[group][1])
 
     def _start_gather(self, parameters: Sequence[PartitionedParameter]) -> list["ShardGroupGather"]:
-        blocks = [parameter for parameter in parameters if is_expert_block(parameter)]
-        others = [parameter for parameter in parameters if not is_expert_block(parameter)]
         gathers = []
-        if others:
-            is_unsharded = layout.size("shards") == 1
-            pending = None if is_unsharded else layout.start_all_gather("shards", self._concatenate_shards(others))
-            gathers.append(ShardGroupGather(others, pending))
-        if blocks:
-            is_unsharded = layout.size("expert_shards") == 1
+        for with_experts in (False, True):
+            group = [parameter for parameter in parameters if is_expert_block(parameter) == with_experts]
+            if not group:
+                continue
             pending = None
-            if not is_unsharded:
-                pending = layout.start_all_gather("expert_shards", self._concatenate_shards(blocks))
-            gathers.append(ShardGroupGather(blocks, pending))
+            if (layout.size("expert_shards") if with_experts else layout.size("shards")) > 1:
+                # Concatenated: with weight decay, matrices and vectors of a layer are in different sub-groups.
+                shards = [self.shard(parameter) for parameter in group]
+                shard = shards[0] if len(shards) == 1 else torch.cat(shards)
+                if with_experts:
+                    pending = layout.start_all_gather("expert_shards", shard)
+                else:
+                    pending = layout.start_all_gather("shards", shard)
+            gathers.append(ShardGroupGather(group, pending))
         return gathers
 
     def finish_gather(self, gathers: Sequence["ShardGroupGather"]) -> dict[int, Tensor]:
@@ -299,8 +291,8 @@ class Direction:
         tensors = {}
         for parameters, pending in gathers:
             if pending is None:
-                # Views of the shards, whose memory layout is that of the parameters. PyTorch copies a tangent whose
-                # layout differs, together with zeros for the rest of the parameter's storage: all parameters.
+                # Views of the shards, whose memory layout is that of the parameters. PyTorch copies a tangent with
+                # another layout, and allocates zeros for the rest of the parameter's storage: all parameters.
                 flat = [self.shard(parameter) for parameter in parameters]
             else:
                 numels = [parameter.ds_tensor.numel() for parameter in parameters]
@@ -310,25 +302,18 @@ class Direction:
                 tensors[id(parameter)] = padded[: shape.numel()].view(shape)
         return tensors
 
-    def _concatenate_shards(self, parameters: Sequence[PartitionedParameter]) -> Tensor:
-        # With weight decay, matrices and vectors of a layer are in different sub-groups.
-        shards = [self.shard(parameter) for parameter in parameters]
-        return shards[0] if len(shards) == 1 else torch.cat(shards)
-
 
 class ShardGroupGather(NamedTuple):
-    """An all-gather of the parameters of a group that are sharded over the same ranks."""
+    """All-gather of the parameters of a gather group that are sharded over the same ranks."""
 
     parameters: list[PartitionedParameter]
     pending: layout.PendingGather | None
-    """None where they are not sharded."""
+    """None on a single rank."""
 
 
 def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:
-    """Modules with the trained parameters that are gathered for their forward, in the model's order.
-
-    Tied embeddings belong to one group, which the second module that uses them gathers again.
-    """
+    """List modules with the trained parameters that are all-gathered for their forward, in the model's order. Tied
+    embeddings belong to the group of the first module; the second one gathers that group again."""
     trainable = {id(parameter): parameter for _, parameter in engine.trainable}
     grouped: set[int] = set()
     groups: list[tuple[nn.Module, list[PartitionedParameter]]] = []

@@ -1,13 +1,13 @@
 """Estimators of the token utilities `s[i,t] = <v, grad l[i,t]>`, behind one interface for the step.
 
-`begin` runs the passes that come before the main forward, over the whole batch. The `MainForward` that it returns
-belongs to one step, and gives losses with a graph and utilities of one micro-batch after the other. Utilities are
-computed without dropout and without gradient, so these passes keep no activations and may merge micro-batches; each
-merged micro-batch saves an all-gather of all parameters.
+`begin` runs the passes that come before the main forward, over the whole batch. It returns the step's `MainForward`,
+which computes losses with a graph and utilities, micro-batch by micro-batch. Utilities are computed without dropout and
+gradients, so these passes keep no activations and may merge micro-batches; each one merged saves an all-gather of all
+parameters.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from vcore_ds.utility.fused_forward import forward_mode_with_graph
 
 
 def compute_losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: int) -> list[Tensor]:
-    """Losses `[N]` of each micro-batch of this rank, without gradient or dropout. A collective."""
+    """Compute the losses `[N]` of each micro-batch of this rank, without gradient or dropout. A collective."""
     losses: list[Tensor] = []
     with engine.without_gradient():
         for merged, sizes in merge_into_passes(batches, batches_per_pass):
@@ -31,7 +31,7 @@ def compute_losses(engine: Engine, batches: Sequence[Batch], batches_per_pass: i
 
 
 def merge_into_passes(batches: Sequence[Batch], batches_per_pass: int) -> list[tuple[Batch, list[int]]]:
-    """Merge consecutive micro-batches; each result comes with its micro-batches' numbers of supervised tokens.
+    """Merge consecutive micro-batches; each result comes with the numbers of supervised tokens of its micro-batches.
 
     Each pass is a collective, so the number of passes may depend only on values that all ranks share, never on the
     content of a batch.
@@ -59,9 +59,9 @@ class MainLosses:
     utilities: Tensor | None = None
     """None without a direction."""
     statistics: Tensor | None = None
-    """Of each prediction, where the method's weights read one; without a graph."""
+    """A statistic of each prediction, without a graph, if the method's weights use one."""
     divergences: Tensor | None = None
-    """`KL(base || model)` of each prediction in nats, with a graph, where the method has it in its loss."""
+    """`KL(base || model)` of each prediction in nats, with a graph, if it is part of the method's loss."""
 
 
 class MainForward(Protocol):
@@ -69,12 +69,12 @@ class MainForward(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What the estimator measured beside the utilities."""
+        """Measurements of the estimator other than utilities."""
         ...
 
     @property
     def precomputed(self) -> LossesAndUtilities:
-        """Losses and utilities of all micro-batches, where `begin` was called with `precompute`."""
+        """Losses and utilities of all micro-batches, if `begin` was called with `precompute`."""
         ...
 
     def __call__(self, k: int) -> MainLosses:
@@ -84,18 +84,15 @@ class MainForward(Protocol):
 
 @dataclass(frozen=True)
 class PlainForward:
-    """A forward that computes losses, and what else the method reads; utilities, if any, are precomputed."""
+    """A forward for losses, and for statistics or divergences if the method uses them; utilities are precomputed."""
 
     engine: Engine
     batches: Sequence[Batch]
     precomputed: LossesAndUtilities = ()
     statistic: PredictionStatistic | None = None
     is_anchored: bool = False
-    """Whether the loss has the divergence from the base model."""
-
-    @property
-    def metrics(self) -> Metrics:
-        return {}
+    """Whether the loss includes the divergence from the base model; not together with `statistic`."""
+    metrics: Metrics = field(default_factory=dict)
 
     def __call__(self, k: int) -> MainLosses:
         batch = self.batches[k]
@@ -117,10 +114,7 @@ class FusedForward:
     batches: Sequence[Batch]
     direction: Direction
     precomputed: LossesAndUtilities = ()
-
-    @property
-    def metrics(self) -> Metrics:
-        return {}
+    metrics: Metrics = field(default_factory=dict)
 
     def __call__(self, k: int) -> MainLosses:
         with forward_mode_with_graph(self.engine, self.direction):
@@ -143,14 +137,13 @@ class Estimator(Protocol):
         Args:
             batches: this rank's main micro-batches.
             seed: seed of this step's random numbers; the same on all ranks.
-            measure_noise: also measure the utilities' signal-to-noise ratio, for estimators subject to rounding.
-            precompute: compute the utilities of all micro-batches before the first backward, for
-                `MainForward.precomputed`.
+            measure_noise: also measure the utilities' signal-to-noise ratio, if the estimator is subject to rounding.
+            precompute: compute `MainForward.precomputed`, before the first backward.
         """
         ...
 
     def state(self) -> dict[str, float | None] | None:
-        """Scalars to checkpoint beside the direction's shards, as JSON values; None without a direction."""
+        """Scalars to checkpoint in addition to the direction's tensors, as JSON values; None without a direction."""
         ...
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
@@ -164,7 +157,7 @@ class NoUtilities:
     direction = None
 
     def __init__(self, engine: Engine, *, statistic: PredictionStatistic | None = None, is_anchored: bool = False):
-        """Args: what the method reads beside losses, see `PlainForward`; at most one."""
+        """`statistic`, `is_anchored`: as in `PlainForward`."""
         self._engine, self._statistic, self._is_anchored = engine, statistic, is_anchored
 
     def begin(
@@ -180,11 +173,11 @@ class NoUtilities:
 
 
 class ForwardMode:
-    """Exact utilities by forward-mode differentiation: in the main forward, or in a JVP pass before it."""
+    """Exact utilities by forward-mode differentiation, in the main forward or in JVP passes before it."""
 
     def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1, *, fused: bool = False):
         """Args:
-        batches_per_pass: number of main micro-batches in one JVP pass, where it is separate.
+        batches_per_pass: number of main micro-batches in a separate JVP pass.
         fused: compute utilities in the main forward; `why_not_fused` must be None for the engine.
         """
         self.direction = direction
@@ -199,18 +192,18 @@ class ForwardMode:
         return PlainForward(self._engine, batches, precomputed)
 
     def along(self, direction: Direction) -> "ForwardMode":
-        """A copy of this estimator with another direction."""
+        """Return a copy of this estimator with another direction."""
         return ForwardMode(self._engine, direction, self._batches_per_pass, fused=self._fused)
 
     def state(self) -> dict[str, float | None]:
-        return {**self.direction.state(), "displacement": None}
+        return {"norm": self.direction.norm, "displacement": None}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        self.direction.load_state(state)
+        self.direction.norm = state["norm"]
 
 
 def why_not_fused(engine: Engine) -> str | None:
-    """Why the main forward cannot carry tangents; None where it can."""
+    """Explain why the main forward cannot carry tangents; None if it can."""
     if engine.has_dropout:
         return "dropout is on, and utilities belong to the model without it"
     config = engine.module.base.config.get_text_config()
@@ -225,7 +218,7 @@ def why_not_fused(engine: Engine) -> str | None:
 def compute_jvp_losses_and_utilities(
     engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
-    """Losses and utilities `[N]` of each of this rank's micro-batches by JVP passes. A collective."""
+    """Compute losses and utilities `[N]` of each of this rank's micro-batches by JVP passes. A collective."""
     pairs: list[tuple[Tensor, Tensor]] = []
     with forward_mode(engine, direction):
         for merged, sizes in merge_into_passes(batches, batches_per_pass):
@@ -237,7 +230,6 @@ def compute_jvp_losses_and_utilities(
 def compute_jvp_utilities(
     engine: Engine, direction: Direction, batches: Sequence[Batch], batches_per_pass: int = 1
 ) -> list[Tensor]:
-    """Utilities `[N]` of each of this rank's micro-batches by JVP passes. A collective."""
-    return [
-        utilities for _, utilities in compute_jvp_losses_and_utilities(engine, direction, batches, batches_per_pass)
-    ]
+    """The utilities of `compute_jvp_losses_and_utilities`. A collective."""
+    pairs = compute_jvp_losses_and_utilities(engine, direction, batches, batches_per_pass)
+    return [utilities for _, utilities in pairs]

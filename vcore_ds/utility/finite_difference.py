@@ -17,19 +17,10 @@ from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import LossesAndUtilities, MainLosses, Metrics, compute_losses
 
 
-@dataclass
-class Perturbation:
-    """The effect of a perturbation on the parameters."""
-
-    changed_fraction: float
-    """Share of the trained parameters, over all ranks, that changed. In bf16 a small epsilon is below half an ulp of
-    most weights and does not change them."""
-
-
 @contextmanager
 def perturb_parameters(
     engine: Engine, direction: Direction, epsilon: float, *, stochastic_rounding_seed: int | None = None
-) -> Iterator[Perturbation]:
+) -> Iterator[float]:
     """A context in which the model computes with `theta - epsilon * v` (Section "One-Backward Trick").
 
     Every rank shifts its shards in fp32, starting from the optimizer's master weights, and rounds to the parameter
@@ -38,7 +29,8 @@ def perturb_parameters(
     from the point where `l(theta)` is taken; masters rounded stochastically would move at random even at epsilon 0.
     On exit, also after an exception, the shards are restored bit for bit.
 
-    Yields the share of parameters that changed. Entering is a collective (one reduction of two numbers).
+    Yields the share of the trained parameters, over all ranks, that changed: in bf16 a small epsilon is below half an
+    ulp of most weights and does not change them. Entering is a collective (one reduction of two numbers).
     """
     shards, generator = engine.shards, None
     if stochastic_rounding_seed is not None:
@@ -60,7 +52,7 @@ def perturb_parameters(
                 num_changed += (shifted != before).sum()
                 shard.copy_(shifted)
         changed, total = layout.sum_over("job", [int(num_changed), shards.num_elements])
-        yield Perturbation(changed_fraction=changed / max(total, 1))
+        yield changed / max(total, 1)
     finally:
         with engine.changing_shards():
             for shard, original in zip(shards.parameters(), originals, strict=True):
@@ -68,10 +60,8 @@ def perturb_parameters(
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round fp32 values to one of their two bf16 neighbours, without bias.
-
-    The result is fp32. Values that bf16 represents exactly do not change.
-    """
+    """Round fp32 values to one of their two bf16 neighbours, without bias; the result is fp32. Values that bf16
+    represents exactly do not change."""
     # bf16 is the upper half of fp32: adding a random lower half carries into it with probability remainder / 2^16.
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     return (values.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
@@ -79,14 +69,14 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 
 @dataclass(frozen=True)
 class DifferenceForward:
-    """A forward that computes losses, and utilities from them and the perturbed losses."""
+    """A forward for losses, with utilities from their differences to the perturbed losses."""
 
     engine: Engine
     batches: Sequence[Batch]
     epsilon: float
     perturbed_losses: Sequence[Tensor]
     base_losses: Sequence[Tensor] | None
-    """`l(theta)` from a separate forward without dropout; None where the main forward gives it."""
+    """`l(theta)` from a separate forward without dropout; None to use the main forward's."""
     metrics: Metrics
 
     @property
@@ -106,9 +96,9 @@ class FiniteDifference:
     forward gives `l(theta)`.
 
     Attributes:
-        displacement: `epsilon * |v|` that `epsilon: auto` chose; None before the first search. It is kept from step to
-            step instead of epsilon, because the distance at which rounding and curvature balance hardly changes, while
-            the gradient norm does.
+        displacement: `epsilon * |v|` chosen by `epsilon: auto`; None before the first search. Kept from step to step
+            instead of epsilon, because the distance at which rounding and curvature balance hardly changes, while the
+            gradient norm does.
     """
 
     def __init__(
@@ -121,8 +111,8 @@ class FiniteDifference:
         rounding: Literal["nearest", "stochastic"] = "nearest",
     ):
         """Args:
-        batches_per_pass: number of main micro-batches in one gradient-free forward.
-        epsilon: step size, in units of `v`; `auto` searches for it at the steps that measure noise.
+        batches_per_pass: number of main micro-batches in one forward without gradient.
+        epsilon: step size, in units of `v`; `auto` searches for it at steps that measure noise.
         rounding: rounding of the perturbed parameters, see `perturb_parameters`.
         """
         self.direction = direction
@@ -144,16 +134,15 @@ class FiniteDifference:
                 above, _ = compute_perturbed_losses(engine, direction, batches, -epsilon, merge, rounding_seed)
                 noise = signal_to_noise(torch.cat(below), torch.cat(base), torch.cat(above))
         metrics = {"epsilon": epsilon, "changed_fraction": changed_fraction, "signal_to_noise": noise}
-        # With dropout the loss of the main forward has a mask, and the perturbed loss has none.
+        # The perturbed losses are computed without dropout, so the main forward's losses with dropout do not fit.
         needs_base = engine.has_dropout or precompute
         return DifferenceForward(engine, batches, epsilon, below, base if needs_base else None, metrics)
 
     def state(self) -> dict[str, float | None]:
-        return {**self.direction.state(), "displacement": self.displacement}
+        return {"norm": self.direction.norm, "displacement": self.displacement}
 
     def load_state(self, state: Mapping[str, float | None]) -> None:
-        self.direction.load_state(state)
-        self.displacement = state["displacement"]
+        self.direction.norm, self.displacement = state["norm"], state["displacement"]
 
     def _choose_epsilon(self, batches: Sequence[Batch], rounding_seed: int | None, search: bool) -> float:
         if self._epsilon != "auto":
@@ -179,7 +168,7 @@ def choose_epsilon(
     stops when four in a row are worse than the best. The result is the same on all ranks.
     """
     if not direction.norm:
-        return 1.0  # the differences are zero whatever epsilon is
+        return 1.0  # the differences are zero for any epsilon
     batch = batches[:1]
     base = torch.cat(compute_losses(engine, batch, 1))
     norm = engine.parameter_norm()
@@ -205,8 +194,8 @@ def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
 
     To first order a loss changes antisymmetrically, `(above - below) / 2`; the symmetric part, `above + below - 2
     base`, is rounding error (or, at a large epsilon, curvature, which is an error too). With independent rounding of
-    variance r^2 the symmetric part has variance 6 r^2, the antisymmetric part has variance r^2 / 2 beside the signal,
-    and the difference `base - below` that the estimator uses has variance 2 r^2.
+    variance r^2 the symmetric part has variance 6 r^2, the antisymmetric part r^2 / 2 in addition to the signal, and
+    the difference `base - below` used by the estimator 2 r^2.
 
     Args:
         below, base, above: losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`.
@@ -230,8 +219,8 @@ def compute_perturbed_losses(
     batches_per_pass: int,
     stochastic_rounding_seed: int | None,
 ) -> tuple[list[Tensor], float]:
-    """Losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of parameters changed. A collective."""
-    with perturb_parameters(
-        engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed
-    ) as perturbation:
-        return compute_losses(engine, batches, batches_per_pass), perturbation.changed_fraction
+    """Compute the losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of parameters that changed. A
+    collective."""
+    seed = stochastic_rounding_seed
+    with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=seed) as changed_fraction:
+        return compute_losses(engine, batches, batches_per_pass), changed_fraction

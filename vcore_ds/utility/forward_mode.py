@@ -1,10 +1,10 @@
 """Exact utilities by forward-mode differentiation of a model whose parameters and direction are ZeRO-3 shards.
 
 Every trained parameter becomes a dual tensor whose tangent is its all-gathered part of the probe direction. The tangent
-of a token's loss is its utility `s[i,t] = <v, grad l[i,t]>`, with no step size and no perturbed parameters.
+of a token's loss is its utility `s[i,t] = <v, grad l[i,t]>`, without a step size or perturbed parameters.
 
 The same pass can compute a reference in fp32 or fp64 without a second model: a layer's parameters are replaced while
-it runs, so they can be replaced by copies in higher precision, and activations follow.
+it runs, so they can be replaced by copies in higher precision, and activations have their dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,13 +44,11 @@ if TYPE_CHECKING:  # megatron-core takes seconds
 def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | None = None) -> Iterator[None]:
     """A context for JVP passes: `compute_losses_and_utilities` differentiates along `direction`.
 
-    All hooks are removed on exit.
-
     Args:
-        precision: dtype of the computation, None for that of the parameters. Parameters, frozen ones included, and the
-            direction are converted from the values in the shards, so the derivative is taken at the parameters of the
-            training forward, without its rounding. A layer's copies live while that layer runs. Hugging Face's norms
-            compute in fp32 whatever their input is, so fp64 has fp32 rounding there.
+        precision: dtype of the computation, None for that of the parameters. All parameters, frozen ones included, and
+            the direction are converted from the values in the shards, so the derivative is taken at the parameters of
+            the training forward, without its rounding. A layer's copies live while that layer runs. Hugging Face's
+            norms always compute in fp32, so fp64 has fp32 rounding there.
     """
     # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
     without_casting = disable_input_dtype_casting(engine.module, active=precision is not None)
@@ -72,7 +70,7 @@ def dual_parameters(
     Args:
         precision: see `forward_mode`.
         attention: name of an attention implementation that carries tangents.
-        with_graph: where gradients are enabled, keep the parameter itself as the value, so that it receives a gradient.
+        with_graph: if gradients are enabled, keep the parameter itself as the value, so that it receives a gradient.
     """
     config = engine.module.base.config.get_text_config()
     tangents = _TangentGatherer(direction, precision, with_graph=with_graph)
@@ -90,11 +88,8 @@ def dual_parameters(
 
 
 def compute_losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Losses and utilities of the supervised tokens of `batch`, within `forward_mode`. A collective.
-
-    Returns:
-        Both `[N]`, fp32, or fp64 with that precision; utilities have no graph.
-    """
+    """Compute losses and utilities of the supervised tokens of `batch`, within `forward_mode`: both `[N]`, fp32 (fp64
+    with that precision), utilities without a graph. A collective."""
     with forward_ad.dual_level():
         losses, utilities = forward_ad.unpack_dual(engine.token_losses(batch))
     if utilities is None:  # this rank has no tokens
@@ -103,8 +98,8 @@ def compute_losses_and_utilities(engine: Engine, batch: Batch) -> tuple[Tensor, 
 
 
 def _add_tangent_rules_to_hooks(model: nn.Module) -> None:
-    """Give a `jvp` to the identity Functions in which ZeRO-3, and torch's backward hooks where there is a graph, wrap
-    the inputs and outputs of every module."""
+    """Add a `jvp` to the identity Functions in which ZeRO-3, and with a graph torch's backward hooks, wrap the inputs
+    and outputs of every module."""
     if "jvp" not in BackwardHookFunction.__dict__:
         rule = staticmethod(lambda ctx, *tangents: tuple(None if t is None else t.view_as(t) for t in tangents))
         BackwardHookFunction.jvp = rule  # type: ignore[method-assign]  # torch has left it undefined
@@ -119,10 +114,8 @@ def _add_tangent_rules_to_hooks(model: nn.Module) -> None:
 def _dual_linear(
     layer: nn.Linear, x: Tensor, addend: Tensor | None = None, scaling: float = 1.0, *, in_fp8: bool = False
 ) -> Tensor:
-    """The forward of `nn.Linear` and `BaseLinear` for dual tensors, without a graph of the tangents.
-
-    `in_fp8`: see `linear_tangent`.
-    """
+    """The forward of `nn.Linear` and `BaseLinear` for dual tensors, without a graph of the tangents. `in_fp8`: see
+    `linear_tangent`."""
     with torch._C.DisableTorchFunction():  # see rms_norm
         (x, d_x), (weight, d_weight) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(layer.weight)
         tangent = read_low_rank_tangent(layer, "weight") or d_weight
@@ -151,11 +144,11 @@ _DUAL_FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
     BaseLinear: _dual_linear,
     nn.Embedding: _dual_embedding,
 }
-"""Replacement forwards, by exact module type, that accept low-rank tangents as factors."""
+"""Replacement forwards that take low-rank tangents as factors, by exact module type."""
 
 
 class _TangentGatherer:
-    """Makes a layer's parameters dual while it runs. At most two groups of tangents are gathered at a time."""
+    """Makes a layer's parameters dual while it runs. At most two groups of tangents are unsharded at a time."""
 
     def __init__(self, direction: Direction, precision: torch.dtype | None, *, with_graph: bool = False):
         """`precision`, `with_graph`: see `dual_parameters`."""
@@ -168,7 +161,7 @@ class _TangentGatherer:
         self._in_flight: dict[int, list[ShardGroupGather]] = {}
 
     def attach(self, engine: Engine) -> None:
-        """Register all hooks. ZeRO-3's hooks, which gather parameters, are registered earlier and run first."""
+        """Register all hooks. ZeRO-3's hooks, which all-gather parameters, are registered earlier and run first."""
         groups = self._direction.groups
         if self._direction.rank is not None:
             self._gathered = self._direction.low_rank_tangents()
@@ -177,7 +170,7 @@ class _TangentGatherer:
         for name, module in engine.module.named_modules():
             forward = _DUAL_FORWARDS.get(type(module))
             if forward is not None and "forward" not in module.__dict__:
-                # Adapters are a small part of the work, and all of the utility.
+                # Adapters, which take little time and carry all of the utility, are not multiplied in FP8.
                 in_fp8 = self._direction.fp8_tangents and forward is _dual_linear and ".lora_" not in name
                 options = {"in_fp8": True} if in_fp8 and self._precision is None else {}
                 self._replace_forward(module, partial(forward, module, **options))
@@ -185,29 +178,25 @@ class _TangentGatherer:
             readers = [m for m in modules if any(self._precision or id(p) in group_of for p in m.parameters(False))]
             if not readers:
                 continue
-            # Tied or shared weights are in the group of their first user; the other users gather it again.
+            # Tied weights are in the group of their first user; the others gather that group again.
             needed = sorted({group_of[id(p)] for m in readers for p in m.parameters(False) if id(p) in group_of})
             for number in needed if self._direction.rank is None else []:
                 is_unit_group = number == group_of_module.get(id(unit))
                 prefetch = number + 1 if is_unit_group and number + 1 < len(groups) else None
-                self._handles.append(unit.register_forward_pre_hook(self._gather_hook(number, prefetch)))
+                self._handles.append(unit.register_forward_pre_hook(partial(self._gather, number, prefetch)))
             self._replaced_modules += readers
-            # Not in a pre-hook. Autograd runs nodes in the reverse of their creation order, and ZeRO-3 reduces a
-            # layer's gradients at the node of its input, which is created after the pre-hooks. The node of a parameter
-            # made dual before that would run too late, and zeros would be reduced.
+            # Not in a pre-hook: autograd runs nodes in reverse order of creation, and ZeRO-3 reduces a layer's
+            # gradients at the node of its input, which is created after the pre-hooks. The node of a parameter made
+            # dual before would run too late, and zeros would be reduced.
             self._replace_forward(unit, partial(self._run_with_duals, readers, unit.forward))
             for number in needed if self._direction.rank is None else []:
-                self._handles.append(unit.register_forward_hook(self._release_hook(number)))
+                self._handles.append(unit.register_forward_hook(partial(self._release, number)))
 
     def check_all_dual(self, engine: Engine) -> None:
         """Raise UserError if a parameter with a nonzero direction was never made dual: utilities would silently lack
-        its part. A collective if any parameter was not, on all ranks alike."""
-        missing = (
-            [(name, p) for name, p in engine.trainable if id(p) not in self._dual_parameters]
-            if self._dual_parameters
-            else []
-        )
-        if missing and self._direction.is_nonzero([p for _, p in missing]):
+        its term. A collective if there are such parameters, which are the same on all ranks."""
+        missing = [(name, p) for name, p in engine.trainable if id(p) not in self._dual_parameters]
+        if self._dual_parameters and missing and self._direction.is_nonzero([p for _, p in missing]):
             more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
             raise UserError(
                 f"utility.estimator: jvp: {engine.module.base.config.model_type} reads {missing[0][0]}{more} outside "
@@ -225,25 +214,18 @@ class _TangentGatherer:
         for _, pending in chain.from_iterable(self._in_flight.values()):
             if pending is not None:
                 pending.wait()  # or it would overlap the next collective; every rank has started it, so it ends
-        self._handles, self._replaced_modules, self._replaced_forwards = [], [], []
         self._in_flight, self._gathered = {}, {}
 
-    def _gather_hook(self, number: int, prefetch: int | None) -> Callable[[nn.Module, object], None]:
-        def gather(module: nn.Module, _: object) -> None:
-            is_prefetched = number in self._in_flight
-            gathers = self._in_flight.pop(number) if is_prefetched else self._direction.start_gather(number)
-            self._gathered.update(self._direction.finish_gather(gathers))
-            if prefetch is not None and prefetch not in self._in_flight:
-                self._in_flight[prefetch] = self._direction.start_gather(prefetch)
+    def _gather(self, number: int, prefetch: int | None, *_: object) -> None:
+        is_prefetched = number in self._in_flight
+        gathers = self._in_flight.pop(number) if is_prefetched else self._direction.start_gather(number)
+        self._gathered.update(self._direction.finish_gather(gathers))
+        if prefetch is not None and prefetch not in self._in_flight:
+            self._in_flight[prefetch] = self._direction.start_gather(prefetch)
 
-        return gather
-
-    def _release_hook(self, number: int) -> Callable[..., None]:
-        def release(module: nn.Module, *_: object) -> None:
-            for parameter in self._direction.groups[number][1]:
-                self._gathered.pop(id(parameter), None)
-
-        return release
+    def _release(self, number: int, *_: object) -> None:
+        for parameter in self._direction.groups[number][1]:
+            self._gathered.pop(id(parameter), None)
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         if "forward" not in module.__dict__:
@@ -296,21 +278,17 @@ class _TangentGatherer:
 
 
 def _without_larger_storage(value: Tensor) -> Tensor:
-    """A copy of a view of a larger tensor; any other tensor as it is.
-
-    PyTorch lays a tangent out as its value: of a vector that is a view of the shards of all parameters, as on one rank,
-    it would make zeros for all of them. Only for the few small parameters without a low rank.
-    """
+    """Copy a view of a larger tensor; return any other tensor as it is. For the few small parameters without low-rank
+    factors: PyTorch gives a tangent the storage size of its value, and on one rank, where a parameter is a view of all
+    parameters' shards, it would allocate zeros for all of them."""
     return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _gather_units(model: "TokenLossModel | ParallelTokenLossModel") -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Units whose parameters become dual together, each with its modules: a decoder layer with all its submodules, and
-    every module outside the layers alone.
-
-    Within a layer, parameters must be dual before their module runs: a parent may read a weight earlier, or without
-    calling the module at all (short convolutions, gated delta nets, adapters of experts), and would get no tangent.
-    """
+    """Yield the units whose parameters become dual together, with their modules: a decoder layer with all its
+    submodules, and every module outside the layers alone. Within a layer, parameters must be dual before their module
+    runs: a parent may read a weight earlier, or without calling the module at all (short convolutions, gated delta
+    nets, adapters of experts), and would get no tangent."""
     layers = {layer: list(layer.modules()) for layer in model.layers}
     inside = {module for modules in layers.values() for module in modules}
     for module in model.modules():
@@ -324,14 +302,11 @@ Layer = Callable[..., Any]
 
 
 def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
-    """Activation checkpointing for a forward that carries tangents; the backward recomputes without tangents.
+    """Compute `layer(x, *others)` with activation checkpointing: the forward carries tangents and saves only `x`, the
+    backward recomputes without tangents.
 
-    Computes `layer(x, *others)` and saves only `x`. Replaces the function that Hugging Face's layers call when their
-    activations are checkpointed. The forward builds no graph, so the layer's tangents are freed when it ends.
-
-    Args:
-        x: hidden states `[b, t, H]`, dual if the layers below have tangents.
-        others: the layer's other arguments; none may require a gradient.
+    Replaces the function that Hugging Face's layers call for checkpointing. The forward builds no graph, so the layer's
+    tangents are freed when it ends. `x`: hidden states `[b, t, H]`, dual if the layers below have tangents.
 
     Raises UserError if another argument requires a gradient, whose graph every layer's backward would run through
     again, or if the layer returns further activations (Zaya), whose gradient would be lost.
@@ -360,7 +335,7 @@ def _recompute_error() -> UserError:
 
 
 def _hidden_states(result: Any) -> Tensor:
-    """Hidden states in a layer's result; some architectures (Falcon-H1, Bamba) return a tuple of them and None."""
+    """Extract hidden states from a layer's result; some architectures (Falcon-H1, Bamba) return a tuple with None."""
     return result[0] if isinstance(result, tuple) else result
 
 

@@ -2,7 +2,7 @@
 
 With gradients enabled, PyTorch's forward mode also records a graph of the tangents and keeps all of them: 2.7 times the
 memory. Here each function of dual tensors is computed in two parts: its value from values, with the graph of a plain
-training forward, and its tangent from values and tangents, without a graph, freed as soon as the forward no longer
+training forward, and its tangent from values and tangents, without a graph and freed as soon as the forward no longer
 needs it. So losses and gradients equal those of the plain forward bit for bit.
 
 With activation checkpointing a layer's forward builds no graph, so PyTorch's forward mode is used inside the layers
@@ -28,9 +28,7 @@ from vcore_ds.utility.forward_mode import checkpoint_with_tangent, dual_paramete
 @contextmanager
 def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[None]:
     """A context in which the losses of `compute_losses_and_utilities` have a graph, so that one forward is enough.
-
-    `why_not_fused` must be None for the engine. Leave the context before the backward.
-    """
+    Leave it before the backward. `why_not_fused` must be None for the engine."""
     # Hugging Face's GradientCheckpointingLayer; type checkers only see a module.
     layers: list[Any] = [layer for layer in engine.module.layers if getattr(layer, "gradient_checkpointing", False)]
     checkpoints_before = [layer._gradient_checkpointing_func for layer in layers]
@@ -48,22 +46,20 @@ _HANDLED_BY_PYTORCH = frozenset(
     "__get__ _make_dual _unpack_dual backward expand permute register_hook requires_grad_ retain_grad select squeeze "
     "transpose unsqueeze view view_as".split()
 )
-"""Tensor methods and views that PyTorch's forward mode handles without extra memory."""
+"""Tensor methods and views for which PyTorch's forward mode takes no extra memory."""
 
 _LINEAR = frozenset(
     "__getitem__ add cat chunk contiguous flatten float mean neg repeat_interleave reshape split stack sub sum to "
     "unflatten".split()
 )
-"""Functions whose tangent is the same function of the tangents, provided that all tensors added have one."""
+"""Functions whose tangent is the same function of the tangents, provided that all summands have one."""
 
 Function = Callable[..., Any]
 
 
 class TangentsBesideGraph(TorchFunctionMode):
-    """A mode in which autograd records the values of dual tensors but not their tangents.
-
-    In-place functions are left to PyTorch: the result is right, the graph larger.
-    """
+    """A mode in which autograd records the values of dual tensors but not their tangents. In-place functions are left
+    to PyTorch: the result is right, the graph larger."""
 
     def __torch_function__(
         self, function: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -73,7 +69,7 @@ class TangentsBesideGraph(TorchFunctionMode):
         is_mul = name == "mul" and not kwargs
         # PyTorch would add a tensor of zeros to the tangent, whose shape a Python kernel works out in 0.1 to 0.2 ms.
         adds_number = name in ("add", "sub") and not kwargs and isinstance(args[1], int | float)
-        # First, since every function that layers, token loss and attention call without a graph passes through here.
+        # Checked first, since every function that is called without a graph passes through here.
         if not (is_mul or adds_number or torch.is_grad_enabled()):
             return function(*args, **kwargs)
         if name in _HANDLED_BY_PYTORCH or _is_below_autograd() or _is_in_place(name, kwargs):
@@ -84,12 +80,12 @@ class TangentsBesideGraph(TorchFunctionMode):
         if duals.num_duals == 0 or not isinstance(value, Tensor | list | tuple):
             return value
         if values and value is values[0]:
-            # A conversion to the dtype that it has. A new dual tensor would accumulate its gradients separately, so
-            # they would be summed in another order than without tangents.
+            # A conversion to its present dtype. A new dual tensor would accumulate its gradients separately, so they
+            # would be summed in another order than without tangents.
             return args[0]
         with torch.no_grad():
             if adds_number:
-                # A copy: an operation that writes into the sum would otherwise write into the argument's tangent.
+                # A copy, since an in-place operation on the sum would write into the argument's tangent.
                 tangent = duals.tangents(args[0]).clone()
             elif is_mul:
                 tangent = _product_rule(*(duals.unpack(x) for x in args))
@@ -101,7 +97,7 @@ class TangentsBesideGraph(TorchFunctionMode):
 
 
 def _is_below_autograd() -> bool:
-    """Whether the call comes from below autograd, as from a mode that counts operations, where tensors are plain."""
+    """Whether the call comes from below autograd, where tensors are plain, as in a mode that counts operations."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
@@ -118,7 +114,7 @@ class _DualArguments:
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def split(self, x: Any) -> Any:
-        """The values of `x`, with their graph; counts dual and constant tensors."""
+        """Return the values of `x`, with their graph; count dual and constant tensors."""
         if type(x) in (list, tuple):
             return type(x)(map(self.split, x))
         value, tangent = forward_ad.unpack_dual(x) if isinstance(x, Tensor) else (x, None)
@@ -138,7 +134,7 @@ class _DualArguments:
         return self._parts[id(x)][1] if id(x) in self._parts else x
 
     def detached(self, x: Any) -> Any:
-        """The dual tensors of `x`, without a graph."""
+        """Return `x` with its dual tensors, without a graph."""
         if type(x) in (list, tuple):
             return type(x)(map(self.detached, x))
         value, tangent = self.unpack(x)
@@ -148,7 +144,7 @@ class _DualArguments:
 
 
 def _product_rule(left: tuple[Any, Tensor | None], right: tuple[Any, Tensor | None]) -> Tensor:
-    """The tangent of `x * y`. PyTorch would compute the value again."""
+    """Tangent of `x * y`. PyTorch would compute the value again."""
     (x, d_x), (y, d_y) = left, right
     if d_x is None:
         return x * d_y

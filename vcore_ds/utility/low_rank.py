@@ -5,11 +5,12 @@ The gradient of a few traces has nearly low rank. Each matrix `G` of the directi
 Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061, algorithm 4.1). A JVP pass then needs no all-gather of the
 direction, and `dW x = Q (B x)` takes `r / out + r / in` of the FLOPs of `dW x`.
 
-No rank ever holds an unsharded gradient: each multiplies the rows of its shard, and `G Omega` and `Q^T G` are summed
-over the ranks.
+No rank ever holds an unsharded gradient: each rank multiplies the rows of its shard, and `G Omega` and `Q^T G` are
+summed over the ranks.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,17 +41,17 @@ def factorize(
     seed: int,
     num_passes: int = 1,
 ) -> dict[int, LowRank]:
-    """Factorize the direction of each parameter; the factors, by `id(parameter)`, are the same on all its ranks.
+    """Factorize the direction of each parameter into the same factors on all its ranks, by `id(parameter)`.
 
-    A collective: two all-reduces a pass for each axis over which some of the parameters are sharded.
+    A collective: two all-reduces per pass for each axis over which some of the parameters are sharded.
 
     Args:
         vector: the direction, in the layout of `shards`.
         parameters: parameters for which `has_low_rank` is true.
         rank: number of columns of each `Q`.
         seed: seed of `Omega`, the same on all ranks; equal seeds give equal factors.
-        num_passes: passes of subspace iteration. A further one starts from `B^T` in place of `Omega` (Halko et al.,
-            algorithm 4.4), which lies closer to the leading singular vectors.
+        num_passes: passes of subspace iteration. Each one after the first starts from `B^T` in place of `Omega` (Halko
+            et al., algorithm 4.4), which is closer to the leading singular vectors.
 
     Returns:
         `Q` and `B` in the dtype of the vector.
@@ -60,8 +61,10 @@ def factorize(
         matrices = [p for p in parameters if is_expert_block(p) == with_experts]
         if not matrices:
             continue
-        shard_rows = [_ShardRows(shards, vector, p, "expert_shards" if with_experts else "shards") for p in matrices]
-        axis, starts = shard_rows[0].axis, [rows.draw_start(rank, seed) for rows in shard_rows]
+        axis: Literal["shards", "expert_shards"] = "expert_shards" if with_experts else "shards"
+        shard_rank = layout.rank("expert_shards") if with_experts else layout.rank("shards")
+        shard_rows = [_ShardRows(shards, vector, parameter, shard_rank) for parameter in matrices]
+        starts = [rows.draw_start(rank, seed) for rows in shard_rows]
         for _ in range(num_passes):
             sketches = [rows.sketch(start) for rows, start in zip(shard_rows, starts, strict=True)]
             bases = [orthonormalize(sketch) for sketch in _sum_over_shards(axis, sketches)]
@@ -70,28 +73,25 @@ def factorize(
             starts = [projection.mT for projection in projections]
         for parameter, basis, projection in zip(matrices, bases, projections, strict=True):
             shape, dtype = parameter.ds_shape, vector[0].dtype
-            # Contiguous like the factors that a resumed run reads: the layout may decide how a GEMM rounds.
+            # Contiguous like the factors that a resumed run reads: the layout may decide how a GEMM rounds. Copied,
+            # because the projection is a view of the all-reduced tensor.
             left = basis.to(dtype).contiguous().view(*shape[:-1], rank)
-            right = projection.to(dtype, copy=True).view(*shape[:-2], rank, shape[-1])  # not a part of the all-reduce
+            right = projection.to(dtype, copy=True).view(*shape[:-2], rank, shape[-1])
             factors[id(parameter)] = LowRank(left, right)
     return factors
 
 
 class _ShardRows:
-    """The rows of a parameter that this rank's shard overlaps, where the `n` matrices `[out, in]` are stacked.
+    """The rows of a parameter, a stack of `n` matrices `[out, in]`, that this rank's shard overlaps.
 
     A shard may begin and end in the middle of a row. Elements of these rows on other ranks are 0 here, so that sums
     over the ranks are right.
     """
 
-    def __init__(
-        self, shards: FlatShards, vector: Sequence[Tensor], parameter: PartitionedParameter, axis: layout.Axis
-    ):
+    def __init__(self, shards: FlatShards, vector: Sequence[Tensor], parameter: PartitionedParameter, shard_rank: int):
         *stack, self.num_rows, self.num_columns = parameter.ds_shape
         self.num_matrices = torch.Size(stack).numel()
-        self.axis = axis
         shard = shards.shard(vector, parameter)
-        shard_rank = layout.rank("expert_shards") if axis == "expert_shards" else layout.rank("shards")
         first = shard_rank * len(shard)
         shard = shard[: shards.numel(parameter)]
         self.first_row, num_before = divmod(first, self.num_columns)
@@ -101,15 +101,13 @@ class _ShardRows:
             self.first_row = 0
 
     def draw_start(self, rank: int, seed: int) -> Tensor:
-        """`Omega`, `[1, in, r]`. Matrices of equal width share it: the method only needs it to be independent of each
-        matrix."""
-        generator = torch.Generator(self.rows.device).manual_seed(
-            torch_seed(Stream.LOW_RANK_START, seed, self.num_columns)
-        )
+        """Draw `Omega`, `[1, in, r]`. Matrices of equal width share it: it need only be independent of each matrix."""
+        generator = torch.Generator(self.rows.device)
+        generator.manual_seed(torch_seed(Stream.LOW_RANK_START, seed, self.num_columns))
         return torch.randn(1, self.num_columns, rank, generator=generator, device=self.rows.device)
 
     def sketch(self, start: Tensor) -> Tensor:
-        """This rank's part of `G Omega`, `[n, out, r]`, for `Omega` `[n, in, r]`, or `[1, in, r]` for all matrices."""
+        """This rank's term of `G Omega`, `[n, out, r]`, for `Omega` `[n, in, r]`, or `[1, in, r]` for all matrices."""
         start = start.expand(self.num_matrices, -1, -1)
         sketch = self.rows.new_zeros(self.num_matrices, self.num_rows, start.shape[2])
         for matrix, in_matrix, in_shard in self._matrices():
@@ -117,14 +115,14 @@ class _ShardRows:
         return sketch
 
     def project(self, basis: Tensor) -> Tensor:
-        """This rank's part of `Q^T G`, `[n, r, in]`."""
+        """This rank's term of `Q^T G`, `[n, r, in]`."""
         projection = self.rows.new_zeros(self.num_matrices, basis.shape[2], self.num_columns)
         for matrix, in_matrix, in_shard in self._matrices():
             torch.mm(basis[matrix, in_matrix].t(), self.rows[in_shard], out=projection[matrix])
         return projection
 
     def _matrices(self) -> Iterator[tuple[int, slice, slice]]:
-        """Index of each matrix with rows on this rank, the slice of these rows in it, and their slice in `rows`."""
+        """Yield, for each matrix with rows on this rank, its index, the rows' slice in it and their slice in `rows`."""
         end = self.first_row + len(self.rows)
         for matrix in range(self.first_row // self.num_rows, -(-end // self.num_rows)):
             offset = matrix * self.num_rows
@@ -133,13 +131,10 @@ class _ShardRows:
                 yield matrix, slice(start - offset, stop - offset), slice(start - self.first_row, stop - self.first_row)
 
 
-def _sum_over_shards(axis: layout.Axis, parts: Sequence[Tensor]) -> list[Tensor]:
+def _sum_over_shards(axis: Literal["shards", "expert_shards"], parts: Sequence[Tensor]) -> list[Tensor]:
     """Sum each tensor over the ranks of an axis, by one all-reduce. A collective."""
     total = torch.cat([part.flatten() for part in parts])
-    if axis == "expert_shards":
-        layout.add_over("expert_shards", total)
-    else:
-        layout.add_over("shards", total)
+    layout.add_over(axis, total)
     return [flat.view_as(part) for flat, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
 
 

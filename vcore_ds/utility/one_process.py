@@ -1,5 +1,5 @@
-"""Token utilities of any Hugging Face model in one process, on batches as other trainers make them: the same passes as
-in a run, without sharding. Public through `vcore_ds`."""
+"""Token utilities of any Hugging Face model in one process, on the batches of other trainers: the passes of a run,
+without sharding. Public through `vcore_ds`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ProbeDirection:
     """The gradient of the mean loss of probe sequences: positive utility means that learning a token lowers it."""
 
     gradient: Mapping[str, Tensor]
-    """By name of the trained parameter, in its shape and in the dtype of the first trained parameter."""
+    """By name of the trained parameter, in its shape; in the dtype of the first trained parameter."""
     loss: float
     """Nats."""
     gradient_norm: float
@@ -35,28 +35,28 @@ class ProbeDirection:
 def probe_direction(
     model: nn.Module, batches: Iterable[Mapping[str, Tensor]], *, normalization: Normalization = "sequence"
 ) -> ProbeDirection:
-    """Compute the gradient of the loss of all `batches` together, without dropout, in one process.
+    """Compute the gradient of the loss over all `batches`, without dropout, in one process.
 
-    Trained are the parameters that require a gradient. The model and its gradients are left as they were. Layers are
-    not recomputed (no activation checkpointing), so use small batches.
+    It has the parameters that require a gradient. The model and its gradients do not change. Activations are not
+    checkpointed, so use small batches.
 
     Args:
         model: a causal language model of transformers, or peft's around one, on one device.
-        batches: each with `input_ids` and `labels`, `[b, T]`, labels -100 where a token is not supervised, not shifted;
-            `attention_mask`, where it is given, is 1 and then 0 in each row.
+        batches: each with `input_ids` and `labels`, `[b, T]`; labels are not shifted, and -100 for tokens that are not
+            supervised. An `attention_mask`, if given, is 1 and then 0 in each row.
         normalization: `sequence` for the mean over sequences of the mean over their tokens, `token` for the mean over
             all tokens.
 
     Raises:
         UserError: the model or a batch cannot be used, or loss or gradient is inf or NaN.
     """
-    ours = [_read_batch(batch) for batch in batches]
-    if not ours:
+    probe_batches = [_read_batch(batch) for batch in batches]
+    if not probe_batches:
         raise UserError("batches: found none; expected at least one batch of probe sequences")
     with one_process_engine(model) as engine:
         direction = Direction(engine)
         try:
-            probe = direction.compute(ours, normalization=normalization, clip=None)
+            probe = direction.compute(probe_batches, normalization=normalization, clip=None)
         except NonFiniteLoss as error:
             raise UserError(f"batches: {error}") from None
         shapes = {name.removeprefix(_WRAPPER): parameter.shape for name, parameter in engine.trainable}
@@ -71,25 +71,24 @@ def token_utilities(
     """Compute `<v, grad loss>` of each supervised token by one forward-mode (JVP) pass, exact and without dropout.
 
     Args:
-        model: as in `probe_direction`; it is left as it was.
-        batch: as in `probe_direction`.
-        direction: `v`; or any vector, by names of trained parameters. Parameters that it lacks do not move.
+        model, batch: as in `probe_direction`; the model does not change.
+        direction: `v`, or any vector by names of trained parameters; parameters that it lacks do not move.
 
     Returns:
         fp32 (fp64 for a model in fp64) `[b, T]`, the utility of each token at its position, on the model's device; 0
-        where it is not supervised.
+        for tokens that are not supervised.
 
     Raises:
         UserError: the model, the batch or the direction cannot be used, or a utility is inf or NaN.
     """
-    ours = _read_batch(batch)
+    own_batch = _read_batch(batch)
     gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
     with one_process_engine(model) as engine:
         buffers = _read_direction(engine, gradient)
-        (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [ours])
+        (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [own_batch])
     if not bool(torch.isfinite(utilities).all()):
         raise UserError("direction: found a utility that is inf or NaN; expected a finite direction, loss and model")
-    return _scatter(utilities, ours.labels)
+    return _scatter(utilities, own_batch.labels)
 
 
 def gibbs_weights(
@@ -100,11 +99,11 @@ def gibbs_weights(
     Args:
         utilities: `[b, T]`, from `token_utilities`.
         labels: `[b, T]`, -100 where a token is not supervised.
-        kl_budget: `KL(q || uniform)` in nats, for which tau is solved in each row.
+        kl_budget: `KL(q || uniform)` in nats, for which each row's tau is solved.
         temperature: tau, instead of `kl_budget`; 0 gives uniform weights.
 
     Returns:
-        `[b, T]`, at the position of each token: 1 in total over a row, 0 where a token is not supervised.
+        `[b, T]`, at the position of each token, with sum 1 over each row; 0 for tokens that are not supervised.
 
     Raises:
         UserError: shapes differ, a utility is not finite, or not exactly one of budget and temperature is given.
@@ -133,21 +132,21 @@ def gibbs_weights(
 
 
 def _supervised(labels: Tensor) -> Tensor:
-    """bool `[b, T]`; the first token of a row is never predicted."""
+    """Mask of supervised tokens, `[b, T]`; the first token of a row is never predicted."""
     supervised = labels != IGNORED_LABEL
     supervised[:, 0] = False
     return supervised
 
 
 def _scatter(values: Tensor, labels: Tensor) -> Tensor:
-    """`[N]` to `[b, T]`, 0 where no token is supervised."""
+    """Scatter `[N]` to the supervised tokens of `[b, T]`, which is 0 elsewhere."""
     result = values.new_zeros(labels.shape)
     result[_supervised(labels.to(values.device))] = values
     return result
 
 
 def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
-    """Raises UserError where the batch is not one of right-padded, unpacked sequences."""
+    """Convert a batch of right-padded, unpacked sequences. Raises UserError for another one."""
     if missing := [name for name in ("input_ids", "labels") if name not in batch]:
         raise UserError(f"batch: found no {missing[0]}; expected input_ids and labels, [b, T]")
     input_ids, labels = batch["input_ids"].cpu().long(), batch["labels"].cpu().long()
@@ -174,7 +173,7 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
 
 
 def _read_direction(engine: OneProcessEngine, gradient: Mapping[str, Tensor]) -> list[Tensor]:
-    """A vector in the order of the trained parameters."""
+    """Flatten a vector by names into the order of the trained parameters."""
     parameters = {name.removeprefix(_WRAPPER): parameter for name, parameter in engine.trainable}
     if unknown := gradient.keys() - parameters.keys():
         raise UserError(
