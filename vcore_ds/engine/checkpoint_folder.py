@@ -49,17 +49,12 @@ def parse_step(folder: Path) -> int | None:
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Folders named like checkpoints, newest first, complete or not."""
-    if not checkpoints.is_dir():
-        return []
-    return sorted(
-        (folder for folder in checkpoints.iterdir() if parse_step(folder) is not None), key=_number, reverse=True
-    )
+    folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted((folder for folder in folders if parse_step(folder) is not None), key=_number, reverse=True)
 
 
 def list_unfinished(checkpoints: Path) -> list[Path]:
     """Checkpoints whose writing was interrupted: with the unfinished suffix, or renamed but without COMPLETE."""
-    if not checkpoints.is_dir():
-        return []
     unmarked = [folder for folder in list_checkpoints(checkpoints) if not (folder / COMPLETE).exists()]
     return sorted([*checkpoints.glob(f"step_*{paths.SUFFIX}"), *unmarked])
 
@@ -82,7 +77,7 @@ def begin(checkpoints: Path, step: int, num_bytes: int) -> Path:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Flush a file and read its size and checksum back, from the disk instead of the page cache where possible."""
+    """Flush a file, and read back its size and checksum, if possible from the disk instead of the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -91,13 +86,13 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, FileRecord]) -> Path:
-    """Write the manifest (the record of every file, by its relative name), rename the folder that `begin` made, and
-    mark it COMPLETE. Raises OSError where a file is missing, or has another size than its writer read back."""
+    """Write the manifest, rename the folder that `begin` made, and mark it COMPLETE. `records`: of every file, by its
+    relative name. Raises OSError if a file is missing, or has another size than its writer read back."""
     final = step_folder(checkpoints, step)
     unfinished = paths.unfinished_path(final)
     for name, record in records.items():
         path = unfinished / name
-        # A missing file of another node was written to that node's local disk.
+        # A file written by another node is missing if it is on that node's local disk.
         if not path.is_file():
             raise OSError(
                 f"{path}: found no such file, though another rank has written it; expected run.output_dir on a file "
@@ -105,16 +100,9 @@ def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, 
             )
         if path.stat().st_size != record.bytes:
             raise OSError(f"{path}: found {path.stat().st_size:,} bytes; its writer read {record.bytes:,} bytes back")
-    manifest = json.dumps(
-        {
-            "format": FORMAT,
-            "step": step,
-            "world_size": world_size,
-            "files": {name: asdict(records[name]) for name in sorted(records)},
-        },
-        indent=2,
-    )
-    (unfinished / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+    files = {name: asdict(records[name]) for name in sorted(records)}
+    manifest = {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     remove(final)  # one that failed verification, or is newer than the checkpoint from which the run resumed
     paths.finish_folder(final)
     with paths.write_atomically(final / COMPLETE) as mark:
@@ -137,8 +125,8 @@ def remove_old(
     keep_step: int | None = None,
     best: Iterable[Path] = (),
 ) -> list[Path]:
-    """Delete complete checkpoints except the newest `keep_last`, every `keep_every_steps`-th, that of `keep_step` and
-    the `best`; return them."""
+    """Delete complete checkpoints, and return them, except the newest `keep_last`, those of every `keep_every_steps`-th
+    step and of `keep_step`, and the `best`."""
     complete, best = _list_complete(checkpoints), set(best)
     old = [
         folder
@@ -157,21 +145,21 @@ def _list_complete(checkpoints: Path) -> list[Path]:
 
 
 def rank_by_loss(checkpoints: Path, held_out_digest: str) -> list[tuple[float, Path]]:
-    """Held-out loss and folder of the complete checkpoints that have one, the lowest first; of equal losses the earlier
-    step. `held_out_digest`: of the held-out data; losses on other data are left out."""
+    """List losses and folders of the complete checkpoints with a loss on the held-out data of `held_out_digest`, lowest
+    loss first; of equal losses, the earlier step first."""
     ranked = []
     for folder in reversed(_list_complete(checkpoints)):
-        with suppress(OSError, ValueError):  # a damaged one has no loss; `find_problem` says so when it is needed
+        with suppress(OSError, ValueError):  # a damaged one; `find_problem` reports it when it is needed
             state = read_run_state(folder)
             loss = state.get("held_out_loss")
             if loss is not None and state.get("held_out_digest") == held_out_digest:
                 ranked.append((loss, folder))
-    return sorted(ranked, key=lambda one: one[0])
+    return sorted(ranked, key=lambda pair: pair[0])
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
-    """Rename checkpoints newer than `step`, from which a run resumes, and remove unfinished ones. Returns the new
-    paths. Under their old names `remove_old` would keep them as the newest, and delete valid ones."""
+    """Rename checkpoints newer than `step`, from which a run resumes, and remove unfinished ones; return the new paths.
+    Under their old names `remove_old` would keep them as the newest, and delete valid ones."""
     for folder in checkpoints.glob(f"step_*{paths.SUFFIX}"):
         shutil.rmtree(folder)
     renamed = []
@@ -188,7 +176,7 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
 def find_newest_usable(
     candidates: Iterable[Path], find_problem: Callable[[Path], str | None]
 ) -> tuple[Path | None, list[str]]:
-    """The first candidate without a problem, or None; and `NAME: PROBLEM` of each one before it."""
+    """Find the first candidate without a problem, or None; also return `NAME: PROBLEM` for each one before it."""
     problems: list[str] = []
     for folder in candidates:
         problem = find_problem(folder)
@@ -199,8 +187,9 @@ def find_newest_usable(
 
 
 def find_problem(folder: Path, say: Callable[[str], None], *, part: int = 0, num_parts: int = 1) -> str | None:
-    """Verify a checkpoint: why it cannot be resumed from or exported, or None. `say` receives a line before files are
-    read, which can take minutes. `part`: with the files sorted by size, read every `num_parts`-th from this one on."""
+    """Find out why a checkpoint cannot be resumed from or exported; None if it is valid. `say` receives a line before
+    files are read, which can take minutes. `part`, `num_parts`: of the files sorted by size, read every `num_parts`-th
+    from index `part` on."""
     try:
         records = _read_manifest(folder)
         num_bytes = sum(record.bytes for record in records.values())
@@ -214,11 +203,11 @@ def find_problem(folder: Path, say: Callable[[str], None], *, part: int = 0, num
 
 
 class _Unusable(Exception):
-    """The message is the reason."""
+    """A checkpoint cannot be used; the message is the reason."""
 
 
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Name -> record of every file, if the manifest has the checksum in COMPLETE."""
+    """Read the record of every file, by name. Raises _Unusable, also if the checksum differs from that in COMPLETE."""
     try:
         mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:

@@ -1,17 +1,17 @@
 """Checkpoints of the engine's shards through torch.distributed.checkpoint, readable at any world size.
 
-Every tensor is stored as one flat tensor, without ZeRO-3's padding. ZeRO-3's partition, `ceil(numel / ranks)` elements
-a rank, is that of `torch.chunk`, which is `Shard(0)`. So the ranks' shards are the shards of a `DTensor`, and reading
-them at another world size needs no conversion. The `DTensor`s are views of the optimizer's tensors on their device (the
-CPU for offloaded ones).
+Every tensor is stored as one flat tensor, without ZeRO-3's padding. ZeRO-3 gives each rank `ceil(numel / ranks)`
+elements, like `torch.chunk` and so `Shard(0)`. Hence the ranks' shards are the shards of a `DTensor`, and reading them
+at another world size needs no conversion. The `DTensor`s are views of the optimizer's tensors on their device (the CPU
+if offloaded).
 
-With expert parallelism the stored tensor holds all experts too: a block of experts is contiguous in it, and its shards
-are adjacent. So a checkpoint can be read at another expert-parallel size.
+With expert parallelism the stored tensor still holds all experts: a block of experts is contiguous in it, and its
+shards are adjacent, so a checkpoint can be read at another expert-parallel size.
 
-Low-rank factors of a direction are the same on all ranks that shard their parameter; they are `Replicate()` instead, of
-which one rank writes each.
+Low-rank factors of a direction are the same on all ranks that shard their parameter: they are `Replicate()`, and one
+rank writes each.
 
-With tensor parallelism each tensor-parallel rank stores separate tensors, with its rank in their names
+With tensor parallelism each rank of the group stores separate tensors, with its rank in their names
 (`checkpoint_name`), which can only be read at the same tensor-parallel size.
 
 A `Stager` copies the shards to host memory first, so that they can be written while the next steps change the state.
@@ -43,18 +43,18 @@ from vcore_ds.engine.zero3 import Engine
 
 Result = TypeVar("Result")
 State: TypeAlias = Mapping[str, DTensor]  # tensors by their names in a checkpoint
-Group: TypeAlias = ProcessGroup
+Group: TypeAlias = ProcessGroup  # for callers, which do not import torch.distributed
 
 
 class ShardedVector(Protocol):
-    """A vector over the trainable parameters, in ZeRO-3 shards."""
+    """A vector over the trained parameters, in ZeRO-3 shards or replicated factors."""
 
     def shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard for `parameter`, flat, padded like `parameter.ds_tensor`."""
         ...
 
     def replicas(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Contiguous tensors to store in place of the shard, by the prefix of their names, the same on all ranks that
+        """Contiguous tensors to store instead of the shard, by the prefix of their names, the same on all ranks that
         shard the parameter; empty to store the shard."""
         ...
 
@@ -66,26 +66,23 @@ class CheckpointFailed(RunFailed):
 
 def run_on_all_ranks(folder: Path, action: Callable[[], Result], group: Group | None = None) -> list[Result]:
     """Run `action` and return the results of all ranks. A collective. An error on one rank is raised on all of them:
-    otherwise the others would hang in the next collective. `group`: a duplicate of that of all ranks, for a thread
-    beside the main one."""
+    otherwise the others would hang in the next collective. `group`: a duplicate of the group of all ranks, for calls
+    from another thread than the main one."""
     outcome: tuple[Result | None, str | None]
     try:
         outcome = (action(), None)
     except Exception as error:
         outcome = (None, f"{folder}: {type(error).__name__}: {error} ({free_space(folder)})")
     gathered = layout.gather_objects("job", (*outcome, platform.node()), group)
-    failed = [
-        f"rank {rank} on host {host}: {problem}"
-        for rank, (_, problem, host) in enumerate(gathered)
-        if problem is not None
-    ]
+    ranks = enumerate(gathered)
+    failed = [f"rank {rank} on host {host}: {problem}" for rank, (_, problem, host) in ranks if problem is not None]
     if failed:
         raise CheckpointFailed("; ".join(failed))
     return [result for result, _, _ in gathered]
 
 
 def write_state(tensors: State, folder: Path, group: Group | None = None) -> None:
-    """Write this rank's shards of the state (of `state_tensors` or `Stager.stage`) into one file in `folder`, and flush
+    """Write this rank's shards of the state (from `state_tensors` or `Stager.stage`) to one file in `folder`, and flush
     it. A collective. `group`: as in `run_on_all_ranks`. Raises CheckpointFailed on all ranks alike."""
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
     _dcp_on_all_ranks(
@@ -94,12 +91,12 @@ def write_state(tensors: State, folder: Path, group: Group | None = None) -> Non
 
 
 class Stager:
-    """Copies of the state in host memory, which later steps do not change. Each copy reuses the memory of the one
-    before, which must have been written by then."""
+    """Copies the state to host memory, so that later steps do not change what is written. Each copy reuses the memory
+    of the previous one, which must have been written by then."""
 
     def __init__(self) -> None:
         on_gpu = device().type == "cuda"
-        # Copies of offloaded tensors too: the optimizer updates them in place.
+        # Offloaded tensors are copied too: the optimizer updates them in place.
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=on_gpu,
@@ -110,15 +107,15 @@ class Stager:
         )
 
     def stage(self, engine: Engine, direction: ShardedVector | None) -> State:
-        """A copy of `state_tensors`. Waits for the device."""
+        """Copy `state_tensors`. Synchronises with the device."""
         views = _local_tensors(engine, direction)
         staged = self._stager.stage({name: local.tensor for name, local in views.items()})
-        assert isinstance(staged, dict)  # a future with async staging alone
+        assert isinstance(staged, dict)  # not a future, which only async staging returns
         return {name: local._replace(tensor=staged[name]).as_dtensor() for name, local in views.items()}
 
 
 class _Writer(dcp.FileSystemWriter):
-    """A writer that raises the first cause of an error. When a disk is full, `torch.save` fails again while closing its
+    """A writer that raises the first cause of an error: on a full disk `torch.save` fails again while it closes its
     archive, and only says "unexpected pos 704 vs 598"."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -132,8 +129,8 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, num_updates: int) -> None:
-    """Load the state that `write_state` wrote, at any world size, into a new engine. A collective. `num_updates`:
-    `engine.num_updates` at that time. Raises CheckpointFailed on all ranks alike."""
+    """Load the state that `write_state` wrote, at any world size, into a new engine. A collective. `num_updates`: the
+    checkpoint's `engine.num_updates`. Raises CheckpointFailed on all ranks alike."""
     tensors = state_tensors(engine, direction)
     reader = dcp.FileSystemReader(folder)
     _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
@@ -144,39 +141,37 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
             state["step"] = num_updates
     with engine.changing_shards():
         for _, parameter in engine.trainable:
-            numel = engine.local_numel(parameter)
             for key in (None, *_buffer_names(engine, parameter)):
-                _padded_shard(engine, parameter, key)[numel:].zero_()
-            shard = parameter.ds_tensor.data.view(-1)
-            shard.copy_(_padded_shard(engine, parameter, None))
+                _padded_shard(engine, parameter, key)[engine.local_numel(parameter) :].zero_()
+            parameter.ds_tensor.data.view(-1).copy_(_padded_shard(engine, parameter, None))
 
 
 def count_state_bytes(tensors: State) -> int:
-    """Bytes that `write_state` would write on all ranks together. A collective."""
+    """Count the bytes that `write_state` would write on all ranks together. A collective."""
     local = [tensor.to_local() for tensor in tensors.values() if _is_first_replica(tensor)]
     return int(layout.sum_over("job", [float(sum(t.numel() * t.element_size() for t in local))])[0])
 
 
 def list_files_of_this_rank(folder: Path) -> list[Path]:
-    """The files that `write_state` wrote on this rank; rank 0 also writes the index."""
-    names = [f"__{layout.rank('job')}_*", ".metadata"] if layout.is_first() else [f"__{layout.rank('job')}_*"]
-    return [path for name in names for path in sorted(folder.glob(name))]
+    """List the files that `write_state` wrote on this rank; rank 0 also writes the index."""
+    files = sorted(folder.glob(f"__{layout.rank('job')}_*"))
+    return [*files, *folder.glob(".metadata")] if layout.is_first() else files
 
 
 def state_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, DTensor]:
-    """Views of all tensors that a step changes, by their names in the checkpoint. `direction`: None if no later step
-    needs the current direction."""
+    """Views of all tensors that a step changes, by their names in the checkpoint. `direction`: None unless later steps
+    need the current direction."""
     return {name: local.as_dtensor() for name, local in _local_tensors(engine, direction).items()}
 
 
 class _LocalTensor(NamedTuple):
-    """This rank's part of a tensor in the checkpoint."""
+    """This rank's shard or replica of a tensor in the checkpoint."""
 
     parameter: PartitionedParameter
     tensor: Tensor
     """Flat, without padding."""
     is_replica: bool = False
-    """Whether all ranks that shard the parameter have the same."""
+    """Whether all ranks that shard the parameter have the same tensor."""
 
     def as_dtensor(self) -> DTensor:
         num_blocks = layout.size("expert") if is_expert_block(self.parameter) else 1
@@ -188,14 +183,14 @@ class _LocalTensor(NamedTuple):
 
 
 def _is_first_replica(tensor: DTensor) -> bool:
-    """Whether no rank before this one has the same part of the tensor."""
+    """Whether no lower rank has the same shard or replica of the tensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None  # every rank is in the mesh
     return all(i == 0 for i, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
 
 
 def _local_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str, _LocalTensor]:
-    """Name in the checkpoint -> this rank's part, as views."""
+    """Name in the checkpoint -> this rank's shard or replica, as views."""
     tensors = {}
     for name, parameter in engine.trainable:
         name = checkpoint_name(name, layout.rank("tensor"), layout.size("tensor"))
@@ -218,8 +213,8 @@ def checkpoint_name(name: str, tensor_rank: int, tensor: int) -> str:
 
 
 def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:
-    """The optimizer's shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its device. Not
-    `safe_get_local_fp32_param`, which copies to the accelerator, where an offloaded state does not fit."""
+    """The optimizer's shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its device;
+    `safe_get_local_fp32_param` would copy it to the accelerator, where an offloaded state does not fit."""
     shard, _ = engine.optimizer._get_fp32_opt_state_partition(
         parameter, release_swap_buffers=False, optim_state_key=key
     )
@@ -227,7 +222,7 @@ def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> T
 
 
 def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
-    """Names of the optimizer's tensors of the parameter's shape: `exp_avg` and `exp_avg_sq`; none for plain SGD."""
+    """Names of the optimizer's tensors with the parameter's shape, such as `exp_avg`; none for SGD."""
     group, _, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
     flat = engine.optimizer.fp32_partitioned_groups_flat[group]
     state = engine.optimizer.optimizer.state.get(flat, {})
@@ -235,8 +230,8 @@ def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
 
 
 def _dcp_on_all_ranks(folder: Path, action: Callable[[], object], group: Group | None = None) -> None:
-    """Run a call of torch.distributed.checkpoint. Its exception holds the errors of all ranks; here each rank reports
-    its error, so that the message can name rank and host."""
+    """Call torch.distributed.checkpoint. Its exception holds the errors of all ranks; here each rank raises its own, so
+    that the message can name rank and host."""
     failure: list[CheckpointException] = []
 
     def run() -> None:

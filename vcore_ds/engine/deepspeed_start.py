@@ -9,7 +9,7 @@ import os
 from vcore_ds.distributed.device import uses_gpu
 
 if not uses_gpu():
-    # Read by deepspeed when it is imported.
+    # deepspeed reads it when it is imported.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # zero.Init patches tensor constructors. If transformers imported torch._dynamo lazily afterwards, the import would see
@@ -29,7 +29,7 @@ with without_compiler():
     import deepspeed.runtime.zero.muon.original_muon
 
 
-DEEPSPEED_WAIT = AllGatherCoalescedHandle.wait  # what `copy_gathered_parameters` replaces, to compare with
+DEEPSPEED_WAIT = AllGatherCoalescedHandle.wait  # which `copy_gathered_parameters` replaces; tests compare the two
 
 _process_group: torch.distributed.ProcessGroup | None = None
 """The default process group for which DeepSpeed was last initialized."""
@@ -39,26 +39,26 @@ def start_deepspeed() -> None:
     """Initialize DeepSpeed on the existing process group. A collective; calling it again has no effect."""
     global _process_group
     if _process_group is not torch.distributed.group.WORLD:
-        # DeepSpeed keeps groups of a process group that was destroyed, by the last command in this process.
+        # DeepSpeed keeps the groups of a destroyed process group, from an earlier command in this process.
         groups._release_process_group_references()
-        # For reductions. A group that DeepSpeed makes itself would have PyTorch's timeout, not the recipe's.
+        # For reductions: a group made by DeepSpeed would have PyTorch's timeout, not the recipe's.
         groups._WORLD_GROUP = layout.duplicate_job_group()
         _process_group = torch.distributed.group.WORLD
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.utils.logger.addFilter(_concerns_the_user)
+    deepspeed.utils.logger.addFilter(_is_relevant)
     if get_accelerator().device_name() == "cpu":
-        # It would be compiled at first use, for minutes, and is for inference only.
+        # It would be compiled for minutes at first use, and is for inference only.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     AllGatherCoalescedHandle.wait = copy_gathered_parameters
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def copy_gathered_parameters(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> None:
-    """Wait for the all-gather of several parameters, and copy each from the ranks' parts to one tensor.
-    In place of DeepSpeed's `AllGatherCoalescedHandle.wait`, which cuts out and joins the parts in Python: 1.5 ms of
-    host time for a layer of Qwen3-32B on 64 ranks, 3.1 on 128 (tests/benchmarks/gather_host_time.py). The same values.
-    Not for quantized gathers, which the recipe's checks refuse. `handle_dependency`: False where DeepSpeed keeps the
-    gathered buffer alive itself."""
+    """Wait for the all-gather of several parameters, and copy each one's shards to one tensor. Replaces DeepSpeed's
+    `AllGatherCoalescedHandle.wait`, which cuts out and concatenates shards in Python, with the same values: that takes
+    1.5 ms of host time for a layer of Qwen3-32B on 64 ranks, 3.1 on 128 (tests/benchmarks/gather_host_time.py). Not for
+    quantized all-gathers, which the recipe's checks refuse. `handle_dependency`: False if DeepSpeed keeps the gathered
+    buffer alive."""
     if handle.complete:
         return
     handle.allgather_handle.wait()
@@ -68,23 +68,23 @@ def copy_gathered_parameters(handle: AllGatherCoalescedHandle, handle_dependency
         numel = parameter.ds_tensor.ds_numel
         if handle.use_secondary_tensor:
             numel *= parameter.ds_secondary_tensor_num_of_groups
-        # The ranks' parts follow each other in one tensor; the last ones are padded.
-        parts = first.as_strided((num_ranks, numel), (first.numel(), 1), offset)
-        whole = torch.empty((num_ranks, numel), dtype=parameter.ds_tensor.dtype, device=first.device).copy_(parts)
-        parameter.data = whole.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+        # The ranks' shards follow each other in one tensor; the last ones are padded.
+        shards = first.as_strided((num_ranks, numel), (first.numel(), 1), offset)
+        padded = torch.empty((num_ranks, numel), dtype=parameter.ds_tensor.dtype, device=first.device).copy_(shards)
+        parameter.data = padded.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
         offset += numel
     if not accelerator.is_synchronized_device():
         if handle_dependency:
-            # All parts share one allocation, which must outlive the copies on this stream.
+            # All shards share one allocation, which must outlive the copies on this stream.
             first.record_stream(accelerator.current_stream())
         else:
             AllGatherCoalescedHandle.data_buffer.append(handle.partitions)
     handle.complete = True
 
 
-def _concerns_the_user(record: logging.LogRecord) -> bool:
-    """False for DeepSpeed's warning about an optimizer untested with ZeRO: torch's SGD, which our tests cover."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Whether to show a message of DeepSpeed: not its warning about torch's SGD with ZeRO, which our tests cover."""
     return "untested optimizer" not in record.getMessage()
 
 

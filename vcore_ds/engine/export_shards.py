@@ -1,7 +1,6 @@
 """Export of trained weights as a Hugging Face folder, from the live engine, layer by layer; and reading a checkpoint's
 tensors without a process group."""
 
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -21,6 +20,7 @@ from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, run_on_all_ranks
 from vcore_ds.engine.flat_shards import as_partitioned, full_shape, is_expert_block
+from vcore_ds.engine.parallel_weights import gather_parallel_weights, group_by_layer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import model_folder
 from vcore_ds.models.causal_lm import TokenLossModel
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 PREFIX = "causal_lm."
-"""Prefix of a parameter's name in the engine and in a checkpoint, before its name in the Hugging Face model."""
+"""Prefix of parameter names in the engine and in checkpoints, before the name in the Hugging Face model."""
 
 
 class ExportFailed(RuntimeError):
@@ -49,9 +49,9 @@ def save_hugging_face(
     max_file_bytes: int = model_folder.MAX_FILE_BYTES,
 ) -> None:
     """Write the LoRA adapter or the full weights, with configuration (that of `model_path`), tokenizer and model card,
-    for `peft` / `transformers`. A collective: each decoder layer is gathered once, and file i is collected and written
-    by rank i modulo the number of ranks, one after the other, so that no host holds more than one file of weights.
-    Raises ExportFailed on all ranks alike; `folder` does not exist then."""
+    for `peft` / `transformers`. A collective: each decoder layer is all-gathered once, and file i is collected and
+    written by rank i modulo the number of ranks, one after the other, so that no host holds more than one file of
+    weights. Raises ExportFailed on all ranks alike; `folder` does not exist then."""
     is_first = layout.is_first()
     unfinished = unfinished_path(folder)
     model: nn.Module | None
@@ -61,14 +61,11 @@ def save_hugging_face(
             model, weights = engine.module.causal_lm, _describe_weights(engine)
             gathered = partial(_gather_weights, engine)
         else:
-            from vcore_ds.engine.parallel_weights import (
-                gather_parallel_weights,
-            )  # megatron-core takes seconds to import
-
             model, weights = _describe_parallel_weights(engine.module, engine.trainable[0][1].dtype, model_path)
             gathered = partial(gather_parallel_weights, engine.module, weights=weights)
         if isinstance(model, PeftModel):
-            adapter = {name: tensor for name, tensor in gathered(_find_adapter_keepers(model)) if tensor is not None}
+            keepers = {name: {0} for name, parameter in model.named_parameters() if parameter.requires_grad}
+            adapter = {name: tensor for name, tensor in gathered(keepers) if tensor is not None}
             run_on_all_ranks(
                 unfinished,
                 lambda: model_folder.write_adapter(model, adapter, folder, tokenizer, card) if is_first else None,
@@ -84,14 +81,18 @@ def save_hugging_face(
         ):
             expected = {name: stored.stored[name] for name in split.filename_to_tensors[file]}
             mine = owner[next(iter(expected))] == layout.rank("job")
-            # All ranks wait for the writer here: if it fails, all raise instead of hanging in the next all-gather.
+            # All ranks wait for the writer: if it fails, all raise instead of hanging in the next all-gather.
             run_on_all_ranks(
                 unfinished / file,
                 lambda: model_folder.write_file(unfinished / file, tensors, expected) if mine else None,  # noqa: B023
             )
-        run_on_all_ranks(
-            unfinished, lambda: _finish(folder, split, stored, engine, tokenizer, card) if is_first else None
-        )
+        dtype = next(engine.module.parameters()).dtype
+
+        def finish() -> None:
+            model_folder.write_config(unfinished, stored.path, dtype, is_complete=stored.is_complete)
+            model_folder.finish(folder, tokenizer, card, split)
+
+        run_on_all_ranks(unfinished, lambda: finish() if is_first else None)
     except CheckpointFailed as error:
         if is_first:
             discard(unfinished)
@@ -101,21 +102,8 @@ def save_hugging_face(
         ) from None
 
 
-def _finish(
-    folder: Path,
-    split: StateDictSplit,
-    stored: FolderWeights,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    card: str | None,
-) -> None:
-    dtype = next(engine.module.parameters()).dtype
-    model_folder.write_config(unfinished_path(folder), stored.path, dtype, is_complete=stored.is_complete)
-    model_folder.finish(folder, tokenizer, card, split)
-
-
 def _describe_weights(engine: Engine) -> dict[str, Tensor]:
-    """Name -> shape and dtype of every weight, tied weights once, and of persistent buffers."""
+    """Name -> meta tensor of every weight, tied weights once, and of persistent buffers."""
     weights = {
         name.removeprefix(PREFIX): torch.empty(
             full_shape(as_partitioned(parameter)), dtype=parameter.dtype, device="meta"
@@ -128,7 +116,7 @@ def _describe_weights(engine: Engine) -> dict[str, Tensor]:
 def _describe_parallel_weights(
     parallel: "ParallelTokenLossModel", dtype: torch.dtype, path: str
 ) -> tuple[PeftModel | None, dict[str, Tensor]]:
-    """The model with LoRA adapters, without values, or None; and name -> shape and dtype of the adapters, or of all
+    """The model with LoRA adapters, without values, or None; and name -> meta tensor of the adapters, or of all
     weights."""
     if parallel.lora is None:
         return None, describe_weights(path, dtype)
@@ -148,18 +136,14 @@ def _assign_files(split: StateDictSplit) -> dict[str, int]:
 
 
 def _find_keepers(stored: FolderWeights, owner: Mapping[str, int]) -> dict[str, set[int]]:
-    """Name in memory -> the ranks that write a part of it: the experts of a layer may be in two files."""
-    return {name: {owner[one] for one in part.stored} for part in stored.parts for name in part.names}
-
-
-def _find_adapter_keepers(model: PeftModel) -> dict[str, set[int]]:
-    return {name: {0} for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Name in memory -> the ranks that write some of it: the experts of a layer may be in two files."""
+    return {name: {owner[key] for key in part.stored} for part in stored.parts for name in part.names}
 
 
 def _stream_stored(
     stored: FolderWeights, weights: Iterator[tuple[str, Tensor | None]], owner: Mapping[str, int]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Iterate over the exported tensors, by their names in the files; None for those that another rank writes."""
+    """Yield the exported tensors, by their names in the files; None for those that another rank writes."""
     mine = {name for name, rank in owner.items() if rank == layout.rank("job")}
     for name, tensor in stored.stream(weights):
         yield name, tensor if name in mine else None
@@ -168,19 +152,14 @@ def _stream_stored(
 
 
 def _gather_weights(engine: Engine, keepers: Mapping[str, Collection[int]]) -> Iterator[tuple[str, Tensor | None]]:
-    """Gather the weights in `keepers`: name and full tensor, on the CPU of the ranks that keep it, None on the others;
-    a decoder layer at once, other weights one by one. Each item may be a collective: all ranks must take all items."""
-    # A pass prefetches what it expects the next module to need, and what is not needed then stays in flight until the
-    # next pass: without this, DeepSpeed could neither gather nor release it here.
+    """Yield name and full tensor of the weights in `keepers`, on the CPU of the ranks that keep it, None on the others;
+    decoder layers are gathered at once, other weights one by one. Each item may be a collective: all ranks must take
+    all items."""
+    # Parameters that a pass prefetched for a module which then did not run stay in flight until the next pass. Unless
+    # they are dropped, DeepSpeed can neither gather nor release them here.
     engine.optimizer.empty_partition_cache()
-    layer_of = {id(p): number for number, layer in enumerate(engine.module.layers) for p in layer.parameters()}
     named = [(name, p) for name, p in engine.module.named_parameters() if name.removeprefix(PREFIX) in keepers]
-
-    def layer_or_name(item: tuple[str, nn.Parameter]) -> int | str:
-        return layer_of[id(item[1])] if id(item[1]) in layer_of else item[0]
-
-    for _, group in itertools.groupby(named, key=layer_or_name):
-        parameters: list[tuple[str, nn.Parameter]] = list(group)
+    for parameters in group_by_layer(engine.module.layers, named):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
             for name, parameter in parameters:
                 name = name.removeprefix(PREFIX)
@@ -195,14 +174,14 @@ def _gather_weights(engine: Engine, keepers: Mapping[str, Collection[int]]) -> I
 
 
 class CheckpointTensors:
-    """Reader of the unsharded tensors in a checkpoint's `state/`, one at a time, without a process group. `names`: of
-    all tensors (`master.<parameter>`, `exp_avg.<parameter>`)."""
+    """Reader of the unsharded tensors in a checkpoint's `state/`, one at a time, without a process group. `names`: all
+    tensors' names (`master.<parameter>`, `exp_avg.<parameter>`)."""
 
     def __init__(self, folder: Path):
         self._reader = dcp.FileSystemReader(folder)
         metadata = self._reader.read_metadata()
         self._stored = metadata.state_dict_metadata
-        # With many ranks the metadata is large, and every load would read it again.
+        # Metadata of many ranks is large, and every load would read it again.
         self._reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
         self.names = list(self._stored)
 

@@ -1,8 +1,8 @@
-"""This rank's ZeRO-3 shards as DeepSpeed stores them: a few flat tensors, whatever the number of parameters.
+"""This rank's ZeRO-3 shards as DeepSpeed stores them: a few flat tensors for any number of parameters.
 
 DeepSpeed's `safe_get_local_*` and `safe_set_local_*` handle one parameter at a time, and each call synchronises with a
-CUDA stream: thousands of times a step for a large model. The flat tensors hold all gradients, master weights or moments
-at once.
+CUDA stream, thousands of times per step for a large model. The flat tensors hold all gradients, master weights or
+moments at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,13 +30,13 @@ class PartitionedParameter(nn.Parameter):
     ds_numel: int  # elements of the unsharded parameter
     ds_shape: torch.Size  # shape of the unsharded parameter
     ds_tensor: Tensor  # this rank's shard, flat, with its padding
-    ds_secondary_tensor: Tensor | None  # the second shard of hierarchical partitioning; None without
+    ds_secondary_tensor: Tensor | None  # the second shard, of hierarchical partitioning
 
     ds_zero_placement_family: str
     """`EXPERT_FAMILY` for a block of experts; other parameters may not have the attribute."""
     ds_zero_partition_group_name: str  # key of the experts' process groups in DeepSpeed
     ds_zero_partition_process_group: torch.distributed.ProcessGroup
-    """The ranks over which it is sharded, where they are not all ranks."""
+    """The ranks over which the experts are sharded; other parameters may not have the attribute."""
 
     def partition(self) -> None:
         """Release the gathered values and keep the shard."""
@@ -64,15 +64,15 @@ def full_shape(parameter: PartitionedParameter) -> torch.Size:
 
 
 def unsharded_shape(parameter: nn.Parameter) -> torch.Size:
-    """The gathered parameter's shape. A parameter that ZeRO-3 has sharded has the shape of an empty tensor."""
+    """The gathered parameter's shape; `shape` is that of an empty tensor if ZeRO-3 has sharded the parameter."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 class Streams:
-    """DeepSpeed's side streams for all-gathers and gradient reductions, and their order with the current stream. With
+    """Orders DeepSpeed's side streams for all-gathers and gradient reductions with the current stream. With
     `overlap_comm` the gather stream does not wait for the current stream's writes into shards, so an all-gather could
-    read a shard before or while it is written (DeepSpeed issue 5545). Except for `synchronize_reductions`, the waits do
-    not block the host; on CPU they do nothing."""
+    read a shard before or while it is written (DeepSpeed issue 5545). Only `synchronize_reductions` blocks the host; on
+    CPU none has an effect."""
 
     def __init__(self, zero: DeepSpeedZeroOptimizer_Stage3):
         self._has_streams: bool = not get_accelerator().resolves_data_dependency()
@@ -95,14 +95,14 @@ class Streams:
             get_accelerator().current_stream().wait_stream(self._reductions)
 
     def synchronize_reductions(self) -> None:
-        """Block the host until reduced gradients are in its memory, for work on the CPU, which no stream orders."""
+        """Block the host until reduced gradients are in its memory: work on the CPU is not ordered by streams."""
         if self._has_streams:
             self._reductions.synchronize()
 
 
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements per chunk of elementwise work, which bounds temporary tensors. A GPU launches kernels for each chunk, so its
-chunks are large (64 MiB in fp32); on a CPU temporary tensors stay in the cache."""
+"""Elements per chunk of elementwise operations, which bounds temporary tensors: large on a GPU, which launches kernels
+for each chunk (64 MiB in fp32); on a CPU small enough for the cache."""
 
 
 class ShardPosition(NamedTuple):
@@ -116,11 +116,12 @@ class ShardPosition(NamedTuple):
 
 
 class FlatShards:
-    """Vectors over all trained parameters; each is a list of flat tensors, one for each of DeepSpeed's sub-groups, with
+    """Vectors over all trained parameters. Each is a list of flat tensors, one per sub-group of DeepSpeed, which holds
     the shards of consecutive parameters of one optimizer parameter group. All vectors have the same layout, so
-    elementwise operations need no parameter boundaries. Padding is zero in all of them.
+    elementwise operations need no parameter boundaries; padding is zero in all of them.
+
     The methods return DeepSpeed's tensors, on the device where they are stored: writing to them changes the engine.
-    `num_elements`: of all trained parameters on this rank, without padding."""
+    `num_elements`: number of elements of all trained parameters on this rank, without padding."""
 
     def __init__(
         self, zero: DeepSpeedZeroOptimizer_Stage3, streams: Streams, trainable: Sequence[PartitionedParameter]
@@ -154,7 +155,7 @@ class FlatShards:
         return self._zero.offload_optimizer
 
     def parameters(self) -> list[Tensor]:
-        """The parameters in their dtype, from which they are all-gathered; each `ds_tensor` is a view of this."""
+        """The parameters in their dtype, from which ZeRO-3 all-gathers; each `ds_tensor` is a view of this."""
         return list(self._zero.fp16_partitioned_groups_flat)
 
     def masters(self) -> list[Tensor]:
@@ -170,8 +171,8 @@ class FlatShards:
         return list(self._zero.grad_partitions_flat_buffer.split(self._numels))
 
     def optimizer_state(self, key: str, sub_groups: Iterable[int] | None = None) -> list[Tensor]:
-        """A buffer of AdamW (`exp_avg`, `exp_avg_sq`) or of Muon (`momentum_buffer`) in fp32, zero before its first
-        step. `sub_groups`: indices of the flat tensors that have it; None for all."""
+        """A buffer of AdamW (`exp_avg`, `exp_avg_sq`) or Muon (`momentum_buffer`) in fp32, zero before the first step.
+        `sub_groups`: indices of the flat tensors that have it; None for all."""
         masters = self._zero.fp32_partitioned_groups_flat
         chosen = range(len(masters)) if sub_groups is None else sub_groups
         return [self._zero.optimizer.state[masters[i]][key] for i in chosen]
@@ -208,8 +209,8 @@ class FlatShards:
         return layout.norm_over("job", [part for (part,) in chunks(vector)])
 
     def sum_replicated_gradients(self) -> None:
-        """Sum the gradients of replicated parameters over the tensor-parallel group, where each rank has the gradient
-        of its tokens or heads. A collective, once per accumulation."""
+        """Sum the gradients of replicated parameters over the tensor-parallel group, whose ranks have those of their
+        tokens or heads. A collective, once per accumulation."""
         if not self._replicated:
             return
         gradients = self.gradients()
@@ -225,7 +226,7 @@ class FlatShards:
                     self._zero.norm_for_param_grads[number] = part.norm()
 
     def _find_tensor_parallel_spans(self) -> list[tuple[int, slice]]:
-        """Sub-groups, and spans of elements in them, of tensor-parallel parameters; adjacent spans are merged."""
+        """Find the sub-groups of tensor-parallel parameters and their spans in them; adjacent spans are merged."""
         replicated = {id(parameter) for parameter in self._replicated}
         spans: list[tuple[int, slice]] = []
         for key, position in sorted(self._positions.items(), key=lambda item: item[1]):
@@ -248,7 +249,7 @@ def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 
 class GradientSum:
     """The fp32 sum of unreduced gradients over the micro-batches of one accumulation; empty between accumulations.
-    PyTorch accumulates in the parameters' dtype, and bf16 rounds the gradients of late micro-batches away. The sum is
+    PyTorch accumulates in the parameters' dtype, and bf16 rounds away the gradients of late micro-batches; this sum is
     rounded once, for the reduction."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
@@ -261,11 +262,10 @@ class GradientSum:
         grads = self._gradients()
         if not grads:
             return
-        new = [parameter for parameter in grads if parameter not in self._sums]
         existing = [parameter for parameter in grads if parameter in self._sums]
         if existing:
             torch._foreach_add_([self._sums[p] for p in existing], [grads[p] for p in existing])
-        self._sums |= {parameter: grads[parameter].float() for parameter in new}
+        self._sums |= {parameter: grad.float() for parameter, grad in grads.items() if parameter not in self._sums}
         torch._foreach_zero_(list(grads.values()))
 
     def write_back(self) -> None:
@@ -283,7 +283,7 @@ class GradientSum:
 
 
 def unsharded_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes on each rank of unreduced gradients: the gradient, and for 16-bit parameters the fp32 sum."""
+    """Bytes per rank of unreduced gradients: the gradient, and for 16-bit parameters the fp32 sum."""
     size = 0
     for parameter in parameters:
         numel = getattr(parameter, "ds_numel", parameter.numel())
@@ -293,7 +293,7 @@ def unsharded_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of a gathered parameter, for a graph that does not keep its memory."""
+    """A reference to a view of a gathered parameter, for a graph that does not keep its memory."""
 
     parameter: nn.Parameter
     size: torch.Size
@@ -329,8 +329,7 @@ class SavedParameters:
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         address = tensor.data_ptr()
         parameter = self._by_address.get(address)
-        # The parameter may have been released since, and an activation may be at its address now, so check that it is
-        # still there.
+        # Checked, since the parameter may have been released, and an activation may be at its address now.
         if parameter is None or address != parameter.data_ptr() or tensor.numel() != parameter.numel():
             return tensor
         if tensor.dtype != parameter.dtype or tensor.numel() == 0:

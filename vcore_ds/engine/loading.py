@@ -1,4 +1,4 @@
-"""Loading a pretrained model directly into ZeRO-3 shards: every rank reads only the bytes of its shards.
+"""Loading a pretrained model directly into ZeRO-3 shards: each rank reads only the bytes of its shards.
 
 Weights that cannot be read by range (converted, quantized or pickled ones) are read by rank 0, which broadcasts them
 parameter by parameter, as in transformers.
@@ -51,10 +51,10 @@ def load_sharded(
         say: receives lines about the progress; called on rank 0 only.
 
     Raises:
-        UserError: on all ranks alike: no usable model, missing weights, or a rank that cannot read them.
+        UserError: on all ranks alike, without a usable model, or if weights are missing or cannot be read by a rank.
     """
     start_deepspeed()
-    config, weights = find_on_all_ranks(path)
+    config, weights = find_stored_model(path)
     if weights.obstacle is not None:
         if layout.is_first():
             say(f"{path}: weights are read by one process, since {weights.obstacle}")
@@ -74,8 +74,8 @@ def load_sharded(
 
 
 def load_and_broadcast(path: str, deepspeed_config: dict[str, Any], **options: Any) -> PreTrainedModel:
-    """Load with `from_pretrained`: rank 0 reads, and broadcasts parameter by parameter. A collective. `options`: the
-    options of `load_causal_lm`."""
+    """Load with `from_pretrained`: rank 0 reads, and broadcasts parameter by parameter. A collective. `options`: those
+    of `load_causal_lm`."""
     start_deepspeed()
     with _announce_zero3(deepspeed_config):
         return load_causal_lm(path, **options)
@@ -93,21 +93,15 @@ def _announce_zero3(deepspeed_config: dict[str, Any]) -> Iterator[None]:
         unset_hf_deepspeed_config()
 
 
-def find_on_all_ranks(path: str) -> tuple[PretrainedConfig, StoredWeights]:
-    """The model's configuration, and where its weights are stored. A collective. Raises UserError, on all ranks alike,
-    if there is no such model or ranks have different ones."""
+def find_stored_model(path: str) -> tuple[PretrainedConfig, StoredWeights]:
+    """Find the model's configuration and stored weights. A collective. Raises UserError, on all ranks alike, if there
+    is no such model or nodes have copies of different ones (only files' headers are compared)."""
 
     def find() -> tuple[PretrainedConfig, StoredWeights]:
         config = training_config(path)
         return config, find_stored_weights(path, config)
 
     config, weights = run_first_rank_first(find)
-    _check_same_files(path, weights)
-    return config, weights
-
-
-def _check_same_files(path: str, weights: StoredWeights) -> None:
-    """Raise UserError, on all ranks alike, if nodes have copies of different models. Only headers are compared."""
     by_rank = layout.gather_objects("job", (weights.fingerprint(), platform.node()))
     first_fingerprint, first_host = by_rank[0]
     for rank, (fingerprint, host) in enumerate(by_rank):
@@ -116,11 +110,12 @@ def _check_same_files(path: str, weights: StoredWeights) -> None:
                 f"model.path: {path}: found other weights on rank {rank} (host {host}) than on rank 0 (host "
                 f"{first_host}); expected copies of one model on all nodes"
             )
+    return config, weights
 
 
 @contextmanager
 def _uninitialized_shards(dtype: torch.dtype) -> Iterator[None]:
-    """The contexts in which `from_pretrained` builds a sharded model, without broadcasting its values."""
+    """The contexts in which `from_pretrained` builds a sharded model, without broadcasts of its values."""
     with ExitStack() as stack:
         for context in PreTrainedModel.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
@@ -134,15 +129,15 @@ def without_broadcast(init: deepspeed.zero.Init) -> Iterator[None]:
     """A context in which `init` shards parameters without broadcasting rank 0's values. Restored on exit, because
     parameters refer to `init`, and DeepSpeed uses it later for adapters."""
 
-    def divide(parameter: nn.Parameter) -> None:
+    def shard(parameter: nn.Parameter) -> None:
         init._convert_to_deepspeed_param(parameter)
-        divided = as_partitioned(parameter)
-        divided.partition()
-        # With hierarchical partitioning this is a copy of the uninitialized parameter; without it, the first all-gather
-        # copies the shards, as after every step.
-        divided.ds_secondary_tensor = None
+        sharded = as_partitioned(parameter)
+        sharded.partition()
+        # With hierarchical partitioning this is a copy of the uninitialized parameter. Without the copy, the first
+        # all-gather makes one from the shards, as after every step.
+        sharded.ds_secondary_tensor = None
 
-    init._zero_init_param = divide
+    init._zero_init_param = shard
     try:
         yield
     finally:
@@ -158,8 +153,8 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
 
 
 def read_shards(path: str, reads: list[Wanted], say: Callable[[str], None]) -> None:
-    """Read this rank's ranges. A collective at its end. Raises UserError, on all ranks alike, if a rank cannot read its
-    ranges."""
+    """Read this rank's ranges; ends with a collective. Raises UserError, on all ranks alike, if a rank cannot read
+    them."""
     num_bytes = sum(read.num_bytes for read in reads)
     title = f"Loading {path}, {num_bytes / 1e9:.1f} GB on each rank"
     failure = None
@@ -174,24 +169,22 @@ def read_shards(path: str, reads: list[Wanted], say: Callable[[str], None]) -> N
 
 
 def _list_reads(model: PreTrainedModel, weights: StoredWeights) -> list[Wanted]:
-    """The ranges that this rank reads: its shard of every parameter, tied ones once, and every buffer."""
+    """List the ranges that this rank reads: its shard of every parameter, tied ones once, and every buffer."""
     reads: dict[int, Wanted] = {}
-    # If files hold two tied weights, the one to which the other is tied is read.
+    # Of two tied weights in the files, the one to which the other is tied is read.
     for name in sorted(weights.tensors, key=lambda name: name in model.all_tied_weights_keys):
         tensor, stored = model.get_parameter_or_buffer(name), weights.tensors[name]
         if id(tensor) in reads:
             continue
-        if not isinstance(tensor, nn.Parameter):
-            reads[id(tensor)] = Wanted(stored, 0, tensor.view(-1))
-            continue
-        start, shard = local_shard(as_partitioned(tensor))
+        is_parameter = isinstance(tensor, nn.Parameter)
+        start, shard = local_shard(as_partitioned(tensor)) if is_parameter else (0, tensor.view(-1))
         reads[id(tensor)] = Wanted(stored, start, shard)
     return list(reads.values())
 
 
 def local_shard(parameter: PartitionedParameter) -> tuple[int, torch.Tensor]:
-    """This rank's shard of a parameter: its offset in the flattened parameter, and the shard without its padding. Sets
-    the padding to zero."""
+    """Return the offset of this rank's shard in the flattened parameter, and the shard without its padding, after
+    setting the padding to zero."""
     shard = parameter.ds_tensor
     start = layout.rank("shards") * shard.numel()
     numel = max(0, min(shard.numel(), parameter.ds_numel - start))

@@ -1,8 +1,8 @@
-"""Muon under ZeRO-3: matrices are orthogonalized whole, one on each rank at a time.
+"""Muon under ZeRO-3: unsharded matrices are orthogonalized, each rank a different one.
 
 Momentum and master weights stay in the flat shards. In each round every rank receives the shards of one matrix in the
 parameters' dtype, in which it computes, and returns the shards of the result. So each matrix is orthogonalized once,
-and a rank holds one at a time beside the shards.
+and a rank holds one at a time in addition to the shards.
 
 Why not DeepSpeed's Muon (0.19.8): docs/decisions/engine.md.
 """
@@ -38,7 +38,8 @@ class ShardedMatrix(NamedTuple):
 
 class Muon(torch.optim.AdamW):
     """Muon for parameter groups with `muon: True`, AdamW for the others, with one learning rate and decoupled weight
-    decay. `matrices`: by flat master tensor, the matrices in it; set when the parameters are in shards."""
+    decay. `matrices` (by flat master tensor, the matrices in it) and `dtype` (of the exchanged matrices) are set once
+    the parameters are sharded."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any):
         """`settings`: those of `torch.optim.AdamW`."""
@@ -48,20 +49,17 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure is taken
-        """Update the flat tensors in the groups, all of Muon's groups or all of AdamW's: DeepSpeed has one at a time in
-        them."""
-        is_muon = False
-        for group in self.param_groups:
-            for master in group["params"] if group["muon"] else ():
-                is_muon = True
-                self._update(master, group)
-        if not is_muon:
+        """Update the flat tensors in the groups, all Muon's or all AdamW's: DeepSpeed passes one at a time."""
+        masters = [(master, group) for group in self.param_groups if group["muon"] for master in group["params"]]
+        for master, group in masters:
+            self._update(master, group)
+        if not masters:
             super().step(closure)
 
     def _update(self, master: Tensor, group: dict[str, Any]) -> None:
         state, gradient, beta = self.state[master], cast(Tensor, master.grad), group["momentum"]
         state["step"] += 1
-        # In place of the gradient, which nothing reads after the update.
+        # The result overwrites the gradient, which is not read after the update.
         for momentum, part in chunks([state["momentum_buffer"]], [gradient]):
             blend = blend_momentum(part, momentum, beta)
             momentum.lerp_(part, 1 - beta)
@@ -77,14 +75,14 @@ def transform_matrices(
     output: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Write a function of whole matrices to their shards in `output`. A collective.
+    """Apply a function to unsharded matrices and write the shards of its results to `output`. A collective.
 
     Args:
-        matrices: in one flat tensor, sharded over the same ranks; all ranks name the same ones.
-        read: from a span of this rank's flat tensors, shards of the arguments of `transform`.
+        matrices: of one flat tensor, sharded over the same ranks; the same on all ranks.
+        read: returns shards of the arguments of `transform`, from a span of this rank's flat tensors.
         transform: returns a matrix of the same shape and dtype as its arguments.
         output: a flat tensor; `read` may read it.
-        dtype: of the matrices that are exchanged and given to `transform`.
+        dtype: of the matrices that are exchanged and passed to `transform`.
     """
     if not matrices:
         return
@@ -115,8 +113,8 @@ def _exchange(axis: layout.Axis, sent: Tensor, num_sent: list[int], num_received
 def write_muon_direction(
     matrices: Sequence[ShardedMatrix], gradient: Tensor, momentum: Tensor, output: Tensor, *, factor: float, beta: float
 ) -> None:
-    """Write the probe direction of the matrices in a flat tensor (`muon_direction`). A collective. `factor`: by which
-    clipping multiplies the gradient; `beta`: the momentum's decay rate."""
+    """Write the probe direction of the matrices in a flat tensor (`muon_direction`). A collective. `factor`: the
+    gradient's factor from clipping; `beta`: the momentum's decay rate."""
 
     def read(span: slice) -> tuple[Tensor, Tensor]:
         clipped = gradient[span] * factor
@@ -125,19 +123,19 @@ def write_muon_direction(
     transform_matrices(matrices, read, lambda blend, g: muon_direction(blend, g, beta), output, output.dtype)
 
 
-def hidden_matrices(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The trained parameters that Muon updates: weight matrices of the decoder layers, and stacks of such, as of
-    experts. Embeddings, the output embedding, norms, biases and convolutions are AdamW's. Raises UserError where the
-    model has none."""
-    found: dict[int, nn.Parameter] = {}
+def find_hidden_matrices(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Find the trained parameters that Muon updates: weight matrices of the decoder layers, and stacks of them, as for
+    experts. Embeddings, the output embedding, norms, biases and convolutions are AdamW's. Raises UserError if there are
+    none."""
+    matrices: set[int] = set()
     for layer in layers:
         for module in layer.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 shape = unsharded_shape(parameter)
                 is_weight = len(shape) == 3 or (len(shape) == 2 and name.endswith("weight"))
                 if is_weight and min(shape[-2:]) > 1 and "bias" not in name and not isinstance(module, nn.Embedding):
-                    found[id(parameter)] = parameter
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in found]
+                    matrices.add(id(parameter))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in matrices]
     if not trained:
         raise UserError(
             "optimizer.name: found muon with a model without decoder layers that are known here; expected adamw"
@@ -146,8 +144,8 @@ def hidden_matrices(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Pa
 
 
 def find_matrices(shards: FlatShards, parameters: Iterable[PartitionedParameter]) -> dict[int, list[ShardedMatrix]]:
-    """The matrices in each flat tensor, by the index of its sub-group; of a stack each matrix by itself."""
-    found: dict[int, list[ShardedMatrix]] = {}
+    """Find the matrices in each flat tensor, by the index of its sub-group; those of a stack one by one."""
+    matrices: dict[int, list[ShardedMatrix]] = {}
     for parameter in parameters:
         axis: layout.Axis
         if is_expert_block(parameter):
@@ -160,5 +158,5 @@ def find_matrices(shards: FlatShards, parameters: Iterable[PartitionedParameter]
             bounds = [min(max(i * step, start), start + length) for i in range(num_ranks + 1)]
             numels = [end - begin for begin, end in itertools.pairwise(bounds)]
             offset = position.offset + bounds[rank] - rank * step
-            found.setdefault(position.sub_group, []).append(ShardedMatrix(axis, shape, numels, rank, offset))
-    return found
+            matrices.setdefault(position.sub_group, []).append(ShardedMatrix(axis, shape, numels, rank, offset))
+    return matrices

@@ -1,8 +1,9 @@
-"""Any Hugging Face model as an engine of one process, without DeepSpeed's: for the utilities of a notebook or another
+"""Any Hugging Face model as an engine of one process, without DeepSpeed, for utilities in a notebook or another
 trainer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from peft import PeftModel
@@ -36,13 +37,13 @@ class UnshardedVectors(FlatShards):
 
 
 class OneProcessEngine(Engine):
-    """Token losses and gradients of a model that this process holds, without an optimizer: only what `Direction`, with
-    `optimizer="sgd"`, and `forward_mode` use."""
+    """Token losses and gradients of an unsharded model without an optimizer: the parts of the interface that
+    `Direction`, with `optimizer="sgd"`, and `forward_mode` use."""
 
     shards: UnshardedVectors
 
     def __init__(self, model: TokenLossModel):
-        """`model`: in evaluation mode, which has no dropout."""
+        """`model`: in evaluation mode, without dropout."""
         self.module = model
         self.trainable = [(name, as_partitioned(p)) for name, p in model.named_parameters() if p.requires_grad]
         self.shards = UnshardedVectors([parameter for _, parameter in self.trainable])
@@ -55,22 +56,24 @@ class OneProcessEngine(Engine):
 
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:
-        """A context for the `backward` calls of one gradient, which is summed in fp32. The parameters' `grad` is not
-        changed."""
+        """A context for the `backward` calls of one gradient, which is summed in fp32. The parameters' `grad` does not
+        change."""
         parameters = [parameter for _, parameter in self.trainable]
         before = [parameter.grad for parameter in parameters]
-        sums = [torch.zeros(p.numel(), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-                for p in parameters]  # fmt: skip
+        dtypes = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
+        sums = [
+            torch.zeros(p.numel(), dtype=dtype, device=p.device) for p, dtype in zip(parameters, dtypes, strict=True)
+        ]
 
         def add(total: Tensor, parameter: Tensor) -> None:
-            assert parameter.grad is not None  # the hook runs after it was written
+            assert parameter.grad is not None  # the hook runs once it is written
             total.add_(parameter.grad.flatten())
             parameter.grad = None
 
         for parameter in parameters:
             parameter.grad = None
         hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda p, total=total: add(total, p))
+            parameter.register_post_accumulate_grad_hook(partial(add, total))
             for parameter, total in zip(parameters, sums, strict=True)
         ]
         try:
@@ -90,7 +93,7 @@ class OneProcessEngine(Engine):
 @contextmanager
 def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
     """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
-    device), which is restored on exit. Raises UserError for another model, or one of which nothing is trained or whose
+    device), which is restored on exit. Raises UserError for another model, one without trained parameters, or one whose
     attention has no forward-mode derivative."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if (
@@ -116,19 +119,16 @@ def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
             "derivative; expected another architecture (docs/models.md)"
         )
     modes = {module: module.training for module in model.modules()}
-    dropouts = [(parent, name, child) for parent in modes for name, child in parent.named_children()
-                if type(child) is nn.Dropout]  # fmt: skip
+    children = [(parent, name, child) for parent in modes for name, child in parent.named_children()]
+    dropouts = [(parent, name, child) for parent, name, child in children if type(child) is nn.Dropout]
     head, config = base.get_output_embeddings(), base.config.get_text_config()
-    attention = config._attn_implementation
-    experts = config._experts_implementation
+    attention, experts = config._attn_implementation, config._experts_implementation
     model.eval()
     try:
-        config._attn_implementation = TRAINING_ATTENTION
-        config._experts_implementation = OUR_EXPERTS
+        config._attn_implementation, config._experts_implementation = TRAINING_ATTENTION, OUR_EXPERTS
         yield OneProcessEngine(TokenLossModel(model).eval())
     finally:
-        config._attn_implementation = attention
-        config._experts_implementation = experts
+        config._attn_implementation, config._experts_implementation = attention, experts
         base.set_output_embeddings(head)
         for parent, name, child in dropouts:
             setattr(parent, name, child)

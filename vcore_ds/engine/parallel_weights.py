@@ -8,7 +8,7 @@ Gathering: a layer is all-gathered over the ranks that hold its ZeRO-3 shards, t
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -22,7 +22,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
-from vcore_ds.engine.loading import find_on_all_ranks, local_shard, read_shards, without_broadcast
+from vcore_ds.engine.loading import find_stored_model, local_shard, read_shards, without_broadcast
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
 from vcore_ds.models.safetensors_ranges import Wanted
 from vcore_ds.models.stored_weights import StoredWeights
@@ -51,14 +51,14 @@ def load_parallel(
     Raises:
         UserError: on all ranks alike: no usable model, or weights that transformers has to convert.
     """
-    from vcore_ds.models.megatron.model import ParallelTokenLossModel  # here alone: megatron-core takes long to import
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel  # megatron-core takes seconds to import
 
     start_deepspeed()
-    config, weights = find_on_all_ranks(path)
+    config, weights = find_stored_model(path)
     if weights.obstacle is not None:
         raise UserError(
             f"model.provider: found megatron together with model.path {path}, whose weights transformers has to "
-            f"convert ({weights.obstacle}); expected plain safetensors files, of which each rank reads its shards"
+            f"convert ({weights.obstacle}); expected plain safetensors files, from which each rank reads its shards"
         )
     init = deepspeed.zero.Init(
         data_parallel_group=layout.group("shards"), config_dict_or_path=deepspeed_config, mpu=TensorAxis.if_parallel()
@@ -77,7 +77,7 @@ def load_parallel(
 
 
 def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[Wanted]:
-    """The ranges that this rank reads. Padding rows of the vocabulary are set to zero."""
+    """List the ranges that this rank reads. Sets its shards to zero, for padding rows of the vocabulary."""
     from vcore_ds.models.megatron.configuration import iter_runs, weight_slices
 
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
@@ -96,21 +96,15 @@ def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list
 def gather_parallel_weights(
     model: "ParallelTokenLossModel", keepers: Mapping[str, Collection[int]], *, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Gather the weights one by one: name and full tensor, on the CPU of the ranks that keep it (`keepers`, by name),
-    None on the others. Each item may be a collective: all ranks must take all items. `weights`: shape and dtype of
-    every trained weight of the Hugging Face model, or of its adapters, in its order."""
+    """Yield name and full tensor of each weight, on the CPU of the ranks that keep it (`keepers`, by name), None on the
+    others. Each item may be a collective: all ranks must take all items. `weights`: shape and dtype of every trained
+    weight of the Hugging Face model, or of its adapters, in its order."""
     from vcore_ds.models.megatron.configuration import copy_to_weight
 
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
     pieces_by_rank = [model.trained_slices(rank=rank, size=size) for rank in range(size)]
-    layer_of = {id(p): number for number, layer in enumerate(model.layers) for p in layer.parameters()}
     named = [(name, p) for name, p in model.named_parameters() if name in pieces_by_rank[0]]
-
-    def layer_or_name(item: tuple[str, nn.Parameter]) -> int | str:
-        return layer_of[id(item[1])] if id(item[1]) in layer_of else item[0]
-
-    for _, group in itertools.groupby(named, key=layer_or_name):
-        parameters: list[tuple[str, nn.Parameter]] = list(group)
+    for parameters in group_by_layer(model.layers, named):
         names = {pieces_by_rank[0][name].name for name, _ in parameters}
         kept = {
             name: torch.empty(weights[name].shape, dtype=weights[name].dtype)
@@ -126,19 +120,28 @@ def gather_parallel_weights(
             yield name, kept.pop(name, None)
 
 
-# For its MoE layer DeepSpeed shards expert parameters over a separate group. The attributes set below make it treat
-# ours alike: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks, and the gradient
-# norm summed over both axes.
+def group_by_layer(
+    layers: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]]
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Yield the consecutive named parameters of each decoder layer together, and all others one by one."""
+    layer_of: dict[int, int | str] = {id(p): i for i, layer in enumerate(layers) for p in layer.parameters()}
+    for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
+        yield list(group)
+
+
+# DeepSpeed shards the expert parameters of its own MoE layer over a separate group. The attributes set below make it
+# treat ours in the same way: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks,
+# and the gradient norm summed over both axes.
 
 _GROUP_NAME = "vcore_experts"  # key of the experts' process groups in DeepSpeed
 
 
 def partition_experts(model: nn.Module) -> None:
     """Shard the experts of MoE layers: `[E, ...]` -> `[E / N, ...]` on each of N expert-parallel ranks. A collective.
-    Call it after loading, since files hold experts fused, separate or transposed; and before the optimizer is built,
-    since parameters are replaced. `model`: in ZeRO-3 shards: DeepSpeed would broadcast unsharded parameters from rank
-    0. Raises UserError for a model without MoE layers that can be sharded, a number of experts that N does not divide,
-    or adapters on them."""
+    Call it after loading, since files hold experts fused, separate or transposed, and before the optimizer is built,
+    since parameters are replaced. `model`: in ZeRO-3 shards, since DeepSpeed would broadcast unsharded parameters from
+    rank 0. Raises UserError for a model without MoE layers that can be sharded, a number of experts that N does not
+    divide, or adapters on experts."""
     num_ranks = layout.size("expert")
     if num_ranks == 1:
         return
@@ -165,7 +168,7 @@ def _expert_parallel_error(found: str, expected: str) -> UserError:
 
 
 def _extract_block(parameter: PartitionedParameter, num_local: int) -> PartitionedParameter:
-    """This rank's experts of a parameter of all experts, in ZeRO-3 shards like it."""
+    """Extract this rank's experts from a parameter of all experts, in ZeRO-3 shards like it."""
     start = layout.rank("expert") * num_local
     with deepspeed.zero.GatheredParameters([parameter]):
         values = parameter.data[start : start + num_local].clone()
@@ -174,6 +177,6 @@ def _extract_block(parameter: PartitionedParameter, num_local: int) -> Partition
     block.ds_zero_partition_group_name = _GROUP_NAME
     block.ds_zero_partition_process_group = layout.group("expert_shards")
     parameter.convert_to_zero_parameters(param_list=[block])
-    # DeepSpeed's hooks still refer to the old parameter, which would keep its shard alive.
+    # DeepSpeed's hooks still refer to the old parameter, and would keep its shard alive.
     parameter.ds_tensor.data = values.new_empty(0)
     return block

@@ -33,7 +33,7 @@ from vcore_ds.engine.flat_shards import (
     as_partitioned,
     unsharded_shape,
 )
-from vcore_ds.engine.muon import Muon, ShardedMatrix, find_matrices, hidden_matrices
+from vcore_ds.engine.muon import Muon, ShardedMatrix, find_hidden_matrices, find_matrices
 from vcore_ds.method.objective import GlobalCounts
 from vcore_ds.models.attention import RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
@@ -41,6 +41,9 @@ from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.experts import mark_padding, uses_our_experts
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 from vcore_ds.models.token_loss import PredictionStatistic
+
+if TYPE_CHECKING:  # megatron-core takes seconds to import
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 
 class NonFiniteLoss(RunFailed):
@@ -52,8 +55,8 @@ class NonFiniteGradient(RunFailed):
 
 
 def describe_sequences(sequence_ids: Sequence[int], sequence_parallel: int) -> str:
-    """Sequence ids by rank, for a message; each sequence- or tensor-parallel group is listed once. A collective.
-    `sequence_parallel`: sequence-parallel size of the pass that computed the sequences."""
+    """List sequence ids by rank, for a message; each sequence- or tensor-parallel group once. A collective.
+    `sequence_parallel`: the sequence-parallel size of the pass."""
     is_first = layout.rank("sequence", sequence_parallel) == layout.rank("tensor") == 0
     per_rank = layout.gather_objects("job", list(sequence_ids) if is_first else [])
     return "; ".join(f"rank {rank}: sequence ids {ids}" for rank, ids in enumerate(per_rank) if ids)
@@ -61,17 +64,16 @@ def describe_sequences(sequence_ids: Sequence[int], sequence_parallel: int) -> s
 
 def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build AdamW (PyTorch's fused one: under ZeRO-3 it updates a few large shards), SGD without momentum, or Muon,
-    over the trainable parameters, with weight decay on matrices only. Raises UserError where Muon would have nothing to
+    over the trainable parameters, with weight decay on matrices only. Raises UserError if Muon would have nothing to
     update."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hidden = hidden_matrices(model, model.layers) if config.name == "muon" else []
+    hidden = find_hidden_matrices(model, model.layers) if config.name == "muon" else []
     hidden_ids = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in trainable if id(parameter) not in hidden_ids]
-    matrices = [parameter for parameter in rest if _num_axes(parameter) >= 2]
-    vectors = [parameter for parameter in rest if _num_axes(parameter) < 2]
-    parts = [(hidden, config.weight_decay), (matrices, config.weight_decay), (vectors, 0.0)]
-    if config.weight_decay == 0.0:
-        parts = [(hidden, 0.0), (rest, 0.0)]  # fewer groups, so fewer flat shards
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden_ids]
+    parts = [(hidden, 0.0), (rest, 0.0)]  # fewer groups without weight decay, so fewer flat shards
+    if config.weight_decay != 0.0:
+        matrices = [parameter for parameter in rest if len(unsharded_shape(parameter)) >= 2]
+        vectors = [parameter for parameter in rest if len(unsharded_shape(parameter)) < 2]
+        parts = [(hidden, config.weight_decay), (matrices, config.weight_decay), (vectors, 0.0)]
     groups: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": decay} for parameters, decay in parts if parameters
     ]
@@ -85,25 +87,16 @@ def build_optimizer(model: "TokenLossModel | ParallelTokenLossModel", config: Op
 
 
 def initialize_moments(zero: DeepSpeedZeroOptimizer_Stage3) -> None:
-    """Allocate the moments and counters of AdamW and Muon, all 0, as the first step would: a run without the memory for
-    them fails at its start and not after its first backward."""
+    """Allocate the moments and step counters of AdamW and Muon, all 0, as the first step would, so that a run without
+    memory for them fails at its start instead of after its first backward."""
     optimizer = zero.optimizer
     if not isinstance(optimizer, torch.optim.AdamW):
         return  # SGD without momentum has no state
     for sub_group, master in enumerate(zero.fp32_partitioned_groups_flat):
         is_muon = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]].get("muon", False)
-        optimizer.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device)} | {
-            key: torch.zeros_like(master, requires_grad=False)
-            for key in (("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq"))
-        }
-
-
-def _num_axes(parameter: nn.Parameter) -> int:
-    return len(unsharded_shape(parameter))
-
-
-if TYPE_CHECKING:  # megatron-core takes seconds
-    from vcore_ds.models.megatron.model import ParallelTokenLossModel
+        keys = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
+        moments = {key: torch.zeros_like(master, requires_grad=False) for key in keys}
+        optimizer.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device), **moments}
 
 
 class Engine:
@@ -111,9 +104,9 @@ class Engine:
 
     Attributes:
         module: the wrapped model.
-        trainable: names and trained parameters, in the model's order, which is the same on every rank.
+        trainable: names and trained parameters, in the model's order, the same on all ranks.
         shards: this rank's shards of the trained parameters, their gradient and the optimizer's state.
-        matrices: by sub-group of the shards, the matrices in it that Muon updates; empty with other optimizers.
+        matrices: the matrices that Muon updates, by sub-group of the shards; empty with other optimizers.
         coalesces: whether gradients are reduced once per step.
     """
 
@@ -131,9 +124,9 @@ class Engine:
         start_deepspeed()
         layers = model.layers
         if layers:
-            # One all-gather, one release and one pair of hooks per decoder layer instead of per weight: hooks and small
-            # collectives take a large part of a pass. It also keeps all-gathers the same on all ranks, whichever
-            # experts their tokens are routed to.
+            # One all-gather, release and pair of hooks per decoder layer instead of per weight: hooks and small
+            # collectives take much of a pass's time. And all ranks make the same all-gathers, whichever experts their
+            # tokens are routed to.
             set_z3_leaf_modules(model, list({type(layer): None for layer in layers}))
         self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
@@ -162,7 +155,7 @@ class Engine:
         self._experts = [m for m in model.modules() if uses_our_experts(m)]
 
     def _find_muon_matrices(self, muon: Muon) -> dict[int, list[ShardedMatrix]]:
-        """Find the matrices in the shards, for the probe direction and for Muon."""
+        """Find the matrices in the shards, for Muon and for the probe direction."""
         groups, group_of = muon.param_groups, self.optimizer.sub_group_to_group_id
         parameters = [p for _, p in self.trainable if groups[group_of[self.shards.position(p).sub_group]]["muon"]]
         matrices = find_matrices(self.shards, parameters)
@@ -173,8 +166,8 @@ class Engine:
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Loss in nats of each supervised token of `batch`, fp32 `[N]`, row-major; with a graph unless under no_grad.
-        The ranks of a sequence-parallel group each compute a slice of the columns, and all get all losses; in the
-        backward each differentiates its slice. A collective, on ranks without data with an idle batch."""
+        Each rank of a sequence-parallel group computes a slice of the columns, and differentiates it in the backward;
+        all get all losses. A collective; ranks without data pass an idle batch."""
         supervised = batch.targets() != IGNORED_LABEL
         return gather_losses(self._forward(batch), supervised, batch.sequence_parallel)
 
@@ -184,32 +177,31 @@ class Engine:
         return self._forward_pair(batch, statistic=statistic)
 
     def losses_and_divergences(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses as in `token_losses`, and `KL(base || model)` in nats of each supervised token's prediction, with a
-        graph as well, both `[N]`: runs the base model, without adapters, dropout and graph, and then the model. A
-        collective."""
+        """Losses as in `token_losses`, and `KL(base || model)` in nats of each supervised token's prediction, also with
+        a graph, both `[N]`. Runs the base model, without adapters, dropout and graph, then the model. A collective."""
         with self.without_gradient(), self.without_adapters():
             base_hidden = self._forward(batch, hidden_only=True)
         return self._forward_pair(batch, reference_hidden=base_hidden)
 
     def _forward_pair(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-        """Losses and another value of each supervised token, gathered over the sequence-parallel group."""
+        """Compute losses and another value per supervised token, all-gathered over the sequence-parallel group."""
         supervised, k = batch.targets() != IGNORED_LABEL, batch.sequence_parallel
         losses, others = self._forward(batch, **options)
         return gather_losses(losses, supervised, k), gather_losses(others, supervised, k)
 
     def own_logits(self, batch: Batch) -> Tensor:
-        """Logits `[b, T, V]` of the Hugging Face forward, usually fp32; only without sequence and tensor parallelism. A
+        """Logits `[b, T, V]` of the Hugging Face forward, usually fp32; without sequence or tensor parallelism only. A
         collective."""
         return self._forward(batch, own_logits=True)
 
     def _forward(self, batch: Batch, **options: Any) -> Any:
-        """The model's output for this rank's columns."""
+        """Compute the model's output for this rank's columns."""
         k, positions = batch.sequence_parallel, batch.position_ids()
         if self._dropouts and self._dropouts[0].training:
             keys = make_token_keys(self._dropout_seed, batch.token_sequence_ids(), positions)
             local_keys = to_device(take_local_columns(keys, k), self.device)
             for dropout in self._dropouts:
-                # Kept until the next forward: layers that are recomputed in the backward need the same masks.
+                # Kept until the next forward: recomputed layers need the same masks in the backward.
                 dropout.token_keys = local_keys
         if self._experts:
             mark_padding(self._experts, to_device(take_local_columns(batch.is_token(), k), self.device))
@@ -226,14 +218,14 @@ class Engine:
             return self.deepspeed(**inputs)
 
     def seed_dropout(self, seed: int) -> None:
-        """Seed the dropout masks of the next forwards, which depend on token and seed only; the same on all ranks."""
+        """Seed the dropout masks of the next forwards, which depend only on token and seed; the same on all ranks."""
         self._dropout_seed = torch_seed(Stream.DROPOUT, seed)
 
     @contextmanager
     def accumulation(self, num_backwards: int) -> Iterator[None]:
-        """A context for the `backward` calls of one gradient: the first overwrites the gradient shards, the others add.
-        DeepSpeed counts micro-steps, and a probe within a step would disturb that count, so boundary and counter are
-        set here."""
+        """A context for the `backward` calls of one gradient: the first overwrites the gradient shards, the others add
+        to them. Boundary and counter are set here, because a probe within a step would disturb DeepSpeed's count of
+        micro-steps."""
         self.optimizer.zero_grad()
         self._num_backwards_left = num_backwards
         with self.deepspeed.coalesce_grad_reduction() if self.coalesces else nullcontext():
@@ -247,15 +239,15 @@ class Engine:
                 raise
             self._gradient_sum.write_back()
         if any(parameter.grad is not None for _, parameter in self.trainable):
-            # ZeRO-3 reduces a layer's gradients once that of its input is computed, with zeros for missing ones. A
-            # gradient that comes later would be lost.
+            # ZeRO-3 reduces a layer's gradients once its input's gradient is computed, with zeros for missing ones: a
+            # later gradient would be lost.
             raise RuntimeError("a gradient was computed after ZeRO-3 had reduced its layer's gradients")
         self.shards.sum_replicated_gradients()
         self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`, summed over ranks, not averaged. A collective: a rank without tokens
-        passes the sum of its empty losses. Raises UserError on this rank, if a recomputed layer has routed its tokens
+        passes the sum of its empty losses. Raises UserError, on this rank only, if a recomputed layer has routed tokens
         to other experts than in the forward."""
         self._num_backwards_left -= 1
         self.deepspeed.set_gradient_accumulation_boundary(self._num_backwards_left == 0)
@@ -308,7 +300,7 @@ class Engine:
 
     @property
     def num_updates(self) -> int:
-        """Number of steps that the optimizer has taken, from its state."""
+        """Number of the optimizer's steps, from its state."""
         states = list(self.optimizer.optimizer.state.values())
         return int(states[0]["step"]) if states and "step" in states[0] else 0
 
@@ -331,8 +323,8 @@ class Engine:
     @contextmanager
     def changing_shards(self) -> Iterator[None]:
         """A context for changes of parameter shards outside `step`: the next forward reads the changed values. ZeRO-3
-        keeps gathered parameters alive between passes, and a forward would silently read the old values, so they are
-        dropped, with all-gathers on the side stream ordered around the change. DeepSpeed's
+        keeps gathered parameters alive between passes, and a forward would silently read the old values; so they are
+        dropped, and all-gathers on the side stream are ordered around the change. DeepSpeed's
         `engine.empty_partition_cache()` would also run Python's garbage collector (half a second) and empty the
         accelerator's memory cache, twice per step."""
         self._streams.wait_for_gathers()
@@ -340,15 +332,15 @@ class Engine:
             yield
         finally:
             self.optimizer.empty_partition_cache()
-            # Hierarchical partitioning (zero_hpz_partition_size) gathers from a second copy of the shards that lives
-            # until the next step: with it the change would be ignored, and utilities would be exactly 0. Emptying the
+            # Hierarchical partitioning (zero_hpz_partition_size) all-gathers from a second copy of the shards that
+            # lives until the next step: the change would be ignored, and utilities would be exactly 0. Emptying the
             # cache makes such copies of gathered parameters, so they are dropped last.
             self.optimizer.invalidate_secondary_tensor()
             self._streams.let_gathers_wait()
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradient and update the parameters; return the gradient norm before clipping. A collective. Raises
-        NonFiniteGradient on all ranks alike; nothing was updated."""
+        NonFiniteGradient on all ranks alike, without an update."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.deepspeed.step()
@@ -365,8 +357,7 @@ class Engine:
 
 def count_globally(batches: Sequence[Batch], *, kept_only: bool = False) -> GlobalCounts:
     """Count the sequences and supervised tokens of a batch over all ranks, by which losses are divided. A collective.
-    `batches`: this rank's, of one sequence-parallel size. `kept_only`: count only tokens that the batch's mask
-    keeps."""
+    `batches`: this rank's, with one sequence-parallel size. `kept_only`: count only tokens kept by the batch's mask."""
     num_tokens = torch.cat([b.num_kept_tokens() if kept_only else b.num_supervised_tokens() for b in batches])
     counts = [float((num_tokens > 0).sum()), float(num_tokens.sum())]
     sequences, tokens = layout.sum_over("data", counts, batches[0].sequence_parallel)
