@@ -57,7 +57,7 @@ def test_dense_architectures(config, has_head_norms, has_bias, head_dim):
 @pytest.mark.parametrize(
     ("config", "tensor", "message"),
     [
-        (Qwen3MoeConfig(**SIZES, num_experts=8), 2, r"\(qwen3_moe\), a mixture of experts; expected a dense model"),
+        (Qwen3MoeConfig(**SIZES, num_experts=8), 2, r"\(qwen3_moe\), an MoE model; expected a dense one"),
         (
             Qwen3Config(**SIZES, hidden_act="gelu"),
             2,

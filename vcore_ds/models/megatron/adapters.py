@@ -3,15 +3,12 @@
     column-parallel: y = x W^T + s (x A^T) B^T    B is sharded like W, A is replicated
     row-parallel:    y = x W^T + s (x A^T) B^T    A is sharded like W, B is replicated
 
-A replicated factor gets only a term of its gradient on each rank: A from the rank's tokens, B from the rank's part of
-`x A^T`. Like that of a norm, it is summed over the group in the ZeRO-3 shards
-(`FlatShards.sum_replicated_gradients`). A column-parallel layer all-gathers the tokens' `x A^T` in
-addition to the tokens; a row-parallel one adds its adapter to the matmul's result before the reduce-scatter, which
-serves both.
+Each rank has only a term of a replicated factor's gradient: A's from the rank's tokens, B's from the rank's part of
+`x A^T`. As for norms, the terms are summed over the group in the ZeRO-3 shards (`FlatShards.sum_replicated_gradients`).
+A column-parallel layer all-gathers the tokens' `x A^T` in addition to the tokens; a row-parallel one adds its adapter
+to the matmul's result before the reduce-scatter.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -58,15 +55,8 @@ class AdaptedLayer(NamedTuple):
 
 
 def find_adapted_layers(path: str, config: PretrainedConfig, lora: LoraConfig) -> list[AdaptedLayer]:
-    """Find the layers that peft adapts, in the model's order.
-
-    Args:
-        path: of the model, for messages.
-        config: of the Hugging Face model.
-
-    Raises:
-        UserError: `lora.target_modules` matches nothing, or anything but linear layers in decoder layers.
-    """
+    """Find the layers of the Hugging Face model that peft adapts, in the model's order. `path`: for messages. Raises
+    UserError if `lora.target_modules` matches nothing, or anything but linear layers in decoder layers."""
     model = build_empty_adapted_model(path, config, lora)
     trained = {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     layers = []
@@ -101,20 +91,16 @@ class ShardDropout(TokenDropout):
             return x
         assert self.token_keys is not None
         keys = self.token_keys.t()
-        return self.drop(
-            x, keys.chunk(layout.size("tensor"))[layout.rank("tensor")] if self._has_local_tokens else keys
-        )
+        if self._has_local_tokens:
+            keys = keys.chunk(layout.size("tensor"))[layout.rank("tensor")]
+        return self.drop(x, keys)
 
 
 class Adapter(nn.Module):
-    """The rank's shard of an adapter. It computes `x A^T`; the layer multiplies by B."""
+    """This rank's shard of an adapter. It computes `x A^T`; the layer multiplies by B."""
 
     def __init__(self, lora_a: Tensor, lora_b: Tensor, scaling: float, dropout: nn.Module):
-        """Args:
-        lora_a: `[r, I]`, or this rank's columns.
-        lora_b: `[O, r]`, or this rank's rows.
-        scaling: alpha / r.
-        """
+        """`lora_a`: `[r, I]`, or this rank's columns; `lora_b`: `[O, r]`, or this rank's rows; `scaling`: alpha / r."""
         super().__init__()
         self.lora_A = nn.Linear(lora_a.shape[1], lora_a.shape[0], bias=False, device="meta")
         self.lora_A.weight = nn.Parameter(lora_a.clone())
@@ -123,20 +109,20 @@ class Adapter(nn.Module):
         self.is_enabled = True
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Compute `x A^T`, `[..., r]`, in the more precise of the dtypes of adapter and x."""
+        """Compute `x A^T`, `[..., r]`, in the more precise of the dtypes of the adapter and x."""
         return self.lora_A(self.dropout(x.to(torch.promote_types(x.dtype, self.lora_A.weight.dtype))))
 
 
 class Expansion(nn.Module):
-    """B of an adapter. `(x A^T) B^T` is as large as the layer's output, and is computed within the layer's autograd
-    Function: see `expand`."""
+    """B of an adapter. `(x A^T) B^T` is as large as the layer's output, so the layer's autograd Function computes it
+    (`expand`)."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
         self.weight = nn.Parameter(weight)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """Return B and its tangent. A module call, since parameters are gathered and dual only while their module
+        """Return B and its tangent, in a module call, since parameters are gathered and dual only while their module
         runs."""
         return unpack_parameter(self, "weight")
 
@@ -154,9 +140,7 @@ class Addend(NamedTuple):
 
 def make_column_addends(adapters: nn.ModuleDict, x: Tensor) -> dict[str, Addend]:
     """Make the addends of column-parallel layers, by name, for `x [t / n, b, I]`. One all-gather for all adapters."""
-    enabled = {
-        name: adapter for name, adapter in adapters.items() if isinstance(adapter, Adapter) and adapter.is_enabled
-    }
+    enabled = {name: a for name, a in adapters.items() if isinstance(a, Adapter) and a.is_enabled}
     if not enabled:
         return {}
     gathered = gather_tokens(torch.cat([adapter.reduce(x) for adapter in enabled.values()], -1))
@@ -200,30 +184,24 @@ def compute_addend_gradients(
 
 
 def mark_tensor_parallel(parameter: nn.Parameter) -> None:
-    """Mark a sharded parameter by the attribute that megatron-core and DeepSpeed read."""
+    """Mark a sharded parameter for megatron-core and DeepSpeed."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # their attribute
 
 
 def add_adapters(model: nn.Module, layers: list[AdaptedLayer], lora: LoraConfig, config: PretrainedConfig) -> None:
-    """Freeze a `ParallelTokenLossModel` and add trainable adapters in fp32, like peft, in place.
-
-    A is random, the same on all ranks whose generators are in the same state; B is zero.
-
-    Args:
-        layers: from `find_adapted_layers`.
-        config: of the Hugging Face model.
-    """
-    like = next(model.parameters())
+    """Freeze a `ParallelTokenLossModel` and add trainable adapters in fp32, like peft, in place. A is random, the same
+    on all ranks whose generators are in the same state; B is zero."""
+    device = next(model.parameters()).device
     model.requires_grad_(False)
     shards = shard_slices(config, rank=layout.rank("tensor"), size=layout.size("tensor"))
     for number, layer in enumerate(layers):
         shard = shards[layer.name.rsplit(".", 1)[1]]
-        # The same random draws as peft's, in its order.
+        # The random draws of peft, in its order.
         sizes = (layer.num_inputs, lora.rank), (lora.rank, layer.num_outputs)
         full_a, full_b = (nn.Linear(*size, bias=False) for size in sizes)
         nn.init.kaiming_uniform_(full_a.weight, a=5**0.5)
         nn.init.zeros_(full_b.weight)
-        a, b = (full.weight.detach().to(like.device) for full in (full_a, full_b))
+        a, b = (full.weight.detach().to(device) for full in (full_a, full_b))
         a, b = (a, b[shard]) if layer.is_column_parallel else (a[:, shard], b)
         dropout: nn.Module = nn.Identity()
         if lora.dropout > 0:
@@ -238,7 +216,7 @@ def add_adapters(model: nn.Module, layers: list[AdaptedLayer], lora: LoraConfig,
 def adapter_slices(
     layers: list[AdaptedLayer], config: PretrainedConfig, lora: LoraConfig, *, rank: int, size: int
 ) -> dict[str, WeightSlice]:
-    """Map each adapter parameter of this rank to its slice of peft's: see `configuration.weight_slices`."""
+    """Map each adapter parameter of a rank to its slice of peft's, as `configuration.weight_slices`."""
     shards = shard_slices(config, rank=rank, size=size)
     slices: dict[str, WeightSlice] = {}
     for layer in layers:
@@ -250,16 +228,3 @@ def adapter_slices(
             pair = WeightSlice(a, rows, shard), WeightSlice(b, slice(0, layer.num_outputs))
         slices |= {f"{layer.local_name}.lora_{matrix}.weight": piece for matrix, piece in zip("AB", pair, strict=True)}
     return slices
-
-
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which the layers compute without their adapters."""
-    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
-    for adapter in adapters:
-        adapter.is_enabled = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.is_enabled = True

@@ -1,6 +1,6 @@
-"""megatron-core's configuration for a Hugging Face model, and the mapping between sharded parameters and its weights.
+"""megatron-core's configuration for a Hugging Face model, and the mapping from sharded parameters to its weights.
 
-Models that tensor parallelism does not support are refused here, before anything is built.
+Models without support for tensor parallelism are refused here, before anything is built.
 """
 
 import math
@@ -18,7 +18,7 @@ from vcore_ds.common.imports import without_compiler
 from vcore_ds.planning.model_shape import is_mixture
 
 with warnings.catch_warnings(), without_compiler():
-    # It warns about missing GPU packages, which the layers used here do not need. They need no compiler either.
+    # It warns about GPU packages that the layers used here do not need; they need no compiler either.
     warnings.simplefilter("ignore")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,13 +30,13 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtype: torch.dtype) -> TransformerConfig:
-    """Make megatron-core's configuration of the model.
+    """Make megatron-core's configuration of a model.
 
     Args:
         path: folder or hub id, for messages.
         config: of the Hugging Face model.
         tensor: tensor-parallel size (`parallel.tensor`).
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         UserError: the architecture is not one of `ARCHITECTURES` as released, or `tensor` does not divide its sizes.
@@ -71,12 +71,12 @@ def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtyp
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Return the dimension of an attention head."""
+    """Dimension of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def sliding_window(config: PretrainedConfig, layer: int) -> int | None:
-    """Return the number of keys that a query of this layer sees, itself included; None for all."""
+    """Number of keys that a query of this layer sees, itself included; None for all."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":
         return None
@@ -84,53 +84,54 @@ def sliding_window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def padded_vocabulary(config: PretrainedConfig, tensor: int) -> int:
-    """Return the rows of the embeddings over all ranks, padded to a multiple of the tensor-parallel size."""
+    """Number of rows of the embeddings over all ranks, padded to a multiple of the tensor-parallel size."""
     return -(-config.vocab_size // tensor) * tensor
 
 
 def _check_architecture(path: str, config: PretrainedConfig) -> None:
-    found = f"model.provider: found megatron together with model.path {path} ({config.model_type})"
+    conflict = f"model.provider: found megatron together with model.path {path} ({config.model_type})"
     if is_mixture(config.to_dict()):
         raise UserError(
-            f"{found}, a mixture of experts; expected a dense model, or huggingface: routed experts are not sharded "
-            "over a tensor-parallel group"
+            f"{conflict}, an MoE model; expected a dense one, or huggingface: routed experts are not sharded over a "
+            "tensor-parallel group"
         )
     if config.model_type not in ARCHITECTURES:
         raise UserError(
-            f"{found}; expected one of {', '.join(ARCHITECTURES)}, or huggingface: tensor parallelism is implemented "
-            "for those architectures"
+            f"{conflict}; expected one of {', '.join(ARCHITECTURES)}, or huggingface: tensor parallelism is "
+            "implemented for those architectures"
         )
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in ROTARY_TYPES:
         raise UserError(
-            f"{found} with rotary positions of type {rotary}; expected {', '.join(ROTARY_TYPES)}, or huggingface: "
+            f"{conflict} with rotary positions of type {rotary}; expected {', '.join(ROTARY_TYPES)}, or huggingface: "
             "other frequencies depend on the row length"
         )
     for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         value = getattr(config, key, expected)
         if value != expected:
             raise UserError(
-                f"{found} with {key} {value}; expected {expected}, as in the released models of these architectures, "
-                "or huggingface"
+                f"{conflict} with {key} {value}; expected {expected}, as in the released models of these "
+                "architectures, or huggingface"
             )
 
 
 def _check_sizes(path: str, config: PretrainedConfig, tensor: int) -> None:
     num_kv_heads, intermediate = config.num_key_value_heads, config.intermediate_size
-    found = f"parallel.tensor: found {tensor} together with model.path {path}, which has"
+    conflict = f"parallel.tensor: found {tensor} together with model.path {path}, which has"
     if num_kv_heads % tensor:  # the query heads are a multiple of them
         raise UserError(
-            f"{found} {num_kv_heads} key/value heads; expected a divisor of {num_kv_heads}: a rank computes whole heads"
+            f"{conflict} {num_kv_heads} key/value heads; expected a divisor of {num_kv_heads}: a rank computes whole "
+            "heads"
         )
     if intermediate % tensor:
         raise UserError(
-            f"{found} an intermediate size of {intermediate}; expected a divisor of it: ranks have equal shards of the "
-            "MLP"
+            f"{conflict} an intermediate size of {intermediate}; expected a divisor of it: ranks have equal shards of "
+            "the MLP"
         )
     rows = padded_vocabulary(config, tensor) // tensor
     if config.vocab_size <= (tensor - 1) * rows:
         raise UserError(
-            f"{found} a vocabulary of {config.vocab_size}; expected fewer ranks: some would have no token at all"
+            f"{conflict} a vocabulary of {config.vocab_size}; expected fewer ranks: some would have no token at all"
         )
 
 
@@ -138,7 +139,7 @@ class WeightSlice(NamedTuple):
     """The slice of a Hugging Face weight that a rank's parameter holds."""
 
     name: str
-    """Of the Hugging Face weight."""
+    """The Hugging Face weight's name."""
     rows: slice
     columns: slice = slice(None)
     """Not used for one-dimensional weights."""
@@ -149,7 +150,7 @@ class WeightSlice(NamedTuple):
         return self.rows.stop - self.rows.start
 
     def take(self, weight: Tensor) -> Tensor:
-        """Return the slice of the weight; a view."""
+        """Return the slice of the weight, as a view."""
         return weight[self.rows] if weight.dim() == 1 else weight[self.rows, self.columns]
 
 
@@ -157,17 +158,12 @@ COLUMN_LAYERS = {
     "self_attn.qkv": ("q_proj", "k_proj", "v_proj"),
     "mlp.gate_up": ("gate_proj", "up_proj"),
 }
-"""Column-parallel layers, by the name of the module that holds them here (`ColumnLinears`)."""
+"""Column-parallel layers, by the name of their `ColumnLinears`."""
 
 
 def weight_slices(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, WeightSlice]:
-    """Map each parameter of a `ParallelTokenLossModel` to its slice of a Hugging Face weight. Further rows of the
-    parameter are padding.
-
-    Args:
-        config: of the Hugging Face model.
-        rank, size: along the tensor axis.
-    """
+    """Map each parameter of a `ParallelTokenLossModel` to its slice of a Hugging Face weight; further rows of the
+    parameter are padding. `rank`, `size`: along the tensor axis."""
     rows = padded_vocabulary(config, size) // size
     vocabulary = slice(rank * rows, min((rank + 1) * rows, config.vocab_size))
     every_row = slice(0, config.hidden_size)
@@ -197,7 +193,7 @@ def weight_slices(config: PretrainedConfig, *, rank: int, size: int) -> dict[str
 
 
 def shard_slices(config: PretrainedConfig, *, rank: int, size: int) -> dict[str, slice]:
-    """Return, by the name of a linear layer, this rank's outputs of column-parallel and inputs of row-parallel ones."""
+    """A rank's slices of the outputs of column-parallel and the inputs of row-parallel layers, by the layer's name."""
 
     def shard(total: int) -> slice:
         return slice(rank * total // size, (rank + 1) * total // size)
@@ -217,7 +213,7 @@ class Run(NamedTuple):
     """Elements that are contiguous both in a Hugging Face weight and in a parameter."""
 
     name: str
-    """Of the Hugging Face weight."""
+    """The Hugging Face weight's name."""
     start: int
     """Index of the first element in the flattened weight."""
     offset: int
@@ -226,14 +222,8 @@ class Run(NamedTuple):
 
 
 def iter_runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
-    """Yield the runs of elements `start` to `end` of a flattened parameter, without padding.
-
-    A slice of full rows is one run; one of some columns is a run per row.
-
-    Args:
-        piece: the parameter's slice.
-        shapes: of the Hugging Face weights.
-    """
+    """Yield the runs of elements `start` to `end` of a flattened parameter with the slice `piece`, without padding: one
+    run for full rows, a run per row for some columns. `shapes`: of the Hugging Face weights."""
     shape = shapes[piece.name]
     width = math.prod(shape[1:])
     first_column, end_column, _ = piece.columns.indices(width)
@@ -249,12 +239,7 @@ def iter_runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: in
 
 
 def copy_to_weight(weights: Mapping[str, Tensor], parameter: Tensor, piece: WeightSlice) -> None:
-    """Copy a rank's parameter into its slice of a Hugging Face weight.
-
-    Args:
-        weights: the model's tensors by name; does nothing if the slice's weight is not among them.
-        parameter: or another tensor of its shape, such as its gradient.
-        piece: the parameter's slice.
-    """
+    """Copy a rank's parameter, or a tensor of its shape such as its gradient, into its slice of a Hugging Face weight
+    if `weights` has that."""
     if piece.name in weights:
         piece.take(weights[piece.name]).copy_(parameter[: piece.num_rows])

@@ -7,9 +7,9 @@ The loop over layers is in `model.ParallelTokenLossModel`: megatron-core's passe
 backward of a layer fails under ZeRO-3.
 
 Norm weights are replicated, and their gradient on a rank is that of its tokens or heads, to be summed over the group.
-On a GPU with TransformerEngine installed its kernels compute values and gradients; elsewhere PyTorch does, like Hugging
-Face's models bit for bit. One rule gives the tangents of both: TransformerEngine's kernels have none, and PyTorch would
-differentiate one elementwise operation after the other.
+On a GPU with TransformerEngine its kernels compute norms and their gradients, elsewhere PyTorch does. Both share one
+rule for tangents: TransformerEngine's kernels have none, and PyTorch would differentiate one elementwise operation
+after the other.
 
 Shapes: n tensor-parallel ranks, t tokens, b rows, H hidden size, D head dimension, A query heads and K key/value heads
 of this rank.
@@ -38,11 +38,9 @@ from vcore_ds.models.pointwise import gated_silu, rms_norm, rms_norm_tangent
 
 
 class DualTensorNorm(nn.Module):
-    """Mixin before the class of an RMSNorm by kernels: values come from that class, tangents from `rms_norm_tangent`.
-
-    The class needs `weight`, `eps` and a forward, which may be an autograd Function without a forward-mode rule, and
-    whose backward may read the weight from the module again.
-    """
+    """Mixin before a class of RMSNorm kernels: values come from that class, tangents from `rms_norm_tangent`. The class
+    needs `weight`, `eps` and a forward, which may be an autograd Function without a forward-mode rule, and whose
+    backward may read the weight from the module again."""
 
     weight: nn.Parameter
     eps: float
@@ -55,8 +53,8 @@ class DualTensorNorm(nn.Module):
         return make_dual_if_any(normalized, rms_norm_tangent(value, weight, self.eps, d_x=d_value, d_weight=d_weight))
 
     def _forward_value(self, x: Tensor, weight: Tensor) -> Tensor:
-        # In forward mode a dual tensor shadows the weight in `__dict__` (`vcore_ds.utility.forward_mode`). The class's
-        # forward must see its value.
+        # In forward mode a dual tensor shadows the weight in `__dict__` (`vcore_ds.utility.forward_mode`), but the
+        # class's forward must see its value.
         dual = self.__dict__.get("weight")
         if dual is None:
             return super().forward(x)
@@ -81,26 +79,19 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(config: TransformerConfig, size: int) -> nn.Module:
-    """Make an RMSNorm of `size` features.
-
-    Raises:
-        UserError: see `find_norm_class`.
-    """
+    """Make an RMSNorm of `size` features; raises UserError as `find_norm_class`."""
     with local_torch_dtype(config.params_dtype):
         return find_norm_class()(size, config.layernorm_epsilon)
 
 
 def find_norm_class() -> type[nn.Module]:
-    """Return TransformerEngine's norm on a GPU where it is installed, else PyTorch's.
-
-    Raises:
-        UserError: it is installed, but cannot be imported.
-    """
+    """Return TransformerEngine's norm on a GPU if it is installed, otherwise PyTorch's. Raises UserError if it is
+    installed but cannot be imported."""
     if not uses_gpu() or importlib.util.find_spec("transformer_engine") is None:
         return RMSNorm
     try:
         return _transformer_engine_norm()
-    except Exception as error:  # of any class: its libraries check their own requirements
+    except Exception as error:  # any class of error, since its libraries check their own requirements
         raise UserError(
             f"model.provider: found megatron and TransformerEngine, which cannot be imported ({type(error).__name__}: "
             f"{error}); expected a build for torch {torch.__version__} (pip install --no-build-isolation "
@@ -111,7 +102,7 @@ def find_norm_class() -> type[nn.Module]:
 
 @cache
 def _transformer_engine_norm() -> type[nn.Module]:
-    """TransformerEngine's RMSNorm for dual tensors; imported only where its kernels can run."""
+    """Make TransformerEngine's RMSNorm for dual tensors; imported only where its kernels can run."""
     from transformer_engine.pytorch import RMSNorm as KernelNorm
 
     class TransformerEngineNorm(DualTensorNorm, KernelNorm):
@@ -119,7 +110,7 @@ def _transformer_engine_norm() -> type[nn.Module]:
         values, and again after multiplying by the weight."""
 
         def __init__(self, size: int, eps: float):
-            # Unless given a device it uses the current GPU, not PyTorch's default device.
+            # Without a device it uses the current GPU, not PyTorch's default device.
             super().__init__(size, eps=eps, device=torch.empty(0).device)
 
     return TransformerEngineNorm
@@ -158,8 +149,8 @@ class ParallelAttention(nn.Module):
         output, _ = attend(
             self, query, key, value, None, sliding_window=self._sliding_window, row_layout=row_layout
         )  # [b, t, A, D]
-        # Contiguous: for strided inputs PyTorch chooses the matmul kernel by whether a gradient is needed. A
-        # checkpointed forward with tangents needs none, and the last bit of a loss would depend on it.
+        # Contiguous: for strided inputs PyTorch chooses the matmul kernel by whether a gradient is needed. It is not in
+        # a checkpointed forward with tangents, so the last bit of a loss would differ there.
         return self.o_proj(output.transpose(0, 1).flatten(2).contiguous())
 
 
@@ -193,23 +184,16 @@ class DecoderLayer(GradientCheckpointingLayer):
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
-        """Compute the hidden states of this rank's tokens after the layer.
-
-        Args:
-            hidden: `[t / n, b, H]`; positional, so that ZeRO-3's hooks see it.
-            angles: of all t tokens.
-            row_layout: the sequences of the rows, and the sequence-parallel size.
-        """
+        """Compute the hidden states of this rank's tokens after the layer. `hidden`: `[t / n, b, H]`, positional so
+        that ZeRO-3's hooks see it; `angles`: of all t tokens; `row_layout`: the sequences in the rows, and the
+        sequence-parallel size."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 def make_row_linear(config: TransformerConfig, num_inputs: int, num_outputs: int) -> RowLinear:
-    """Make a row-parallel layer without a bias. Its weight is zero until it is loaded.
-
-    Args:
-        num_inputs, num_outputs: over all ranks.
-    """
+    """Make a row-parallel layer without a bias, whose weight is zero until it is loaded. `num_inputs`, `num_outputs`:
+    over all ranks."""
     return RowLinear(
         num_inputs,
         num_outputs,

@@ -1,9 +1,8 @@
-"""A tensor-parallel decoder that returns the loss of every supervised token.
+"""A tensor-parallel decoder that returns the loss of every supervised token: the counterpart of
+`vcore_ds.models.causal_lm.TokenLossModel`."""
 
-The counterpart of `vcore_ds.models.causal_lm.TokenLossModel`.
-"""
-
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,11 +20,11 @@ from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
 from vcore_ds.models.megatron.adapters import (
     AdaptedLayer,
+    Adapter,
     adapter_slices,
     add_adapters,
     find_adapted_layers,
     mark_tensor_parallel,
-    without_adapters,
 )
 from vcore_ds.models.megatron.configuration import WeightSlice, padded_vocabulary, transformer_config, weight_slices
 from vcore_ds.models.megatron.decoder import DecoderLayer, make_norm
@@ -41,17 +40,14 @@ from vcore_ds.models.token_loss import (
 
 
 class ParallelTokenLossHead(nn.Module):
-    """The rank's vocabulary shard of the output embedding, returning losses: see
-    `vcore_ds.models.causal_lm.TokenLossHead`."""
+    """The counterpart of `vcore_ds.models.causal_lm.TokenLossHead` with this rank's vocabulary shard of the output
+    embedding."""
 
     reads_low_rank_tangents = True
 
     def __init__(self, weight: nn.Parameter, num_rows: int, vocabulary: int):
-        """Args:
-        weight: `[num_rows, H]`, or its ZeRO-3 shard.
-        num_rows: on each rank, including padding.
-        vocabulary: vocabulary size.
-        """
+        """`weight`: `[num_rows, H]`, or its ZeRO-3 shard; `num_rows`: on each rank, including padding; `vocabulary`:
+        vocabulary size."""
         super().__init__()
         self.weight = weight
         first = layout.rank("tensor") * num_rows
@@ -66,12 +62,9 @@ class ParallelTokenLossHead(nn.Module):
         statistic: PredictionStatistic | None = None,
         reference_hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks. A collective.
-
-        The gradient of `hidden` is the rank's term, to be summed over the ranks.
-
-        Args: those of `vcore_ds.models.causal_lm.TokenLossHead`.
-        """
+        """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks, with the arguments of
+        `vcore_ds.models.causal_lm.TokenLossHead`. The gradient of `hidden` is the rank's term, to be summed over the
+        ranks. A collective."""
         if statistic is not None:
             return loss_and_statistic(hidden, self.weight, targets, statistic, shard=self._shard)
         tangent = read_low_rank_tangent(self, "weight")
@@ -85,11 +78,9 @@ class ParallelTokenLossModel(nn.Module):
     """A decoder whose layers are sharded over a tensor-parallel group; `forward` returns the loss of each supervised
     token, the same on all ranks.
 
-    Parameters are created without values. Sharded ones have the attribute `tensor_model_parallel`, by which DeepSpeed
-    knows them; the others are replicated, and their gradients have to be summed over the group.
-
-    Attributes:
-        lora: the adapters; None for full fine-tuning.
+    Parameters are created without values. Sharded ones have DeepSpeed's attribute `tensor_model_parallel`; the others
+    are replicated, and their gradients have to be summed over the group. `lora`: the adapters' settings; None for full
+    fine-tuning.
     """
 
     def __init__(
@@ -102,14 +93,9 @@ class ParallelTokenLossModel(nn.Module):
         activation_offload: bool = False,
     ):
         """Args:
-        path: of the model, for messages.
-        config: of the Hugging Face model.
-        dtype: of the parameters.
+        path, config, dtype: as in `transformer_config`, which may raise UserError.
         gradient_checkpointing: save only the input of each layer for the backward.
         activation_offload: keep tensors saved for the backward in host memory.
-
-        Raises:
-            UserError: see `transformer_config`.
         """
         super().__init__()
         tensor = layout.size("tensor")
@@ -148,18 +134,23 @@ class ParallelTokenLossModel(nn.Module):
         add_adapters(self, self._adapted, lora, self.config)
 
     def trained_slices(self, *, rank: int, size: int) -> dict[str, WeightSlice]:
-        """Return, for each trained parameter, its slice of a Hugging Face weight or of an adapter in peft.
-
-        Args:
-            rank, size: along the tensor axis.
-        """
+        """Return, for each trained parameter, its slice of a Hugging Face weight or of peft's adapter. `rank`, `size`:
+        along the tensor axis."""
         if self.lora is None:
             return weight_slices(self.config, rank=rank, size=size)
         return adapter_slices(self._adapted, self.config, self.lora, rank=rank, size=size)
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Context in which the layers compute without their adapters."""
-        return without_adapters(self)
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """A context in which the layers compute without their adapters."""
+        adapters = [module for module in self.modules() if isinstance(module, Adapter)]
+        for adapter in adapters:
+            adapter.is_enabled = False
+        try:
+            yield
+        finally:
+            for adapter in adapters:
+                adapter.is_enabled = True
 
     @property
     def base(self) -> SimpleNamespace:
@@ -182,12 +173,9 @@ class ParallelTokenLossModel(nn.Module):
         reference_hidden: Tensor | None = None,
         hidden_only: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order.
-
-        A collective over the tensor axis, whose ranks have the same columns.
-
-        Args: those of `vcore_ds.models.causal_lm.TokenLossModel`; t is a multiple of the tensor-parallel size.
-        """
+        """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order,
+        with the arguments of `vcore_ds.models.causal_lm.TokenLossModel`. A collective over the tensor axis, whose ranks
+        have the same columns; their number must be a multiple of the tensor-parallel size."""
         if input_ids.shape[1] % layout.size("tensor"):
             raise UserError(
                 f"parallel.tensor: found {layout.size('tensor')} together with rows of {input_ids.shape[1]} tokens on "

@@ -4,7 +4,7 @@ megatron-core shards and allocates the weights. Its forwards use autograd Functi
 buffers on the current CUDA device. The forwards here run wherever PyTorch runs, and compute the same value with and
 without tangents, so that one forward can give both losses and utilities (`vcore_ds.utility.fused_forward`).
 
-Between layers each rank has a shard of the tokens, see `token_exchange`. Shapes as there; I input, O output size.
+Between layers each rank has a shard of the tokens. Shapes as in `token_exchange`; I input, O output size.
 """
 
 import warnings
@@ -45,8 +45,8 @@ with warnings.catch_warnings(), without_compiler():
 class ColumnLinears(nn.Module):
     """Column-parallel linear layers with a common input, `[t / n, b, I]` to `[t, b, O / n]`: one all-gather of tokens.
 
-    A weight has the name of its layer, a bias that name plus `_bias`. The weights are separate, so that each output can
-    be freed as soon as it is used.
+    Weights have the names of the layers, biases these names plus `_bias`. They are separate, so that each output can be
+    freed as soon as it is used.
     """
 
     reads_low_rank_tangents = True
@@ -54,10 +54,7 @@ class ColumnLinears(nn.Module):
     def __init__(
         self, config: TransformerConfig, num_inputs: int, num_outputs: Mapping[str, int], *, bias: bool = False
     ):
-        """Args:
-        num_inputs: I.
-        num_outputs: O over all ranks, by the layer's name.
-        """
+        """`num_inputs`: I; `num_outputs`: O over all ranks, by the layer's name."""
         super().__init__()
         self.names = tuple(num_outputs)
         for name in self.names:
@@ -127,11 +124,9 @@ class TokenEmbedding(VocabParallelEmbedding):
 
 
 class _ColumnMatmuls(torch.autograd.Function):
-    """Computes `x W^T + scaling * addend + b` and its tangent for several layers on the gathered tokens.
-
-    `layers` has for each layer W, b, their tangents (that of W may be `LowRank`), and the four tensors of an `Addend`.
-    Only this rank's tokens are saved for the backward, which gathers them again.
-    """
+    """Computes `x W^T + scaling * addend + b` and its tangent for several layers on the gathered tokens. `layers`: for
+    each W, b, their tangents (W's may be `LowRank`), and the four tensors of an `Addend`. Only this rank's tokens are
+    saved for the backward, which gathers them again."""
 
     @staticmethod
     def forward(ctx: Any, scaling: float, x: Tensor, d_x: Tensor | None, *layers: Any) -> tuple[Tensor | None, ...]:
@@ -197,7 +192,7 @@ class _RowMatmul(torch.autograd.Function):
         ctx.scaling = scaling
         if d_x is None and d_weight is None and addend.d_reduced is None and addend.d_b is None:
             return reduce_scatter_tokens(linear_with_addend(x, weight, None, expand(addend, x.dtype), scaling))[0], None
-        # Value and tangent are copied into one send buffer, so that only one of them is in memory besides.
+        # Value and tangent are copied to one send buffer in turn, so that only one of them is in memory besides it.
         sent = x.new_empty(layout.size("tensor"), 2, len(x) // layout.size("tensor"), x.shape[1], len(weight))
         output = linear_with_addend(x, weight, None, expand(addend, x.dtype), scaling)
         sent[:, 0] = output.view(sent[:, 0].shape)

@@ -20,10 +20,8 @@ from vcore_ds.models.dual_tensors import make_dual_if_any
 
 
 def gather_tokens(part: Tensor) -> Tensor:
-    """All-gather `[t / n, b, ...]` to `[t, b, ...]`; takes dual tensors.
-
-    The backward is a reduce-scatter, since the ranks compute different outputs from the gathered tokens.
-    """
+    """All-gather `[t / n, b, ...]` to `[t, b, ...]`; takes dual tensors. The backward is a reduce-scatter, since the
+    ranks compute different outputs from the gathered tokens."""
     return make_dual_if_any(*_GatherTokens.apply(*forward_ad.unpack_dual(part)))
 
 
@@ -50,8 +48,8 @@ def reduce_scatter_tokens(partial: Tensor, tangent: Tensor | None = None) -> tup
 
 
 def reduce_scatter_both(sent: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce-scatter values and tangents, stacked as `[n, 2, t / n, b, ...]`. The value is cloned: a graph that saves a
-    view would keep the tangent's memory too."""
+    """Reduce-scatter values and tangents, stacked as `[n, 2, t / n, b, ...]`. The value is cloned: a graph that saves
+    it as a view would also keep the tangent's memory."""
     value, d_value = layout.reduce_scatter("tensor", sent)
     return value.clone(), d_value
 
