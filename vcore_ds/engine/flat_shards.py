@@ -8,7 +8,7 @@ moments at once.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed
@@ -53,6 +53,21 @@ def as_partitioned(parameter: nn.Parameter) -> PartitionedParameter:
 def is_expert_block(parameter: nn.Parameter) -> bool:
     """Whether a parameter is this rank's block of the experts, sharded over `expert_shards` instead of `shards`."""
     return getattr(parameter, "ds_zero_placement_family", None) == EXPERT_FAMILY
+
+
+class ShardGroup(NamedTuple):
+    """The ranks over which a parameter is sharded."""
+
+    axis: Literal["shards", "expert_shards"]
+    size: int
+    rank: int  # this rank's index among them
+
+
+def shard_group(parameter: nn.Parameter) -> ShardGroup:
+    """The ranks over which ZeRO-3 shards a parameter."""
+    if is_expert_block(parameter):
+        return ShardGroup("expert_shards", layout.size("expert_shards"), layout.rank("expert_shards"))
+    return ShardGroup("shards", layout.size("shards"), layout.rank("shards"))
 
 
 def full_shape(parameter: PartitionedParameter) -> torch.Size:
@@ -132,11 +147,9 @@ class FlatShards:
         self._positions = {}
         for parameter in trainable:
             sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
-            rank = layout.rank("expert_shards") if is_expert_block(parameter) else layout.rank("shards")
-            left = parameter.ds_numel - rank * shard_numel
-            self._positions[id(parameter)] = ShardPosition(
-                sub_group, offset, shard_numel, max(0, min(shard_numel, left))
-            )
+            left = parameter.ds_numel - shard_group(parameter).rank * shard_numel
+            numel = max(0, min(shard_numel, left))
+            self._positions[id(parameter)] = ShardPosition(sub_group, offset, shard_numel, numel)
         self._replicated: list[nn.Parameter] = []
         self._counted_spans: list[tuple[int, slice]] | None = None
         if layout.size("tensor") > 1:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, chunks, is_expert_block, unsharded_shape
+from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, chunks, shard_group, unsharded_shape
 from vcore_ds.method.optimizers import blend_momentum, muon_direction, muon_update
 
 
@@ -147,11 +147,7 @@ def find_matrices(shards: FlatShards, parameters: Iterable[PartitionedParameter]
     """Find the matrices in each flat tensor, by the index of its sub-group; those of a stack one by one."""
     matrices: dict[int, list[ShardedMatrix]] = {}
     for parameter in parameters:
-        axis: layout.Axis
-        if is_expert_block(parameter):
-            axis, num_ranks, rank = "expert_shards", layout.size("expert_shards"), layout.rank("expert_shards")
-        else:
-            axis, num_ranks, rank = "shards", layout.size("shards"), layout.rank("shards")
+        axis, num_ranks, rank = shard_group(parameter)
         position, shape = shards.position(parameter), parameter.ds_shape[-2:]
         step, length = position.shard_numel, shape.numel()
         for start in range(0, parameter.ds_numel, length):

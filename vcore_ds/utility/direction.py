@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block, unsharded_shape
+from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block, shard_group, unsharded_shape
 from vcore_ds.engine.muon import write_muon_direction
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.baselines import dft_weights
@@ -139,9 +139,10 @@ class Direction:
                 index = batch.sequence_index().to(losses.device)
                 num_tokens = segment_sum(torch.ones_like(losses), index, batch.num_sequences)
                 shares = sequence_shares(num_tokens, counts, normalization)
-                weights = uniform_weights(index, batch.num_sequences)
                 if loss_weights == "dft":
                     weights = dft_weights(losses, index, batch.num_sequences)
+                else:
+                    weights = uniform_weights(index, batch.num_sequences)
                 coefficients = token_coefficients(weights, index, shares)
                 loss = (coefficients * losses).sum()
                 engine.backward(loss)
@@ -251,14 +252,14 @@ class Direction:
         for name, parameter in self._engine.trainable:
             # Factors are replicated over the ranks that shard a parameter, and some parameters over tensor-parallel
             # ranks: one rank counts each. The others add zeros, so that all ranks sum the same kinds.
-            shard_rank = layout.rank("expert_shards") if is_expert_block(parameter) else layout.rank("shards")
             is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
             kinds = ["total"]
             if has_low_rank(parameter, self.rank):
                 kinds.append(name.removesuffix(".weight").rpartition(".")[2])
             for kind in kinds:
                 full[kind].append(zero if is_replica else squared_norm(self.shard(parameter)))
-                kept[kind].append(zero if is_replica or shard_rank > 0 else squared_norm(tangents[id(parameter)]))
+                is_counted = not is_replica and shard_group(parameter).rank == 0
+                kept[kind].append(squared_norm(tangents[id(parameter)]) if is_counted else zero)
         sums = torch.stack([torch.stack(parts[kind]).sum() for parts in (kept, full) for kind in full])
         totals = layout.sum_over("job", sums.tolist())
         shares = zip(full, totals[: len(full)], totals[len(full) :], strict=True)

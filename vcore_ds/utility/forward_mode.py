@@ -329,8 +329,8 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
 
 def _recompute_error() -> UserError:
     return UserError(
-        "utility.fused: the layers of this architecture exchange activations beside their input and output, which the "
-        "fused forward cannot recompute; expected false (utility.fused=false)"
+        "utility.fused: the layers of this architecture exchange activations in addition to their input and output, "
+        "which the fused forward cannot recompute; expected false (utility.fused=false)"
     )
 
 

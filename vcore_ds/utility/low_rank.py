@@ -10,14 +10,13 @@ summed over the ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, is_expert_block
+from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, ShardGroup, is_expert_block, shard_group
 from vcore_ds.models.dual_tensors import LowRank
 
 MAX_DEPARTURE = 1e-4
@@ -61,15 +60,14 @@ def factorize(
         matrices = [p for p in parameters if is_expert_block(p) == with_experts]
         if not matrices:
             continue
-        axis: Literal["shards", "expert_shards"] = "expert_shards" if with_experts else "shards"
-        shard_rank = layout.rank("expert_shards") if with_experts else layout.rank("shards")
-        shard_rows = [_ShardRows(shards, vector, parameter, shard_rank) for parameter in matrices]
+        group = shard_group(matrices[0])
+        shard_rows = [_ShardRows(shards, vector, parameter, group.rank) for parameter in matrices]
         starts = [rows.draw_start(rank, seed) for rows in shard_rows]
         for _ in range(num_passes):
             sketches = [rows.sketch(start) for rows, start in zip(shard_rows, starts, strict=True)]
-            bases = [orthonormalize(sketch) for sketch in _sum_over_shards(axis, sketches)]
+            bases = [orthonormalize(sketch) for sketch in _sum_over_shards(group, sketches)]
             projections = [rows.project(basis) for rows, basis in zip(shard_rows, bases, strict=True)]
-            projections = _sum_over_shards(axis, projections)
+            projections = _sum_over_shards(group, projections)
             starts = [projection.mT for projection in projections]
         for parameter, basis, projection in zip(matrices, bases, projections, strict=True):
             shape, dtype = parameter.ds_shape, vector[0].dtype
@@ -131,10 +129,10 @@ class _ShardRows:
                 yield matrix, slice(start - offset, stop - offset), slice(start - self.first_row, stop - self.first_row)
 
 
-def _sum_over_shards(axis: Literal["shards", "expert_shards"], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Sum each tensor over the ranks of an axis, by one all-reduce. A collective."""
+def _sum_over_shards(group: ShardGroup, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Sum each tensor over the ranks of a group, by one all-reduce. A collective."""
     total = torch.cat([part.flatten() for part in parts])
-    layout.add_over(axis, total)
+    layout.add_over(group.axis, total)
     return [flat.view_as(part) for flat, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
 
 
