@@ -32,7 +32,7 @@ if not _is_chosen:
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 SECONDS_FOR_OTHER_NODES = 10.0
-"""Wait for the ranks of other nodes to end, which end within seconds of each other."""
+"""Time for the ranks of other nodes to end; all ranks end within seconds of each other."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
-    # "failed (exitcode: 85)" is not an error here, and the table printed below describes real ones.
+    # "failed (exitcode: 85)" is no error, and the table printed below describes real ones.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
         lambda record: not str(record.msg).startswith("failed (exitcode")
     )

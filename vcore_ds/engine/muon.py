@@ -138,7 +138,7 @@ def find_hidden_matrices(model: nn.Module, layers: Iterable[nn.Module]) -> list[
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) in matrices]
     if not trained:
         raise UserError(
-            "optimizer.name: found muon with a model without decoder layers that are known here; expected adamw"
+            "optimizer.name: found muon with a model without trained matrices in known decoder layers; expected adamw"
         )
     return trained
 

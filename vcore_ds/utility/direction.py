@@ -276,7 +276,7 @@ class Direction:
             if not group:
                 continue
             pending = None
-            if (layout.size("expert_shards") if with_experts else layout.size("shards")) > 1:
+            if shard_group(group[0]).size > 1:
                 # Concatenated: with weight decay, matrices and vectors of a layer are in different sub-groups.
                 shards = [self.shard(parameter) for parameter in group]
                 shard = shards[0] if len(shards) == 1 else torch.cat(shards)
@@ -309,7 +309,7 @@ class ShardGroupGather(NamedTuple):
 
     parameters: list[PartitionedParameter]
     pending: layout.PendingGather | None
-    """None on a single rank."""
+    """None if the parameters are not sharded."""
 
 
 def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:

@@ -82,7 +82,7 @@ def factorize(
 class _ShardRows:
     """The rows of a parameter, a stack of `n` matrices `[out, in]`, that this rank's shard overlaps.
 
-    A shard may begin and end in the middle of a row. Elements of these rows on other ranks are 0 here, so that sums
+    A shard may begin and end in the middle of a row. Elements of such rows on other ranks are 0 in `rows`, so that sums
     over the ranks are right.
     """
 
