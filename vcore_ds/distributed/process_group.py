@@ -38,7 +38,8 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
     else:
         use_fast_cpu_matmul()
     global _created_group
-    if not dist.is_initialized():
+    is_new = not dist.is_initialized()
+    if is_new:
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
@@ -56,9 +57,8 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
             world_size=num_ranks,
         )
         _created_group = dist.group.WORLD
-        # Even if a mesh exists: it belongs to a destroyed process group.
-        layout.arrange(tensor, expert, timeout_minutes)
-    elif not layout.is_arranged() or (layout.size("tensor"), layout.size("expert")) != (tensor, expert):
+    # If the group is new, an existing mesh belongs to a destroyed one.
+    if is_new or not layout.is_arranged() or (layout.size("tensor"), layout.size("expert")) != (tensor, expert):
         layout.arrange(tensor, expert, timeout_minutes)
 
 

@@ -23,7 +23,7 @@ NVIDIA_SMI_SECONDS = 60.0  # timeout of nvidia-smi, which hangs where a GPU does
 
 
 class Gpus(NamedTuple):
-    """GPUs and version of the driver."""
+    """Names of the GPUs, and version of their driver."""
 
     names: tuple[str, ...]
     driver: str
@@ -35,7 +35,8 @@ def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = 
     without GPUs), do not count.
 
     Args:
-        torch_version, built_for: `torch.__version__` and `torch.version.cuda`.
+        torch_version: `torch.__version__`.
+        built_for: `torch.version.cuda`; None for a build without CUDA.
         reason: PyTorch's message about why CUDA does not initialise.
         root: folder with /proc and /dev.
     """

@@ -117,8 +117,10 @@ def gibbs_weights_for_budget(
     of maximum utility (`log(n / m)` for m of n tokens and uniform b). A sequence for which the budget is at or above
     that gets the sharpest weights and is marked as saturated.
 
-    Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype. `log_base`: as in
-    `gibbs_weights`.
+    Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype.
+
+    Args:
+        log_base: as in `gibbs_weights`.
     """
     dtype = utilities.dtype
     exact = utilities.double()

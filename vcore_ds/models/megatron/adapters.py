@@ -100,7 +100,11 @@ class Adapter(nn.Module):
     """This rank's shard of an adapter. It computes `x A^T`; the layer multiplies by B."""
 
     def __init__(self, lora_a: Tensor, lora_b: Tensor, scaling: float, dropout: nn.Module):
-        """`lora_a`: `[r, I]`, or this rank's columns; `lora_b`: `[O, r]`, or this rank's rows; `scaling`: alpha / r."""
+        """Args:
+        lora_a: `[r, I]`, or this rank's columns.
+        lora_b: `[O, r]`, or this rank's rows.
+        scaling: alpha / r.
+        """
         super().__init__()
         self.lora_A = nn.Linear(lora_a.shape[1], lora_a.shape[0], bias=False, device="meta")
         self.lora_A.weight = nn.Parameter(lora_a.clone())
@@ -189,8 +193,14 @@ def mark_tensor_parallel(parameter: nn.Parameter) -> None:
 
 
 def add_adapters(model: nn.Module, layers: list[AdaptedLayer], lora: LoraConfig, config: PretrainedConfig) -> None:
-    """Freeze a `ParallelTokenLossModel` and add trainable adapters in fp32, like peft, in place. A is random, the same
-    on all ranks whose generators are in the same state; B is zero."""
+    """Freeze a `ParallelTokenLossModel` and add trainable adapters in fp32, like peft, in place.
+
+    A is random, the same on all ranks whose generators are in the same state; B is zero.
+
+    Args:
+        layers: from `find_adapted_layers`.
+        config: of the Hugging Face model.
+    """
     device = next(model.parameters()).device
     model.requires_grad_(False)
     shards = shard_slices(config, rank=layout.rank("tensor"), size=layout.size("tensor"))

@@ -222,8 +222,13 @@ class Run(NamedTuple):
 
 
 def iter_runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: int, end: int) -> Iterator[Run]:
-    """Yield the runs of elements `start` to `end` of a flattened parameter with the slice `piece`, without padding: one
-    run for full rows, a run per row for some columns. `shapes`: of the Hugging Face weights."""
+    """Yield the runs of elements `start` to `end` of a flattened parameter, without padding: one for a slice of full
+    rows, one per row for a slice of some columns.
+
+    Args:
+        piece: the parameter's slice.
+        shapes: of the Hugging Face weights.
+    """
     shape = shapes[piece.name]
     width = math.prod(shape[1:])
     first_column, end_column, _ = piece.columns.indices(width)
