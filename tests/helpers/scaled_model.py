@@ -16,7 +16,7 @@ from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 
 NUM_RANKS = 2
 
-NUM_TOKENS = 1024
+NUM_TOKENS = 512
 """Tokens of a micro-batch on each rank."""
 
 MODEL, MIXTURE, DEEPSPEED_JSON = "model", "mixture", "deepspeed.json"
