@@ -135,10 +135,8 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
     reader = dcp.FileSystemReader(folder)
     _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
     for state in engine.optimizer.optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
+        if "step" in state:
             state["step"].fill_(num_updates)
-        elif "step" in state:
-            state["step"] = num_updates
     with engine.changing_shards():
         for _, parameter in engine.trainable:
             for key in (None, *_buffer_names(engine, parameter)):
