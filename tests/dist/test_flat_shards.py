@@ -24,7 +24,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed import layout
 from vcore_ds.engine import flat_shards
-from vcore_ds.engine.flat_shards import chunks
+from vcore_ds.engine.flat_shards import iterate_chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.method.optimizers import adam_direction, blend_momentum, muon_direction, muon_update
 from vcore_ds.utility.direction import Direction
@@ -288,7 +288,7 @@ def test_chunks_cover_every_element_once(monkeypatch: pytest.MonkeyPatch) -> Non
     first = [torch.arange(10.0), torch.arange(3.0)]
     second = [torch.zeros(10), torch.zeros(3)]
     sizes = []
-    for part, copy in chunks(first, second):
+    for part, copy in iterate_chunks(first, second):
         copy.copy_(part)
         sizes.append(len(part))
     assert sizes == [4, 4, 2, 3]

@@ -26,7 +26,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, idle_batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import chunks
+from vcore_ds.engine.flat_shards import iterate_chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.architecture_check import check_model
 from vcore_ds.models.configuration import read_config, read_model_shape
@@ -172,7 +172,7 @@ class Measured:
                 counts = batch.num_supervised_tokens()[batch.sequence_index()]
                 self.engine.backward((found[-1][0] / counts).sum() / len(self.main))
         other = Direction(self.engine)
-        for part, gradient in chunks(other.buffers, self.engine.shards.gradients()):
+        for part, gradient in iterate_chunks(other.buffers, self.engine.shards.gradients()):
             part.copy_(gradient)
         losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
         return losses, utilities, self.whole(other)

@@ -63,8 +63,8 @@ class ShardGroup(NamedTuple):
     rank: int  # this rank's index among them
 
 
-def shard_group(parameter: nn.Parameter) -> ShardGroup:
-    """The ranks over which ZeRO-3 shards a parameter."""
+def find_shard_group(parameter: nn.Parameter) -> ShardGroup:
+    """Find the ranks over which ZeRO-3 shards a parameter."""
     if is_expert_block(parameter):
         return ShardGroup("expert_shards", layout.size("expert_shards"), layout.rank("expert_shards"))
     return ShardGroup("shards", layout.size("shards"), layout.rank("shards"))
@@ -147,7 +147,7 @@ class FlatShards:
         self._positions = {}
         for parameter in trainable:
             sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
-            left = parameter.ds_numel - shard_group(parameter).rank * shard_numel
+            left = parameter.ds_numel - find_shard_group(parameter).rank * shard_numel
             numel = max(0, min(shard_numel, left))
             self._positions[id(parameter)] = ShardPosition(sub_group, offset, shard_numel, numel)
         self._replicated: list[nn.Parameter] = []
@@ -219,7 +219,7 @@ class FlatShards:
         collective."""
         if self._counted_spans is not None:
             vector = [vector[sub_group][span] for sub_group, span in self._counted_spans]
-        return layout.norm_over("job", [part for (part,) in chunks(vector)])
+        return layout.norm_over("job", [part for (part,) in iterate_chunks(vector)])
 
     def sum_replicated_gradients(self) -> None:
         """Sum the gradients of replicated parameters over the tensor-parallel group, whose ranks have those of their
@@ -253,7 +253,7 @@ class FlatShards:
         return spans
 
 
-def chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+def iterate_chunks(*vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Iterate over corresponding views of all vectors, each of at most `CHUNK_NUMEL` elements."""
     for tensors in zip(*vectors, strict=True):
         size = CHUNK_NUMEL[tensors[0].device.type]

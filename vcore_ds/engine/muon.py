@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, chunks, shard_group, unsharded_shape
+from vcore_ds.engine.flat_shards import (
+    FlatShards,
+    PartitionedParameter,
+    find_shard_group,
+    iterate_chunks,
+    unsharded_shape,
+)
 from vcore_ds.method.optimizers import blend_momentum, muon_direction, muon_update
 
 
@@ -60,7 +66,7 @@ class Muon(torch.optim.AdamW):
         state, gradient, beta = self.state[master], cast(Tensor, master.grad), group["momentum"]
         state["step"] += 1
         # The result overwrites the gradient, which is not read after the update.
-        for momentum, part in chunks([state["momentum_buffer"]], [gradient]):
+        for momentum, part in iterate_chunks([state["momentum_buffer"]], [gradient]):
             blend = blend_momentum(part, momentum, beta)
             momentum.lerp_(part, 1 - beta)
             part.copy_(blend)
@@ -147,7 +153,7 @@ def find_matrices(shards: FlatShards, parameters: Iterable[PartitionedParameter]
     """Find the matrices in each flat tensor, by the index of its sub-group; those of a stack one by one."""
     matrices: dict[int, list[ShardedMatrix]] = {}
     for parameter in parameters:
-        axis, num_ranks, rank = shard_group(parameter)
+        axis, num_ranks, rank = find_shard_group(parameter)
         position, shape = shards.position(parameter), parameter.ds_shape[-2:]
         step, length = position.shard_numel, shape.numel()
         for start in range(0, parameter.ds_numel, length):

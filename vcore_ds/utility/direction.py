@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import PartitionedParameter, chunks, is_expert_block, shard_group, unsharded_shape
+from vcore_ds.engine.flat_shards import (
+    PartitionedParameter,
+    find_shard_group,
+    is_expert_block,
+    iterate_chunks,
+    unsharded_shape,
+)
 from vcore_ds.engine.muon import write_muon_direction
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
 from vcore_ds.method.baselines import dft_weights
@@ -160,7 +166,7 @@ class Direction:
             settings = engine.optimizer.param_groups[0]  # the same in all groups
             moments = [shards.optimizer_state(key, rest) for key in ("exp_avg", "exp_avg_sq")]
         parts, gradients_of_rest = ([vector[i] for i in rest] for vector in (self.buffers, gradients))
-        for part, gradient, *adam_moments in chunks(parts, gradients_of_rest, *moments):
+        for part, gradient, *adam_moments in iterate_chunks(parts, gradients_of_rest, *moments):
             gradient = gradient.to(engine.device)
             if factor != 1.0:
                 gradient = gradient * factor
@@ -258,7 +264,7 @@ class Direction:
                 kinds.append(name.removesuffix(".weight").rpartition(".")[2])
             for kind in kinds:
                 full[kind].append(zero if is_replica else squared_norm(self.shard(parameter)))
-                is_counted = not is_replica and shard_group(parameter).rank == 0
+                is_counted = not is_replica and find_shard_group(parameter).rank == 0
                 kept[kind].append(squared_norm(tangents[id(parameter)]) if is_counted else zero)
         sums = torch.stack([torch.stack(parts[kind]).sum() for parts in (kept, full) for kind in full])
         totals = layout.sum_over("job", sums.tolist())
@@ -276,7 +282,7 @@ class Direction:
             if not group:
                 continue
             pending = None
-            if shard_group(group[0]).size > 1:
+            if find_shard_group(group[0]).size > 1:
                 # Concatenated: with weight decay, matrices and vectors of a layer are in different sub-groups.
                 shards = [self.shard(parameter) for parameter in group]
                 shard = shards[0] if len(shards) == 1 else torch.cat(shards)

@@ -11,7 +11,7 @@ from torch import Tensor
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import chunks
+from vcore_ds.engine.flat_shards import iterate_chunks
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import LossesAndUtilities, MainLosses, Metrics, compute_losses
@@ -42,7 +42,7 @@ def perturb_parameters(
     try:
         num_changed = torch.zeros((), dtype=torch.int64, device=engine.device)
         with engine.changing_shards():
-            for shard, master, v in chunks(shards.parameters(), shards.masters(), direction.buffers):
+            for shard, master, v in iterate_chunks(shards.parameters(), shards.masters(), direction.buffers):
                 before = shard.to(engine.device)  # from host memory where parameters are offloaded
                 start = master.to(engine.device) if generator is None else before.float()
                 shifted = start.sub(v.float(), alpha=epsilon)

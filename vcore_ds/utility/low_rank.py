@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, ShardGroup, is_expert_block, shard_group
+from vcore_ds.engine.flat_shards import FlatShards, PartitionedParameter, ShardGroup, find_shard_group, is_expert_block
 from vcore_ds.models.dual_tensors import LowRank
 
 MAX_DEPARTURE = 1e-4
@@ -60,7 +60,7 @@ def factorize(
         matrices = [p for p in parameters if is_expert_block(p) == with_experts]
         if not matrices:
             continue
-        group = shard_group(matrices[0])
+        group = find_shard_group(matrices[0])
         shard_rows = [_ShardRows(shards, vector, parameter, group.rank) for parameter in matrices]
         starts = [rows.draw_start(rank, seed) for rows in shard_rows]
         for _ in range(num_passes):
