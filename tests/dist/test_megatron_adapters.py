@@ -24,8 +24,9 @@ from vcore_ds.engine.zero3 import Engine
 pytestmark = pytest.mark.dist
 
 NUM_STEPS = 8
-"""Each with a validation. In bf16 the largest deviation of few numbers says little: four steps have two probe gradients,
-whose norms deviated by 0.0012 with parallel layers and by 0.0003 to 0.0009 without; eight steps: 0.003 and 0.02."""
+"""Each with a validation. In bf16 the largest deviation of few numbers says little: four steps have two probe
+gradients, whose norms deviated by 0.0012 with parallel layers and by 0.0003 to 0.0009 without; eight steps: 0.003
+and 0.02."""
 STOP = 2
 LORA = {"rank": 4, "alpha": 12.0, "dropout": 0.05}
 RUNS: dict[str, dict[str, Any]] = {
