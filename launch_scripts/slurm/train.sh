@@ -1,4 +1,4 @@
-# What the .slurm files have in common; sourced by them, in the job, on its first node. Needs $recipe; "$@" are overrides.
+# Common part of the .slurm files, which source it in the job, on its first node. Needs $recipe; "$@" are overrides.
 # Exit code: the ranks'. 85 (stopped on request, and saved) puts the job back into the queue first.
 
 : "${SLURM_JOB_ID:?submit this with sbatch}"
@@ -9,23 +9,23 @@ attempt=${SLURM_RESTART_COUNT:-0}
 logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt
 mkdir -p "$logs"
 export PATH="$PWD/.venv/bin:$PATH"
-# Memory freed by one phase of a step serves the next, whatever the sizes. Under either name the user's own setting stays.
+# The next phase of a step can use freed memory, whatever the block sizes. A setting of the user stays, under either name.
 if [[ -z ${PYTORCH_CUDA_ALLOC_CONF+set} ]]; then export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}; fi
 
-# SLURM also requeues by itself (a preempted job, a failed node), without any limit of its own.
+# SLURM also requeues a job that was preempted or lost a node, without a limit.
 if ((attempt > max_restarts)); then
     echo "restart $attempt of job $SLURM_JOB_ID: expected at most $max_restarts (MAX_RESTARTS). Look at $(dirname "$logs")" >&2
     exit 1
 fi
 
-# Every rank finds the others at the first node. A port per job, below those that Linux hands out by itself.
+# The ranks meet at the first node. A port per job, below those that Linux hands out by itself.
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RENDEZVOUS=$first_node:$((20000 + SLURM_JOB_ID % 12000))
 # Where SLURM does not know the nodes' GPUs, RANKS_PER_NODE says how many: RANKS_PER_NODE=8 sbatch ...
 export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 
-# NCCL finds NVLink, InfiniBand, GPUDirect and SHARP by itself, better than a copied list of settings does. Only what it cannot
-# know is set, and that depends on the site: docs/slurm.md explains each line. Take off the # where the preflight says so.
+# NCCL finds NVLink, InfiniBand, GPUDirect and SHARP without settings. These depend on the site (docs/slurm.md): remove the #
+# where the preflight asks for it.
 # export NCCL_SOCKET_IFNAME=ib0
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_2,mlx5_3
@@ -38,8 +38,8 @@ srun_options+=(${SRUN_OPTIONS-})
 # rendezvous it has no effect. exec: the signals are for torchrun and the ranks, a bash above them would die of them.
 # --export: some sites start steps with an empty environment. --cpu-bind: a step of one task may be bound to one core.
 # --kill-on-bad-exit: ranks that exit with 85 do so within seconds of each other, not at once.
-# --wait: ranks notice by themselves that others are gone. Should one not, SLURM ends it this many seconds after the first
-# node has ended; the last files of a run may be one node's work, so not sooner.
+# --wait: SLURM ends a rank that does not notice that others are gone, this many seconds after the first node has ended; not
+# sooner, since one node may write the last files of a run.
 on_every_node() {
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
         "${srun_options[@]}" bash -c '
@@ -59,11 +59,11 @@ if ((code == 0)); then
     code=$?
 fi
 
-# The last task of an array has the array's id as its own, and requeueing that id restarts all tasks, ended ones included.
+# The last task of an array has the array's id, and requeueing that id restarts all tasks, ended ones included.
 # SLURM_ARRAY_JOB_ID alone does not tell: a job submitted from within a task of an array inherits that array's.
 job=$SLURM_JOB_ID
 if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
-# Requeue=0, by --no-requeue or scontrol update: the job is not to come back, another one may resume the run.
+# Requeue=0, by --no-requeue or scontrol update: the job must not come back, since another one may resume the run.
 if ((code == 85)) && ((attempt < max_restarts)) && [[ $(scontrol show job "$job") == *Requeue=1* ]]; then
     echo "stopped and saved; back into the queue ($(date))"
     scontrol requeue "$job"

@@ -120,7 +120,7 @@ def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: R
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.packed_row_tokens=300", model=setup.tied)
     run = fork([RECIPE, *overrides], folder, num_ranks=2)
-    assert "4 sequences a step on 2 ranks, packed into rows of at most 300 tokens" in run.output
+    assert "4 sequences a step on 2 ranks, in packs of at most 300 tokens" in run.output
     assert check_folder(run, load_recipe_of(run)) == 2
     assert assert_same_records(folder, bash_run.folder, num_sequences=4) == [1, 2]
     check_model(run, setup, setup.tied)

@@ -47,7 +47,7 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
     chosen = plan(2)
     sizes = chosen.micro_batch_size_per_rank, chosen.probe_micro_batch_size_per_rank
     assert (*sizes, chosen.utility_micro_batch_size_per_rank, chosen.batches_per_utility_pass) == (None, None, None, 1)
-    assert chosen.may_pack and "short ones packed into rows" in chosen.describe()
+    assert chosen.may_pack and "short ones packed" in chosen.describe()
     for changes in (
         {"unpackable": "whose layers (conv) mix tokens"},
         {"no_sequence_parallelism": "whose attention is its own"},
@@ -68,7 +68,7 @@ def test_plan_in_words() -> None:
     assert line == "32 sequences a step on 2 ranks, 2 in a micro-batch; probe 4"
     packed = {"packed_row_tokens": 16384, "global_size": 1}
     assert plan(1, batch=packed, method={"name": "sft"}).describe() == (
-        "1 sequence a step on 1 rank, packed into rows of at most 16,384 tokens a rank"
+        "1 sequence a step on 1 rank, in packs of at most 16,384 tokens a rank"
     )
 
 

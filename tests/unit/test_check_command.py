@@ -83,9 +83,9 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
     assert main(["check", *words, "--ranks", "64"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == f"Valid: {RECIPE} on 64 ranks (--recipe prints it with all defaults)"
-    assert lines[0].startswith("Batch: 32 sequences a step on 64 ranks, packed into rows of at most 16,384 tokens")
-    assert lines[1].startswith("Balance of the main batch: Ulysses degree 8; slowest rank 1.")
-    assert lines[2].startswith("Balance of the probe batch: Ulysses degree 8; slowest rank ")
+    assert lines[0].startswith("Batch: 32 sequences a step on 64 ranks, in packs of at most 16,384 tokens")
+    assert lines[1].startswith("Balance of the main batch: sequence-parallel size 8; slowest rank 1.")
+    assert lines[2].startswith("Balance of the probe batch: sequence-parallel size 8; slowest rank ")
     assert lines[3].startswith(
         "Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64"
     )
@@ -117,10 +117,10 @@ def test_groups_that_share_every_layer(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[0].startswith(
-        "Batch: 32 sequences a step on 1 tensor-parallel group of 8 ranks, packed into rows of at most 65,536"
+        "Batch: 32 sequences a step on 1 tensor-parallel group of 8 ranks, in packs of at most 65,536"
     )
     assert lines[1].startswith("Tensor parallelism: groups of 8 ranks, which compute on the same packs.")
-    assert lines[2].startswith("Balance of the main batch: Ulysses degree 1; slowest group 1.000 x mean")
+    assert lines[2].startswith("Balance of the main batch: sequence-parallel size 1; slowest group 1.000 x mean")
     assert main([*words, "--ranks", "64", "batch.sequence_parallel=1"]) == 0
     assert "\nLongest sequence that fits: 40,960 tokens (the model's positions)" in capsys.readouterr().out
     assert main([*words, "--ranks", "64", "batch.sequence_parallel=3"]) == 2

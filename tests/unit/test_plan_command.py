@@ -126,7 +126,7 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert lines[6].startswith(
-        "Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, packed into rows of at most 65,536"
+        "Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, in packs of at most 65,536"
     )
     rows = {line[:54].strip(): line.split()[-2:] for line in lines}
     assert rows["tensor parallelism"] == ["1", "8"] and rows["main batch"] == ["8", "8"]

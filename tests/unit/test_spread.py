@@ -208,9 +208,9 @@ def test_a_summary_has_the_typical_degree() -> None:
     passes = [chosen([16_000] * 4, 8), chosen([16_000] * 4, 8), chosen([4096] * 64, 8)]
     found = summarize(passes)
     assert found.typical_degree == 2 and found.waste.num_passes == 3 and not found.is_low
-    assert "Ulysses degree 2; slowest rank 1.000 x mean, 100% useful work; no idle ranks" in found.describe()
+    assert "sequence-parallel size 2; slowest rank 1.000 x mean, 100% useful work; no idle ranks" in found.describe()
     idle = summarize([chosen([900], 3)])
-    assert idle.is_low and "Ulysses degree 1;" in idle.describe() and "2 idle ranks" in idle.describe()
+    assert idle.is_low and "sequence-parallel size 1;" in idle.describe() and "2 idle ranks" in idle.describe()
 
 
 # ---------------------------------------------------------------- the paper's batch on 8 to 128 GPUs

@@ -306,9 +306,9 @@ class BatchPlan:
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
         if self.packed_row_tokens is not None:
-            held = f"packed into rows of at most {self.packed_row_tokens:,} tokens a {self.member}"
+            held = f"in packs of at most {self.packed_row_tokens:,} tokens a {self.member}"
         elif self.micro_batch_size_per_rank is None:
-            held = "short ones packed into rows" if self.may_pack else "those of similar length in a micro-batch"
+            held = "short ones packed" if self.may_pack else "those of similar length in a micro-batch"
         else:
             held = f"{self.micro_batch_size_per_rank} in a micro-batch"
         probe = {None: "; probe the whole pool", 0: ""}.get(

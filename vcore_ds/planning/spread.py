@@ -284,7 +284,7 @@ class Utilization:
         return self.waste.utilization < LOW_UTILIZATION
 
     def describe(self, one: Member = "rank") -> str:
-        """Such as `Ulysses degree 8; slowest rank 1.026 x mean, 97% useful work; no idle ranks; 0.27% padding`.
+        """Such as `sequence-parallel size 8; slowest rank 1.026 x mean, 97% useful work; no idle ranks; 0.27% padding`.
 
         Args:
             one: what a rank of the spread is.
@@ -292,7 +292,7 @@ class Utilization:
         num_idle = round(self.waste.mean_idle_ranks)
         idle = f"{num_idle:,} idle {one}" + ("" if num_idle == 1 else "s") if num_idle else f"no idle {one}s"
         return (
-            f"Ulysses degree {self.typical_degree}; slowest {one} {self.waste.rank_imbalance:.3f} x mean, "
+            f"sequence-parallel size {self.typical_degree}; slowest {one} {self.waste.rank_imbalance:.3f} x mean, "
             f"{self.waste.utilization:.0%} useful work; {idle}; {self.waste.padding_share:.2%} padding"
         )
 

@@ -27,8 +27,8 @@ from vcore_ds.utility.direction import Direction
 
 
 def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: ParameterCounts | None) -> str:
-    """Such as `Qwen/Qwen3-1.7B: 1,720,574,976 parameters, all trained, bf16`. `counts`: of the whole model; None to
-    count them."""
+    """Describe the model, such as `Qwen/Qwen3-1.7B: 1,720,574,976 parameters, all trained, bf16`. `counts`: of the
+    unsharded model; None to count them."""
     counts = counts or count_parameters(model.path, lora)
     kind = f"LoRA rank {lora.rank}" if lora is not None else "full-parameter"
     size = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
@@ -36,12 +36,12 @@ def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: Paramete
 
 
 def describe_training(data: DataConfig, dataset: Dataset) -> str:
-    """`describe_data` of the training data, which may be several files."""
+    """Describe the training data, which may be several files."""
     return describe_data(" + ".join(short(file.path) for file in data.train_files()), dataset)
 
 
 def describe_data(path: str, dataset: Dataset) -> str:
-    """Such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: longer than ...`."""
+    """Describe data, such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: ...`."""
     num_tokens, num_supervised = num_tokens_of(dataset)
     tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
     num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
@@ -62,7 +62,7 @@ def describe_data(path: str, dataset: Dataset) -> str:
 
 
 def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: int) -> Iterator[str]:
-    """A line for each of several training files: its share of a batch, its sequences and its epochs in the run."""
+    """Yield a line for each of several training files: its share of a batch, sequences, and epochs in the run."""
     weights = order.shares.weights
     numbers = zip(files, weights, order.num_sequences, order.epochs(num_steps), strict=True)
     for file, weight, size, epochs in numbers:
@@ -74,7 +74,7 @@ def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: i
 
 
 def describe_method(settings: StepSettings, probe_path: str | None) -> str:
-    """The method with its settings. `probe_path`: data.probe_path."""
+    """Describe the method with its settings. `probe_path`: data.probe_path."""
     method, utility = settings.method, settings.utility
     if not method.uses_utilities:
         return f"{method.name}, normalization {method.normalization}"
@@ -93,7 +93,7 @@ def describe_method(settings: StepSettings, probe_path: str | None) -> str:
 
 
 def describe_direction(probe: ProbeConfig, probe_path: str | None) -> str:
-    """The direction of the utilities, in words."""
+    """Describe the direction of the utilities."""
     of = f"probes of {probe.batch_size}"
     if probe_path is not None:
         of += f" from {short(probe_path)}"
@@ -103,7 +103,7 @@ def describe_direction(probe: ProbeConfig, probe_path: str | None) -> str:
 
 
 def describe_parallelism() -> str:
-    """World size, ZeRO-3, tensor and expert parallelism."""
+    """Describe world size, ZeRO-3, tensor and expert parallelism."""
     world, tensor, expert = layout.size("job"), layout.size("tensor"), layout.size("expert")
     kind = torch.cuda.get_device_name() if device().type == "cuda" else "CPU"
     over = count(layout.size("shards"), "rank") if tensor == 1 else f"{layout.size('shards')} of {world} ranks"
@@ -112,7 +112,7 @@ def describe_parallelism() -> str:
 
 
 def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
-    """Micro-batches of a step on each rank, and the degree of sequence parallelism, of the next steps' main batches."""
+    """Micro-batches per step and rank, and the sequence-parallel sizes, of the next steps' main batches."""
     spreads = feed.next_spreads(num_done, num_steps)
     numbers = [len(spread.micro_steps) for spread in spreads]
     degrees = sorted({spread.sequence_parallel for spread in spreads})
@@ -121,7 +121,7 @@ def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
 
 
 def short(path: str) -> str:
-    """A path below the working directory without it."""
+    """Return the path relative to the working directory if it is below it."""
     below = os.path.relpath(path) if os.path.isabs(path) else path
     return path if below.startswith("..") else below
 
@@ -132,7 +132,7 @@ def short(path: str) -> str:
 def describe_use_of_ranks(
     plan: BatchPlan, passes: Mapping[Part, Utilization], memory: MemoryPlan | None
 ) -> Iterator[str]:
-    """Balance and cost of the next steps' passes, and the estimated memory."""
+    """Describe balance and cost of the next steps' passes, and the estimated memory."""
     for part, utilization in passes.items():
         yield f"Balance of the {part} batch in the next steps: {utilization.describe(plan.member)}"
     if "probe" in passes:
@@ -145,7 +145,7 @@ def describe_use_of_ranks(
 def describe_engine(
     config: EngineConfig, settings: StepSettings, engine: Engine, direction: Direction | None
 ) -> Iterator[str]:
-    """Memory of gradients and direction of the loaded model, and the forwards of a step."""
+    """Describe the memory of gradients and direction, and the forwards of a step."""
     size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
     is_auto = config.coalesce_gradient_reduction == "auto"
     limit = f", {'at most' if engine.coalesces else 'above'} {COALESCING_SHARE:.0%} of its memory" if is_auto else ""
