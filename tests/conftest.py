@@ -1,5 +1,5 @@
-"""For all tests: Ctrl-C as on a terminal, one thread for each process, no GPU, no deadlines, as many workers as fit the
-machine, and the longest files first."""
+"""Settings of all tests: Ctrl-C works as on a terminal, each process has one thread and sees no GPU, properties have no
+deadlines, the number of workers fits the machine, and the longest files run first."""
 
 import gc
 import os
@@ -13,32 +13,32 @@ from hypothesis import settings
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed.signals import stop_signals
 
-# In the background of a script, SIGINT is ignored, and every command that a test starts would inherit that.
+# A background job of a shell script ignores SIGINT, and every command that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# One thread for each process: sums do not depend on the number of cores, and workers do not fight over them.
+# One thread per process: sums do not depend on the number of cores, and workers do not compete for cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# No example of a property has a deadline: how long it takes depends on the machine's load. Examples are the same in
-# every run: what a new one finds would fail a change that has nothing to do with it.
+# No deadline for Hypothesis examples: their time depends on the machine's load. The same examples in every run: a new
+# one could fail a change that has nothing to do with the bug it finds.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
 def commands_in_this_process_leave_its_signals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that starts ranks takes the signals of its process for good, and every later test would see that."""
+    """Keep commands that start ranks from installing signal handlers, which all later tests would inherit."""
     monkeypatch.setattr(stop_signals, "listen", lambda: None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """All tests but those of tests/gpu stay on the CPU, where there are GPUs too, and so does what they start: two
+    """Keep all tests but those of tests/gpu, and the processes they start, on the CPU even on a machine with GPUs: two
     ranks cannot share a GPU, and numbers are compared to the last bit.
 
-    Before torch initialises CUDA, which reads its variable then; workers and ranks inherit both.
+    The variables are set before torch initialises CUDA, which reads them; workers and ranks inherit them.
     """
-    gc.disable()  # until all files are imported: garbage collection would take a sixth of that time
+    gc.disable()  # until collection ends: garbage collection would take a sixth of the time of the imports
     folder = Path(__file__).parent / "gpu"
     paths = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     if not all(path.is_relative_to(folder) for path in paths):
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 BYTES_PER_WORKER = int(3.5e9)
-"""A worker, and four ranks of about 0.7 GB each."""
+"""Memory of a worker and of four ranks at about 0.7 GB each."""
 
 FIRST = (
     "tests/slurm/test_slurm.py",
@@ -61,15 +61,15 @@ FIRST = (
     "tests/e2e",
     "tests/trajectories",
 )
-"""Files and folders, roughly from the longest on: a worker takes whole files, so the last one decides when all are
-done."""
+"""Prefixes of test files, roughly in order of decreasing duration: a worker takes whole files, so a long file that
+starts last would delay the end of the run."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for each core and one for the waits of the others, as far as memory goes."""
+    """`-n auto`: one worker per core and one more, for the time that others spend waiting, as far as memory allows."""
     num_cores = float(len(os.sched_getaffinity(0)))
     num_bytes = psutil.virtual_memory().available
-    # The limits of a container, which neither of the two knows.
+    # The limits of a container, which neither of the two calls above reports.
     quota, _, period = _control_group("cpu.max").partition(" ")
     if quota.isdecimal():
         num_cores = min(num_cores, int(quota) / int(period))
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line on what was not tested for want of a GPU."""
+    """Report in one line the tests skipped for lack of a GPU."""
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if report.nodeid.startswith("tests/gpu/")]
     if skipped:
         terminalreporter.write_line(

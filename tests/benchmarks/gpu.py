@@ -105,10 +105,10 @@ def build_engine(sizes: dict[str, Any], deepspeed_config: str = "zero3_bf16.json
     wrapped.train()
     config = tiny.deepspeed_config(bf16=True, gradient_clipping=1.0)
     config["zero_optimization"] = read_zero_section(deepspeed_config)
-    return Engine(wrapped, build_optimizer(wrapped, recipe_of("sft").optimizer), config)
+    return Engine(wrapped, build_optimizer(wrapped, make_recipe("sft").optimizer), config)
 
 
-def recipe_of(method: str):
+def make_recipe(method: str):
     return step_runs.recipe(model={"path": "none", "precision": "bf16"}, **(METHODS | LOW_RANK)[method])
 
 
@@ -154,7 +154,7 @@ def measure_steps(
 
     def train(name: str, batches: StepBatches) -> StepMetrics:
         batches = StepBatches(batches.main, [] if name == "sft" else batches.probe)
-        return step_runs.train_step(engine, recipe_of(name), batches, estimators[name])
+        return step_runs.train_step(engine, make_recipe(name), batches, estimators[name])
 
     for k in range(num_rounds + 1):
         # Rows of the ranks differ, those of the methods do not.
@@ -215,7 +215,7 @@ def summary(lines: list[dict], num_tokens: int, flops: float, estimate: int, not
 def fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict[str, Any]:
     """Utilities of the training precision against those of the same weights and direction in fp32."""
     try:
-        take_direction(direction, derive_step_settings(recipe_of("jvp")), [batch])
+        take_direction(direction, derive_step_settings(make_recipe("jvp")), [batch])
         utilities = []
         for precision in (None, torch.float32):
             with forward_mode(engine, direction, precision):

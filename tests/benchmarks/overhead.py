@@ -60,7 +60,7 @@ class Variant:
     sections: dict[str, Any]
     lora: bool = False
     checkpointing: bool = False
-    mixture_of: str | None = None
+    moe_kind: str | None = None
     """Kind of a mixture, see `tiny.mixture`: a token goes through as many parameters as in the dense model."""
 
 
@@ -79,10 +79,10 @@ VARIANTS = {
     "jvp, rank 16, checkpointed": Variant({**JVP, "probe": {"rank": 16}}, checkpointing=True),
     "sft, lora, checkpointed": Variant(SFT, lora=True, checkpointing=True),
     "jvp, lora, checkpointed": Variant(JVP, lora=True, checkpointing=True),
-    "sft, mixture": Variant(SFT, mixture_of="qwen3_moe"),
-    "jvp, mixture": Variant(JVP, mixture_of="qwen3_moe"),
-    "sft, mixture, checkpointed": Variant(SFT, mixture_of="qwen3_moe", checkpointing=True),
-    "jvp, mixture, checkpointed": Variant(JVP, mixture_of="qwen3_moe", checkpointing=True),
+    "sft, mixture": Variant(SFT, moe_kind="qwen3_moe"),
+    "jvp, mixture": Variant(JVP, moe_kind="qwen3_moe"),
+    "sft, mixture, checkpointed": Variant(SFT, moe_kind="qwen3_moe", checkpointing=True),
+    "jvp, mixture, checkpointed": Variant(JVP, moe_kind="qwen3_moe", checkpointing=True),
 }
 BOUNDS = {
     ("sft", "bare"): 1.05,
@@ -165,8 +165,8 @@ class BareLoop:
 class OurLoop:
     def __init__(self, variant: Variant):
         self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **variant.sections)
-        options = dict(lora=variant.lora, checkpointing=variant.checkpointing, mixture_of=variant.mixture_of)
-        sizes = MODEL if variant.mixture_of is None else MODEL | EXPERTS
+        options = dict(lora=variant.lora, checkpointing=variant.checkpointing, moe_kind=variant.moe_kind)
+        sizes = MODEL if variant.moe_kind is None else MODEL | EXPERTS
         model = tiny.token_loss_model(tied=True, dtype=torch.bfloat16, **options, **sizes)
         optimizer = build_optimizer(model, self.recipe.optimizer)
         self.engine = Engine(model, optimizer, deepspeed_config(), coalesce_gradient_reduction=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.helpers.browser import opened, started_browser, why_not
+from tests.helpers.browser import missing_requirement, open_page, started_browser
 from tests.helpers.report_runs import random_sequence, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.report import write_report
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    missing = why_not()
+    missing = missing_requirement()
     if missing:
         raise SystemExit(missing)
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def _measure(browser, path: Path, repeats: int) -> None:
         seconds.setdefault(name, []).append(page.evaluate(done) / 1000)
 
     for _ in range(repeats):
-        with opened(browser, path) as page:
+        with open_page(browser, path) as page:
             drawn = page.evaluate("performance.getEntriesByName('drawn')[0].startTime")
             seconds.setdefault("open", []).append(drawn / 1000)
             choose = "const s = document.querySelectorAll('#viewer select')[{}]; s.value = '{}'; "

@@ -288,7 +288,7 @@ def zero_init_divides_by_one_method_and_parameters_keep_it(e: Engine) -> bool:
 
 def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool:
     start_process_group(10, expert=2)
-    model = tiny.token_loss_model(mixture_of="qwen3_moe")
+    model = tiny.token_loss_model(moe_kind="qwen3_moe")
     start_deepspeed()
     deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config())
     partition_experts(model)
@@ -323,7 +323,7 @@ def what_is_not_in_shards_becomes_the_first_ranks(e: Engine) -> bool:
     model = tiny.token_loss_model()
     torch.nn.init.constant_(model.base.lm_head.weight, layout.rank("job") + 5.0)
     engine = step_runs.make_engine(model, step_runs.recipe())
-    values = step_runs.whole_parameters(engine)["lm_head.weight"]
+    values = step_runs.gather_parameters(engine)["lm_head.weight"]
     engine.close()
     return bool((values == 5.0).all())
 

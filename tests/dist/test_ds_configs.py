@@ -102,7 +102,7 @@ def train_two_steps(
         losses,
         norms,
         torch.cat(utilities),
-        step_runs.whole_parameters(engine),
+        step_runs.gather_parameters(engine),
         offloads(engine),
         engine.trainable[0][1].ds_secondary_tensor_group_size,
         sum(parameter.ds_persist for _, parameter in engine.trainable),

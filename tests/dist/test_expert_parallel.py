@@ -16,8 +16,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.mixtures import write_mixture
-from tests.helpers.parity import Case, assert_equal, run_case
+from tests.helpers.moe_models import write_moe_model
+from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
 from vcore_ds.common.errors import UserError
@@ -52,20 +52,18 @@ MUON = {
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 QWEN, DEEPSEEK = "qwen3_moe", "deepseek_v3"
 CASES = {
-    "2 of 4, shared experts, checkpointed": Case(expert=2, mixture_of=DEEPSEEK, checkpointing=True),
+    "2 of 4, shared experts, checkpointed": Case(expert=2, moe_kind=DEEPSEEK, checkpointing=True),
     "2 of 4, offloaded, clipped, checkpointed, separate passes": Case(
-        expert=2, mixture_of=DEEPSEEK, checkpointing=True, sections=SEPARATE | CLIPPED, config=OFFLOADED
+        expert=2, moe_kind=DEEPSEEK, checkpointing=True, sections=SEPARATE | CLIPPED, config=OFFLOADED
     ),
     "2 of 4, lora beside experts, idle micro-batches": Case(
-        expert=2, mixture_of=DEEPSEEK, lora=True, num_main=5, num_probe=1
+        expert=2, moe_kind=DEEPSEEK, lora=True, num_main=5, num_probe=1
     ),
-    "2 of 4, sequence parallel, packed": Case(expert=2, mixture_of=DEEPSEEK, sequence_parallel=(2, 4), packed=True),
-    "2 of 4, muon, persistent parameters": Case(
-        expert=2, mixture_of=QWEN, persistence_threshold=100_000, sections=MUON
-    ),
+    "2 of 4, sequence parallel, packed": Case(expert=2, moe_kind=DEEPSEEK, sequence_parallel=(2, 4), packed=True),
+    "2 of 4, muon, persistent parameters": Case(expert=2, moe_kind=QWEN, persistence_threshold=100_000, sections=MUON),
     "all 4, idle experts, checkpointed, idle micro-batches, one reduction, clipped": Case(
         expert=4,
-        mixture_of=f"{QWEN}, idle experts",
+        moe_kind=f"{QWEN}, idle experts",
         checkpointing=True,
         num_main=5,
         num_probe=1,
@@ -74,13 +72,13 @@ CASES = {
     ),
 } | soak(
     {
-        "2 of 4": Case(expert=2, mixture_of=QWEN, persistence_threshold=100_000),
-        "2 of 4, muon": Case(expert=2, mixture_of=QWEN, sections=MUON),
+        "2 of 4": Case(expert=2, moe_kind=QWEN, persistence_threshold=100_000),
+        "2 of 4, muon": Case(expert=2, moe_kind=QWEN, sections=MUON),
         "all 4, idle experts, one reduction, clipped": Case(
-            expert=4, mixture_of=f"{QWEN}, idle experts", coalesce=True, sections=CLIPPED
+            expert=4, moe_kind=f"{QWEN}, idle experts", coalesce=True, sections=CLIPPED
         ),
         "all 4, idle experts, checkpointed, idle micro-batches": Case(
-            expert=4, mixture_of=f"{QWEN}, idle experts", checkpointing=True, num_main=5, num_probe=1
+            expert=4, moe_kind=f"{QWEN}, idle experts", checkpointing=True, num_main=5, num_probe=1
         ),
     }
 )
@@ -98,7 +96,7 @@ def run_all(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    write_mixture(folder / "model", DEEPSEEK)
+    write_moe_model(folder / "model", DEEPSEEK)
     return folder
 
 
@@ -109,7 +107,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_reference(found, name):
-    assert_equal([of_rank[name] for of_rank in found])
+    assert_parity([of_rank[name] for of_rank in found])
 
 
 def layer_by_itself() -> dict[str, float]:
@@ -239,7 +237,7 @@ def message_of_other_experts_when_recomputed() -> str:
         return send(x, torch.zeros_like(chosen) if is_recomputed else chosen, *arguments)
 
     with patch.object(experts, "run_at_experts", at_others), pytest.raises(UserError) as error:
-        run_case(Case(expert=2, mixture_of=QWEN, checkpointing=True, sections={"method": {"name": "sft"}}))
+        run_case(Case(expert=2, moe_kind=QWEN, checkpointing=True, sections={"method": {"name": "sft"}}))
     return str(error.value)
 
 
@@ -254,8 +252,8 @@ def refused() -> list[str]:
     messages = []
     for degree, model in (
         (2, tiny.token_loss_model()),
-        (4, tiny.token_loss_model(mixture_of=QWEN)),
-        (2, tiny.token_loss_model(mixture_of=QWEN, lora=True)),
+        (4, tiny.token_loss_model(moe_kind=QWEN)),
+        (2, tiny.token_loss_model(moe_kind=QWEN, lora=True)),
     ):
         start_process_group(10, expert=degree)
         with pytest.raises(UserError) as error:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import tiny
-from tests.helpers.mixtures import write_mixture
+from tests.helpers.exports import load_tensors
+from tests.helpers.moe_models import write_moe_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.soak import soak
@@ -158,7 +158,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
         model.save_pretrained(folder / kind)
         tokenizer.save_pretrained(folder / kind)
         (folder / kind / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
-    write_mixture(folder / "mixture", "deepseek_v3", torch.bfloat16)
+    write_moe_model(folder / "mixture", "deepseek_v3", torch.bfloat16)
     (folder / "mixture" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "held_out.jsonl", sums(range(12, 16)))
@@ -168,10 +168,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
             del config[key]  # the recipe's
         (folder / f"{precision}.json").write_text(json.dumps(config))
     return run_ranks(train_all, 2, folder)
-
-
-def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def logits(model) -> Tensor:
@@ -212,10 +208,10 @@ def test_small_files_come_from_both_ranks_and_hold_the_same(outcomes, name):
     assert len(names) >= 4
     held_bytes = max(of_rank[name].held_bytes for of_rank in outcomes)
     assert held_bytes <= 1.2 * max_file_bytes  # the embedding is larger than a file may be, and has one of its own
-    whole, small = stored(folder / "model"), stored(folder / "small")
+    whole, small = load_tensors(folder / "model"), load_tensors(folder / "small")
     assert whole.keys() == small.keys()
     assert all(torch.equal(whole[key], small[key]) for key in whole)
-    assert whole.keys() == stored(folder.parent / CASES[name]["base"]).keys()
+    assert whole.keys() == load_tensors(folder.parent / CASES[name]["base"]).keys()
     index = json.loads((folder / "small" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == whole.keys()
     assert ("lm_head.weight" in whole) is not (CASES[name]["base"] == "tied")
@@ -226,7 +222,7 @@ def test_a_checkpoint_of_2_ranks_gives_the_same_bytes(outcomes, name):
     folder = outcomes[0][name].folder
     exported = export_run(folder)
     assert exported.parent.name == f"step_{NUM_STEPS:08d}"
-    live, later = stored(folder / "model"), stored(exported)
+    live, later = load_tensors(folder / "model"), load_tensors(exported)
     assert live.keys() == later.keys()
     assert all(torch.equal(live[key], later[key]) for key in live)
     for file in {path.name for path in (folder / "model").iterdir()} - {"model.safetensors"}:
@@ -266,7 +262,7 @@ def test_an_adapter_computes_what_the_engine_computed(outcomes, name):
     untrained = logits(base_of(name, outcome.folder, torch.float32))
     assert largest_difference(untrained, outcome.logits) > 0.02
     from_checkpoint = export_run(outcome.folder)
-    live, later = stored(outcome.folder / "adapter"), stored(from_checkpoint)
+    live, later = load_tensors(outcome.folder / "adapter"), load_tensors(from_checkpoint)
     assert live.keys() == later.keys()
     assert all(torch.equal(live[key].float(), later[key]) for key in live)
     for folder in (outcome.folder / "adapter", from_checkpoint):
@@ -285,5 +281,5 @@ def test_merged_computes_what_the_engine_computed(outcomes, name):
     print(f"{difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
     assert difference < TOLERANCE[precision]
     shutil.rmtree(outcome.folder / "checkpoints")
-    from_adapter = stored(export_run(outcome.folder, merge=True))
-    assert all(torch.equal(from_adapter[key], tensor) for key, tensor in stored(merged).items())
+    from_adapter = load_tensors(export_run(outcome.folder, merge=True))
+    assert all(torch.equal(from_adapter[key], tensor) for key, tensor in load_tensors(merged).items())

@@ -344,7 +344,7 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
     model = tiny.with_lora(tiny.qwen3(tied=lora)) if lora else tiny.qwen3(tied=lora)
     model = model.to(dtype)  # as DeepSpeed makes it: adapters and buffers too
     recipe = step_runs.recipe(model={"path": "none", "precision": precision})
-    reference = step_runs.reference_of(model, recipe).model.double().eval()
+    reference = step_runs.make_reference(model, recipe).model.double().eval()
     # peft's hook there asks for gradients in place, which torch.func refuses; no value depends on it.
     reference.get_input_embeddings()._forward_hooks.clear()
     engine = step_runs.make_engine(TokenLossModel(model), recipe)

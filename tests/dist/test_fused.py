@@ -35,7 +35,7 @@ class Pass:
     packed: bool = False
     sequence_parallel: int = 1
     tied: bool = False
-    mixture_of: str | None = None
+    moe_kind: str | None = None
     """Kind of a mixture, see `tiny.mixture`."""
     tensor: int = 1
     """Tensor-parallel degree, in megatron-core's parallel layers."""
@@ -54,16 +54,16 @@ class Pass:
             options = dict(lora=self.lora, checkpointing=self.checkpointing, norm_class=norm_class)
             return megatron.parallel_model(plain, **options)
         options = dict(lora=self.lora, checkpointing=self.checkpointing, tied=self.tied, dtype=dtype)
-        return tiny.token_loss_model(mixture_of=self.mixture_of, **options, **sizes)
+        return tiny.token_loss_model(moe_kind=self.moe_kind, **options, **sizes)
 
 
 PASSES = {
     "full, tied, checkpointed, packed, row of 2 ranks": Pass(
         tied=True, checkpointing=True, packed=True, sequence_parallel=2
     ),
-    "mixture, packed": Pass(mixture_of="qwen3_moe", packed=True),
-    "mixture, rank 4": Pass(mixture_of="qwen3_moe", rank=4),
-    "mixture, bf16, checkpointed": Pass(mixture_of="deepseek_v3", precision="bf16", checkpointing=True),
+    "mixture, packed": Pass(moe_kind="qwen3_moe", packed=True),
+    "mixture, rank 4": Pass(moe_kind="qwen3_moe", rank=4),
+    "mixture, bf16, checkpointed": Pass(moe_kind="deepseek_v3", precision="bf16", checkpointing=True),
     "lora, tied, packed, row of 2 ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
     "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
 } | soak(
@@ -182,7 +182,7 @@ def both_modes() -> dict[str, tuple[float, float]]:
     found = {}
     for name in ("right", "wrong"):
         recipe = step_runs.recipe()
-        model = tiny.token_loss_model(mixture_of="qwen3_moe")
+        model = tiny.token_loss_model(moe_kind="qwen3_moe")
         if name == "wrong":
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
@@ -272,12 +272,12 @@ def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
 
 
 def peaks() -> dict[Pass, dict[str, int]]:
-    cases = [Pass(True, False, "bf16"), Pass(False, True, "bf16", mixture_of="qwen3_moe")]
+    cases = [Pass(True, False, "bf16"), Pass(False, True, "bf16", moe_kind="qwen3_moe")]
     if IS_SOAK:
         cases += [
             Pass(lora, checkpointing, "bf16") for lora, checkpointing in ((False, True), (False, False), (True, True))
         ]
-        cases.append(Pass(False, False, "bf16", mixture_of="qwen3_moe"))
+        cases.append(Pass(False, False, "bf16", moe_kind="qwen3_moe"))
     return {case: peak_bytes(case) for case in cases}
 
 

@@ -73,7 +73,7 @@ def test_it_runs_and_writes_a_table(tmp_path: Path) -> None:
     (steps,) = run_ranks(run, 1, str(tmp_path))
     assert len(steps) == (ROUNDS + 1) * len(gpu.METHODS)
     for name in gpu.METHODS:
-        own = [forwards for recipe, forwards in steps if recipe == gpu.recipe_of(name)]
+        own = [forwards for recipe, forwards in steps if recipe == gpu.make_recipe(name)]
         assert own == [FORWARDS[name]] * (ROUNDS + 1), name
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert list(found["steps"]) == list(gpu.METHODS)

@@ -345,7 +345,7 @@ def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:
         batches = StepBatches(step_runs.deal(main, micro_batch_size), step_runs.deal(probe, micro_batch_size))
         assert len(batches.main) == 4 // layout.size("shards")
         step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-4)
-    parameters = step_runs.whole_parameters(engine)
+    parameters = step_runs.gather_parameters(engine)
     engine.close()
     return parameters
 

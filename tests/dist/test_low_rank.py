@@ -43,7 +43,7 @@ class Case:
     tied: bool = False
     packed: bool = False
     passes: int = 1
-    mixture_of: str | None = None
+    moe_kind: str | None = None
     sequence_parallel: int = 1
     tensor: int = 1
     expert: int = 1
@@ -54,24 +54,22 @@ class Case:
         return self.sequence_parallel if self.tensor * self.expert == 1 else 4
 
     def plain_model(self) -> torch.nn.Module:
-        return tiny.qwen3(tied=self.tied) if self.mixture_of is None else tiny.mixture(self.mixture_of)
+        return tiny.qwen3(tied=self.tied) if self.moe_kind is None else tiny.moe_model(self.moe_kind)
 
 
 CASES = {
     "fused": Case(),
     "separate, tied": Case(fused=False, tied=True),
     "checkpointed, packed": Case(checkpointing=True, packed=True),
-    "mixture, packed": Case(mixture_of="qwen3_moe", packed=True),
-    "mixture, most experts idle, separate": Case(mixture_of="qwen3_moe, idle experts", fused=False),
+    "mixture, packed": Case(moe_kind="qwen3_moe", packed=True),
+    "mixture, most experts idle, separate": Case(moe_kind="qwen3_moe, idle experts", fused=False),
     "row of 2 ranks": Case(sequence_parallel=2),
     "no matrix is larger": Case(rank=64),
-    "two passes, mixture, checkpointed": Case(passes=2, mixture_of="qwen3_moe", checkpointing=True),
+    "two passes, mixture, checkpointed": Case(passes=2, moe_kind="qwen3_moe", checkpointing=True),
     "tensor-parallel, packed": Case(tensor=2, packed=True),
     "tensor-parallel, tied, separate, checkpointed": Case(tensor=2, tied=True, fused=False, checkpointing=True),
-    "experts on 2 ranks": Case(expert=2, mixture_of="qwen3_moe"),
-    "experts on 2 ranks, most of them idle, separate": Case(
-        expert=2, mixture_of="qwen3_moe, idle experts", fused=False
-    ),
+    "experts on 2 ranks": Case(expert=2, moe_kind="qwen3_moe"),
+    "experts on 2 ranks, most of them idle, separate": Case(expert=2, moe_kind="qwen3_moe, idle experts", fused=False),
 }
 
 
@@ -124,7 +122,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     resumed = Direction(engine, case.rank, case.passes)
     read_state(engine, resumed, folder, num_updates=0)
     assert_equal_factors(direction, resumed)
-    along = megatron.whole(model, plain, approximate) if case.tensor > 1 else approximate
+    along = megatron.assemble(model, plain, approximate) if case.tensor > 1 else approximate
     engine.close()
     return {
         "utilities": utilities,
@@ -167,7 +165,7 @@ def make_model(case: Case) -> torch.nn.Module:
     options = dict(checkpointing=case.checkpointing)
     if case.tensor > 1:
         return megatron.parallel_model(case.plain_model(), **options)
-    model = tiny.token_loss_model(tied=case.tied, mixture_of=case.mixture_of, **options)
+    model = tiny.token_loss_model(tied=case.tied, moe_kind=case.moe_kind, **options)
     if case.expert > 1:
         start_deepspeed()
         deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config(bf16=False))
@@ -231,7 +229,7 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
             continue
         model = case.plain_model().double()
         model.set_attn_implementation("eager")
-        if case.mixture_of is not None:
+        if case.moe_kind is not None:
             model.set_experts_implementation("eager")
         reference = Reference(model, torch.optim.SGD(model.parameters()))
         along = {key: tangent.double() for key, tangent in ranks[0][name]["along"].items()}

@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from tests.helpers import step_runs, tiny
-from tests.helpers.parity import Case, assert_equal, run_case
+from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
 from vcore_ds.distributed import layout
@@ -243,7 +243,7 @@ def test_four_ranks_to_a_layer(found):
 
 
 def check(of_ranks):
-    assert_equal(of_ranks)
+    assert_parity(of_ranks)
     for worst in of_ranks:
         assert worst["norm"] < 1e-5
         assert worst["drift"] == 0

@@ -73,9 +73,9 @@ def train(folder: Path, suffix: str, parallel: dict[str, Any]) -> Outcome:
             recipe = adapted(folder, name, suffix, parallel)
             if (name, suffix) == ("untied", "parallel"):
                 killed = adapted(folder, "untied", "stopped", parallel)
-                resumed_runs.killed_copy(recipe, STOP, Path(killed.run.output_dir))
+                resumed_runs.run_and_copy_after(recipe, STOP, Path(killed.run.output_dir))
             else:
-                resumed_runs.to_the_end(recipe)
+                resumed_runs.run_to_end(recipe)
     finally:
         Engine.close = close
     options = FidelityOptions(3, epsilons=(0.1,), probe_sizes=(1,), large_probe_size=2, stale_steps=(1,))
@@ -84,7 +84,7 @@ def train(folder: Path, suffix: str, parallel: dict[str, Any]) -> Outcome:
 
 def train_parallel(folder: Path) -> Outcome:
     outcome = train(folder, "parallel", PARALLEL)
-    resumed_runs.to_the_end(adapted(folder, "untied", "stopped", PARALLEL))
+    resumed_runs.run_to_end(adapted(folder, "untied", "stopped", PARALLEL))
     return outcome
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.test_memory import SIZES, TRANSIENT_BOUND, measure, recipe_of, settings_of
+from tests.dist.test_memory import SIZES, TRANSIENT_BOUND, make_recipe, measure, settings_of
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
@@ -29,7 +29,7 @@ if IS_SOAK:
 
 def measure_all(folder: str) -> list[tuple[dict[str, Any], ParameterCounts]]:
     layout.arrange(tensor=TENSOR)
-    recipes = [recipe_of(folder, *case, tensor=TENSOR) for case in CASES]
+    recipes = [make_recipe(folder, *case, tensor=TENSOR) for case in CASES]
     return [(measure(recipe), count_parameters(recipe.model.path, recipe.lora, TENSOR)) for recipe in recipes]
 
 

@@ -90,12 +90,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_parallel(folder: Path) -> None:
-    resumed_runs.to_the_end(make_recipe(folder, "tied", **PARALLEL))
+    resumed_runs.run_to_end(make_recipe(folder, "tied", **PARALLEL))
     killed = folder / "runs" / "stopped"
-    resumed_runs.killed_copy(make_recipe(folder, "whole", **PARALLEL), STOP, killed)
+    resumed_runs.run_and_copy_after(make_recipe(folder, "whole", **PARALLEL), STOP, killed)
     if layout.is_first():
         shutil.copytree(killed, folder / "runs" / "on_two")
-    resumed_runs.to_the_end(make_recipe(folder, "stopped", **PARALLEL))
+    resumed_runs.run_to_end(make_recipe(folder, "stopped", **PARALLEL))
 
 
 def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _with_precision(sections: dict[str, Any], precision: str) -> dict[str, Any]:
 
 def train_alone(folder: Path) -> None:
     for name in ("alone", "tied_alone"):
-        resumed_runs.to_the_end(make_recipe(folder, name))
+        resumed_runs.run_to_end(make_recipe(folder, name))
 
 
 def resume_on_two(folder: Path) -> tuple[str, torch.Tensor]:
@@ -135,7 +135,7 @@ def resume_on_two(folder: Path) -> tuple[str, torch.Tensor]:
     what those compute when they are loaded from the checkpoint's export."""
     whole_layers = {**PARALLEL, "parallel": {"tensor": 1}}
     try:
-        resumed_runs.to_the_end(make_recipe(folder, "on_two", **whole_layers))
+        resumed_runs.run_to_end(make_recipe(folder, "on_two", **whole_layers))
         refusal = "none"
     except UserError as error:
         refusal = str(error)
@@ -149,7 +149,7 @@ def resume_on_two(folder: Path) -> tuple[str, torch.Tensor]:
     with engine.without_gradient():
         losses = engine.token_losses(tiny.rows(3))
     engine.close()
-    resumed_runs.to_the_end(make_recipe(folder, "on_two", **PARALLEL))
+    resumed_runs.run_to_end(make_recipe(folder, "on_two", **PARALLEL))
     return refusal, losses
 
 

@@ -68,7 +68,7 @@ def row() -> Batch:
     return Batch([0], ids, labels)
 
 
-def recipe_of(folder: str, precision: str, lora: bool, is_checkpointed: bool, tensor: int = 1) -> Recipe:
+def make_recipe(folder: str, precision: str, lora: bool, is_checkpointed: bool, tensor: int = 1) -> Recipe:
     provider = "huggingface" if tensor == 1 else "megatron"
     model = {"path": folder, "precision": precision, "gradient_checkpointing": is_checkpointed, "provider": provider}
     return step_runs.recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None, parallel={"tensor": tensor})
@@ -147,7 +147,7 @@ def measure_graphs() -> dict[tuple[bool, bool], int]:
 
 def measure_all(folder: str) -> tuple[list[dict[str, Any]], dict[tuple[bool, bool], int]]:
     assert layout.size("shards") == 2
-    return [measure(recipe_of(folder, *case)) for case in CASES], measure_graphs()
+    return [measure(make_recipe(folder, *case)) for case in CASES], measure_graphs()
 
 
 @pytest.fixture(scope="module")

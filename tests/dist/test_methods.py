@@ -46,7 +46,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
     recipe = make_recipe(method, lora, normalization)
     model = tiny.token_loss_model(lora=lora)
     plain = tiny.qwen3()
-    reference = step_runs.reference_of(tiny.with_lora(plain) if lora else plain, recipe)
+    reference = step_runs.make_reference(tiny.with_lora(plain) if lora else plain, recipe)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     num_rows = 2 * num_micro_batches * layout.size("shards")
@@ -87,7 +87,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
             ),
             "parameters": max(
                 float((parameter - expected["parameters"][name]).abs().max())
-                for name, parameter in step_runs.whole_parameters(engine).items()
+                for name, parameter in step_runs.gather_parameters(engine).items()
             ),
         }
         if method == "asft":

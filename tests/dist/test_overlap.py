@@ -42,7 +42,7 @@ def record(overlap: bool, without: tuple[str, ...] = (), cases: Iterable[str] = 
             with Races(accelerator, watched) as races:
                 for _ in range(2):
                     run.take()
-            found[case] = Recorded(races.found, races.num_accesses)
+            found[case] = Recorded(races.races, races.num_accesses)
     return found
 
 

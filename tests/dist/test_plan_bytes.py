@@ -12,10 +12,10 @@ from tests.helpers.measured_bytes import measure_all
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scaled_model import (
     CASES,
-    MIXTURE,
+    MOE_MODEL,
     NUM_RANKS,
     Case,
-    recipe_of,
+    make_recipe,
     scaled_shape,
     write_scaled_model,
 )
@@ -67,7 +67,7 @@ def compare(folder: Path, measured: Sequence[Mapping[str, Any]]) -> list[Compari
 def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[Comparison]:
     shape = shape_on_disk(str(folder / case.model))
     assert shape is not None
-    settings = derive_plan_settings(recipe_of(case, folder))
+    settings = derive_plan_settings(make_recipe(case, folder))
     plan = plan_batch(settings, NUM_RANKS, shape, ranks_per_node=NUM_RANKS)
     config = deepspeed_config(settings, plan)
     lengths, of_probe = case.lengths, case.lengths[: len(case.lengths) // 2]
@@ -165,7 +165,7 @@ def test_the_load_of_experts_is_measured(measured) -> None:
     )  # in the order of the line
     for case, *loads in zip(CASES, *([one["loads"] for one in of_rank] for of_rank in measured), strict=True):
         assert loads[0] == loads[1]
-        names = of_experts * (case.model == MIXTURE) + of_ranks * (case.expert > 1)
+        names = of_experts * (case.model == MOE_MODEL) + of_ranks * (case.expert > 1)
         assert list(loads[0]) == names
         for largest, mean in zip(names[::2], names[1::2], strict=True):
             assert 1 < loads[0][mean] <= loads[0][largest] < 4

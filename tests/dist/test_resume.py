@@ -206,7 +206,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, num_layers in (("model", 1), ("two_layers", 2)):
         sizes = dict(num_hidden_layers=num_layers, hidden_size=33, head_dim=6)
         tiny.qwen3(vocab_size=len(tokenizer), **sizes).save_pretrained(folder / name)
-    tiny.mixture(vocab_size=len(tokenizer)).save_pretrained(folder / "mixture")
+    tiny.moe_model(vocab_size=len(tokenizer)).save_pretrained(folder / "mixture")
     for name in ("model", "two_layers", "mixture"):
         tokenizer.save_pretrained(folder / name)
     write_conversations(folder / "train.jsonl", sums(range(12)))
@@ -236,14 +236,14 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_case(folder: Path, name: str) -> list[str]:
     """Differences between an uninterrupted run and one that was stopped, or killed, and resumed."""
     straight, stopped = (recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
-    expected = resumed_runs.killed_copy(straight, KILLED_AFTER, Path(stopped.run.output_dir))
+    expected = resumed_runs.run_and_copy_after(straight, KILLED_AFTER, Path(stopped.run.output_dir))
     if name == "sft_lora":
         copy_on_first_rank(Path(stopped.run.output_dir), folder / "killed")
     if name == STOPPED_TOO:
         profiled = stopped.run.model_copy(update={"profile": ProfileConfig(**PROFILE)})
         stopped = stopped.model_copy(update={"run": profiled})
-        resumed_runs.until(stopped, KILLED_AFTER + 1)
-    resumed_runs.to_the_end(stopped)
+        resumed_runs.run_until(stopped, KILLED_AFTER + 1)
+    resumed_runs.run_to_end(stopped)
     return differences(Path(stopped.run.output_dir), expected, name)
 
 
@@ -278,14 +278,14 @@ def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
 
     checkpoint_write.write_state = write
     try:
-        resumed_runs.until(stopped, 3)
+        resumed_runs.run_until(stopped, 3)
         message = "no error"
     except CheckpointFailed as error:
         message = str(error)
     finally:
         checkpoint_write.write_state = write_state
     left = sorted(path.name for path in saved.iterdir())
-    resumed_runs.to_the_end(stopped)
+    resumed_runs.run_to_end(stopped)
     differing = resumed_runs.differences(saved.parent, folder / "sft_lora_straight")
     return {"message": message, "left": left, "differing": differing}
 
@@ -370,7 +370,7 @@ def no_room(folder: Path) -> str:
     stopped = recipe(folder, "no_room", CASES["sft_lora"])
     margin, checkpoint_write.MARGIN_BYTES = checkpoint_write.MARGIN_BYTES, 10**18
     try:
-        resumed_runs.until(stopped, 1)
+        resumed_runs.run_until(stopped, 1)
     except CheckpointFailed as error:
         return str(error)
     finally:
@@ -381,14 +381,14 @@ def no_room(folder: Path) -> str:
 def damaged(folder: Path) -> dict[str, Any]:
     """Resumes where the newest checkpoint has a flipped bit in another rank's file; then where all are damaged."""
     stopped = killed_run(folder, "damaged")
-    run_folder = resumed_runs.until(stopped, 4)
+    run_folder = resumed_runs.run_until(stopped, 4)
     if layout.is_first():
         flip_a_bit(run_folder / "checkpoints/step_00000004/state/__1_0.distcp")
     layout.gather_objects("job", None)
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
-        resumed_runs.until(stopped, 4)
+        resumed_runs.run_until(stopped, 4)
     finally:
         Console.say = console
     if layout.is_first():
@@ -396,7 +396,7 @@ def damaged(folder: Path) -> dict[str, Any]:
             flip_a_bit(run_folder / f"checkpoints/step_0000000{step}/state/__0_0.distcp")
     layout.gather_objects("job", None)
     try:
-        resumed_runs.to_the_end(stopped)
+        resumed_runs.run_to_end(stopped)
         refusal = "no error"
     except UserError as error:
         refusal = str(error)
@@ -428,7 +428,7 @@ def unfinished_only(folder: Path) -> list[str]:
     said: list[str] = []
     console, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
-        resumed_runs.until(stopped, 1)
+        resumed_runs.run_until(stopped, 1)
     finally:
         Console.say = console
     return [*said, *sorted(path.name for path in saved.iterdir())]
@@ -440,7 +440,7 @@ def not_shared(folder: Path) -> str:
     if layout.is_first():
         begin(Path(own.run.output_dir), dump_recipe(own), world_size=2, num_done=0)
     try:
-        resumed_runs.until(own, 1)
+        resumed_runs.run_until(own, 1)
     except CheckpointFailed as error:
         return str(error)
     return "no error"
@@ -461,7 +461,7 @@ def other_data(folder: Path) -> str:
     stopped = killed_run(folder, "other_data")
     other = stopped.data.model_copy(update={"train_path": str(folder / "other.jsonl")})
     try:
-        resumed_runs.to_the_end(stopped.model_copy(update={"data": other}))
+        resumed_runs.run_to_end(stopped.model_copy(update={"data": other}))
     except UserError as error:
         return str(error)
     return "no error"
@@ -479,7 +479,7 @@ def other_base(folder: Path) -> list[str]:
             weights.write_bytes(content)
         layout.gather_objects("job", None)
         try:
-            resumed_runs.until(stopped, 3)
+            resumed_runs.run_until(stopped, 3)
             said.append("no error")
         except UserError as error:
             said.append(str(error))
@@ -493,7 +493,7 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
     shared: dict[str, Any] = {"kind": "wsd", "warmup_steps": 2, "min_ratio": 0.1}
     long = {**sections, "schedule": {"num_steps": 7, "decay_ratio": 2 / 7, **shared}}
     short = {**sections, "schedule": {"num_steps": 6, "decay_ratio": 1 / 3, **shared}}
-    expected = resumed_runs.to_the_end(recipe(folder, "long", long))
+    expected = resumed_runs.run_to_end(recipe(folder, "long", long))
     run.train(recipe(folder, "short", short))
     checkpoint = folder / "short" / "checkpoints" / "step_00000004"
     branch = {**long, "checkpoint": {"branch_from": str(checkpoint)}}
@@ -508,8 +508,8 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
         except UserError as error:
             said[name] = str(error)
     left = sorted(path.name for path in (folder / "short").iterdir())
-    resumed_runs.to_the_end(recipe(folder, "branch", branch))
-    longer = resumed_runs.to_the_end(recipe(folder, "short", long))
+    resumed_runs.run_to_end(recipe(folder, "branch", branch))
+    longer = resumed_runs.run_to_end(recipe(folder, "short", long))
     return {
         "said": said,
         "finished": left,
@@ -531,7 +531,7 @@ def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
         "run": {"validate_every": 1},
     }
     own = recipe(folder, "best", sections)
-    resumed_runs.until(own, 1, 2)
+    resumed_runs.run_until(own, 1, 2)
     said: list[str] = []
     say, Console.say = Console.say, lambda self, text="": said.append(text)
     try:
@@ -572,7 +572,7 @@ def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
     layout.gather_objects("job", None)
     filler.unlink(missing_ok=True)
     layout.gather_objects("job", None)
-    resumed_runs.to_the_end(stopped)
+    resumed_runs.run_to_end(stopped)
     differing = resumed_runs.differences(disk / "run", folder / "sft_lora_straight")
     return {"message": message, "left": left, "differing": differing}
 
@@ -582,7 +582,7 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
     own = recipe(folder, name, DRAWN_IN_STEPS[name])
     measure_noise_every, settings.MEASURE_NOISE_EVERY = settings.MEASURE_NOISE_EVERY, 4
     try:
-        expected = resumed_runs.tensors_of(resumed_runs.to_the_end(own))
+        expected = resumed_runs.tensors_of(resumed_runs.run_to_end(own))
         plan_settings, step_settings, seed = derive_plan_settings(own), derive_step_settings(own), own.run.seed
         plan = plan_ranks(plan_settings)
         reader = DataReader(own.data, own.model.path, load_tokenizer(own.model.path), Console(enabled=False))
@@ -622,7 +622,7 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
     }
     found["full_disk"] = None if disk is None else full_disk(folder, disk)
     found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
-    resumed_runs.killed_copy(across(folder, "across_straight", 1, 1), ACROSS_STOP, folder / "across_2")
+    resumed_runs.run_and_copy_after(across(folder, "across_straight", 1, 1), ACROSS_STOP, folder / "across_2")
     return found
 
 
@@ -637,12 +637,12 @@ def resume_copy(folder: Path, name: str, *degrees: int) -> None:
     """Resumes, at this world size, a copy of a run that was stopped at another."""
     here = f"{name}_to_{layout.size('shards')}"
     copy_on_first_rank(folder / name, folder / here)
-    resumed_runs.to_the_end(across(folder, here, *degrees))
+    resumed_runs.run_to_end(across(folder, here, *degrees))
 
 
 def at_four_ranks(folder: Path) -> None:
     resume_copy(folder, "across_2", 1, 2)
-    resumed_runs.until(across(folder, "across_4", 2, 4), ACROSS_STOP)
+    resumed_runs.run_until(across(folder, "across_4", 2, 4), ACROSS_STOP)
     resume_copy(folder, "across_4", 4, 1)
 
 

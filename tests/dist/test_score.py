@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("score")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer) + len(tokenizer) % 2).save_pretrained(root / "model")
-    tiny.mixture(vocab_size=len(tokenizer)).save_pretrained(root / "mixture")
+    tiny.moe_model(vocab_size=len(tokenizer)).save_pretrained(root / "mixture")
     for name in ("model", "mixture"):
         tokenizer.save_pretrained(root / name)
     (root / "train").mkdir()

@@ -116,12 +116,12 @@ def said_where_no_record_can_be_written(folder: Path) -> list[str]:
 
 
 def alone(folder: Path) -> OfRank:
-    resumed_runs.to_the_end(recipe(folder, "alone", ("auto", "auto")))
+    resumed_runs.run_to_end(recipe(folder, "alone", ("auto", "auto")))
     return OfRank([chosen_sequences(1)], said_where_no_record_can_be_written(folder))
 
 
 def on_two_ranks(folder: Path) -> OfRank:
-    resumed_runs.until(recipe(folder, "resumed", (2, 2)), STOP)
+    resumed_runs.run_until(recipe(folder, "resumed", (2, 2)), STOP)
     return OfRank(
         [chosen_sequences(degree) for degree in (1, 2)],
         said_where_no_record_can_be_written(folder),
@@ -130,10 +130,10 @@ def on_two_ranks(folder: Path) -> OfRank:
 
 def on_four_ranks(folder: Path) -> OfRank:
     for main, probe in DEGREES:
-        resumed_runs.to_the_end(recipe(folder, f"{main}_{probe}", (main, probe)))
+        resumed_runs.run_to_end(recipe(folder, f"{main}_{probe}", (main, probe)))
     # A row of a rank holds a quarter of the longest sequence.
-    resumed_runs.to_the_end(recipe(folder, "short_rows", ("auto", "auto"), row_tokens=32))
-    resumed_runs.to_the_end(recipe(folder, "resumed", (4, 4)))
+    resumed_runs.run_to_end(recipe(folder, "short_rows", ("auto", "auto"), row_tokens=32))
+    resumed_runs.run_to_end(recipe(folder, "resumed", (4, 4)))
     return OfRank(
         [chosen_sequences(degree) for degree in (1, 2, 4)],
         said_where_no_record_can_be_written(folder),

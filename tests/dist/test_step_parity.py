@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers import step_runs
-from tests.helpers.parity import Case, assert_equal, run_case
+from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
 
@@ -27,10 +27,10 @@ CASES = {
     "lora, tied, checkpointed, separate passes": Case(
         lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=SEPARATE
     ),
-    "mixture, idle experts": Case(mixture_of="qwen3_moe, idle experts", coalesce=True),
-    "mixture, latent attention, checkpointed": Case(mixture_of="deepseek_v3", checkpointing=True),
+    "mixture, idle experts": Case(moe_kind="qwen3_moe, idle experts", coalesce=True),
+    "mixture, latent attention, checkpointed": Case(moe_kind="deepseek_v3", checkpointing=True),
     "mixture, idle experts, lora on experts, checkpointed": Case(
-        mixture_of="qwen3_moe, idle experts", lora=True, checkpointing=True
+        moe_kind="qwen3_moe, idle experts", lora=True, checkpointing=True
     ),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
     "token normalization, fixed temperature, alpha none, clipped": Case(
@@ -57,7 +57,7 @@ CASES = {
         lora=True, probe_every=2, sections={"probe": {"direction": "adam", "clip": 1.0}}
     ),
     "muon": Case(sections={"optimizer": MUON, "probe": {"direction": "muon", "clip": 1.0}}),
-    "muon, mixture": Case(mixture_of="qwen3_moe, idle experts", sections={"optimizer": MUON}),
+    "muon, mixture": Case(moe_kind="qwen3_moe, idle experts", sections={"optimizer": MUON}),
     "base measure and probe loss dft, alpha effective sample size": Case(
         sections={
             "method": {"kl_budget": 0.1, "base_measure": "dft", "alpha": "effective_sample_size"},
@@ -94,14 +94,14 @@ CASES = {
             lora=True, sections={"method": {"kl_budget": 0.3, "alpha": "effective_sample_size"}}
         ),
         "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
-        "mixture, lora on experts": Case(mixture_of="deepseek_v3", lora=True),
+        "mixture, lora on experts": Case(moe_kind="deepseek_v3", lora=True),
         "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
         "lora": Case(lora=True, coalesce=True),
         "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
         "lora, checkpointed, merged passes": Case(
             lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
         ),
-        "mixture, checkpointed, separate passes": Case(mixture_of="deepseek_v3", checkpointing=True, sections=SEPARATE),
+        "mixture, checkpointed, separate passes": Case(moe_kind="deepseek_v3", checkpointing=True, sections=SEPARATE),
         "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
         "sgd": Case(sections=SGD),
         "sft, token normalization": Case(sections={"method": {"name": "sft", "normalization": "token"}}),
@@ -142,9 +142,9 @@ def deviations_alone() -> list[dict[str, dict[str, float]]]:
 
 @pytest.mark.parametrize("name", STEERING)
 def test_step_of_one_rank_equals_reference(deviations_alone, name):
-    assert_equal([of_rank[name] for of_rank in deviations_alone])
+    assert_parity([of_rank[name] for of_rank in deviations_alone])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_reference(deviations, name):
-    assert_equal([of_rank[name] for of_rank in deviations])
+    assert_parity([of_rank[name] for of_rank in deviations])

@@ -1,4 +1,4 @@
-"""Fixtures of the commands' tests."""
+"""Fixtures of the command-line tests."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.helpers.browser import started_browser, why_not
+from tests.helpers.browser import missing_requirement, started_browser
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TinySetup:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[None]:
-    """Commands run in this process join a process group of one; nothing of it stays."""
+    """Let commands of this process join a process group of one rank, and remove every trace of it afterwards."""
     before = dict(os.environ)
     yield
     if torch.distributed.is_initialized():
@@ -39,7 +39,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    missing = why_not()
+    missing = missing_requirement()
     if missing:
         pytest.skip(f"REPORTS ARE NOT TESTED IN A BROWSER HERE: {missing}")
     with started_browser() as browser:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.helpers.browser import opened
+from tests.helpers.browser import open_page
 from tests.helpers.commands import read_metrics
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
@@ -90,7 +90,7 @@ def test_pictures_of_the_curves(several: tuple[Path, Path]) -> None:
 @pytest.fixture(scope="module")
 def shown(browser: "Browser", one: Path) -> "Iterator[Page]":
     """The report of one run, for tests of different parts of it."""
-    with opened(browser, one) as page:
+    with open_page(browser, one) as page:
         yield page
 
 
@@ -130,7 +130,7 @@ def test_a_token_shows_what_was_recorded(browser: "Browser", one: Path, runs: Pa
     record = read_records(runs / "vcore_1")[0]
     sequence = record.sequences[0]
     order = np.argsort(-sequence.relative_weights, kind="stable").tolist()
-    with opened(browser, one) as page:
+    with open_page(browser, one) as page:
         show_all(page)
         tokens = page.locator("#viewer .tokens").first.locator("span")
         assert tokens.count() == len(sequence)
@@ -166,7 +166,7 @@ def check_tip(page: "Page", sequence, i: int, order: list[int]) -> None:
 def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) -> None:
     records = read_records(runs / "vcore_1")
     num_tokens = sum(record.num_tokens for record in records)
-    with opened(browser, one) as page:
+    with open_page(browser, one) as page:
         assert page.locator("#viewer .trace h4").inner_text().startswith(f"Step {NUM_STEPS}, training data")
         show_all(page)
         assert count(page) == (num_tokens, sum(len(record.sequences) for record in records))
@@ -233,7 +233,7 @@ def count(page: "Page") -> tuple[int, int]:
 
 
 def test_the_measure_switches_the_colours(browser: "Browser", one: Path) -> None:
-    with opened(browser, one) as page:
+    with open_page(browser, one) as page:
         seen = set()
         for measure in ("weight", "loss", "utility", "probability"):
             control(page, "Colour by").select_option(measure)
@@ -255,7 +255,7 @@ def test_the_measure_switches_the_colours(browser: "Browser", one: Path) -> None
 
 def test_several_runs_side_by_side(browser: "Browser", several: tuple[Path, Path], runs: Path) -> None:
     losses = [read_metrics(runs / name)[-1]["loss"] for name in ("vcore_1", "vcore_2", "sft")]
-    with opened(browser, several[0]) as page:
+    with open_page(browser, several[0]) as page:
         assert page.locator("#legend > span").all_inner_texts() == [
             "vcore, kl_budget 0.005 (2 runs)",
             "sft",

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from tests.helpers.browser import opened
+from tests.helpers.browser import open_page
 from tests.helpers.report_runs import random_sequence, random_trace, step_line, write_run
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.commands.cli import main
@@ -65,7 +65,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shown(browser: "Browser", report: Path) -> "Iterator[Page]":
     """The report, for tests that only look and point at it."""
-    with opened(browser, report) as page:
+    with open_page(browser, report) as page:
         yield page
 
 
@@ -104,7 +104,7 @@ def test_a_character_of_several_tokens_is_whole(shown: "Page") -> None:
 
 def test_the_page_begins_with_what_was_learnt_and_coloured_tokens(browser: "Browser", report: Path) -> None:
     order = ["learnt", "movement", "traces", "gained", "map", "curves", "cost", "recipe", "environment"]
-    with opened(browser, report, viewport={"width": 1280, "height": 900}) as page:
+    with open_page(browser, report, viewport={"width": 1280, "height": 900}) as page:
         assert page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)") == order
         links = page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.hash.slice(1))")
         assert links == order[1:]
@@ -134,7 +134,7 @@ def test_the_most_coloured_trace_of_the_last_step_is_selected(browser: "Browser"
     records = {3: record(10, (1.0, 0.5)), 7: record(20, (0.1, 0.6, 0.3)) + record(11, (0.2,))}
     run = write_run(tmp_path / "run", tokenizer, [step_line(3), step_line(7)], records)
     (path,) = write_report([run])
-    with opened(browser, path) as page:
+    with open_page(browser, path) as page:
         controls = {name: page.locator("#viewer").get_by_role("combobox", name=name) for name in ("Step", "Trace")}
         heading = page.locator("#viewer .trace h4")
 
@@ -170,7 +170,7 @@ def test_without_weights_tokens_show_their_loss(browser: "Browser", tmp_path: Pa
     ]
     for chosen, expected in (([runs[0]], "loss"), (runs, "weight")):
         (path,) = write_report(chosen, output=tmp_path / "report.html")
-        with opened(browser, path) as page:
+        with open_page(browser, path) as page:
             measure = page.locator("#viewer").get_by_role("combobox", name="Colour by")
             assert measure.input_value() == expected
             if len(chosen) == 1:
@@ -205,7 +205,7 @@ def test_no_label_of_an_axis_is_repeated(browser: "Browser", tmp_path: Path, ste
     lines = [step_line(step, **{key: values[i] for key, values in HARD_AXES.items()}) for i, step in enumerate(steps)]
     run = write_run(tmp_path / "run", make_tokenizer(), lines, {})
     (path,) = write_report([run])
-    with opened(browser, path) as page:
+    with open_page(browser, path) as page:
         drawn = page.evaluate(AXES)
         assert {"barely", "close", "large", "small", "orders", "negative", "integers"} <= drawn.keys()
         assert ("kl" in drawn) == (len(steps) == 1)  # where it is constant it has no curve
@@ -239,7 +239,7 @@ AXES = """() => Object.fromEntries([...document.querySelectorAll('figure[data-ch
 def test_tokens_can_be_read_on_every_colour(browser: "Browser", report: Path) -> None:
     """WCAG's contrast of 4.5 on all 256 shades of every measure, and for the words of the page: opened in dark mode,
     and after the change to light."""
-    with opened(browser, report, color_scheme="dark") as page:
+    with open_page(browser, report, color_scheme="dark") as page:
         for scheme in ("dark", "light"):
             page.emulate_media(color_scheme=scheme)
             assert page.evaluate(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
@@ -286,7 +286,7 @@ CONTRAST_OF = f"""(name) => {{ {CONTRAST}
 
 
 def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as page:
+    with open_page(browser, report) as page:
         place = page.locator("#followed")
         rows = place.locator(".rows div")
         assert rows.locator("span").all_inner_texts() == ["step 1", "step 2", "step 5"]
@@ -320,7 +320,7 @@ def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None
 def test_no_window_scrolls_sideways(browser: "Browser", report: Path) -> None:
     """320 px is the width to which WCAG's reflow holds pages; a wide table scrolls by itself. No script asks for the
     width of the window when the page is drawn."""
-    with opened(browser, report, viewport={"width": 320, "height": 900}) as page:
+    with open_page(browser, report, viewport={"width": 320, "height": 900}) as page:
         for summary in page.locator("summary").all():
             if not summary.evaluate("summary => summary.parentElement.open"):
                 summary.click()
@@ -331,7 +331,7 @@ def test_no_window_scrolls_sideways(browser: "Browser", report: Path) -> None:
 
 def test_on_a_phone(browser: "Browser", report: Path) -> None:
     options = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2)
-    with opened(browser, report, **options) as page:
+    with open_page(browser, report, **options) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         page.locator("#viewer .tokens span").nth(2).tap()
         box = page.locator("#tip").bounding_box()
@@ -343,7 +343,7 @@ def test_on_a_phone(browser: "Browser", report: Path) -> None:
 
 
 def test_printed(browser: "Browser", report: Path) -> None:
-    with opened(browser, report, color_scheme="dark") as page:
+    with open_page(browser, report, color_scheme="dark") as page:
         page.emulate_media(media="print", color_scheme="dark")
         assert not page.locator("nav").is_visible() and not page.locator(".controls").first.is_visible()
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
@@ -355,7 +355,7 @@ def test_printed(browser: "Browser", report: Path) -> None:
 
 
 def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as page:
+    with open_page(browser, report) as page:
         reached = []
         for _ in range(200):
             page.keyboard.press("Tab")
@@ -387,7 +387,7 @@ def test_a_run_without_recorded_tokens(browser: "Browser", tmp_path: Path, capsy
     lines = [step_line(1, kl=None, tau=None)]
     run = write_run(tmp_path / "run", make_tokenizer(), lines, {}, run={"num_token_records": 0})
     assert main(["report", str(run)]) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
-    with opened(browser, run / "report.html") as page:
+    with open_page(browser, run / "report.html") as page:
         assert "run.num_token_records is 0" in page.locator("#viewer").inner_text()
         assert page.locator("#viewer select").count() == 0
         assert page.locator("figure[data-chart=loss] circle").count() == 1  # one step: a point

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import tiny
-from tests.helpers.browser import opened
+from tests.helpers.browser import open_page
 from tests.helpers.scores import write_scores_of
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.commands.score.page import write_page
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_the_page_says(browser: "Browser", folder: Path) -> None:
-    with opened(browser, folder / "scores.html", viewport={"width": 1280, "height": 900}) as page:
+    with open_page(browser, folder / "scores.html", viewport={"width": 1280, "height": 900}) as page:
         assert "hacked" not in page.title() and page.locator("script").count() == 4  # JSON, two sets, the page's own
         sections = page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)")
         assert sections == ["sets", "distribution", "sources", "length", "traces"]
@@ -71,7 +71,7 @@ def test_what_the_page_says(browser: "Browser", folder: Path) -> None:
 
 
 def test_the_best_and_the_worst_traces(browser: "Browser", folder: Path) -> None:
-    with opened(browser, folder / "scores.html") as page:
+    with open_page(browser, folder / "scores.html") as page:
         viewer = page.locator("#viewer")
         heading, tokens = viewer.locator("h4"), viewer.locator(".tokens").first
         assert heading.first.inner_text().startswith("a.jsonl, row 0 · rank 1 of 60, mean 39.5, sum ")
@@ -101,7 +101,7 @@ def test_the_best_and_the_worst_traces(browser: "Browser", folder: Path) -> None
 
 
 def test_no_window_scrolls_sideways(browser: "Browser", folder: Path) -> None:
-    with opened(browser, folder / "scores.html", viewport={"width": 320, "height": 900}) as page:
+    with open_page(browser, folder / "scores.html", viewport={"width": 320, "height": 900}) as page:
         for width in (320, 1280):
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -111,7 +111,7 @@ def test_without_a_tokenizer_the_page_has_the_rest(browser: "Browser", folder: P
     model = folder.parent / "model"
     model.rename(folder.parent / "moved")
     write_page(folder)
-    with opened(browser, folder / "scores.html") as page:
+    with open_page(browser, folder / "scores.html") as page:
         assert page.locator("#viewer").inner_text().startswith("The tokens are not shown: ")
         assert page.locator("#histograms svg").count() == 4
     (folder.parent / "moved").rename(model)

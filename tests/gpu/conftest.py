@@ -1,4 +1,4 @@
-"""What only a GPU can show. Elsewhere each of these tests is skipped, and tests/conftest.py says how many."""
+"""Tests that need a GPU. They are skipped on other machines, and tests/conftest.py reports how many."""
 
 import pytest
 

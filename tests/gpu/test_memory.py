@@ -28,7 +28,7 @@ def test_a_step_takes_what_is_estimated(method: str) -> None:
     row = benchmark.row(NUM_TOKENS, SIZES["vocab_size"], 0)
     batches = StepBatches([row], [] if method == "sft" else [row])
     for _ in range(3):  # the first compiles kernels and records ZeRO-3's trace
-        values = step_runs.train_step(engine, benchmark.recipe_of(method), batches, estimator).values
+        values = step_runs.train_step(engine, benchmark.make_recipe(method), batches, estimator).values
     phases = [values[f"peak_memory_bytes_{phase}"] for phase in ("probe", "utility", "main", "step")]
     measured = max(peak for peak in phases if peak is not None) - before
     estimate = estimated(method, SIZES, NUM_TOKENS)

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.device_runs import largest_difference, on_device
+from tests.helpers.device_runs import largest_difference, measure_on_device
 from tests.helpers.step_cases import CASES
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("steps")
-    found = {kind: on_device(kind, "steps", folder / kind) for kind in ("cuda", "cpu")}
+    found = {kind: measure_on_device(kind, "steps", folder / kind) for kind in ("cuda", "cpu")}
     assert [found[kind]["device"] for kind in found] == list(found)
     return {kind: numbers["measured"] for kind, numbers in found.items()}
 

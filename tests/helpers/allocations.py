@@ -1,5 +1,5 @@
-"""Memory that code allocates and bytes that it receives from other ranks, counted tensor by tensor: the same on every
-machine, unlike a process's size and the counters of a network."""
+"""Allocated memory, and bytes received from other ranks, counted tensor by tensor: the same on every machine, unlike
+the size of a process and the counters of a network."""
 
 import weakref
 from collections.abc import Collection, Iterator
@@ -15,8 +15,8 @@ class Allocations(TorchDispatchMode):
 
     Attributes:
         peak_bytes: largest sum over the tensors created inside that were alive at the same time.
-        largest_numel: number of elements of the largest one.
-        shapes: the shapes of all of them.
+        largest_numel: number of elements of the largest created tensor.
+        shapes: shapes of all created tensors.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Allocations(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in _tensors_in((args, kwargs))}
         for tensor in _tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage._cdata in known or tensor.is_meta:  # that has a size, and no memory
+            if storage._cdata in known or tensor.is_meta:  # meta tensors have a size but no memory
                 continue
             self._count(storage)
             self.largest_numel = max(self.largest_numel, storage.nbytes() // tensor.element_size())
@@ -46,7 +46,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def live_bytes(self) -> int:
-        """Sum over the tensors created inside that are alive now."""
+        """Bytes of the tensors created inside that are alive now."""
         return self._live_bytes
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -61,12 +61,13 @@ class Allocations(TorchDispatchMode):
         self._live_bytes -= self._live.pop(address)
 
     def restart(self) -> None:
-        """Forgets the peak so far, but not what is alive."""
+        """Reset the peak to the tensors that are alive now."""
         self.peak_bytes = self._live_bytes
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those in an operation's arguments or results: PyTorch's `tree_leaves` takes as long as all the rest of a step."""
+    """Tensors in an operation's arguments or results. PyTorch's `tree_leaves` would take as long as the rest of a
+    step."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -78,8 +79,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:
-    """Kind of a collective, and the bytes that it brings to each of its ranks; None for an operation that is none, or
-    one whose bytes are not those of parameters, gradients or tokens (sums of a few numbers, barriers)."""
+    """Kind of a collective and the bytes that each rank receives; None for other operations, and for collectives that
+    move no parameters, gradients or tokens (sums of a few numbers, barriers)."""
 
     def size(tensors: Any) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(tensors))
@@ -95,11 +96,11 @@ def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:
 
 
 class ReceivedBytes(TorchDispatchMode):
-    """Counts what collectives inside the block bring to this rank: gathers and reductions all but the rank's own part;
-    exchanges with the part that stays.
+    """Counts the bytes that this rank receives by collectives inside the block. All-gathers and reduce-scatters count
+    without the rank's own part, all-to-alls with the part that stays.
 
     Attributes:
-        received: bytes by kind, `gathers`, `reductions` and `exchanges`.
+        received: bytes by kind: `gathers` (all-gather), `reductions` (reduce-scatter), `exchanges` (all-to-all).
     """
 
     def __init__(self) -> None:
@@ -113,8 +114,8 @@ class ReceivedBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        found = _received(func._schema.name, args)
-        if found is not None:
-            kind, num_bytes = found
+        collective = _received(func._schema.name, args)
+        if collective is not None:
+            kind, num_bytes = collective
             self.received[kind] = self.received.get(kind, 0.0) + num_bytes
         return func(*args, **(kwargs or {}))

@@ -38,7 +38,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def write_rows(folder: Path, task: str, rows: list[dict[str, Any]] | None = None) -> str:
-    """Writes a file, and returns the word of --tasks that names it."""
+    """Write a JSON Lines file; returns the argument of `--tasks` that names it."""
     path = folder / f"{task}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[task] if rows is None else rows)))
     return f"{task}={path}"

@@ -1,4 +1,4 @@
-"""Debian's Chromium, without a window, driven by Playwright."""
+"""Headless Chromium, driven by Playwright."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 HANG_MILLISECONDS = 1000 * HANG_SECONDS
-"""Playwright's own limits are 30 s, which a browser that is read from a slow disk takes to start."""
+"""Playwright's defaults are 30 s, and a browser on a slow disk takes that long to start."""
 
 
-def why_not() -> str | None:
-    """What this machine lacks for a browser; None where it has everything."""
+def missing_requirement() -> str | None:
+    """The program or package that this machine lacks for a browser, and how to install it; None if there is none."""
     if find_spec("playwright") is None:
         return "playwright not found; pip install -e '.[test]' -c constraints.txt"
     if not any(map(shutil.which, PROGRAMS)):
@@ -30,9 +30,9 @@ def why_not() -> str | None:
 def started_browser() -> "Iterator[Browser]":
     from playwright.sync_api import sync_playwright
 
-    program = next(found for name in PROGRAMS if (found := shutil.which(name)) is not None)
+    program = next(path for name in PROGRAMS if (path := shutil.which(name)) is not None)
     with sync_playwright() as playwright:
-        # Its own sandbox needs what a container does not have; the pages are ours. /dev/shm may be small there.
+        # In a container, Chromium's sandbox lacks privileges (and the pages are ours), and /dev/shm may be small.
         arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
         browser = playwright.chromium.launch(executable_path=program, args=arguments, timeout=HANG_MILLISECONDS)
         yield browser
@@ -40,11 +40,12 @@ def started_browser() -> "Iterator[Browser]":
 
 
 @contextmanager
-def opened(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
-    """A report, drawn. In the end the page must have logged nothing, and asked for nothing but its file.
+def open_page(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
+    """Open a report and wait until it is drawn. At the end, the page must have logged nothing and requested only its
+    file.
 
     Args:
-        options: of the context, such as `color_scheme` and `viewport`.
+        options: options of the browser context, such as `color_scheme` and `viewport`.
     """
     context = browser.new_context(**options)
     context.set_default_timeout(HANG_MILLISECONDS)
@@ -58,7 +59,7 @@ def opened(browser: "Browser", path: Path, **options: Any) -> "Iterator[Page]":
     address = path.resolve().as_uri()
     page.goto(address)
     try:
-        # Not a function to wait for: the page's policy lets no text become code.
+        # Not `wait_for_function`: the page's content security policy forbids evaluating text as code.
         page.locator("html[data-ready=true]").wait_for(state="attached")
     except Exception:
         assert not complaints, complaints

@@ -1,4 +1,4 @@
-"""Commands as a user types them, and the metrics they leave behind."""
+"""Commands as a user types them, and the metrics that they write."""
 
 import contextlib
 import json
@@ -33,33 +33,33 @@ METRICS = set(
 """Keys of every line of metrics.jsonl."""
 
 FINITE_DIFFERENCE_METRICS = {"epsilon", "changed_fraction", "signal_to_noise"}
-"""The further keys of a run with finite differences."""
+"""Additional keys of a run with finite differences."""
 
 
 def command_environment() -> dict[str, str]:
-    """The variables of a shell with the environment activated, for one command."""
+    """Environment variables of one command, as in a shell with the virtual environment activated."""
     environment = {key: value for key, value in os.environ.items() if key not in _PROCESS_VARIABLES}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
         "OMP_NUM_THREADS": "1",
-        # Stand for --master_port of torchrun and --num_accelerators of deepspeed, so that a line stays as it is typed:
-        # without it, `deepspeed FILE` starts a rank for each NUMA node.
+        # In place of torchrun's --master_port and deepspeed's --num_accelerators, so that a line stays as it is typed.
+        # Without the latter, `deepspeed FILE` starts a rank for each NUMA node.
         "PET_MASTER_PORT": str(free_port()),
         "LOCAL_SIZE": "1",
-        # Two ranks cannot share one GPU, and these tests are about the CPU's numbers. Not DS_ACCELERATOR: what a user
-        # without a GPU types has none.
+        # Two ranks cannot share one GPU, and these tests compare numbers of the CPU. Not by DS_ACCELERATOR, which a
+        # user without a GPU would not set.
         "CUDA_VISIBLE_DEVICES": "",
     }
     return environment
 
 
 UNUSED_GPU = "GPUs: found 1 x NVIDIA H100 80GB HBM3 with driver 570.86.15, which PyTorch"
-"""What commands say with `variables_with_unused_gpu`."""
+"""Beginning of the message of commands under `variables_with_unused_gpu`."""
 
 
 def variables_with_unused_gpu(folder: Path) -> dict[str, str]:
-    """Environment variables with which the driver seems to list a GPU; a PyTorch that is built without CUDA cannot use
-    it."""
+    """Environment variables under which the driver seems to list a GPU, which a PyTorch built without CUDA cannot
+    use."""
     command = folder / "nvidia-smi"
     command.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3, 570.86.15\n")
     command.chmod(0o755)
@@ -69,13 +69,13 @@ def variables_with_unused_gpu(folder: Path) -> dict[str, str]:
 def run_command(
     line: str, *, timeout_seconds: float = HANG_SECONDS, terminal: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `line` in the repository, as a shell with the environment activated does; stdout includes stderr.
+    """Run `line` in the repository, as a shell with the virtual environment activated would; stdout includes stderr.
 
     Args:
         timeout_seconds: after which the command and its ranks are killed and AssertionError is raised.
-        terminal: on a pseudo-terminal, where the progress bar is drawn.
+        terminal: whether to run on a pseudo-terminal, where the progress bar is drawn.
     """
-    # A new pseudo-terminal has no size, and a bar on it would be empty.
+    # A new pseudo-terminal has size 0, and a progress bar on it would be empty.
     words = ["script", "-qec", f"stty rows 50 cols 200; {line}", "/dev/null"] if terminal else shlex.split(line)
     process = subprocess.Popen(
         words,
@@ -96,9 +96,9 @@ def run_command(
 
 
 def free_port() -> int:
-    """A port nobody listens on, below those that Linux gives to outgoing connections, and those that
-    `launch_scripts/slurm/train.sh` derives from the number of a job: a server that first imports torch for seconds
-    would find one of those taken. Of pytest's workers each has its own, for the same reason."""
+    """A port on which nobody listens, below the ranges that Linux gives to outgoing connections and that
+    `launch_scripts/slurm/train.sh` derives from job numbers: a server imports torch for seconds before it binds, and by
+    then one of those could be taken. For the same reason the workers of pytest draw from disjoint ports."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ports = range(12_000 + worker, 20_000, num_workers)
@@ -106,11 +106,11 @@ def free_port() -> int:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
             return port
-    raise AssertionError("a hundred ports, chosen at random, are all taken")
+    raise AssertionError("100 ports, chosen at random, are all taken")
 
 
 def wait_for_port(port: int, timeout_seconds: float = HANG_SECONDS) -> None:
-    """Waits until nobody listens on `port`, such as the one that the deepspeed launcher takes unless told otherwise."""
+    """Wait until nobody listens on `port`, such as the default port of the deepspeed launcher."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         with socket.socket() as connection:
@@ -125,7 +125,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def num_steps_done(folder: Path) -> int:
-    """Complete lines of metrics.jsonl in a run's folder, while the run writes it and before it does."""
+    """Number of complete lines of metrics.jsonl in a run's folder; 0 before the file exists. The run may be writing
+    it."""
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens and as stores, by the same functions as `vcore-ds prepare`."""
+"""Tokenized conversations and stores, made by the same functions as in `vcore-ds prepare`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +9,12 @@ from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
 
 
 def tokenize(conversations: Sequence[Conversation], tokenizer) -> list[TokenizedSequence]:
-    """Sequences that are not cut; the id of each is its row, from 0."""
+    """Tokenize without truncation; the id of a sequence is its row, from 0."""
     check_tokenizer(tokenizer)
     return tokenize_rendered([render_conversation(item, tokenizer) for item in conversations], tokenizer)
 
 
 def store(folder: Path, sequences: Sequence[TokenizedSequence], tokenizer) -> TokenStore:
-    """Writes the sequences to `folder` and opens them."""
+    """Write the sequences to a store in `folder` and open it."""
     write_store(folder, sequences, tokenizer)
     return TokenStore(folder, tokenizer)

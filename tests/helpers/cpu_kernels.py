@@ -1,4 +1,4 @@
-"""The products of CPUs without bf16 instructions, on any CPU."""
+"""The matrix multiplications of CPUs without bf16 instructions, on any CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from vcore_ds.distributed import cpu_matmul as cpu_products
 
 @contextmanager
 def replaced_kernels() -> Iterator[None]:
-    """A context in which PyTorch's kernels are replaced, as `use_fast_cpu_matmul` does where that is faster."""
+    """Replace PyTorch's kernels inside the block, as `use_fast_cpu_matmul` does where that is faster."""
     library = None if cpu_products._replaced is not None else cpu_products._replace_kernels()
     try:
         yield

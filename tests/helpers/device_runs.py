@@ -1,9 +1,9 @@
-"""Steps and whole runs on whatever device this process has, to be held against those of another device.
+"""Steps and whole runs on the device of this process, to be compared with those of another device.
 
     python -m tests.helpers.device_runs steps FOLDER OUTPUT
     python -m tests.helpers.device_runs runs FOLDER OUTPUT
 
-FOLDER receives the models and runs; OUTPUT what was measured, as JSON. `on_device` starts such a process.
+FOLDER receives the models and runs, OUTPUT the measured numbers as JSON. `measure_on_device` starts such a process.
 """
 
 import copy
@@ -29,7 +29,7 @@ STEP_NUMBERS = ("loss", "weighted_loss", "alpha", "grad_norm", "utility_std")
 RUN_NUMBERS = ("loss", "grad_norm")
 NUM_STEPS = 6
 STOP = 4
-"""Runs are copied as a kill after this step would leave them, and resumed."""
+"""Run folders are copied after this step, as a kill would leave them, and resumed."""
 
 VCORE = {"name": "vcore", "kl_budget": 0.05}
 RUNS: dict[str, dict[str, Any]] = {
@@ -46,12 +46,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "vcore, all in host memory": {"engine": {"deepspeed_config": "zero3_bf16_offload_all.json"}},
     "vcore, finite differences": {"utility": {"estimator": "finite_difference", "epsilon": "auto"}},
     "vcore, parallel layers": {"model": {"provider": "megatron"}},
-    "vcore, mixture": {"model": {"path": "mixture"}},
+    "vcore, MoE": {"model": {"path": "moe_model"}},
 }
-"""Sections of a recipe, on top of `recipe_of`."""
+"""Run -> sections of its recipe, merged over those of `make_recipe`."""
 
 
-def recipe_of(folder: Path, name: str, *, num_steps: int = NUM_STEPS) -> Recipe:
+def make_recipe(folder: Path, name: str, *, num_steps: int = NUM_STEPS) -> Recipe:
     sections: dict[str, Any] = {
         "method": VCORE,
         "probe": {"batch_size": 2},
@@ -79,47 +79,47 @@ def recipe_of(folder: Path, name: str, *, num_steps: int = NUM_STEPS) -> Recipe:
 
 
 def write_inputs(folder: Path, num_traces: int = 12) -> None:
-    """Models of two layers whose sizes the kernels of a GPU take, and conversations."""
+    """Write two-layer models, with sizes that the kernels of GPUs support, and conversations."""
     tokenizer = make_tokenizer()
     sizes: dict[str, Any] = dict(vocab_size=len(tokenizer), hidden_size=64, head_dim=64)
-    for name, model in (("model", tiny.qwen3(**sizes)), ("mixture", tiny.mixture(**sizes))):
+    for name, model in (("model", tiny.qwen3(**sizes)), ("moe_model", tiny.moe_model(**sizes))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     write_conversations(folder / "train.jsonl", sums(range(num_traces)))
 
 
 def measure_steps(folder: Path) -> dict[str, Any]:
-    """What three steps of each case measured."""
+    """Numbers of three steps of each case."""
     start_process_group(timeout_minutes=10)
-    found = {}
+    measured = {}
     for case in CASES:
         with steps(case, num_layers=2, overlap=uses_gpu()) as run:
             lines = [run.take().values for _ in range(3)]
-        found[case] = [{name: line[name] for name in STEP_NUMBERS if line.get(name) is not None} for line in lines]
-    return found
+        measured[case] = [{name: line[name] for name in STEP_NUMBERS if line.get(name) is not None} for line in lines]
+    return measured
 
 
 def measure_runs(folder: Path) -> dict[str, Any]:
-    """Numbers of each run's steps, and those of the same run killed and resumed."""
+    """Numbers of each run's steps, and of the same run killed and resumed."""
     write_inputs(folder)
-    found = {}
+    measured = {}
     for name in RUNS:
-        straight = recipe_of(folder, name)
-        killed = Path(straight.run.output_dir).with_suffix(".killed")
-        whole = resumed_runs.killed_copy(straight, STOP, killed)
-        run = straight.run.model_copy(update={"output_dir": str(killed)})
-        resumed = resumed_runs.to_the_end(straight.model_copy(update={"run": run}))
-        found[name] = {"straight": numbers_of(whole), "resumed": numbers_of(resumed)}
-        print(f"{name}: {[round(line['loss'], 4) for line in found[name]['straight']]}", flush=True)
-    return found
+        recipe = make_recipe(folder, name)
+        killed = Path(recipe.run.output_dir).with_suffix(".killed")
+        uninterrupted = resumed_runs.run_and_copy_after(recipe, STOP, killed)
+        run = recipe.run.model_copy(update={"output_dir": str(killed)})
+        resumed = resumed_runs.run_to_end(recipe.model_copy(update={"run": run}))
+        measured[name] = {"straight": read_numbers(uninterrupted), "resumed": read_numbers(resumed)}
+        print(f"{name}: {[round(line['loss'], 4) for line in measured[name]['straight']]}", flush=True)
+    return measured
 
 
-def numbers_of(folder: Path) -> list[dict[str, float]]:
+def read_numbers(folder: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in RUN_NUMBERS} for line in resumed_runs.timeless_metrics(folder)]
 
 
-def on_device(kind: str, what: str, folder: Path, *, timeout_seconds: float = 540) -> dict[str, Any]:
-    """What a process of its own measures.
+def measure_on_device(kind: str, what: str, folder: Path, *, timeout_seconds: float = 540) -> dict[str, Any]:
+    """Run `measure_steps` or `measure_runs` in a new process; returns its output.
 
     Args:
         kind: `cuda` or `cpu`.
@@ -142,10 +142,10 @@ def on_device(kind: str, what: str, folder: Path, *, timeout_seconds: float = 54
     return json.loads(output.read_text())
 
 
-def largest_difference(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """Relative, over the numbers of a step."""
-    assert found.keys() == expected.keys()
-    return max(abs(found[name] - value) / max(abs(value), 1e-6) for name, value in expected.items())
+def largest_difference(measured: Mapping[str, float], expected: Mapping[str, float]) -> float:
+    """Largest relative difference between the numbers of a step."""
+    assert measured.keys() == expected.keys()
+    return max(abs(measured[name] - value) / max(abs(value), 1e-6) for name, value in expected.items())
 
 
 if __name__ == "__main__":

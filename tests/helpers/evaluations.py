@@ -1,4 +1,4 @@
-"""Folders as `vcore-ds eval` writes them, with chosen answers."""
+"""Evaluation folders as `vcore-ds eval` writes them, with chosen answers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,12 +20,12 @@ def write_answers(
     versions: Mapping[str, str] | None = None,
     model: str | None = None,
 ) -> Path:
-    """An evaluation.
+    """Write an evaluation.
 
     Args:
-        tasks: whether each sample of each problem is right, [problems, samples].
-        truncated: number of samples of each task, the first ones, that are truncated and without an answer.
-        model: its path; one of its own by default.
+        tasks: by name, whether each sample of each problem is right, `[problems, samples]`.
+        truncated: number of samples, the first of each task, that are truncated and have no answer.
+        model: path of the evaluated model; a path in `folder` by default.
     """
     folder.mkdir(parents=True)
     results = {}

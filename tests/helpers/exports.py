@@ -1,4 +1,4 @@
-"""Runs to export, without training: a recipe, and a checkpoint with parameters of any values."""
+"""Runs to export, made without training: a recipe and a checkpoint with given parameters."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def write_checkpoint(run: Path, step: int, masters: dict[str, Tensor]) -> Path:
 
 
 def write_run(run: Path, base: Path, masters: dict[str, Tensor], *, lora: bool | dict, precision: str = "bf16") -> Path:
-    """`lora`: the section of the recipe, or whether to have `LORA`."""
+    """Write a run with one checkpoint. `lora`: the recipe's section, or whether to use `LORA`."""
     section = lora if isinstance(lora, dict) else LORA if lora else None
     changes = {"model": {"path": str(base), "precision": precision}, "lora": section}
     run.mkdir()
@@ -38,6 +38,6 @@ def write_run(run: Path, base: Path, masters: dict[str, Tensor], *, lora: bool |
     return run
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by name."""
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors in the safetensors files of a folder, by name."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -1,8 +1,8 @@
-"""A stand-in for the Hugging Face hub on this machine: the part of its HTTP interface that an upload uses.
+"""A local stand-in for the Hugging Face hub: the part of its HTTP interface that an upload uses.
 
-It answers as the hub does in what huggingface_hub looks at, and records what it is sent. It is no hub: the rules for
-cards are a few of the hub's own, from its documentation, and of the ways to send large files it knows LFS's basic one
-(HF_HUB_DISABLE_XET=1), not Xet.
+Its answers agree with the hub's in everything that huggingface_hub reads, and it records all requests. Its limits: it
+checks cards by a few of the hub's documented rules, and accepts large files only by LFS's basic transfer
+(HF_HUB_DISABLE_XET=1), not by Xet.
 """
 
 import base64
@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class FakeHub:
-    """What was sent: repositories with their visibility and files, and the requests in order."""
+    """Uploaded repositories, with their visibility and files, and the requests in order."""
 
     def __init__(self) -> None:
         self.visibility: dict[str, str] = {}
@@ -33,9 +33,9 @@ class FakeHub:
 
 
 def card_problems(text: str) -> list[str]:
-    """What the hub refuses in the metadata of a model card, as far as it is known."""
-    found = _CARD.match(text)
-    metadata = yaml.safe_load(found[1]) if found else None
+    """Problems for which the hub would refuse a model card's metadata, as far as its rules are documented."""
+    header = _CARD.match(text)
+    metadata = yaml.safe_load(header[1]) if header else None
     if not isinstance(metadata, dict):
         return ["no metadata"]
     base = metadata.get("base_model", [])
@@ -64,7 +64,7 @@ def card_problems(text: str) -> list[str]:
 
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
-    """A hub without repositories, at a free port until the block ends."""
+    """Serve a hub without repositories on a free port until the block ends."""
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     hub.url = f"http://127.0.0.1:{server.server_port}"
@@ -116,7 +116,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             else:
                 self.answer(404)
 
-        def do_HEAD(self) -> None:  # a file of another repository: there is none
+        def do_HEAD(self) -> None:  # asks for a file of another repository, which does not exist
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
             self.send_header("Content-Length", "0")

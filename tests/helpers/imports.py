@@ -1,5 +1,4 @@
-"""Everything that ranks import, and what they compute at first use; once for all ranks, by the server that they are
-forked from."""
+"""Imports and first-use computations of ranks, made once for all of them by the server from which they are forked."""
 
 from vcore_ds.common.imports import lasting_imports
 
@@ -13,10 +12,10 @@ AT_FIRST_USE = (
     "torch.profiler._cupti_monitor",
     "transformers.models.qwen3.modeling_qwen3",
 )
-"""Modules that the start of an engine and its first step import: 0.25 s of CPU time for each rank, most of it for the
-decompositions, which TorchScript compiles. scipy.stats, 0.25 s too, is for tests that correlate."""
+"""Modules that are imported at an engine's start and first step: 0.25 s of CPU time per rank, mostly for the
+decompositions, which TorchScript compiles. scipy.stats, another 0.25 s, is for tests that compute correlations."""
 
-with lasting_imports():  # garbage collection would look through all of it, here and at the start of every engine
+with lasting_imports():  # garbage collection would traverse all of it, here and at the start of every engine
     import functools
     import importlib
 
@@ -31,10 +30,10 @@ with lasting_imports():  # garbage collection would look through all of it, here
 
     for name in AT_FIRST_USE:
         importlib.import_module(name)
-    if not uses_gpu():  # it would initialize CUDA, which does not survive a fork
-        _ = deepspeed.ops.__compatible_ops__  # DeepSpeed compiles a program to find out
-    # DeepSpeed starts `numactl` in every backward, to count the CPU's memory nodes.
+    if not uses_gpu():  # this would initialize CUDA, which does not survive a fork
+        _ = deepspeed.ops.__compatible_ops__  # DeepSpeed compiles a program to compute it
+    # DeepSpeed starts `numactl` in every backward to count the CPU's memory nodes.
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)
-    # It formats an engine's arguments, with the numbers of all parameters, for a message that it does not print: a
-    # tenth of the time of an engine and two steps.
+    # DeepSpeed formats an engine's arguments, with the values of all parameters, for a message that it does not print:
+    # a tenth of the time of an engine and two steps.
     torch.nn.Parameter.__repr__ = object.__repr__

@@ -1,4 +1,4 @@
-"""Commands with several ranks that a test watches, signals and kills while they run."""
+"""Commands with several ranks, which a test watches, signals and kills while they run."""
 
 import os
 import shlex
@@ -19,7 +19,7 @@ from tests.helpers.ranks import forkserver
 
 
 class AnyJob(ABC):
-    """Ranks with one log. Leaving the `with` block kills those that are left."""
+    """Ranks that write to one log. Leaving the `with` block kills those still running."""
 
     def __init__(self, name: str, log: Path):
         self._name, self._log = name, log
@@ -28,7 +28,7 @@ class AnyJob(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Parents first: one that outlives its child, if only for a moment, takes note of how that ended.
+        # Parents first: a launcher that outlives its child for a moment would report the child's end.
         for process in sorted(self._processes_left(), key=lambda process: (process.create_time(), process.pid)):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -38,7 +38,7 @@ class AnyJob(ABC):
         return self._log.read_text(errors="replace")
 
     def wait_for(self, text: str, timeout_seconds: float = HANG_SECONDS) -> None:
-        """Waits until the output contains `text`; raises AssertionError where the job ends before."""
+        """Wait until the output contains `text`; raises AssertionError if the job ends before."""
         deadline = time.monotonic() + timeout_seconds
         while text not in self.output:
             ended = self._exit_code() is not None
@@ -47,7 +47,7 @@ class AnyJob(ABC):
         self._processes_left()
 
     def wait(self, timeout_seconds: float = HANG_SECONDS) -> int:
-        """Waits until no process of the job is left. Returns its exit code."""
+        """Wait until no process of the job is left; returns its exit code."""
         deadline = time.monotonic() + timeout_seconds
         code = None
         while code is None or self._processes_left():
@@ -58,19 +58,19 @@ class AnyJob(ABC):
 
     @abstractmethod
     def rank(self, rank: int) -> psutil.Process:
-        """The process of that rank; raises AssertionError where there is none yet."""
+        """The process of a rank; raises AssertionError if it does not exist yet."""
 
     @abstractmethod
     def _exit_code(self) -> int | None:
-        """None as long as the job runs."""
+        """Exit code of the job, None while it runs."""
 
     @abstractmethod
     def _processes_left(self) -> list[psutil.Process]:
-        """All processes of the job that are left."""
+        """Processes of the job that are still running."""
 
 
 class Job(AnyJob):
-    """A launcher and its ranks, as they are typed."""
+    """A launcher and its ranks, started by a command line."""
 
     def __init__(self, line: str, log: Path, **environment: str):
         """Args:
@@ -107,18 +107,17 @@ class Job(AnyJob):
         return self.launcher.poll()
 
     def _processes_left(self) -> list[psutil.Process]:
-        """Those that outlive the launcher included."""
+        """Also those that outlive the launcher."""
         with suppress(psutil.NoSuchProcess):
             self._seen |= {psutil.Process(self.launcher.pid), *self.launcher.children(recursive=True)}
         return [process for process in self._seen if _is_running(process)]
 
 
 class ForkedJob(AnyJob):
-    """The ranks of a command, forked from the server that has imported everything (`helpers/ranks.py`): what they do is
-    the command's, while launcher and imports, most of the time of a short run, are left out.
+    """The ranks of a command without its launcher, forked from the server that has imported everything
+    (`helpers/ranks.py`): launcher and imports take most of the time of a short run.
 
-    Like a launcher it tells the others to end when one has failed. Like torchrun it serves the store that the ranks
-    meet in.
+    Like a launcher, it terminates the other ranks when one has failed. Like torchrun, it serves the store of the ranks.
     """
 
     def __init__(
@@ -132,9 +131,9 @@ class ForkedJob(AnyJob):
         **environment: str,
     ):
         """Args:
-        main: what the command calls, at the top level of a module. Takes `arguments` and returns the exit code.
+        main: the command's function, at the top level of a module. Takes `arguments` and returns the exit code.
         log: file for stdout and stderr.
-        rank_0_serves_store: as under the deepspeed launcher.
+        rank_0_serves_store: whether rank 0 serves the store, as under the deepspeed launcher.
         """
         super().__init__(" ".join(arguments), log)
         log.write_bytes(b"")
@@ -194,8 +193,8 @@ def _become_rank(
     os.environ.clear()
     os.environ.update(environment)
     file, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
-    for number, opened in enumerate((nothing, file, file)):
-        os.dup2(opened, number)
+    for number, descriptor in enumerate((nothing, file, file)):
+        os.dup2(descriptor, number)
     sys.stdin = open(0)  # noqa: SIM115  as long as the process lives
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)

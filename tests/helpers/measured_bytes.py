@@ -1,4 +1,4 @@
-"""What one rank measures of a step: what it keeps, the peaks of the phases, what it receives."""
+"""Memory and traffic of a step, measured on one rank: persistent bytes, peaks of the phases, received bytes."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.allocations import Allocations, ReceivedBytes
-from tests.helpers.scaled_model import CASES, Case, recipe_of
+from tests.helpers.scaled_model import CASES, Case, make_recipe
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
@@ -30,9 +30,12 @@ from vcore_ds.utility.direction import Direction
 
 
 def warm_up(case: Case) -> tuple[int, int]:
-    """Number of steps before the measured one, in which ZeRO-3 learns the order of the layers, and the factor by which
-    their sequences are shorter. The bytes after one step with short sequences are those after two with whole ones, to
-    the byte; with experts divided among ranks the peak of the main pass is 5 to 9% higher."""
+    """Number of warm-up steps, in which ZeRO-3 records the order of the layers, and the factor by which their sequences
+    are shorter than the measured ones.
+
+    One warm-up step with short sequences gives the same bytes as two with full ones, except under expert parallelism,
+    where the peak of the main pass would be 5 to 9% higher.
+    """
     return (2, 1) if case.expert > 1 else (1, 16)
 
 
@@ -53,9 +56,9 @@ class PhaseRecorder(StepRecorder):
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """Bytes that this rank keeps, by kind; the peak of each phase of a step beyond that; bytes received in it;
-    the load of its experts."""
-    recipe = recipe_of(case, folder)
+    """Persistent bytes of this rank by kind, the peak of each phase of a step beyond them, the bytes received in the
+    step, and the load of the experts."""
+    recipe = make_recipe(case, folder)
     plan = plan_batch(
         derive_plan_settings(recipe),
         layout.size("shards"),
@@ -83,14 +86,14 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     recorder = PhaseRecorder(engine.device, allocations)
     with received, allocations:
         metrics = train_step(engine, settings, batches, estimator, recorder, learning_rate=1e-5)
-    found = {
+    measured = {
         "kept": kept_bytes(engine, estimator.direction),
         "peaks": {phase: peak for phase, peak in recorder.peaks.items() if peak},
         "received": received.received,
         "loads": {key: value for key, value in metrics.values.items() if key.startswith("expert")},
     }
     engine.close()
-    return found
+    return measured
 
 
 def random_sequence(sequence_id: int, num_tokens: int) -> TokenizedSequence:
@@ -99,7 +102,7 @@ def random_sequence(sequence_id: int, num_tokens: int) -> TokenizedSequence:
 
 
 def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
-    """What the engine and the direction keep between steps, by kind."""
+    """Bytes that the engine and the direction keep between steps, by kind."""
 
     def total(tensors: Iterable[Tensor]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -118,10 +121,10 @@ def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
 
 
 def measure_all(folder: str) -> list[dict[str, Any]]:
-    """Every case in turn, on this rank. A collective."""
-    found = []
+    """Measure every case in turn on this rank. A collective."""
+    measured = []
     for case in CASES:
         layout.arrange(expert=case.expert)
         layout.make_sequence_groups({case.sequence_parallel})
-        found.append(measure(case, Path(folder)))
-    return found
+        measured.append(measure(case, Path(folder)))
+    return measured

@@ -1,4 +1,4 @@
-"""The tiny models in parallel layers, and what the ranks of a tensor group have of one put together again."""
+"""Tiny models in megatron-core's parallel layers, and weights assembled from the ranks of a tensor group."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -34,9 +34,9 @@ def parallel_model(
     activation_offload: bool = False,
     norm_class: type[nn.Module] | None = None,
 ) -> ParallelTokenLossModel:
-    """The Hugging Face model's weights in parallel layers, this rank's part, with the adapters of `tiny.with_lora`.
+    """This rank's part of a Hugging Face model in parallel layers, with the adapters of `tiny.with_lora`.
 
-    `norm_class`: of all norms, the one of this machine by default.
+    `norm_class`: class of all norms; by default the one chosen for this machine.
     """
     config = type(plain.config)(**plain.config.to_dict())
     options = dict(gradient_checkpointing=checkpointing, activation_offload=activation_offload)
@@ -44,28 +44,28 @@ def parallel_model(
         model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
     place = dict(rank=layout.rank("tensor"), size=layout.size("tensor"))
     weights = plain.state_dict()
-    fill(model, model.trained_slices(**place), lambda piece: piece.take(weights[piece.name]))
+    copy_weights(model, model.trained_slices(**place), lambda piece: piece.take(weights[piece.name]))
     if lora:
         model.add_lora("tiny", tiny.lora(dropout))
         adapters = tiny.with_lora(copy.deepcopy(plain), dropout=dropout).state_dict()
-        fill(model, model.trained_slices(**place), lambda piece: piece.take(adapters[piece.name]))
+        copy_weights(model, model.trained_slices(**place), lambda piece: piece.take(adapters[piece.name]))
     model.train()
     return model
 
 
-def fill(model: nn.Module, of_rank: Mapping[str, WeightSlice], read: Callable[[WeightSlice], Tensor]) -> None:
-    """Copies a Hugging Face model's weights, piece by piece, into a model that is not sharded; rows of no token become
-    zero."""
+def copy_weights(model: nn.Module, slices: Mapping[str, WeightSlice], read: Callable[[WeightSlice], Tensor]) -> None:
+    """Copy a Hugging Face model's weights, slice by slice, into an unsharded model; padding rows of the vocabulary
+    become zero."""
     with torch.no_grad():
-        for name, piece in of_rank.items():
+        for name, piece in slices.items():
             parameter = model.get_parameter(name)
             parameter[: piece.num_rows].copy_(read(piece))
             parameter[piece.num_rows :].zero_()
 
 
 class _NormKernel(torch.autograd.Function):
-    """As TransformerEngine's: no rule for tangents, and a weight that is read from the module once more in the backward
-    instead of being kept."""
+    """RMSNorm like TransformerEngine's: without a forward-mode rule, and with a weight that the backward reads from the
+    module again instead of saving it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, module: nn.Module, registered: Tensor) -> Tensor:
@@ -89,42 +89,44 @@ class _PlainKernelNorm(RMSNorm):
 
 
 class KernelNorm(DualTensorNorm, _PlainKernelNorm):
-    """What `TransformerEngineNorm` is on a GPU, in fp32 to the last few bits."""
+    """Stands in for `TransformerEngineNorm`; in fp32 equal to it up to the last few bits."""
 
 
-def whole(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank's tensor group has of each trained parameter, under the names of the Hugging Face model, or of
-    peft's around it."""
-    found = {name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters() if p.requires_grad}
-    of_ranks = layout.gather_objects("tensor", dict(tensors))
-    for rank, of_rank in enumerate(of_ranks):
-        for name, piece in model.trained_slices(rank=rank, size=len(of_ranks)).items():
-            copy_to_weight(found, of_rank[name].detach(), piece)
-    return found
+def assemble(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join the tensors (parameters or gradients) of all ranks of the tensor group, under the parameter names of the
+    Hugging Face model or of PEFT's model around it."""
+    assembled = {
+        name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters() if p.requires_grad
+    }
+    by_rank = layout.gather_objects("tensor", dict(tensors))
+    for rank, tensors_of_rank in enumerate(by_rank):
+        for name, piece in model.trained_slices(rank=rank, size=len(by_rank)).items():
+            copy_to_weight(assembled, tensors_of_rank[name].detach(), piece)
+    return assembled
 
 
 def drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) -> float:
-    """Largest difference between the ranks of a tensor group in what all of them have."""
+    """Largest difference between the ranks of a tensor group in replicated parameters."""
     names = [
         name
         for name, p in model.named_parameters()
         if p.requires_grad and not getattr(p, "tensor_model_parallel", False)
     ]
-    of_ranks = layout.gather_objects("tensor", {name: tensors[name] for name in names})
-    return max(float((own[name] - of_ranks[0][name]).abs().max()) for own in of_ranks for name in names)
+    by_rank = layout.gather_objects("tensor", {name: tensors[name] for name in names})
+    return max(float((replica[name] - by_rank[0][name]).abs().max()) for replica in by_rank for name in names)
 
 
 def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
-    """Deviations of losses and of their weighted sum's gradient from those of Hugging Face's own model.
+    """Deviations of the losses, and of the gradient of their weighted sum, from those of the Hugging Face model.
 
     Args:
-        options: those of `parallel_model`.
+        options: options of `parallel_model`.
     """
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in plain.named_parameters():
-        if name.endswith("bias"):  # made as zeros
+        if name.endswith("bias"):  # initialized to zero
             torch.nn.init.normal_(parameter, std=0.1)
     batch = tiny.rows(3, vocabulary=config.vocab_size)
     targets = batch.targets()
@@ -141,17 +143,19 @@ def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "tensor_model_parallel", False):
             layout.add_over("tensor", gradients[name])
-    of_plain = {name: p.grad for name, p in plain.named_parameters()}
-    found = whole(model, plain, gradients)
+    expected_gradients = {name: p.grad for name, p in plain.named_parameters()}
+    assembled = assemble(model, plain, gradients)
     return {
         "losses": float((losses - expected).detach().abs().max()),
-        "gradient": max(step_runs.relative_error(found[name], of_plain[name]) for name in of_plain),
+        "gradient": max(
+            step_runs.relative_error(assembled[name], expected_gradients[name]) for name in expected_gradients
+        ),
     }
 
 
 def compare_adapters() -> dict[str, float]:
-    """Deviations from adapters of the other provider, under dropout: losses, their weighted sum's gradient, and losses
-    without adapters; and how much dropout and adapters change the losses."""
+    """Deviations from the adapters of the Hugging Face provider, under dropout: of the losses, of the gradient of their
+    weighted sum, and of the losses without adapters. Also how much dropout and adapters change the losses."""
     plain, batch = tiny.qwen3(), tiny.rows(3)
     model = parallel_model(plain, lora=True, dropout=0.3)
     alone = TokenLossModel(tiny.with_lora(copy.deepcopy(plain), dropout=0.3))
@@ -169,7 +173,7 @@ def compare_adapters() -> dict[str, float]:
         if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
             layout.add_over("tensor", gradients[1][name])
     expected = {name.removeprefix("causal_lm."): gradient for name, gradient in gradients[0].items()}
-    found = whole(model, alone.causal_lm, gradients[1])
+    assembled = assemble(model, alone.causal_lm, gradients[1])
     with torch.no_grad():
         alone.eval(), model.eval()
         kept = alone(*tiny.inputs(batch))
@@ -177,7 +181,7 @@ def compare_adapters() -> dict[str, float]:
             bare = [adapted(*tiny.inputs(batch)) for adapted in (alone, model)]
     return {
         "losses": float((losses[0] - losses[1]).abs().max()),
-        "gradient": max(step_runs.relative_error(found[name], expected[name]) for name in expected),
+        "gradient": max(step_runs.relative_error(assembled[name], expected[name]) for name in expected),
         "without adapters": float((bare[0] - bare[1]).abs().max()),
         "by dropout": float((losses[0] - kept).abs().max()),
         "by adapters": float((bare[0] - kept).abs().max()),
@@ -185,8 +189,8 @@ def compare_adapters() -> dict[str, float]:
 
 
 def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
-    """In bf16, after two steps with stochastically rounded finite differences: how far replicas are apart, in their
-    masters, in a perturbation and in the losses under it; and how much the perturbation changes."""
+    """Differences between replicas after two bf16 steps with stochastically rounded finite differences: in their master
+    weights, in a perturbation, and in the losses under it. Also how much the perturbation changes."""
     recipe = step_runs.recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
     model = parallel_model(tiny.qwen3(dtype=torch.bfloat16), lora=lora)
     engine = step_runs.make_engine(model, recipe)
@@ -195,51 +199,51 @@ def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
     for seed in range(2):
         step_runs.train_step(engine, recipe, batches, estimator, seed=seed)
     before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
-    masters = drift(model, step_runs.whole_parameters(engine))
+    masters = drift(model, step_runs.gather_parameters(engine))
     with perturb_parameters(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as changed_fraction:
         shifted = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
         with engine.without_gradient():
             losses = engine.token_losses(batches.main[0])
-    of_ranks = layout.gather_objects("tensor", losses)
+    by_rank = layout.gather_objects("tensor", losses)
     replicas = [
         name
         for name, p in model.named_parameters()
         if p.requires_grad and not getattr(p, "tensor_model_parallel", False) and before[name].numel() > 0
     ]
-    found = {
+    measured = {
         "masters": masters,
         "perturbed": drift(model, shifted),
-        "losses": max(float((own - of_ranks[0]).abs().max()) for own in of_ranks),
+        "losses": max(float((replica - by_rank[0]).abs().max()) for replica in by_rank),
         "changed": changed_fraction,
         "changed replicas": sum(float((shifted[name] != before[name]).sum()) for name in replicas),
     }
     engine.close()
-    return found
+    return measured
 
 
 def exchanged_numels(*, lora: bool = False, checkpointing: bool = False) -> tuple[dict[str, list[int]], int, int]:
-    """Elements of every exchange over the tensor axis in a forward, a forward with tangents and a backward of the tiny
-    Qwen3; those of all tokens' hidden states; and the number of layers."""
+    """Number of elements of every collective over the tensor axis, by pass of the tiny Qwen3 (`forward`, `backward`,
+    and `tangents` for the JVP pass); number of elements of all tokens' hidden states; number of layers."""
     model, batch = parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.rows(3)
     gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
 
     def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:
-        found = gather(axis, part, *others)
-        seen.append(found.numel())
-        return found
+        gathered = gather(axis, part, *others)
+        seen.append(gathered.numel())
+        return gathered
 
     def counted_scatter(axis: str, parts: Tensor) -> Tensor:
         seen.append(parts.numel())
         return scatter(axis, parts)
 
-    found = {}
+    numels = {}
     layout.all_gather, layout.reduce_scatter = counted_gather, counted_scatter
     try:
         losses = model(*tiny.inputs(batch))
-        found["forward"] = list(seen)
+        numels["forward"] = list(seen)
         seen.clear()
         losses.sum().backward()
-        found["backward"] = list(seen)
+        numels["backward"] = list(seen)
         seen.clear()
         model.config._attn_implementation = FORWARD_MODE_ATTENTION
         with torch.no_grad(), forward_ad.dual_level():
@@ -248,7 +252,7 @@ def exchanged_numels(*, lora: bool = False, checkpointing: bool = False) -> tupl
                     if parameter is not None:
                         module.__dict__[name] = forward_ad.make_dual(parameter.detach(), torch.ones_like(parameter))
             model(*tiny.inputs(batch))
-        found["tangents"] = list(seen)
+        numels["tangents"] = list(seen)
     finally:
         layout.all_gather, layout.reduce_scatter = gather, scatter
-    return found, batch.input_ids.numel() * model.config.hidden_size, len(model.layers)
+    return numels, batch.input_ids.numel() * model.config.hidden_size, len(model.layers)

@@ -1,7 +1,7 @@
-"""The oracle: one VCORE step in plain PyTorch, in one process, with whole tensors and no code of the package.
+"""The oracle: one VCORE step in plain PyTorch, in one process, with unsharded tensors and no code of the package.
 
-Losses by `cross_entropy` over full logits, utilities by forward-mode differentiation of the whole model with its own
-eager attention (or by the difference), the budget's temperature by scipy's root finder, clipping and update by torch.
+Losses by `cross_entropy` over full logits, utilities by forward-mode differentiation of the whole model with eager
+attention (or by finite differences), the budget's temperature by scipy's root finder, clipping and update by torch.
 """
 
 import math
@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on the matrices of the layers and AdamW on the rest, in fp64: the former by an SVD, as the polynomial of
-    singular values that Newton-Schulz iterations are."""
+    """Muon on the matrices of the layers and AdamW on the rest, in fp64. Muon applies the polynomial of the
+    Newton-Schulz iterations to the singular values of an SVD."""
 
     def __init__(self, named, lr, momentum, betas, eps, weight_decay=0.0):
         self.matrices = {p: None for name, p in named if ".layers." in name and p.ndim > 1}
@@ -82,7 +82,7 @@ class Reference:
     def logits(self, batch, parameters=None):
         """Logits of the supervised tokens of each row, `[n_i, V]`.
 
-        One forward of all rows: they are padded on the right, where causal attention does not look.
+        One forward of all rows: they are padded on the right, which causal attention does not see.
         """
         inputs = dict(input_ids=batch.input_ids)
         if parameters is None:
@@ -90,7 +90,7 @@ class Reference:
         else:
             logits = functional_call(self.model, parameters, (), inputs, tie_weights=True).logits[:, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return [of_row[labels != -100] for of_row, labels in zip(logits, batch.labels[:, 1:], strict=True)]
+        return [row[labels != -100] for row, labels in zip(logits, batch.labels[:, 1:], strict=True)]
 
     def losses(self, batch, parameters=None):
         """Loss of each supervised token of each row, `[n_i]`."""
@@ -121,27 +121,27 @@ class Reference:
 
     @torch.no_grad()
     def factors(self, batch, method, min_probability):
-        """What a token's uniform weight is multiplied with, from all probabilities, in fp64; `[n_i]` of each row."""
+        """Factors of the tokens' uniform weights, from all probabilities, in fp64; `[n_i]` of each row."""
         pairs = zip(self.logits(batch), self.targets(batch), strict=True)
         return [self.factors_of_row(logits, targets, method, min_probability) for logits, targets in pairs]
 
     @staticmethod
     def factors_of_row(logits, targets, method, min_probability):
         log_p = log_softmax(logits.double(), -1)
-        of_target = log_p.gather(1, targets[:, None])[:, 0].exp()
+        target_probabilities = log_p.gather(1, targets[:, None])[:, 0].exp()
         if method in ("dft", "asft"):
-            factors = of_target
+            factors = target_probabilities
         elif method == "profit":
-            factors = (of_target >= min_probability).double()
+            factors = (target_probabilities >= min_probability).double()
         elif method == "deft":
             a = log_p.exp().square().sum(-1)
-            factors = of_target**a * a / (a + 1e-6)
+            factors = target_probabilities**a * a / (a + 1e-6)
         elif method == "eaft":
             top = log_p.sort(-1, descending=True).values[:, :20].exp()
             top = top / top.sum(-1, keepdim=True)
             factors = -(top * top.log()).sum(-1) / math.log(20)
         else:
-            factors = torch.ones_like(of_target)
+            factors = torch.ones_like(target_probabilities)
         return factors.to(logits.dtype)
 
     def utilities(self, batch, direction, epsilon=None):
@@ -149,22 +149,22 @@ class Reference:
             if epsilon is not None:
                 shifted = {name: p - epsilon * direction[name] for name, p in self.trained.items()}
                 both = zip(self.losses(batch), self.losses(batch, shifted), strict=True)
-                return [(at - below) / epsilon for at, below in both]
+                return [(loss - shifted_loss) / epsilon for loss, shifted_loss in both]
             with forward_ad.dual_level():
                 dual = {name: forward_ad.make_dual(p.detach(), direction[name]) for name, p in self.trained.items()}
                 out = self.losses(batch, dual)
                 return [torch.zeros_like(s) if (t := forward_ad.unpack_dual(s).tangent) is None else t for s in out]
 
     def jacobian_times(self, gradient):
-        """`J^T g`, the Jacobian by autograd through the update of Adam, as its paper writes it, or of Muon; g before
-        the first step."""
-        muon, found = self.optimizer if isinstance(self.optimizer, Muon) else None, {}
+        """`J^T g`, with the Jacobian by autograd through the update of Adam, as its paper writes it, or of Muon; g
+        itself before the first step."""
+        muon, products = self.optimizer if isinstance(self.optimizer, Muon) else None, {}
         adam = self.optimizer if muon is None else muon.adamw
         group = adam.param_groups[0]
         (b1, b2), eps = group["betas"], group["eps"]
         for name, parameter in self.trained.items():
             if muon is not None and parameter in muon.matrices:
-                found[name] = muon.direction(parameter, gradient[name])
+                products[name] = muon.direction(parameter, gradient[name])
                 continue
             state = adam.state.get(parameter)
             if not state:
@@ -174,18 +174,18 @@ class Reference:
             v = (b2 * state["exp_avg_sq"].double() + (1 - b2) * g * g) / (1 - b2**k)
             (diagonal,) = torch.autograd.grad((m / (v.sqrt() + eps)).sum(), g)
             product = torch.where(g == 0, 0.0, diagonal * g)  # autograd's square root has no slope at 0
-            found[name] = product.detach().to(parameter.dtype)
-        return found
+            products[name] = product.detach().to(parameter.dtype)
+        return products
 
     def take(self, gradient, clip, optimizer):
-        """Takes the direction of a gradient."""
+        """Set the direction from a gradient."""
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
         if clip is not None and norm > clip:
             gradient = {name: g * (clip / norm) for name, g in gradient.items()}
         self.direction = gradient if optimizer == "sgd" else self.jacobian_times(gradient)
 
     def reference_losses(self, batch):
-        """Losses under the model without its adapters, or under the parameters that training started from."""
+        """Losses of the model without its adapters, or with the parameters from which training started."""
         with torch.no_grad():
             if hasattr(self.model, "disable_adapter"):
                 with self.model.disable_adapter():
@@ -194,7 +194,7 @@ class Reference:
 
     def measured(self, batch, method, direction, *, temperature, kl_budget, epsilon, kept, min_probability):
         """Losses, entropies, utilities and weights of each row of a batch that is not trained on."""
-        found = []
+        rows = []
         utilities = None if direction is None else self.utilities(batch, direction, epsilon)
         before = self.reference_losses(batch) if method == "iw_sft" else None
         factors = self.factors(batch, method, min_probability)
@@ -213,18 +213,16 @@ class Reference:
             elif method == "stored":
                 weights = weights * kept[i]
             entropies = -(log_p.exp() * log_p).sum(-1)
-            found.append(
-                dict(losses=losses, entropies=entropies, utilities=utilities and utilities[i], weights=weights)
-            )
-        return found
+            rows.append(dict(losses=losses, entropies=entropies, utilities=utilities and utilities[i], weights=weights))
+        return rows
 
     def step(self, main, probe, *, method="vcore", temperature=None, kl_budget=None, normalization="sequence",
              alpha="loss_ratio", cap=1.0, clip=None, epsilon=None, kept=None, optimizer="sgd", probe_clip=None,
              groups=None, base_measure="uniform", batch_kl_budget=None, probe_loss="uniform",
              followed=None, followed_kept=None, kl_weight=0.0, min_probability=None):  # fmt: skip
         """Args:
-        kept: for each row, `[n_i]`, a mask for method `random` and factors of the losses for `stored`.
-        groups: the rows of each micro-batch, where every micro-batch has its own alpha.
+        kept: for each row, `[n_i]`: a mask for method `random`, factors of the losses for `stored`.
+        groups: the rows of each micro-batch, if every micro-batch has a separate alpha.
         followed: rows that are measured before the update, see `measured`.
         """
 
@@ -256,12 +254,12 @@ class Reference:
         factors, direction = [1.0] * len(losses), None
         if method == "vcore":
             if probe is not None:
-                of_probe = uniform(probe)
+                probe_weights = uniform(probe)
                 if probe_loss == "dft":
                     with torch.no_grad():
                         probabilities = [torch.exp(-loss) for loss in self.losses(probe)]
-                    of_probe = [p * u for p, u in zip(probabilities, of_probe, strict=True)]
-                self.take(self.gradient(probe, of_probe, shares(counts(probe))), probe_clip, optimizer)
+                    probe_weights = [p * u for p, u in zip(probabilities, probe_weights, strict=True)]
+                self.take(self.gradient(probe, probe_weights, shares(counts(probe))), probe_clip, optimizer)
             direction = self.direction
             utilities = self.utilities(main, direction, epsilon)
             bases = [torch.full_like(loss, 1 / max(len(loss), 1)) for loss in losses]
@@ -295,7 +293,7 @@ class Reference:
                     continue
                 for i in rows:
                     factors[i] = min(float(factor), cap or math.inf)
-        beside = followed and self.measured(
+        measured_followed = followed and self.measured(
             followed, method, direction, temperature=temperature, kl_budget=kl_budget, epsilon=epsilon,
             kept=followed_kept, min_probability=min_probability,
         )  # fmt: skip
@@ -311,7 +309,7 @@ class Reference:
         self.optimizer.step()
         effect = sum(f * x for f, x in zip(factors, parts, strict=True)) / sum(parts)
         return dict(utilities=utilities, weights=weights, alpha=effect, gradient=gradient, loss=float(plain),
-                    followed=beside, base_kl=base_kl)  # fmt: skip
+                    followed=measured_followed, base_kl=base_kl)  # fmt: skip
 
 
 def tilted(s, base, tau):
@@ -320,7 +318,7 @@ def tilted(s, base, tau):
 
 
 def tau(s, base, kl_budget):
-    """The root of `KL(tilted || base) = kl_budget`; 0 for utilities that are all the same."""
+    """The root of `KL(tilted || base) = kl_budget`; 0 if all utilities are equal."""
     s, base = s.double(), base.double()
 
     def excess(t):

@@ -1,4 +1,4 @@
-"""Steps of the real engine against the oracle, quantity by quantity; called through `run_ranks`."""
+"""Compare steps of the real engine with the oracle, quantity by quantity; called through `run_ranks`."""
 
 import copy
 import gc
@@ -35,29 +35,29 @@ class Case:
     batches_per_utility_pass: int = 1
     probe_every: int = 1
     sequence_parallel: tuple[int, int] = (1, 1)
-    """Degrees of sequence parallelism of the main batch and of the probe."""
+    """Sequence-parallel sizes of the main batch and of the probe."""
     packed: bool = False
-    """A micro-batch is one row of all its sequences."""
+    """Whether the sequences of a micro-batch are packed into one row."""
     num_heads: int = 4
     num_kv_heads: int = 2
     vocabulary: int = tiny.VOCABULARY
     tensor: int = 1
-    """Tensor-parallel degree, in megatron-core's parallel layers."""
+    """Tensor-parallel size, in megatron-core's parallel layers."""
     expert: int = 1
-    """Expert-parallel degree; adapters are then beside the experts, not on them."""
+    """Expert-parallel size; above 1, experts have no adapters."""
     kernel_norm: bool = False
-    """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
-    mixture_of: str | None = None
-    """Kind of a mixture, see `tiny.mixture`."""
+    """Whether parallel layers have the norms of a kernel like TransformerEngine's."""
+    moe_kind: str | None = None
+    """Kind of an MoE model, see `tiny.moe_model`; None for a Qwen3."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Changes of DeepSpeed's configuration, in its section on ZeRO."""
+    """Changes of the section `zero_optimization` of DeepSpeed's configuration."""
     sections: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
-        """2, of which the second works with what the first has left; outside `make soak` 1 for SGD without clipping,
-        which leaves nothing but parameters. 3 where a direction lasts for longer, and in bf16, where the worst of few
-        roundings says little."""
+        """2, so that the second step uses the state that the first leaves; outside `make soak` 1 for SGD without
+        clipping, which has no state but the parameters. 3 where a direction is kept for several steps, and in bf16,
+        where the worst of a few roundings says little."""
         if self.probe_every > 1 or self.sections.get("model", {}).get("precision") == "bf16":
             return 3
         optimizer, method = self.sections.get("optimizer", {}), self.sections.get("method", {})
@@ -67,10 +67,10 @@ class Case:
 
 def run_case(case: Case) -> dict[str, float]:
     """Worst deviation of each quantity over all steps."""
-    gc.freeze()  # DeepSpeed collects garbage whenever it starts and keeps every engine: not to look through those again
+    gc.freeze()  # DeepSpeed keeps every engine and collects garbage at each start, which would traverse all of them
     recipe = step_runs.recipe(**case.sections)
     start_process_group(10, case.tensor, case.expert)
-    layout.make_sequence_groups(case.sequence_parallel)  # those that are not there yet
+    layout.make_sequence_groups(case.sequence_parallel)
     sizes = dict(
         tied=case.tied,
         num_attention_heads=case.num_heads,
@@ -78,13 +78,13 @@ def run_case(case: Case) -> dict[str, float]:
         vocab_size=case.vocabulary,
     )
     dtype = torch.bfloat16 if recipe.model.precision == "bf16" else torch.float32
-    if case.mixture_of is None:
+    if case.moe_kind is None:
         plain = tiny.qwen3(dtype=dtype, **sizes)
     else:
-        sizes, plain = {}, tiny.mixture(case.mixture_of, dtype=dtype)
-        plain.set_experts_implementation("eager")  # a loop, with rules for forward mode
+        sizes, plain = {}, tiny.moe_model(case.moe_kind, dtype=dtype)
+        plain.set_experts_implementation("eager")  # a loop over experts, which supports forward mode
     if case.tensor > 1:
-        from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
+        from tests.helpers import megatron  # only here: megatron-core takes seconds to import
 
         norm_class = megatron.KernelNorm if case.kernel_norm else None
         options = dict(lora=case.lora, checkpointing=case.checkpointing, norm_class=norm_class)
@@ -93,7 +93,7 @@ def run_case(case: Case) -> dict[str, float]:
         model = tiny.token_loss_model(
             lora=case.lora,
             checkpointing=case.checkpointing,
-            mixture_of=case.mixture_of,
+            moe_kind=case.moe_kind,
             on_experts=case.expert == 1,
             dtype=dtype,
             **sizes,
@@ -105,17 +105,17 @@ def run_case(case: Case) -> dict[str, float]:
     if case.lora:
         plain = tiny.with_lora(plain, on_experts=case.expert == 1)
     plain = plain.float()  # the oracle computes in fp32, from the same weights
-    reference = step_runs.reference_of(plain, recipe)
+    reference = step_runs.make_reference(plain, recipe)
     engine = step_runs.make_engine(
         model, recipe, persistence_threshold=case.persistence_threshold, coalesce=case.coalesce, zero=case.config
     )
 
-    def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return megatron.whole(model, plain, tensors) if case.tensor > 1 else tensors
+    def assemble(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return megatron.assemble(model, plain, tensors) if case.tensor > 1 else tensors
 
     estimator = step_runs.make_estimator(recipe, engine, case.batches_per_utility_pass)
     mains = [make_batch(case, 10 + k) for k in range(case.num_steps)]
-    if recipe.method.name == "iw_sft" and not case.lora:  # what `vcore-ds reference` does, on every rank for all rows
+    if recipe.method.name == "iw_sft" and not case.lora:  # as `vcore-ds reference`, but all rows on every rank
         for main in mains:
             rows = [tiny.take(main, [row]) for row in range(case.num_main)]
             main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
@@ -131,14 +131,14 @@ def run_case(case: Case) -> dict[str, float]:
         recorded = step_runs.Recorder(engine)
         rate = recipe.optimizer.learning_rate
         metrics = step_runs.train_step(engine, recipe, dealt, estimator, recorded, learning_rate=rate)
-        own_alpha = recipe.method.alpha_scope == "micro_batch"
-        groups = step_runs.micro_batch_rows(case.num_main, 2, k_main) if own_alpha else None
+        has_local_alpha = recipe.method.alpha_scope == "micro_batch"
+        groups = step_runs.micro_batch_rows(case.num_main, 2, k_main) if has_local_alpha else None
         expected = step_runs.reference_step(
             reference, main, probe, groups=groups, kept=masks, **step_runs.reference_options(recipe)
         )
 
         def note(quantity: str, deviation: float) -> None:
-            assert deviation == deviation, f"{quantity} is nan"
+            assert deviation == deviation, f"{quantity} is NaN"
             worst[quantity] = max(worst.get(quantity, 0.0), deviation)
 
         for i, (utilities, weights) in recorded.by_sequence(dealt.main).items():
@@ -149,7 +149,7 @@ def run_case(case: Case) -> dict[str, float]:
                 note("utilities", step_runs.relative_error(utilities, expected["utilities"][i]))
         note("alpha", abs(metrics.values["alpha"] - expected["alpha"]))
         note("loss", abs(metrics.values["loss"] - expected["loss"]))
-        gradient = whole(recorded.gradient)
+        gradient = assemble(recorded.gradient)
         note(
             "gradient",
             step_runs.relative_error(
@@ -157,8 +157,8 @@ def run_case(case: Case) -> dict[str, float]:
                 torch.cat([g.flatten() for g in expected["gradient"].values()]),
             ),
         )
-        parameters = step_runs.whole_parameters(engine)
-        for name, parameter in whole(parameters).items():
+        parameters = step_runs.gather_parameters(engine)
+        for name, parameter in assemble(parameters).items():
             note("parameters", float((parameter - expected["parameters"][name]).abs().max()))
         if case.tensor > 1:
             norm = float(torch.cat([g.flatten() for g in expected["gradient"].values()]).norm())
@@ -176,7 +176,7 @@ def make_batch(case: Case, seed: int) -> Batch:
 
 
 def keep_some(batch: Batch) -> list[torch.Tensor]:
-    """Marks 40% of each row's targets, two of them always; returns the masks over the targets."""
+    """Keep 40% of each row's targets, always with the last two; returns the masks over the targets."""
     masks, batch.kept = [], torch.zeros_like(batch.labels, dtype=torch.bool)
     for row in range(batch.num_sequences):
         targets = batch.labels[row] != -100
@@ -188,19 +188,19 @@ def keep_some(batch: Batch) -> list[torch.Tensor]:
 
 
 def store_weights(batch: Batch) -> list[torch.Tensor]:
-    """Give each token a factor of its loss, some of them 0; returns those of the targets by row."""
+    """Give each token a loss weight, some of them 0; returns the weights of each row's targets."""
     factors = torch.rand(batch.labels.shape, generator=torch.Generator().manual_seed(7)) * 4 - 1
     batch.loss_weights = factors.clamp(min=0)
     return [batch.loss_weights[row, batch.labels[row] != -100] for row in range(batch.num_sequences)]
 
 
 PREPARE = {"random": keep_some, "stored": store_weights}
-"""What gives a batch the data that a method takes from it, and the oracle its `kept`."""
+"""By method: adds the data that the method reads from a batch, and returns the oracle's `kept`."""
 
 
-def assert_equal(of_ranks: list[dict[str, float]]) -> None:
-    """Prints and checks what `run_case` found on each rank."""
-    for rank, worst in enumerate(of_ranks):
+def assert_parity(deviations_by_rank: list[dict[str, float]]) -> None:
+    """Print and check the deviations that `run_case` returned on each rank."""
+    for rank, worst in enumerate(deviations_by_rank):
         print(f"rank {rank}: " + "  ".join(f"{quantity} {value:.1e}" for quantity, value in worst.items()))
         for quantity in ("utilities", "weights", "alpha", "gradient", "loss"):
             assert worst[quantity] < 1e-5, quantity

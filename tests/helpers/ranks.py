@@ -1,4 +1,4 @@
-"""`run_ranks(function, world_size)`: a function on several CPU ranks that always ends."""
+"""`run_ranks(function, world_size)` runs a function on several CPU ranks, and always ends."""
 
 import os
 import pickle
@@ -21,18 +21,18 @@ def run_ranks(
     timeout_seconds: float = 900,
     start: Literal["forkserver", "fork"] = "forkserver",
 ) -> list[Any]:
-    """Runs `function(*arguments)` once per rank, in new processes with a gloo process group, and returns their results
-    by rank.
+    """Run `function(*arguments)` once per rank, in new processes with a gloo process group; returns the results by
+    rank.
 
-    The first rank that fails ends all of them, and its traceback is the message of the AssertionError; so does the
-    timeout, which only bounds a failure. A file store takes the place of a port, so that two tests cannot collide.
+    A rank that fails ends all of them with an AssertionError, whose message is the traceback of the first failure. The
+    timeout only bounds a hang. Ranks meet at a file store instead of a port, so that two tests cannot collide.
 
-    The imports, 10 s of CPU time, are made once for each process that calls this, by a server from which ranks are
-    forked. Engines take time to start, so put many checks into one function.
+    The imports, 10 s of CPU time, are made once per calling process, by a server from which ranks are forked. Engines
+    take time to start, so put many checks into one function.
 
     Args:
         function: at the top level of a module, since each rank imports it.
-        start: `fork` where this process has imported everything, in a way of its own.
+        start: `fork` if this process has already imported everything, in its special way.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks_"))
     context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
@@ -56,7 +56,7 @@ def run_ranks(
 
 
 def forkserver() -> Any:
-    """The context whose processes are forked from a server that has imported everything."""
+    """The multiprocessing context whose server has imported everything."""
     multiprocessing.set_forkserver_preload(["tests.helpers.imports"])
     return multiprocessing.get_context("forkserver")
 
@@ -78,7 +78,7 @@ def _wait(processes: list[Any], folder: Path, timeout_seconds: float) -> None:
 
 
 def _first_failure(folder: Path) -> str | None:
-    """The traceback that was written first: later ones are usually its consequence (a lost connection)."""
+    """The traceback that was written first; later ones are usually consequences of it (a lost connection)."""
     written = sorted(folder.glob("failure_*"), key=lambda path: path.stat().st_mtime_ns)
     return f"rank {written[0].name.removeprefix('failure_')} failed:\n{written[0].read_text()}" if written else None
 
@@ -101,7 +101,7 @@ def _run_rank(
         from vcore_ds.distributed.device import uses_gpu
         from vcore_ds.distributed.process_group import start_process_group
 
-        if uses_gpu():  # a simulated one
+        if uses_gpu():  # a simulated GPU
             torch.cuda.set_device(rank)
         torch.distributed.init_process_group(
             "nccl" if uses_gpu() else "gloo",

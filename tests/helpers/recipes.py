@@ -1,4 +1,4 @@
-"""The smallest valid recipe, as the mapping in a YAML file, and what is wrong with another one."""
+"""The smallest valid recipe, as the mapping of a YAML file, and the problems of invalid recipes."""
 
 import copy
 from pathlib import Path
@@ -22,12 +22,12 @@ _SMALLEST: dict[str, Any] = {
 
 
 def smallest_recipe() -> dict[str, Any]:
-    """A new copy, which a test may change."""
+    """A new copy of the smallest valid recipe, which a test may change."""
     return copy.deepcopy(_SMALLEST)
 
 
 def write_yaml(path: Path, content: dict[str, Any] | str) -> Path:
-    """Writes a file of a recipe, and the folders above it."""
+    """Write a recipe file and create its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
     return path

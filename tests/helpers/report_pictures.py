@@ -1,16 +1,16 @@
-"""The pictures of a report in docs/pictures: a followed trace with coloured tokens, curves, and a profiled step where
-the run has one.
+"""Make the pictures of a report for docs/pictures: a followed trace with coloured tokens, curves, and a profiled step
+if the run has one.
 
     python -m tests.helpers.report_pictures RUN [--output docs/pictures]
 
-They are taken from the page that `vcore-ds report RUN` writes.
+They are screenshots of the page that `vcore-ds report RUN` writes.
 """
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.helpers.browser import opened, started_browser, why_not
+from tests.helpers.browser import missing_requirement, open_page, started_browser
 from vcore_ds.commands.report import write_report
 from vcore_ds.train.profile_folder import read_profiles
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 MARGIN = 12
-"""Around the elements of a picture, in pixels of the page."""
+"""Space around the elements of a picture, in pixels of the page."""
 
 
 def main() -> None:
@@ -26,24 +26,24 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--output", type=Path, default=Path("docs/pictures"), metavar="FOLDER")
     arguments = parser.parse_args()
-    missing = why_not()
+    missing = missing_requirement()
     if missing:
         raise SystemExit(missing)
     (report,) = write_report([arguments.run])
     with started_browser() as browser:
-        with opened(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=2) as page:
+        with open_page(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=2) as page:
             _shoot(page, "#movement h2", "#movement .tokens", arguments.output / "report_tokens.png")
-        with opened(browser, report, viewport={"width": 1000, "height": 1600}, device_scale_factor=1.5) as page:
+        with open_page(browser, report, viewport={"width": 1000, "height": 1600}, device_scale_factor=1.5) as page:
             page.locator("figure[data-chart=loss] svg").hover()  # the cursor
             _shoot(page, "#curves h2", "figure[data-chart=alpha]", arguments.output / "report_curves.png")
         if not read_profiles(arguments.run):
             return
-        with opened(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=1.25) as page:
+        with open_page(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=1.25) as page:
             _shoot(page, "#cost h3", "#cost details tbody tr:nth-child(30)", arguments.output / "report_profile.png")
 
 
 def _shoot(page: "Page", first: str, last: str, path: Path) -> None:
-    """A picture as wide as the window, from one element to another."""
+    """Save a screenshot as wide as the window, from one element to another."""
     scrolled = page.evaluate("scrollY")
     top = page.locator(first).first.bounding_box()["y"] + scrolled - MARGIN
     box = page.locator(last).first.bounding_box()

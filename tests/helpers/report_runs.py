@@ -1,4 +1,4 @@
-"""Run folders for reports, written without training: any tokens, any numbers."""
+"""Run folders for reports, written without training, with given tokens and numbers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def write_run(
     environment: Mapping[str, Any] | None = None,
     **changes: Mapping[str, Any],
 ) -> Path:
-    """A finished run.
+    """Write the folder of a finished run.
 
     Args:
         records: sequences by step.
@@ -56,7 +56,7 @@ def write_run(
 
 
 def random_sequence(ids: Sequence[int], sequence_id: int, seed: int, share: float = 1.0) -> SequenceTokens:
-    """Random losses and utilities of given tokens, and the weights that a method might have made of them."""
+    """Random losses and utilities of given tokens, and weights derived from the utilities."""
     generator = np.random.default_rng(seed)
     n = len(ids)
     utilities = generator.standard_t(3, n)
@@ -75,22 +75,22 @@ def random_sequence(ids: Sequence[int], sequence_id: int, seed: int, share: floa
 
 
 def random_trace(ids: Sequence[int], seed: int) -> TraceTokens:
-    """The same of a followed trace, all of whose tokens are in the file."""
-    one = random_sequence(ids, 0, seed)
+    """`random_sequence` as a followed trace, all of whose tokens are in the file."""
+    sequence = random_sequence(ids, 0, seed)
     entropies = np.random.default_rng(seed).exponential(0.5, len(ids)).astype(np.float32)
     return TraceTokens(
         len(ids),
-        positions=one.positions,
-        token_ids=one.token_ids,
-        losses=one.losses,
+        positions=sequence.positions,
+        token_ids=sequence.token_ids,
+        losses=sequence.losses,
         entropies=entropies,
-        utilities=one.utilities,
-        weights=one.weights,
+        utilities=sequence.utilities,
+        weights=sequence.weights,
     )
 
 
 def step_line(step: int, **values: float | None) -> dict[str, float | None]:
-    """A line of metrics.jsonl with the numbers that every run has."""
+    """A line of metrics.jsonl with the metrics that every run has."""
     return {
         "step": step,
         "loss": 2.0 / step,

@@ -1,4 +1,4 @@
-"""Whole runs (`vcore_ds.train.run.train`) that stop after a step, and the files they leave; called through
+"""Runs (`vcore_ds.train.run.train`) that stop after a given step, and the files that they leave; called through
 `run_ranks`."""
 
 import json
@@ -28,11 +28,11 @@ class Stopped(Exception):
 
 @contextmanager
 def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -> Iterator[None]:
-    """Inside the block, runs save after these steps and after the last one.
+    """Make runs inside the block save after these steps and after the last one.
 
     Args:
-        stop: whether they stop, with `Stopped`, at the last of these steps.
-        killed: folder that receives a copy of what a kill at that moment would leave.
+        stop: whether they raise `Stopped` at the last of these steps.
+        killed: folder for a copy of the files that a kill at that moment would leave.
     """
     due, save, build_engine = Checkpoints.due, Checkpoints.save, run.build_engine
     engines = []
@@ -55,15 +55,15 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
         yield
     except BaseException:
         for engine in engines:
-            engine.close()  # the next run in this process needs it
+            engine.close()  # else the next run in this process could not start one
         raise
     finally:
         Checkpoints.due, Checkpoints.save, run.build_engine = due, save, build_engine
 
 
 def train(recipe: Recipe) -> Path:
-    """Trains without a model card, and without the checks at the start where a run of this process has made them with
-    the same model: together a tenth of a short run. Returns the run's folder."""
+    """Train without a model card, and without the start checks if an earlier run of this process made them with the
+    same model: together a tenth of a short run. Returns the run's folder."""
     sections = recipe.model_dump_json(include={"model", "lora", "parallel", "batch", "utility"})
     replaced = run.check_start, run.check_derivatives, run.make_model_card
     run.make_model_card = lambda *_: ""
@@ -80,20 +80,20 @@ def train(recipe: Recipe) -> Path:
         run.check_start, run.check_derivatives, run.make_model_card = replaced
 
 
-def to_the_end(recipe: Recipe) -> Path:
-    """Runs to the last step, from the beginning or resumed. Returns the run's folder."""
+def run_to_end(recipe: Recipe) -> Path:
+    """Run to the last step, from the beginning or resumed; returns the run's folder."""
     with saving_after([], stop=False):
         return train(recipe)
 
 
-def killed_copy(recipe: Recipe, step: int, killed: Path) -> Path:
-    """Runs to the last step, and copies the folder to `killed` as it is after `step`. Returns the run's folder."""
+def run_and_copy_after(recipe: Recipe, step: int, killed: Path) -> Path:
+    """Run to the last step, copying the folder to `killed` as it is after `step`; returns the run's folder."""
     with saving_after([step], stop=False, killed=killed):
         return train(recipe)
 
 
-def until(recipe: Recipe, *steps: int) -> Path:
-    """Runs until it is stopped after the last of `steps`, and saves after each. Returns the run's folder."""
+def run_until(recipe: Recipe, *steps: int) -> Path:
+    """Run, save after each of `steps`, and stop after the last of them; returns the run's folder."""
     try:
         with saving_after(steps, stop=True):
             train(recipe)
@@ -103,7 +103,7 @@ def until(recipe: Recipe, *steps: int) -> Path:
 
 
 def tensors_of(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, unsharded; of a run's last one unless told otherwise."""
+    """Unsharded tensors of a run's checkpoint at `step`, by default the last."""
     name = (
         max(path.name for path in (folder / "checkpoints").glob("step_????????"))
         if step is None
@@ -117,7 +117,7 @@ def tensors_of(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]
 
 
 def timeless_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without the keys that depend on the machine."""
+    """Lines of metrics.jsonl without the keys that depend on the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     machine = (
         "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
@@ -127,28 +127,32 @@ def timeless_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def token_records(folder: Path, name: str = "tokens") -> dict[str, bytes]:
-    """Name -> content of each record of tokens in a run's folder."""
+    """Name -> content of each token record in a run's folder."""
     return {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}
 
 
 def differences(folder: Path, expected: Path, num_steps: int = NUM_STEPS) -> list[str]:
-    """Names of the last checkpoint's tensors, the steps' metrics and the records of tokens that are not equal bit for
+    """Names of tensors in the last checkpoint, of metrics of the steps, and of token records that are not equal bit for
     bit."""
-    here, there = tensors_of(folder, num_steps), tensors_of(expected, num_steps)
-    found = sorted(here.keys() ^ there.keys())
-    found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
-    records, records_there = token_records(folder), token_records(expected)
-    # Few steps: each of them has a record, and measures followed traces where the run has some.
-    assert sum(name.startswith("step_") for name in records_there) == num_steps
-    assert sum(name.startswith("followed_") for name in records_there) in (0, num_steps)
-    names = sorted(records.keys() | records_there.keys())
-    found += [name for name in names if records.get(name) != records_there.get(name)]
-    lines, lines_there = timeless_metrics(folder), timeless_metrics(expected)
-    found += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, num_steps + 1)) else []
-    found += [
+    tensors, expected_tensors = tensors_of(folder, num_steps), tensors_of(expected, num_steps)
+    differing = sorted(tensors.keys() ^ expected_tensors.keys())
+    differing += [
+        name
+        for name in tensors.keys() & expected_tensors.keys()
+        if not torch.equal(tensors[name], expected_tensors[name])
+    ]
+    records, expected_records = token_records(folder), token_records(expected)
+    # With so few steps, each has a token record, and measures followed traces if the run has any.
+    assert sum(name.startswith("step_") for name in expected_records) == num_steps
+    assert sum(name.startswith("followed_") for name in expected_records) in (0, num_steps)
+    names = sorted(records.keys() | expected_records.keys())
+    differing += [name for name in names if records.get(name) != expected_records.get(name)]
+    lines, expected_lines = timeless_metrics(folder), timeless_metrics(expected)
+    differing += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, num_steps + 1)) else []
+    differing += [
         f"step {a['step']}: {key}"
-        for a, b in zip(lines, lines_there, strict=True)
+        for a, b in zip(lines, expected_lines, strict=True)
         for key in a.keys() | b.keys()
         if a.get(key) != b.get(key)
     ]
-    return found
+    return differing

@@ -19,7 +19,7 @@ NUM_RANKS = 2
 NUM_TOKENS = 512
 """Tokens of a micro-batch on each rank."""
 
-MODEL, MIXTURE, DEEPSPEED_JSON = "model", "mixture", "deepspeed.json"
+DENSE_MODEL, MOE_MODEL, DEEPSPEED_JSON = "model", "moe_model", "deepspeed.json"
 
 _HEAD_DIM = 16
 _NUM_LAYERS = 4
@@ -32,28 +32,28 @@ _SIZES = (
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
 )
-"""Keys of the DeepSpeed JSON that count elements."""
+"""Keys of the DeepSpeed JSON whose values are numbers of elements."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to run the small model."""
+    """Configuration of a run of the small model."""
 
     name: str
     lora: bool = False
     checkpoints: bool = False
     packed: bool = False
     sequence_parallel: int = 1
-    model: str = MODEL
-    """Its folder."""
+    model: str = DENSE_MODEL
+    """Folder of the model."""
     expert: int = 1
-    """Degree of expert parallelism."""
+    """Expert-parallel size."""
     rank: int | None = None
-    """Of the direction's factors."""
+    """Rank of the direction's factors; None for a full-rank direction."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the main batch's sequences: two micro-steps of `NUM_TOKENS` on each rank."""
+        """Lengths of the main batch's sequences: two micro-steps of `NUM_TOKENS` on each rank."""
         if self.packed:
             return [NUM_TOKENS // 4] * 16
         return [NUM_TOKENS * self.sequence_parallel] * (2 * NUM_RANKS // self.sequence_parallel)
@@ -63,24 +63,24 @@ CASES = (
     Case("full"),
     Case("packed", checkpoints=True, packed=True),
     Case("k = 2", checkpoints=True, sequence_parallel=2),
-    Case("experts / 2", checkpoints=True, model=MIXTURE, expert=2),
+    Case("experts / 2", checkpoints=True, model=MOE_MODEL, expert=2),
     Case("rank 8", rank=8),
     *soak(
         {
             "checkpoints": Case("checkpoints", checkpoints=True),
             "lora": Case("lora", lora=True),
-            "experts": Case("experts", checkpoints=True, model=MIXTURE),
+            "experts": Case("experts", checkpoints=True, model=MOE_MODEL),
         }
     ).values(),
 )
 
 
 def scaled_shape(shape: ModelShape) -> ModelShape:
-    """A model of four narrow layers with the proportions of `shape`: heads to key/value heads, MLP and heads to the
-    hidden size, tied or not, normalized heads or not."""
+    """Shape of a model with four narrow layers and the proportions of `shape`: ratio of heads to key/value heads, of
+    MLP and heads to the hidden size; tied embeddings and normalized heads as there."""
     ratio = shape.num_heads // shape.num_kv_heads
     heads = ratio * max(1, math.ceil(8 / ratio))
-    heads += heads % 2 * ratio  # so that two ranks can share a row
+    heads += heads % 2 * ratio  # even, so that two ranks can share a row
     hidden = 8 * max(1, round(heads * _HEAD_DIM * shape.hidden_size / (shape.num_heads * shape.head_dim) / 8))
     width = 8 * max(1, round(hidden * shape.intermediate_size / shape.hidden_size / 8))
     kv_heads = heads // ratio
@@ -98,8 +98,8 @@ def scaled_shape(shape: ModelShape) -> ModelShape:
     )
 
 
-def config_of(shape: ModelShape, kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
-    """The configuration of a model with these sizes."""
+def make_config(shape: ModelShape, kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
+    """The configuration of a model of this shape."""
     return kind(
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -114,15 +114,15 @@ def config_of(shape: ModelShape, kind: type[PretrainedConfig], **more: Any) -> P
 
 
 def write_scaled_model(large: ModelShape, folder: Path) -> None:
-    """The small model with random weights, a Qwen3, or where heads are not normalized a Llama; one with experts; and
-    the shipped DeepSpeed JSON for large models, with sizes as much smaller as the layers are."""
+    """Write the small model with random weights (a Qwen3, or a Llama if heads are not normalized), an MoE model, and
+    the shipped DeepSpeed JSON for large models, with sizes scaled down as the layers are."""
     small = scaled_shape(large)
-    config = config_of(
+    config = make_config(
         small, Qwen3Config if small.normalizes_heads else LlamaConfig, max_position_embeddings=8 * NUM_TOKENS
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / MODEL)
-    with_experts = Qwen3MoeConfig(
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / DENSE_MODEL)
+    moe_config = Qwen3MoeConfig(
         num_hidden_layers=_NUM_LAYERS,
         hidden_size=64,
         num_attention_heads=8,
@@ -135,7 +135,7 @@ def write_scaled_model(large: ModelShape, folder: Path) -> None:
         max_position_embeddings=8 * NUM_TOKENS,
         tie_word_embeddings=False,
     )
-    AutoModelForCausalLM.from_config(with_experts).save_pretrained(folder / MIXTURE)
+    AutoModelForCausalLM.from_config(moe_config).save_pretrained(folder / MOE_MODEL)
     deepspeed = json.loads((SHIPPED_DEEPSPEED_CONFIGS / "zero3_bf16_large.json").read_text(encoding="utf-8"))
     zero = deepspeed["zero_optimization"]
     for key in _SIZES:
@@ -143,8 +143,9 @@ def write_scaled_model(large: ModelShape, folder: Path) -> None:
     (folder / DEEPSPEED_JSON).write_text(json.dumps(deepspeed), encoding="utf-8")
 
 
-def recipe_of(case: Case, folder: Path) -> Recipe:
-    """VCORE by jvp in bf16, with a probe batch half as large as the main one, on what `write_scaled_model` wrote."""
+def make_recipe(case: Case, folder: Path) -> Recipe:
+    """A recipe of VCORE by JVP in bf16, with a probe batch half as large as the main one, on the files of
+    `write_scaled_model`."""
     sections: dict[str, dict[str, Any] | None] = {
         "method": {"kl_budget": 0.005},
         "model": {"path": str(folder / case.model), "gradient_checkpointing": case.checkpoints},

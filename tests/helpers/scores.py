@@ -1,4 +1,4 @@
-"""Folders of scores for a store, with any utilities."""
+"""Scores folders of a store, with given utilities."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,13 +28,13 @@ def write_scores_of(
     sources: Sequence[str] | None = None,
     rows: Sequence[int] | None = None,
 ) -> Path:
-    """What `vcore-ds score` would write, had it found these mean utilities.
+    """Write a folder as `vcore-ds score` would, with the given mean utilities.
 
     Args:
-        means: a utility for each sequence of the store, by name of the set. A sum is the mean times the number of
-            supervised tokens, and the tokens' utilities are spread around the mean.
-        sources: file of each sequence; None for one file.
-        rows: row of each sequence in its file; None for its place in the store.
+        means: by name of the trusted set, a mean utility for each sequence of the store. A sequence's sum is its mean
+            times its number of supervised tokens, and its tokens' utilities are spread around the mean.
+        sources: file of each sequence; None for a single file.
+        rows: row of each sequence in its file; None for its index in the store.
     """
     folder.mkdir(parents=True)
     numbers = np.asarray(store.num_supervised_tokens, dtype=np.int64)
@@ -73,7 +73,7 @@ def write_scores_of(
         tokenizer["hash"],
         tokenizer["chat_template_hash"],
         int(numbers.sum()),
-        {one["file"]: one["fingerprint"] for one in store.manifest.get("source", []) if "file" in one},
+        {source["file"]: source["fingerprint"] for source in store.manifest.get("source", []) if "file" in source},
     )
     sets = {name: TrustedSet(f"{name}.jsonl", "0" * 64, 8, 1.5, 0.25, 0.5, -0.1) for name in means}
     write_traces(folder, columns)

@@ -1,4 +1,4 @@
-"""Files for command lines: a model of two layers with its tokenizer, and a dozen conversations."""
+"""Files for command-line tests: a two-layer model with its tokenizer, and a dozen conversations."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 
 @dataclass(frozen=True)
 class TinySetup:
-    """Model folders, data files, and the overrides that point a recipe at them."""
+    """Model folders and data files, and the overrides with which a recipe uses them."""
 
     untied: Path
     tied: Path
@@ -28,7 +28,7 @@ class TinySetup:
     def overrides(
         self, output_dir: Path, *changes: str, model: Path | None = None, precision: str = "fp32"
     ) -> list[str]:
-        """Overrides for any of the shipped recipes; `changes` come last."""
+        """Overrides for any shipped recipe; `changes` come last."""
         return [
             f"model.path={model or self.untied}",
             f"model.precision={precision}",
@@ -71,14 +71,15 @@ def sums(numbers: Sequence[int]) -> list[tuple[str, str]]:
 
 
 def pretrained_model() -> Path:
-    """The quickstart's model, kept between runs of the tests."""
+    """The quickstart's model; the folder is kept between runs of the tests."""
     return prepare_model(REPOSITORY / "runs" / "quickstart_data")
 
 
 def write_first_layers(folder: Path, num_layers: int) -> Path:
-    """The quickstart's model with the first of its 30 layers: real weights and tokens in a fraction of the time."""
-    whole = pretrained_model()
-    model = AutoModelForCausalLM.from_pretrained(whole, num_hidden_layers=num_layers, dtype=torch.bfloat16)
+    """Write the quickstart's model with the first of its 30 layers: real weights and tokens in a fraction of the
+    time."""
+    full_model = pretrained_model()
+    model = AutoModelForCausalLM.from_pretrained(full_model, num_hidden_layers=num_layers, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    load_tokenizer(str(whole)).save_pretrained(folder)
+    load_tokenizer(str(full_model)).save_pretrained(folder)
     return folder

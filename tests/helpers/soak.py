@@ -1,5 +1,5 @@
-"""What `make soak` alone tests: repetition that takes hours, and combinations of options each of which is tested
-without it too. CI does not run it."""
+"""Tests and cases that only `make soak` runs: repetitions that take hours, and combinations of options each of which is
+also tested alone. CI does not run them."""
 
 import os
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ IS_SOAK = os.environ.get("VCORE_DS_SOAK") == "1"
 Case = TypeVar("Case")
 
 soak_only = pytest.mark.soak
-"""For a test or a module that `make soak` alone runs."""
+"""Mark of tests and modules that only `make soak` runs."""
 
 
 def soak(cases: Mapping[str, Case]) -> dict[str, Case]:
-    """The cases in `make soak`, none of them elsewhere."""
+    """The cases under `make soak`, none otherwise."""
     return dict(cases) if IS_SOAK else {}

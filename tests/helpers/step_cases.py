@@ -1,4 +1,4 @@
-"""Steps of every method and estimator, for tests that look at how a step runs on its device."""
+"""Steps of every method and estimator, for tests of how a step runs on its device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,8 @@ from vcore_ds.train.step_metrics import StepMetrics
 from vcore_ds.utility.estimators import Estimator
 
 VARIANCE = {"temperature": 0.1, "alpha": "variance", "alpha_cap": None}
-"""A temperature takes one pass, where the search for a KL budget takes as many as the utilities need."""
+"""With a temperature, weighting is one pass; the search for a KL budget takes a number of passes that depends on the
+utilities."""
 
 CASES: dict[str, dict[str, Any]] = {
     "sft": dict(method={"name": "sft"}),
@@ -41,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         probe={"direction": "adam", "clip": 0.01},
     ),
 }
-"""Each by its sections of a recipe."""
+"""Case -> sections of its recipe."""
 
 TESTED = [
     name
@@ -56,19 +57,19 @@ TESTED = [
         "vcore, finite difference, stochastic rounding, bf16",
     )
 ]
-"""Names of those that every run of the tests takes; `make soak` takes all."""
+"""Names of the cases that every run of the tests includes; `make soak` includes all."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """An engine with activation checkpoints, and what its steps need."""
+    """An engine with activation checkpointing, with the recipe and estimator of its steps."""
 
     recipe: Recipe
     engine: Engine
     estimator: Estimator
 
     def take(self) -> StepMetrics:
-        """A step on the same data as every other: two micro-batches and, with a direction, two of the probe."""
+        """Take a step, always on the same data: two micro-batches and, with a direction, two of the probe."""
         probe = step_runs.deal(tiny.rows(4, seed=100), 1) if self.estimator.direction is not None else []
         main = tiny.rows(4)
         if self.recipe.method.name == "random":
@@ -79,7 +80,7 @@ class Steps:
 
 @contextmanager
 def steps(case: str, *, num_layers: int, overlap: bool) -> Iterator[Steps]:
-    """`overlap`: DeepSpeed's `overlap_comm`. Nothing is kept gathered for later use, and layers are prefetched."""
+    """An engine whose layers are prefetched, and not kept gathered for reuse. `overlap`: DeepSpeed's `overlap_comm`."""
     recipe = step_runs.recipe(**CASES[case])
     config = tiny.deepspeed_config(bf16=recipe.model.precision == "bf16", gradient_clipping=1.0)
     config["zero_optimization"] |= {

@@ -1,4 +1,4 @@
-"""Steps of the real engine on this rank, with all intermediate results recorded; called through `run_ranks`."""
+"""Steps of the real engine on this rank, with intermediate results recorded; called through `run_ranks`."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecor
 from vcore_ds.utility.estimators import Estimator
 
 LEARNING_RATE = 1e-4
-"""Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's size, so where a gradient is near zero its
-rounding moves the parameter by a good part of the learning rate."""
+"""Within the paper's range, 2e-5 to 2e-4. Adam divides by the gradient's magnitude, so where a gradient is near zero,
+its rounding error moves the parameter by a good part of the learning rate."""
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
-    """A recipe whose files are never read; `sections` replace those of the same name below."""
+    """A recipe whose files are never read; `sections` replace the defaults below."""
     base: dict[str, Any] = {
         "model": {"path": "none", "precision": "fp32"},
         "data": {"train_path": "none"},
@@ -48,7 +48,7 @@ def make_engine(
     coalesce: bool = False,
     zero: dict[str, Any] | None = None,
 ) -> Engine:
-    """`zero`: changes of DeepSpeed's configuration, in its section on ZeRO."""
+    """An engine with the recipe's optimizer. `zero`: changes of DeepSpeed's section `zero_optimization`."""
     config = tiny.deepspeed_config(
         bf16=recipe.model.precision == "bf16",
         gradient_clipping=recipe.optimizer.gradient_clipping or 0.0,
@@ -59,16 +59,16 @@ def make_engine(
 
 
 def deal(batch: Batch, micro_batch_size: int, sequence_parallel: int = 1, *, packed: bool = False) -> list[Batch]:
-    """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches where they run out.
+    """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches when they run out.
 
     Args:
-        sequence_parallel: the degree.
-        packed: the sequences of a micro-batch are one row.
+        sequence_parallel: number of ranks that share a row.
+        packed: whether the sequences of a micro-batch are packed into one row.
     """
     k = sequence_parallel
-    own = list(range(layout.rank("data", k), batch.num_sequences, layout.size("data", k)))
+    indices = list(range(layout.rank("data", k), batch.num_sequences, layout.size("data", k)))
     most = -(-batch.num_sequences // layout.size("data", k))
-    parts = [own[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
+    parts = [indices[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
     take = tiny.packed if packed else tiny.take
     return [take(batch, part, k) if part else idle_batch(0, k) for part in parts]
 
@@ -85,15 +85,15 @@ def train_step(
     recorder: StepRecorder | None = None,
     **options: Any,
 ) -> StepMetrics:
-    """`vcore_ds.train.step.train_step`, at `LEARNING_RATE` unless the options say otherwise."""
+    """`vcore_ds.train.step.train_step`, with `LEARNING_RATE` as the default."""
     recorder = StepRecorder(engine.device) if recorder is None else recorder
     options = {"learning_rate": LEARNING_RATE, **options}
     return take_step(engine, derive_step_settings(recipe), batches, estimator, recorder, **options)
 
 
 class Recorder(StepRecorder):
-    """Also keeps intermediate results of a step, in host memory: utilities and weights by sequence, the gradient
-    before clipping."""
+    """A recorder that also keeps intermediate results of a step in host memory: utilities and weights by sequence, and
+    the gradient before clipping."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine.device, keep_tokens=True)
@@ -109,48 +109,48 @@ class Recorder(StepRecorder):
     def part(self, name: str) -> Iterator[None]:
         if name == "step":
             self.gradient = {
-                name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_grad(parameter)).cpu()
+                name.removeprefix("causal_lm."): gather_experts(parameter, safe_get_full_grad(parameter)).cpu()
                 for name, parameter in self._engine.trainable
             }
         with super().part(name):
             yield
 
     def by_sequence(self, batches: Sequence[Batch]) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
-        """This rank's sequences: id -> (utilities, weights)."""
-        found = {}
+        """Sequence id -> (utilities, weights), for this rank's sequences."""
+        results = {}
         for batch, result in zip(batches, self.results, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
-                own, utilities = result.tokens.sequence_index == row, result.tokens.utilities
-                weights = result.weights.weights[own].cpu()
-                found[sequence_id] = (None if utilities is None else utilities[own].cpu(), weights)
-        return found
+                is_in_row, utilities = result.tokens.sequence_index == row, result.tokens.utilities
+                weights = result.weights.weights[is_in_row].cpu()
+                results[sequence_id] = (None if utilities is None else utilities[is_in_row].cpu(), weights)
+        return results
 
 
-def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """The unsharded fp32 parameters by name. A collective."""
+def gather_parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """Unsharded fp32 parameters by name. A collective."""
     return {
-        name.removeprefix("causal_lm."): of_all_experts(parameter, safe_get_full_fp32_param(parameter)).cpu()
+        name.removeprefix("causal_lm."): gather_experts(parameter, safe_get_full_fp32_param(parameter)).cpu()
         for name, parameter in engine.trainable
     }
 
 
-def of_all_experts(parameter: torch.nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
-    """A copy of what a rank has gathered of a parameter; of a block of experts, that of all blocks. A collective."""
+def gather_experts(parameter: torch.nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
+    """Copy of a gathered parameter; a block of experts is joined with the other ranks' blocks. A collective."""
     if not is_expert_block(parameter):
         return gathered.clone()
     return layout.all_gather("expert", gathered).flatten(0, 1)
 
 
 def without_padding(engine: Engine, vector: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of a vector over this rank's shards that belong to parameters, one for each; views."""
+    """Views of a vector over this rank's shards, one per parameter, without padding."""
     return [engine.shards.shard(vector, p)[: engine.local_numel(p)] for _, p in engine.trainable]
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+def relative_error(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((measured.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def reference_of(model, recipe: Recipe) -> Reference:
+def make_reference(model, recipe: Recipe) -> Reference:
     """The oracle on a copy of `model`, with eager attention and the recipe's optimizer."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
@@ -174,14 +174,14 @@ def reference_of(model, recipe: Recipe) -> Reference:
 
 
 def reference_step(reference: Reference, *batches: Any, **options: Any) -> dict[str, Any]:
-    """The oracle's step, and in `parameters` the trained ones after it. The first rank computes for all, which would
-    compute the same."""
-    found: list[Any] = [None]
+    """The oracle's step, and under `parameters` the trained parameters after it. The first rank computes it for all
+    ranks, whose results would be the same."""
+    shared: list[Any] = [None]
     if layout.is_first():
         expected = reference.step(*batches, **options)
-        found = [{**expected, "parameters": {name: p.detach() for name, p in reference.trained.items()}}]
-    torch.distributed.broadcast_object_list(found)
-    return found[0]
+        shared = [{**expected, "parameters": {name: p.detach() for name, p in reference.trained.items()}}]
+    torch.distributed.broadcast_object_list(shared)
+    return shared[0]
 
 
 def reference_options(recipe: Recipe) -> dict[str, Any]:
@@ -205,7 +205,9 @@ def reference_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def micro_batch_rows(num_rows: int, micro_batch_size: int, sequence_parallel: int = 1) -> list[list[int]]:
-    """The rows in each micro-batch of all ranks, as `deal` makes them."""
+    """Indices of the rows in each micro-batch of all ranks, as dealt by `deal`."""
     num_groups = layout.size("data", sequence_parallel)
     per_rank = [list(range(group, num_rows, num_groups)) for group in range(num_groups)]
-    return [own[start : start + micro_batch_size] for own in per_rank for start in range(0, len(own), micro_batch_size)]
+    return [
+        rows[start : start + micro_batch_size] for rows in per_rank for start in range(0, len(rows), micro_batch_size)
+    ]

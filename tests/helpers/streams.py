@@ -1,8 +1,9 @@
-"""An accelerator with streams that are only written down, for tests of ordering on the CPU.
+"""An accelerator with simulated streams, for tests of ordering on the CPU.
 
-DeepSpeed and the engine take it for an asynchronous device: they put gathers and reductions on streams of their own and
-order them with events. The work itself runs at once, so results are those of the CPU. What would be a race on a GPU is
-found from the order: two accesses to one piece of memory, at least one of them a write, that no chain of waits orders.
+DeepSpeed and the engine treat it as an asynchronous device: they put all-gathers and reduce-scatters on separate
+streams and order them with events. The operations run immediately, so results are those of the CPU. A race on a GPU is
+detected from the recorded order: two accesses to the same memory, at least one of them a write, that no chain of waits
+orders.
 """
 
 import sys
@@ -18,11 +19,11 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Clock = Counter["Stream | None"]
-"""What has certainly happened: the number of operations of each stream."""
+"""Vector clock: the number of operations of each stream that have certainly completed."""
 
 
 class Stream:
-    """A stream as DeepSpeed uses it."""
+    """The interface of a stream that DeepSpeed uses."""
 
     def __init__(self, accelerator: "AcceleratorWithStreams"):
         self._accelerator = accelerator
@@ -36,7 +37,7 @@ class Stream:
 
 
 class Event:
-    """An event as DeepSpeed uses it, that is never over when it is asked for: the host waits as often as it can."""
+    """The interface of an event that DeepSpeed uses. `query` is always False, so the host waits as often as it can."""
 
     def __init__(self, accelerator: "AcceleratorWithStreams"):
         self._accelerator = accelerator
@@ -53,10 +54,10 @@ class Event:
 
 
 class AcceleratorWithStreams(CPU_Accelerator):
-    """The CPU, which DeepSpeed takes for an asynchronous device.
+    """The CPU, presented to DeepSpeed as an asynchronous device.
 
     Attributes:
-        host_waits: by `module.function`, how often the host waited for a stream, an event or the device.
+        host_waits: number of waits for a stream, an event or the device, by `module.function`.
     """
 
     def __init__(self) -> None:
@@ -99,10 +100,10 @@ class AcceleratorWithStreams(CPU_Accelerator):
 
 @contextmanager
 def accelerator_with_streams() -> Iterator[AcceleratorWithStreams]:
-    """A context whose engines use such an accelerator. They are made and closed in it."""
+    """Use such an accelerator for the engines that are made and closed inside the block."""
     before, accelerator = get_accelerator(), AcceleratorWithStreams()
     record_stream = torch.Tensor.record_stream
-    torch.Tensor.record_stream = lambda tensor, stream: None  # the CPU's allocator reuses no memory that is in use
+    torch.Tensor.record_stream = lambda tensor, stream: None  # the CPU's allocator never reuses memory in use
     set_accelerator(accelerator)
     try:
         yield accelerator
@@ -112,21 +113,21 @@ def accelerator_with_streams() -> Iterator[AcceleratorWithStreams]:
 
 
 class Races(TorchDispatchMode):
-    """Finds unordered accesses to some tensors, those that live from step to step.
+    """Detects unordered accesses to tensors that live from step to step.
 
     Attributes:
-        found: for each race, the operations and where each was called.
-        num_accesses: by name, and whether the access was beside the default stream.
+        races: for each race, the operations and where each was called.
+        num_accesses: by name and whether the access was on another stream than the default one.
     """
 
     def __init__(self, accelerator: AcceleratorWithStreams, watched: dict[str, Iterable[torch.Tensor]]):
-        """`watched`: by name; accesses to any part of their memory count."""
+        """`watched`: tensors by name; accesses to any part of their memory count."""
         super().__init__()
         self._accelerator = accelerator
         self._names = {t.untyped_storage().data_ptr(): name for name, tensors in watched.items() for t in tensors}
         self._writes: dict[int, tuple[Stream, int, str]] = {}
         self._reads: dict[int, list[tuple[Stream, int, str]]] = {}
-        self.found: list[str] = []
+        self.races: list[str] = []
         self.num_accesses: Counter[tuple[str, bool]] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -152,7 +153,7 @@ class Races(TorchDispatchMode):
             return
         is_write = argument.alias_info is not None and argument.alias_info.is_write
         stream = self._accelerator.current_stream()
-        stream.clock |= self._accelerator.host_clock  # it was started after whatever the host has waited for
+        stream.clock |= self._accelerator.host_clock  # launched after everything that the host has waited for
         stream.clock[stream] += 1
         self.num_accesses[name, stream is not self._accelerator.default_stream()] += 1
         access = (stream, stream.clock[stream], f"{operation} at {_caller()}")
@@ -164,15 +165,15 @@ class Races(TorchDispatchMode):
             self._reads.setdefault(address, []).append(access)
         for other, number, where in earlier:
             if stream.clock[other] < number:
-                self.found.append(f"{name}: {where}, then without a wait {access[2]}")
+                self.races.append(f"{name}: {where}, then without a wait {access[2]}")
 
 
 def _caller() -> str:
-    """The innermost functions of the package and of DeepSpeed."""
-    frame, found = sys._getframe(3), []
-    while frame is not None and len(found) < 4:
+    """The innermost functions of the package and of DeepSpeed on the call stack."""
+    frame, functions = sys._getframe(3), []
+    while frame is not None and len(functions) < 4:
         file = frame.f_code.co_filename
         if "/vcore_ds/" in file or "/deepspeed/runtime/" in file:
-            found.append(f"{Path(file).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
+            functions.append(f"{Path(file).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
         frame = frame.f_back
-    return " < ".join(found)
+    return " < ".join(functions)

@@ -1,4 +1,4 @@
-"""Sweeps of two methods on a tiny model, and their table of losses."""
+"""Sweeps of two methods on a tiny model, and their tables of losses."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.helpers.setups import TinySetup
 def write_sweep(
     folder: Path, setup: TinySetup, seeds: Sequence[int], changes: Sequence[str], *, vcore: Sequence[str] = ()
 ) -> Path:
-    """A sweep file in a new folder, whose `sweep` is the sweep's own. `vcore`: words of that cell."""
+    """Write a sweep file in a new folder, with output in its subfolder `sweep`. `vcore`: words of the cell `vcore`."""
     common = [word for word in setup.overrides(folder, *changes) if not word.startswith("run.output_dir")]
     folder.mkdir()
     values = {
@@ -28,8 +28,8 @@ def write_sweep(
     return path
 
 
-def losses_table(sweep: Path) -> list[list[str]]:
-    """Rows of the table of losses, its head first, from `vcore-ds report`. Costs are never the same twice."""
+def report_losses(sweep: Path) -> list[list[str]]:
+    """Rows of the table of losses by `vcore-ds report`, header first, without costs, which differ in every run."""
     done = run_command(f"vcore-ds report {sweep}")
     assert done.returncode == 0, done.stdout
     lines = (sweep / "report.md").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Points at which the host would wait for a GPU, counted on the CPU."""
+"""Host-device synchronisations that a GPU would need, counted on the CPU."""
 
 from collections import Counter
 from typing import Any, Self
@@ -10,23 +10,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.streams import AcceleratorWithStreams
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"}
-"""Operations whose result the host needs: a number, or a shape that depends on values."""
+"""Operations whose result the host reads: a number, or a shape that depends on values."""
 
 BRAKES = {
     "partitioned_param_coordinator._fetch_sub_module_impl",
     "stage3.__reduce_and_partition_ipg_grads",
 }
 """Functions of DeepSpeed that keep the host from running too far ahead of the device, so that gathered parameters and
-gradients do not fill its memory: with more than two gathers under way the host waits for the oldest."""
+gradients do not fill its memory: with more than two all-gathers in flight, the host waits for the oldest."""
 
 
 class Synchronisations:
-    """Counts inside a `with` block, for engines made with an `AcceleratorWithStreams`. Reads of tensors that would be
-    in host memory on a GPU machine too (a batch's labels) are counted as well: the numbers are upper bounds.
+    """Counts synchronisations inside a `with` block, for engines made with an `AcceleratorWithStreams`. Reads of
+    tensors that would be in host memory on a GPU machine too (a batch's labels) are also counted: the numbers are upper
+    bounds.
 
     Attributes:
         counts: by operation, or by `module.function` for waits for a stream, an event or the device.
-        brakes: the same, for those that DeepSpeed makes on purpose and whose number grows with the model.
+        brakes: like `counts`, for the intended waits of DeepSpeed, whose number grows with the model (`BRAKES`).
     """
 
     def __init__(self, accelerator: AcceleratorWithStreams) -> None:
@@ -61,7 +62,7 @@ class _CountsReads(TorchDispatchMode):
 
 
 class _CountsLists(TorchFunctionMode):
-    """`tolist` reads a CPU tensor without an operation."""
+    """Counts `tolist`, which reads a CPU tensor without a dispatched operation."""
 
     def __init__(self, counts: Counter[str]):
         super().__init__()

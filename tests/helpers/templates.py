@@ -10,7 +10,7 @@ from tests.helpers.tokenizer import make_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 
-# (begin of sequence, end of turn) and the markers that are single tokens in the model's own vocabulary.
+# Begin of sequence, end of turn, and the markers that are single tokens in the model's vocabulary.
 SPECIAL = {
     "qwen3": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
     "qwen3_5_think": ("", "<|im_end|>", ["<|im_start|>", "<think>", "</think>"]),
@@ -22,8 +22,8 @@ SPECIAL = {
 WITH_CHANNELS = {
     "gpt_oss": ("<|startoftext|>", "<|return|>", ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"])
 }
-"""Templates that mark thinking otherwise than by `<think>`."""
-# How LLaMA 3 and Qwen3 cut text into words: line breaks stay together, whatever follows.
+"""Templates that mark thinking by other tokens than `<think>`."""
+# Word pattern of LLaMA 3 and Qwen3: consecutive line breaks stay together, whatever follows.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,7 +32,7 @@ WORDS = (
 
 @lru_cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """Bytes, and the model's own special tokens and chat template."""
+    """A byte-level tokenizer with the model's special tokens and chat template."""
     begin, end, markers = (SPECIAL | WITH_CHANNELS)[name]
     return make_tokenizer(
         (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
@@ -46,6 +46,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 
 def supervised_runs(name: str, sequence) -> list[str]:
+    """Texts of the contiguous runs of supervised tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.supervised, [0]]).astype(int)))
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [tokenizer_of(name).decode(sequence.input_ids[start:end]) for start, end in pairs]

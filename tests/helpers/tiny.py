@@ -44,7 +44,7 @@ _MOE_KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def mixture(
+def moe_model(
     kind: str = "qwen3_moe", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
     """An MoE model with two experts per token.
@@ -69,8 +69,8 @@ def lora(dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") ->
 
 
 def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1, on_experts: bool = True):
-    """`model` with adapters, on experts too unless told otherwise, away from their initial point, where B = 0 and half
-    of the gradients vanish."""
+    """`model` with adapters, by default also on experts, away from their initial point, where B = 0 and half of the
+    gradients vanish."""
     torch.manual_seed(seed)
     with_experts = on_experts and any(name.endswith(".experts") for name, _ in model.named_modules())
     adapted = add_lora(model, lora(dropout, ("all-linear", "experts") if with_experts else "all-linear"))
@@ -86,12 +86,13 @@ def token_loss_model(
     dropout: float = 0.0,
     tied: bool = False,
     checkpointing: bool = False,
-    mixture_of: str | None = None,
+    moe_kind: str | None = None,
     on_experts: bool = True,
     **kwargs,
 ) -> TokenLossModel:
-    """`mixture_of`: kind of a mixture, instead of a Qwen3; `on_experts`: whether its experts have adapters too."""
-    model = qwen3(tied=tied, **kwargs) if mixture_of is None else mixture(mixture_of, **kwargs)
+    """A Qwen3, or an MoE model of `moe_kind`, that computes token losses. `on_experts`: whether its experts have
+    adapters too."""
+    model = qwen3(tied=tied, **kwargs) if moe_kind is None else moe_model(moe_kind, **kwargs)
     model.set_attn_implementation(TRAINING_ATTENTION)
     model.set_experts_implementation(OUR_EXPERTS)
     if checkpointing:
@@ -115,7 +116,7 @@ def rows(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = V
 
 
 def inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowLayout]:
-    """What `TokenLossModel` is called with, of a batch that one rank has for itself."""
+    """Arguments of `TokenLossModel` for a batch that is not shared among ranks."""
     layout = RowLayout.from_lengths(batch.sequence_lengths(), 1, torch.device("cpu"))
     return batch.input_ids, batch.targets(), batch.position_ids(), layout
 
@@ -140,7 +141,7 @@ def take(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
 
 
 def packed(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
-    """Some rows of a batch, one after the other in a single row."""
+    """Some rows of a batch, packed into a single row."""
     references = batch.reference_log_probability
     sequences = [
         TokenizedSequence(
@@ -157,7 +158,7 @@ def packed(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batc
 
 
 def deepspeed_config(*, bf16: bool = False, gradient_clipping: float = 0.0, persistence_threshold: int = 0) -> dict:
-    """ZeRO-3. Clipping is off by default, since it would hide a wrong scale."""
+    """A ZeRO-3 configuration. Clipping is off by default, since it would hide a wrong scale."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -1,4 +1,4 @@
-"""Records of tokens of two runs, compared."""
+"""Comparison of the token records of two runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,36 +13,50 @@ from vcore_ds.train.token_records import read_all_followed, read_records
 
 
 def assert_same_records(folder: Path, expected: Path, *, num_sequences: int, tolerance: float = 1e-4) -> list[int]:
-    """The records of both runs hold the same tokens, up to rounding. Returns their steps.
+    """Assert that the token records of both runs are equal up to rounding; returns their steps.
 
-    `num_sequences`: of each record.
+    `num_sequences`: number of sequences in each record.
     """
-    found, wanted = read_records(folder), read_records(expected)
-    assert [record.step for record in found] == [record.step for record in wanted]
-    for here, there in zip(found, wanted, strict=True):
-        assert here.num_sequences_global == there.num_sequences_global == len(here.sequences) == num_sequences
-        assert [s.sequence_id for s in here.sequences] == [s.sequence_id for s in there.sequences]
-        assert_same_tokens(here.sequences, there.sequences, ("losses", "utilities", "weights"), tolerance)
+    records, expected_records = read_records(folder), read_records(expected)
+    assert [record.step for record in records] == [record.step for record in expected_records]
+    for record, expected_record in zip(records, expected_records, strict=True):
+        assert (
+            record.num_sequences_global
+            == expected_record.num_sequences_global
+            == len(record.sequences)
+            == num_sequences
+        )
+        assert [s.sequence_id for s in record.sequences] == [s.sequence_id for s in expected_record.sequences]
+        assert_same_tokens(record.sequences, expected_record.sequences, ("losses", "utilities", "weights"), tolerance)
         for field in ("share", "uniform_share", "alpha"):
-            left, right = ([getattr(s, field) for s in record.sequences] for record in (here, there))
-            assert left == pytest.approx(right, rel=1e-5), (here.step, field)
-    return [record.step for record in found]
+            left, right = ([getattr(s, field) for s in record.sequences] for record in (record, expected_record))
+            assert left == pytest.approx(right, rel=1e-5), (record.step, field)
+    return [record.step for record in records]
 
 
 def assert_same_followed(folder: Path, expected: Path, *, num_traces: int, tolerance: float = 1e-4) -> list[int]:
-    """Both runs followed the same traces, and measured the same, up to rounding. Returns the steps."""
-    found, wanted = read_all_followed(folder), read_all_followed(expected)
-    assert [record.step for record in found] == [record.step for record in wanted]
-    for here, there in zip(found, wanted, strict=True):
-        assert here.origins == there.origins and len(here.traces) == len(there.traces) == num_traces
-        assert_same_tokens(here.traces, there.traces, ("losses", "entropies", "utilities", "weights"), tolerance)
-    return [record.step for record in found]
+    """Assert that both runs followed the same traces with equal numbers up to rounding; returns the steps."""
+    records, expected_records = read_all_followed(folder), read_all_followed(expected)
+    assert [record.step for record in records] == [record.step for record in expected_records]
+    for record, expected_record in zip(records, expected_records, strict=True):
+        assert (
+            record.origins == expected_record.origins
+            and len(record.traces) == len(expected_record.traces) == num_traces
+        )
+        assert_same_tokens(
+            record.traces, expected_record.traces, ("losses", "entropies", "utilities", "weights"), tolerance
+        )
+    return [record.step for record in records]
 
 
-def assert_same_tokens(here: Sequence[Any], there: Sequence[Any], measured: Sequence[str], tolerance: float) -> None:
-    """`measured`: the fields that may differ by rounding."""
+def assert_same_tokens(
+    actual: Sequence[Any], expected: Sequence[Any], measured: Sequence[str], tolerance: float
+) -> None:
+    """Assert that sequences or traces are equal. `measured`: fields that may differ by rounding."""
     for field in ("positions", "token_ids", *measured):
-        left, right = (torch.from_numpy(np.concatenate([getattr(one, field) for one in of])) for of in (here, there))
+        left, right = (
+            torch.from_numpy(np.concatenate([getattr(tokens, field) for tokens in side])) for side in (actual, expected)
+        )
         assert left.dtype == right.dtype
         if field in measured:
             assert relative_error(left, right) < tolerance, field

@@ -1,4 +1,4 @@
-"""The tests' tokenizer: one token per byte, made in memory, with as many merges and special tokens as a test needs."""
+"""The tests' tokenizer, made in memory: one token per byte, plus the merges and special tokens that a test needs."""
 
 from collections.abc import Sequence
 
@@ -26,8 +26,8 @@ def make_tokenizer(
     """A byte-level BPE tokenizer.
 
     Args:
-        chat_template: None leaves it without one.
-        merges: pairs of pieces, each of which becomes a token too.
+        chat_template: None for a tokenizer without a chat template.
+        merges: pairs of pieces; each pair becomes a token too.
         word_pattern: how text is cut into words before merging; None for the rule of GPT-2.
         trim_offsets: whether a token's character offsets leave out its leading space.
         begin, end, pad: special tokens for the beginning of a sequence, the end of a turn, and padding.

@@ -1,6 +1,6 @@
-"""What a GPU would find in whole steps and runs, on a simulated one (`tests/helpers/simulated_cuda`).
+"""Steps and runs on a simulated CUDA device (`tests/helpers/simulated_cuda`), which shows errors that a CPU does not.
 
-Skipped with its reason where no compiler is, and on a machine with a GPU, which is better.
+Skipped where there is no compiler, and on machines with a GPU, which run tests/gpu instead.
 """
 
 from pathlib import Path
@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.simulated_cuda.build import NoCompiler, compiled
+from tests.helpers.simulated_cuda.build import NoCompiler, compile_device
 
 
 @pytest.fixture(scope="session")
 def library(pytestconfig: pytest.Config) -> Path:
     """The compiled device, kept between runs of the tests."""
     if torch.version.cuda is not None:
-        pytest.skip("PyTorch is built for CUDA, and a simulated device takes a build for CPUs")
+        pytest.skip("PyTorch is built for CUDA, and a simulated device needs a build for CPUs")
     assert pytestconfig.cache is not None
     try:
-        return compiled(pytestconfig.cache.mkdir("simulated_cuda"))
+        return compile_device(pytestconfig.cache.mkdir("simulated_cuda"))
     except NoCompiler as reason:
         pytest.skip(f"nothing was tested on a simulated CUDA device: {reason}")

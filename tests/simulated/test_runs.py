@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.gpu.node import steps as node_steps
 from tests.helpers import resumed_runs, tiny
-from tests.helpers.mixtures import mixture
+from tests.helpers.moe_models import moe_model
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations
@@ -35,14 +35,14 @@ COMPARED = ("loss", "alpha", "grad_norm", "direction_norm", "validation_loss")
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 SFT = {"method": {"name": "sft"}}
-MIXTURE = {"model": {"path": "mixture"}}
+MOE_MODEL = {"model": {"path": "moe_model"}}
 SINKS, SOFTCAP = ({"model": {"path": name}} for name in ("gpt_oss", "gemma2"))
 MEGATRON = {"model": {"provider": "megatron"}}
 ON_CPU: dict[str, dict[str, Any]] = {
     "full": {},
     "sft": SFT,
     "adapters": LORA,
-    "experts": MIXTURE,
+    "experts": MOE_MODEL,
     "sinks": SINKS,
     "softcap": SOFTCAP,
 }
@@ -62,23 +62,23 @@ ALONE: dict[str, dict[str, Any]] = {
     {
         "full, optimizer offloaded": {"engine": {"deepspeed_config": "offload_optimizer.json"}},
         "full, megatron": MEGATRON,
-        "experts": MIXTURE,
+        "experts": MOE_MODEL,
     }
 )
 TOGETHER: dict[str, dict[str, Any]] = {
     "full, sequences on two ranks": {"batch": {"global_size": 4, "sequence_parallel": 2}},
     "full, layers on two ranks": {**MEGATRON, "parallel": {"tensor": 2}},
-    "experts, divided between two ranks": {**MIXTURE, "parallel": {"expert": 2}},
+    "experts, divided between two ranks": {**MOE_MODEL, "parallel": {"expert": 2}},
 } | soak(
     {
-        "experts, two ranks": MIXTURE,
+        "experts, two ranks": MOE_MODEL,
     }
 )
 """By what they are compared with on the CPU, up to the comma: how ranks and memory are used changes no loss."""
 
 DIVIDED = {
     precision: Case(
-        expert=2, mixture_of="qwen3_moe", checkpointing=True, num_main=4, num_probe=2,
+        expert=2, moe_kind="qwen3_moe", checkpointing=True, num_main=4, num_probe=2,
         sections={"model": {"path": "none", "precision": precision}},
     )
     for precision in ("fp32", "bf16")
@@ -132,7 +132,7 @@ def measured(run: Path) -> list[list[float]]:
 
 def train(folder: Path, where: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[list[float]]]:
     return {
-        name: measured(resumed_runs.to_the_end(make_recipe(folder, f"{where} {name}", sections)))
+        name: measured(resumed_runs.run_to_end(make_recipe(folder, f"{where} {name}", sections)))
         for name, sections in runs.items()
     }
 
@@ -140,8 +140,8 @@ def train(folder: Path, where: str, runs: dict[str, dict[str, Any]]) -> dict[str
 def train_alone(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = train(folder, "simulated", ALONE)
     stopped = make_recipe(folder, "stopped", {})
-    resumed_runs.until(stopped, STOP)
-    found["full, resumed"] = measured(resumed_runs.to_the_end(stopped))
+    resumed_runs.run_until(stopped, STOP)
+    found["full, resumed"] = measured(resumed_runs.run_to_end(stopped))
     export_run(folder / "runs" / "simulated full", output=folder / "exported")
     options = FidelityOptions(2, epsilons=(), probe_sizes=(), large_probe_size=0, stale_steps=())
     found["fidelity"] = measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].agreement.spearman
@@ -162,12 +162,12 @@ def write_inputs(folder: Path) -> Path:
     tokenizer = make_tokenizer()
     vocabulary = len(tokenizer) + len(tokenizer) % 2  # two ranks share it
     tiny.qwen3(vocab_size=vocabulary).save_pretrained(folder / "dense")
-    tiny.mixture(vocab_size=vocabulary).save_pretrained(folder / "mixture")
-    mixture("gpt_oss", vocab_size=vocabulary).save_pretrained(folder / "gpt_oss")
+    tiny.moe_model(vocab_size=vocabulary).save_pretrained(folder / "moe_model")
+    moe_model("gpt_oss", vocab_size=vocabulary).save_pretrained(folder / "gpt_oss")
     torch.manual_seed(0)
     capped = AutoConfig.for_model("gemma2", vocab_size=vocabulary, **CAPPED)
     AutoModelForCausalLM.from_config(capped).save_pretrained(folder / "gemma2")
-    for name in ("dense", "mixture", "gpt_oss", "gemma2"):
+    for name in ("dense", "moe_model", "gpt_oss", "gemma2"):
         tokenizer.save_pretrained(folder / name)
     write_conversations(folder / "train.jsonl", sums(range(13)))
     write_conversations(folder / "validation.jsonl", sums(range(20, 23)))

@@ -1,4 +1,4 @@
-"""A cluster of two nodes, and where a user submits from."""
+"""Fixtures: a cluster of two nodes, and a folder from which a user submits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,14 +7,14 @@ import pytest
 
 from tests.e2e.conftest import setup
 from tests.helpers.commands import REPOSITORY
-from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.cluster import Cluster, missing_requirement
 
 __all__ = ["checkout", "cluster", "setup"]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    missing = why_not()
+    missing = missing_requirement()
     if missing is not None:
         pytest.skip(f"THE SLURM SCRIPTS ARE NOT TESTED HERE: {missing}")
     with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
@@ -23,7 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Where a user submits from: the repository's files, and its logs in a folder of this test's."""
+    """A folder from which a user submits: the repository's files, and logs in this test's folder."""
     for name in ("launch_scripts", "ds_configs"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     return tmp_path

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.commands import REPOSITORY, free_port, num_steps_done, read_metrics, run_command
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import IS_SOAK, soak_only
-from tests.slurm.cluster import Cluster, wait_until, why_not
+from tests.slurm.cluster import Cluster, missing_requirement, wait_until
 from vcore_ds.config.load import load_recipe
 
 pytestmark = pytest.mark.dist
@@ -41,7 +41,7 @@ class Undisturbed:
 def undisturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("undisturbed")
     overrides = " ".join(setup.overrides(folder / "run", *CHANGES))
-    missing = why_not("sshd", "pdsh")
+    missing = missing_requirement("sshd", "pdsh")
     if missing is not None:
         done = run_command(f"torchrun --nproc_per_node 2 launch_scripts/train_32b.sh {overrides}")
         assert done.returncode == 0, done.stdout

@@ -15,7 +15,7 @@ from tests.helpers.commands import HANG_SECONDS, num_steps_done, read_metrics, r
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import soak_only
-from tests.helpers.sweeps import losses_table, write_sweep
+from tests.helpers.sweeps import report_losses, write_sweep
 from tests.slurm.cluster import Cluster, wait_until
 from vcore_ds.commands.sweep.folder import State, begin_sweep, read_sweep_folder
 from vcore_ds.planning.sweep import load_sweep
@@ -75,7 +75,7 @@ def disturbed(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_a_disturbed_sweep_is_whole(disturbed: Path) -> None:
     sweep, file = disturbed / "sweep", disturbed / "sweep_file.yaml"
-    table = losses_table(sweep)
+    table = report_losses(sweep)
     assert [row[:3] for row in table[1:]] == [["sft", "2", ""], ["vcore", "2", "sft"]]
     assert len(table[2]) > 3 and all(table[2][3:])
     for run in RUNS:
@@ -125,7 +125,7 @@ def test_a_job_array_gives_the_same_table(
     assert [cluster.field(task, "Restarts") for task in tasks] == ["0", "1"]
     log = (folder / "logs" / f"{RUNS[-1]}.log").read_text()
     assert log.count("== attempt of") == 2 and "back into the queue" in log and "ended with exit code 0" in log
-    assert losses_table(folder) == losses_table(disturbed / "sweep")
+    assert report_losses(folder) == report_losses(disturbed / "sweep")
 
 
 def wait_for_step(job: Job, run: Path, step: int) -> None:

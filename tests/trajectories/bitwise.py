@@ -106,7 +106,7 @@ def run_cases(folder: Path, provider: str) -> dict[str, Run]:
         with redirect_stdout(StringIO()):
             if recipe.data.reference_log_probabilities is not None:
                 write_reference_log_probabilities(recipe, Path(recipe.data.reference_log_probabilities))
-            found[name] = read(resumed_runs.to_the_end(recipe))
+            found[name] = read(resumed_runs.run_to_end(recipe))
     return found
 
 

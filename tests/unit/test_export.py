@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
-from tests.helpers.exports import stored, write_checkpoint, write_run
+from tests.helpers.exports import load_tensors, write_checkpoint, write_run
 from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
 from vcore_ds.commands.cli import main
@@ -73,7 +73,7 @@ def test_full_weights_are_the_masters_rounded_once(base, full_run, dtype):
     assert folder == full_run / "export" / "step_00000020" / "model"
     wanted = torch.float32 if dtype == "fp32" else torch.bfloat16
     masters = {name.removeprefix("causal_lm."): tensor for name, tensor in trained_masters(base, lora=False).items()}
-    found = stored(folder)
+    found = load_tensors(folder)
     assert found.keys() == masters.keys()
     assert all(torch.equal(found[name], tensor.to(wanted)) for name, tensor in masters.items())
     is_tied = AutoConfig.from_pretrained(base).tie_word_embeddings
@@ -106,7 +106,7 @@ def test_configuration_tokenizer_and_settings_are_beside_the_weights(base, full_
 def test_the_adapter_loads_in_peft(base, lora_run):
     folder = export_run(lora_run)
     assert folder == lora_run / "export" / "step_00000020" / "adapter"
-    found = stored(folder)
+    found = load_tensors(folder)
     masters = trained_masters(base, lora=True)
     expected = {name.removeprefix("causal_lm.").replace(".default", ""): t for name, t in masters.items()}
     assert found.keys() == expected.keys()
@@ -118,13 +118,13 @@ def test_the_adapter_loads_in_peft(base, lora_run):
     adapted = PeftModel.from_pretrained(plain, folder)
     assert float((logits(adapted) - before).abs().max()) > 1e-2
     assert export_run(lora_run, output=lora_run / "bf16", dtype="bf16") == lora_run / "bf16"
-    assert {tensor.dtype for tensor in stored(lora_run / "bf16").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_tensors(lora_run / "bf16").values()} == {torch.bfloat16}
 
 
 def test_merged_weights_are_the_base_plus_the_scaled_product_rounded_once(base, lora_run):
-    merged = stored(export_run(lora_run, merge=True, max_file_bytes=20_000))
+    merged = load_tensors(export_run(lora_run, merge=True, max_file_bytes=20_000))
     trained = trained_masters(base, lora=True)
-    exact = {name: tensor.double() for name, tensor in stored(base).items()}
+    exact = {name: tensor.double() for name, tensor in load_tensors(base).items()}
     num_merged = 0
     for name in exact:
         pair = [f"causal_lm.base_model.model.{name.removesuffix('.weight')}.lora_{x}.default.weight" for x in "AB"]
@@ -151,11 +151,11 @@ def test_merged_weights_compute_the_same_as_the_adapter(base, lora_run):
 
 def test_a_finished_run_without_checkpoints_exports_its_adapter(lora_run):
     export_run(lora_run, output=lora_run / "adapter")
-    from_checkpoint = stored(export_run(lora_run, merge=True))
+    from_checkpoint = load_tensors(export_run(lora_run, merge=True))
     shutil.rmtree(lora_run / "checkpoints")
     folder = export_run(lora_run, merge=True)
     assert folder == lora_run / "export" / "adapter" / "merged"
-    found = stored(folder)
+    found = load_tensors(folder)
     assert all(torch.equal(found[name], tensor) for name, tensor in from_checkpoint.items())
 
 
@@ -186,7 +186,7 @@ def test_memory_holds_one_file_and_one_tensor(tmp_path, merge):
     run = write_run(tmp_path / "run", base, trained_masters(base, lora=merge), lora=merge)
     with Allocations() as allocations:
         folder = export_run(run, merge=merge, max_file_bytes=40_000)
-    sizes = [tensor.nbytes for tensor in stored(folder).values()]
+    sizes = [tensor.nbytes for tensor in load_tensors(folder).values()]
     print(f"peak {allocations.peak_bytes:,} of {sum(sizes):,}; largest tensor {max(sizes):,}")
     # A file, and one tensor in fp32 as it is read and merged.
     assert allocations.peak_bytes < 40_000 + 5 * max(sizes) < sum(sizes) / 2

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.helpers.exports import stored, write_run
-from tests.helpers.mixtures import MIXTURES, mixture, read_config, write_mixture
+from tests.helpers.exports import load_tensors, write_run
+from tests.helpers.moe_models import MOE_CONFIGS, moe_model, read_config, write_moe_model
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
@@ -31,7 +31,7 @@ EXPERTS = {"rank": 4, "alpha": 12, "target_modules": ["all-linear", "experts"]}
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("mixtures")
-    return {name: write_mixture(folder / name, name) for name in MIXTURES}
+    return {name: write_moe_model(folder / name, name) for name in MOE_CONFIGS}
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -51,14 +51,14 @@ def masters(model) -> dict[str, Tensor]:
     return {f"causal_lm.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", MOE_CONFIGS)
 def test_an_untrained_export_is_the_input_byte_for_byte(bases, tmp_path, name):
     base = bases[name]
     model = load(base)
     run = write_run(tmp_path / "run", base, masters(model), lora=False, precision="fp32")
     folder = export_run(run, max_file_bytes=10_000)
     assert len(list(folder.glob("*.safetensors"))) > 4  # the experts of a layer are in several
-    found, expected = stored(folder), stored(base)
+    found, expected = load_tensors(folder), load_tensors(base)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
@@ -76,8 +76,8 @@ def test_experts_that_the_input_holds_joined_stay_so(bases, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (base / file).write_bytes((bases["qwen3_moe"] / file).read_bytes())
     folder = export_run(write_run(tmp_path / "run", base, masters(model), lora=False, precision="fp32"))
-    assert "model.layers.0.mlp.experts.gate_up_proj" in stored(folder)
-    assert stored(folder).keys() == stored(base).keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_tensors(folder)
+    assert load_tensors(folder).keys() == load_tensors(base).keys()
     assert torch.equal(logits(load(folder)), logits(model))
 
 
@@ -88,12 +88,12 @@ def test_of_quantized_files_the_names_are_those_of_save_pretrained(bases, tmp_pa
     (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
     folder = FolderWeights(str(tmp_path), describe_weights(str(tmp_path), torch.bfloat16))
     assert not folder.is_complete and not folder.copied
-    assert folder.stored.keys() == {name for name in stored(base) if "layers.2." not in name}
+    assert folder.stored.keys() == {name for name in load_tensors(base) if "layers.2." not in name}
 
 
 def test_a_configuration_says_what_is_there(tmp_path):
     """Of quantized files nothing is copied: no layers that predict further tokens, and no quantization any more."""
-    model = mixture("deepseek_v3")
+    model = moe_model("deepseek_v3")
     model.config.quantization_config = {"quant_method": "fp8"}
     model.config.save_pretrained(tmp_path / "base")
     for is_complete, number in ((True, 1), (False, 0)):
@@ -127,13 +127,13 @@ def test_adapters_on_experts_are_those_of_plain_peft_and_merged(bases, tmp_path,
     assert largest_difference(logits(PeftModel.from_pretrained(load(base), adapter)), expected) < 1e-6
     assert largest_difference(logits(add_trained_adapter(load(base), adapter, str(base))), expected) < 1e-6
     assert largest_difference(logits(load(merged)), expected) < 2e-6
-    assert stored(merged).keys() == stored(base).keys()
+    assert load_tensors(merged).keys() == load_tensors(base).keys()
 
 
 def adapted_layers(name: str, *targets: str, dropout: float = 0.0) -> set[str]:
     """Names without their layers' numbers; of experts, that of the parameter."""
     lora = LoraConfig(rank=2, alpha=4, dropout=dropout, target_modules=targets)
-    adapted = add_lora(mixture(name), lora)
+    adapted = add_lora(moe_model(name), lora)
     found = set()
     for key, module in adapted.named_modules():
         if hasattr(module, "lora_A"):
@@ -158,11 +158,11 @@ def test_which_layers_get_adapters():
 
 def test_a_router_that_is_a_linear_layer_gets_no_adapter():
     sizes = dict(num_experts=4, n_routed_experts=4, num_shared_experts=1, num_dense_layers=1, layer_types=None)
-    MIXTURES["afmoe"] = sizes
+    MOE_CONFIGS["afmoe"] = sizes
     try:
         found = adapted_layers("afmoe", "all-linear")
     finally:
-        del MIXTURES["afmoe"]
+        del MOE_CONFIGS["afmoe"]
     assert found and not any("router" in name for name in found)
 
 
@@ -190,7 +190,7 @@ def test_an_adapter_that_peft_would_take_for_experts_names_parameters(bases, tmp
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_an_adapter_on_experts_that_is_below_half_an_ulp_of_their_weights_is_kept(name):
-    model = mixture(name, hidden_size=256, moe_intermediate_size=128, intermediate_size=128)
+    model = moe_model(name, hidden_size=256, moe_intermediate_size=128, intermediate_size=128)
     model.config._experts_implementation = OUR_EXPERTS
     adapted = add_lora(model, LoraConfig(rank=6, alpha=12, target_modules=["experts"]))
     for key, parameter in adapted.named_parameters():

@@ -31,7 +31,7 @@ def base_of(model: Model) -> PreTrainedModel:
 
 def make_model(kind: str) -> Model:
     """A tiny model in fp64, in training mode; `lora` is peft's, `dropout` peft's with dropout of adapters."""
-    base = tiny.mixture(dtype=torch.float64) if kind == "mixture" else tiny.qwen3(tied=kind == "tied")
+    base = tiny.moe_model(dtype=torch.float64) if kind == "mixture" else tiny.qwen3(tied=kind == "tied")
     base.set_experts_implementation("eager")  # transformers' grouped GEMM takes no fp64
     model: Model = base
     if kind in ("lora", "dropout"):

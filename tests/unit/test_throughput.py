@@ -24,7 +24,7 @@ JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 LORA = AdapterShape(4)
 
 
-def recipe_of(method: str, **sections: dict) -> Recipe:
+def make_recipe(method: str, **sections: dict) -> Recipe:
     recipe = smallest_recipe() | sections
     recipe["method"] = {"name": method} | ({"kl_budget": 0.05} if method == "vcore" else {})
     return Recipe.model_validate(recipe)
@@ -56,7 +56,7 @@ def recipe_of(method: str, **sections: dict) -> Recipe:
 def test_flops_by_hand(method: str, settings: MemorySettings, training: int, extra: int) -> None:
     lora = {"lora": {"rank": 4, "alpha": 8.0}} if settings.adapters is not None else {}
     rates = Throughput(
-        SHAPE, derive_needed_passes(derive_plan_settings(recipe_of(method, **lora)), settings), peak_flops=2e6
+        SHAPE, derive_needed_passes(derive_plan_settings(make_recipe(method, **lora)), settings), peak_flops=2e6
     )
     found = rates.compute_rates(MAIN, PROBE if method == "vcore" else [], seconds=4.0)
     assert found == {
@@ -72,13 +72,13 @@ def test_flops_by_hand(method: str, settings: MemorySettings, training: int, ext
 @pytest.mark.parametrize("method", ["iw_sft", "asft"])
 def test_a_forward_of_the_base_model_is_extra(method: str) -> None:
     settings = replace(SFT, adapters=LORA)
-    passes = derive_needed_passes(derive_plan_settings(recipe_of(method, lora={"rank": 4, "alpha": 8.0})), settings)
+    passes = derive_needed_passes(derive_plan_settings(make_recipe(method, lora={"rank": 4, "alpha": 8.0})), settings)
     assert Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
 
 
 def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
     """The mean over the steps that share a probe is what a plan says."""
-    recipe = recipe_of("vcore", probe={"every": 2})
+    recipe = make_recipe("vcore", probe={"every": 2})
     passes = derive_needed_passes(derive_plan_settings(recipe), JVP)
     rates = Throughput(SHAPE, passes, None)
     with_probe, without = (rates.compute_rates(MAIN, probe, 1.0) for probe in (PROBE, []))
@@ -89,7 +89,7 @@ def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
 
 
 def test_what_is_not_known_is_not_guessed() -> None:
-    passes = derive_needed_passes(derive_plan_settings(recipe_of("sft")), SFT)
+    passes = derive_needed_passes(derive_plan_settings(make_recipe("sft")), SFT)
     on_cpu = Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)
     assert on_cpu["flops_training"] == 3 * (LINEAR + SQUARES)
     assert on_cpu["utilization"] is None and on_cpu["utilization_training"] is None

@@ -16,8 +16,8 @@ import torch
 
 from tests.gpu.node.launch import run_on_ranks
 from tests.gpu.results import is_real_gpu, results_folder, write_results
-from tests.helpers import resumed_runs
-from tests.helpers.device_runs import NUM_STEPS, STOP, largest_difference, numbers_of, recipe_of, write_inputs
+from tests.helpers import device_runs, resumed_runs
+from tests.helpers.device_runs import NUM_STEPS, STOP, largest_difference, read_numbers, write_inputs
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank, uses_gpu
@@ -28,7 +28,7 @@ RUNS = ("vcore, fp32", "vcore, bf16", "vcore, optimizer in host memory")
 
 def make_recipe(folder: Path, name: str, kind: str, num_before: int) -> Recipe:
     """`num_before`: ranks of the run that is killed."""
-    recipe = recipe_of(folder, name)
+    recipe = device_runs.make_recipe(folder, name)
     sections = {
         "batch": recipe.batch.model_copy(update={"global_size": 2 * num_before}),
         "probe": recipe.probe.model_copy(update={"batch_size": 2 * num_before}),
@@ -54,12 +54,12 @@ def train(folder: Path, kind: str, num_before: int) -> None:
     for name in RUNS:
         recipe, killed = make_recipe(folder, name, kind, num_before), run_folder(folder, name, "killed")
         if kind == "straight":
-            resumed_runs.killed_copy(recipe, STOP, killed)
+            resumed_runs.run_and_copy_after(recipe, STOP, killed)
             continue
         if layout.is_first():
             shutil.copytree(killed, recipe.run.output_dir)
         layout.gather_objects("job", None)
-        resumed_runs.to_the_end(recipe)
+        resumed_runs.run_to_end(recipe)
 
 
 def bound_of(name: str, same_ranks: bool) -> float:
@@ -72,7 +72,7 @@ def bound_of(name: str, same_ranks: bool) -> float:
 def compare(folder: Path, name: str, num_before: int, num_after: int) -> dict[str, Any]:
     straight = run_folder(folder, name, "straight")
     resumed = run_folder(folder, name, f"on {num_after} ranks")
-    pairs = zip(numbers_of(resumed), numbers_of(straight), strict=True)
+    pairs = zip(read_numbers(resumed), read_numbers(straight), strict=True)
     difference = max(largest_difference(*pair) for pair in pairs)
     tensors, expected = resumed_runs.tensors_of(resumed), resumed_runs.tensors_of(straight)
     differing = [key for key in tensors.keys() | expected.keys() if not torch.equal(tensors[key], expected[key])]

@@ -21,7 +21,7 @@ import torch
 from tests.gpu.node.launch import on_ranks
 from tests.gpu.results import describe_devices
 from tests.gpu.session import REPOSITORY, Part, current_commit, end, read_arguments, run_parts
-from tests.helpers.simulated_cuda.build import compiled
+from tests.helpers.simulated_cuda.build import compile_device
 from tests.helpers.simulated_cuda.ranks import simulated_environment
 
 PAGE = "gpu8.md"
@@ -87,7 +87,7 @@ def main() -> None:
     elif tried == "simulated":
         cache = REPOSITORY / ".pytest_cache" / "d" / "simulated_cuda"
         cache.mkdir(parents=True, exist_ok=True)
-        environment = simulated_environment(compiled(cache), for_commands=True)
+        environment = simulated_environment(compile_device(cache), for_commands=True)
         device = f"{num_ranks} x simulated device, torch {torch.__version__}, gloo"
     outcomes = run_parts(
         {name: fill_in(part, arguments.output) for name, part in parts.items()},

@@ -23,7 +23,7 @@ BF16 = {"model": {"path": "none", "precision": "bf16"}}
 SEPARATE = {"utility": {"fused": False}}
 SGD = {"optimizer": {"learning_rate": 0.1, "name": "sgd"}}
 """In parallel layers Adam would move a parameter whose gradient is near zero by the sign of its rounding."""
-EXPERTS: dict[str, Any] = {"expert": 2, "mixture_of": "qwen3_moe", "checkpointing": True}
+EXPERTS: dict[str, Any] = {"expert": 2, "moe_kind": "qwen3_moe", "checkpointing": True}
 
 
 def make_cases(num_ranks: int) -> dict[str, Case]:

@@ -1,8 +1,8 @@
-"""Compiles the simulated device, once for each PyTorch and each version of the sources: 30 s of CPU time.
+"""Compile the simulated device, once per version of PyTorch and of the sources: 30 s of CPU time.
 
     python -m tests.helpers.simulated_cuda.build FOLDER
 
-is what `compiled` runs: PyTorch loads what it has compiled, and that changes a process.
+is run by `compile_device` in a new process, because PyTorch loads a library that it has compiled.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ MODULE = "simulated_cuda_device"
 
 
 class NoCompiler(Exception):
-    """There is none on this machine."""
+    """No C++ compiler was found on this machine."""
 
 
-def compiled(folder: Path) -> Path:
-    """The compiled device in `folder`, from an earlier call where there is one.
+def compile_device(folder: Path) -> Path:
+    """Compile the device into `folder`, unless an earlier call did; returns the library's path.
 
     Raises:
-        NoCompiler: what to install.
+        NoCompiler: the message says what to install.
     """
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:12]
     target = folder / f"torch_{torch.__version__}_{sysconfig.get_config_var('SOABI')}_{digest}" / f"{MODULE}.so"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise NoCompiler("no C++ compiler was found (apt-get install g++)")
-    with FileLock(folder / "lock"):  # pytest's workers start at once
+    with FileLock(folder / "lock"):  # pytest's workers start at the same time
         if not target.exists():
             with TemporaryDirectory(dir=folder) as made:
                 command = [sys.executable, "-m", "tests.helpers.simulated_cuda.build", made]

@@ -1,4 +1,4 @@
-"""The process that `run_simulated` starts: it has the device before PyTorch, and PyTorch before everything else.
+"""The process that `run_simulated` starts: it loads the device before PyTorch, and PyTorch before everything else.
 
 python -m tests.helpers.simulated_cuda.child LIBRARY CALL RESULT
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def install(library: Path) -> None:
-    """Makes the compiled device that of this process. To be called before anything imports PyTorch."""
-    ctypes.CDLL(str(library))  # while PyTorch starts it looks once for what speaks for CUDA
+    """Make the compiled library the CUDA device of this process. Must be called before anything imports PyTorch."""
+    ctypes.CDLL(str(library))  # PyTorch looks for CUDA hooks only once, while it is imported
 
     from tests.helpers.simulated_cuda import communication, host_waits, kernels, stand_ins
 

@@ -1,4 +1,4 @@
-"""NCCL on the simulated device: gloo on the same memory, for tensors on the device alone."""
+"""NCCL of the simulated device: gloo on the same memory, only for tensors on the device."""
 
 import functools
 from collections.abc import Callable
@@ -22,11 +22,11 @@ COLLECTIVES = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }  # fmt: skip
-"""What a process group is asked for, by its names of before and since torch 2.13, and gloo's name of it."""
+"""Method names of a process group, before and since torch 2.13, and the corresponding names of gloo."""
 
 
 def install(on_cpu: Callable[[Tensor], Tensor]) -> None:
-    """`on_cpu`: the tensor over the same memory on the CPU."""
+    """Register the backend. `on_cpu` returns a CPU tensor over the same memory."""
 
     def shared(tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
@@ -43,7 +43,7 @@ def install(on_cpu: Callable[[Tensor], Tensor]) -> None:
         def _device_types(self) -> list[torch.device]:
             return [torch.device("cuda")]
 
-        # PyTorch's own names, of what its class for groups in Python leaves open.
+        # Methods that PyTorch's base class for process groups in Python leaves abstract.
         def getBackendName(self) -> str:  # noqa: N802
             return NAME
 

@@ -1,4 +1,4 @@
-"""Where the host would wait for the device: reads of numbers and shapes, copies that block, synchronisations."""
+"""Counts of host-device synchronisations: reads of numbers and shapes, blocking copies, explicit synchronisations."""
 
 import sys
 from collections import Counter
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PACKAGES = ("/vcore_ds/", "/deepspeed/")
-"""Whose code a wait is put down to: that of their innermost function."""
+"""Packages to whose innermost function a wait is attributed."""
 
 _counted: Counter[str] = Counter()
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """A block in which waits are counted, by place and kind: `method/weights.py solve: item`."""
+    """Count waits inside the block, by place and kind: `method/weights.py solve: item`."""
     _counted.clear()
     waits: Counter[str] = Counter()
     yield waits
@@ -21,7 +21,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def note(kind: str) -> None:
-    """Counts a wait of the code that calls this, the device's autograd thread included."""
+    """Count a wait of the calling code, also in autograd's device thread."""
     _counted[f"{_place()}: {_KINDS.get(kind, kind)}"] += 1
 
 
@@ -37,4 +37,4 @@ def _place() -> str:
                 name = file.rpartition(package)[2]
                 return f"{name if package == PACKAGES[0] else package[1:] + name} {frame.f_code.co_name}"
         frame = frame.f_back
-    return "autograd"  # a rule of PyTorch's own, in the device's thread
+    return "autograd"  # PyTorch's backward code, in the device's thread

@@ -1,5 +1,5 @@
-"""What only CUDA has, as reference code: attention over variable lengths, products of bf16 matrices in fp32 and by
-expert, and the package's Triton kernels in Triton's interpreter.
+"""Reference code for operators that exist only for CUDA: variable-length attention, matrix multiplications of bf16 with
+fp32 results, grouped GEMM; and the package's Triton kernels in Triton's interpreter.
 
 Shapes: n tokens of all sequences, A query heads, K key/value heads, D head dimension.
 """
@@ -18,24 +18,25 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 OnCpu = Callable[[Tensor], Tensor]
 
 library = torch.library.Library("aten", "IMPL", "CUDA")
-"""As long as it lives its operators are there."""
+"""Its operators exist as long as this object."""
 
 
 def install(on_cpu: OnCpu) -> None:
-    """`on_cpu`: the tensor over the same memory on the CPU, whose reads are none of the host's."""
+    """Register the operators. `on_cpu` returns a CPU tensor over the same memory, whose reads are not counted as host
+    waits."""
 
     def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
             device = arguments[0].device
             arguments, options = tree_map_only(Tensor, on_cpu, (arguments, options))
-            return tree_map_only(Tensor, lambda result: _given(result, device), function(*arguments, **options))
+            return tree_map_only(Tensor, lambda result: _copied(result, device), function(*arguments, **options))
 
         return run
 
     for name, function in {
-        "mm.dtype": _product,
-        "bmm.dtype": _product,
-        "_grouped_mm": _grouped_product,
+        "mm.dtype": _matmul,
+        "bmm.dtype": _matmul,
+        "_grouped_mm": _grouped_matmul,
         "_flash_attention_forward": _flash_forward,
         "_flash_attention_backward": _flash_backward,
     }.items():
@@ -43,9 +44,9 @@ def install(on_cpu: OnCpu) -> None:
 
 
 def interpret_kernels(on_cpu: OnCpu) -> None:
-    """Makes `TRITON_INTERPRET=1` run the package's kernels on the device's memory: attention's with tangents, and those
-    of norms, rotary embedding and gate within `pointwise_kernels`."""
-    # Here alone: they import Triton, which reads the variable.
+    """Make `TRITON_INTERPRET=1` run the package's kernels on the device's memory: the attention kernel with tangents,
+    and the kernels of norms, rotary embedding and gate in `pointwise_kernels`."""
+    # Imported only here: they import Triton, which reads the variable.
     from vcore_ds.models import flash_tangent, pointwise, pointwise_kernels
 
     def on_memory(launch: Callable[..., Any]) -> Callable[..., None]:
@@ -69,8 +70,10 @@ def interpret_kernels(on_cpu: OnCpu) -> None:
 
 @contextmanager
 def interpreted_pointwise_kernels() -> Iterator[Counter[str]]:
-    """A block in which norms, rotary embedding and gate take their kernels, of which it counts the launches by name.
-    Elsewhere they are PyTorch's operations: each layer has seven, and the interpreter would take minutes for a run."""
+    """Use the kernels of norms, rotary embedding and gate inside the block, and count their launches by name.
+
+    Elsewhere PyTorch's operations are used: each layer has seven of these, and the interpreter would take minutes for
+    a run."""
     from vcore_ds.models import pointwise, pointwise_kernels
 
     launches: Counter[str] = Counter()
@@ -91,16 +94,16 @@ def interpreted_pointwise_kernels() -> Iterator[Counter[str]]:
         yield launches
 
 
-def _given(result: Tensor, device: torch.device) -> Tensor:
-    given = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
-    return given.copy_(result, non_blocking=True)
+def _copied(result: Tensor, device: torch.device) -> Tensor:
+    copied = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
+    return copied.copy_(result, non_blocking=True)
 
 
-def _product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _matmul(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
     return (left.double() @ right.double()).to(out_dtype)
 
 
-def _grouped_product(
+def _grouped_matmul(
     left: Tensor, right: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """`[S, in]` by `[E, in, out]` to `[S, out]`, or `[a, S]` by `[S, b]` to `[E, a, b]`."""
@@ -114,7 +117,7 @@ def _grouped_product(
 
 
 def _sequences(ends: Tensor, query: Tensor, left: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of each sequence, and `[q, k]` which keys its queries see."""
+    """Rows of each sequence, and a mask `[q, k]` of the keys that its queries see."""
     assert query.stride(-1) == 1 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256, "not for the flash kernel"
     assert query.dtype in (torch.bfloat16, torch.float16), query.dtype
     bounds = ends.tolist()
@@ -131,7 +134,7 @@ def _flash_forward(
     dropout: float, is_causal: bool, return_debug_mask: bool, *, scale: float,
     window_size_left: int | None = None, window_size_right: int | None = None, **unused: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Output `[n, A, D]`, log-sum-exp `[A, n]`, and what nobody reads."""
+    """Output `[n, A, D]`, log-sum-exp `[A, n]`, and three tensors that are never read."""
     assert (is_causal or window_size_right == 0) and not any(x is not None for x in unused.values()), unused
     group = query.shape[1] // key.shape[1]
     output, log_sum_exp = torch.zeros_like(query), torch.zeros(query.shape[1], len(query))
@@ -148,9 +151,9 @@ def _flash_backward(
     ends_of_keys: Tensor, longest: int, longest_key: int, dropout: float, is_causal: bool, *unused: Any, scale: float,
     window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients by query, key and value, from the output and the log-sum-exp that are given, as the kernel does."""
+    """Gradients with respect to query, key and value, from the given output and log-sum-exp, as the kernel does."""
     group = query.shape[1] // key.shape[1]
-    found = [torch.zeros_like(x) for x in (query, key, value)]
+    totals = [torch.zeros_like(x) for x in (query, key, value)]
     for rows, is_seen in _sequences(ends, query, window_size_left):
         q, o, d_o = (x[rows].float() for x in (query, output, gradient))
         k, v = (x[rows].float().repeat_interleave(group, 1) for x in (key, value))
@@ -163,6 +166,6 @@ def _flash_backward(
             torch.einsum("aqk,qad->kad", d_scores, q).unflatten(1, (-1, group)).sum(2),
             torch.einsum("aqk,qad->kad", weights, d_o).unflatten(1, (-1, group)).sum(2),
         )
-        for whole, part in zip(found, gradients, strict=True):
-            whole[rows] = part.to(whole.dtype)
-    return tuple(found)
+        for total, part in zip(totals, gradients, strict=True):
+            total[rows] = part.to(total.dtype)
+    return tuple(totals)

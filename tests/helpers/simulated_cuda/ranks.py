@@ -1,4 +1,4 @@
-"""A function on ranks that have a simulated CUDA device each, and the variables with which commands have one."""
+"""Run functions on ranks with a simulated CUDA device each; environment variables that give commands such a device."""
 
 import importlib.util
 import os
@@ -17,18 +17,18 @@ Launch = tuple[Callable[..., Any], int, tuple[Any, ...]]
 
 
 def run_simulated(library: Path, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """As `run_ranks`, in processes forked from a new one that has made `library` its device and then imported
+    """`run_ranks` in processes forked from a new one that has installed `library` as its device and then imported
     everything: 10 s of CPU time, so put many checks into one function.
 
     Args:
-        library: from `tests.helpers.simulated_cuda.build.compiled`.
+        library: path from `tests.helpers.simulated_cuda.build.compile_device`.
     """
     return run_launches(library, [(function, world_size, arguments)])[0]
 
 
 def run_launches(library: Path, launches: Sequence[Launch]) -> list[list[Any]]:
-    """Several launches, one after another, from one process that has imported everything. Returns the results by launch
-    and rank."""
+    """Run several launches one after another, from one process that has imported everything; returns the results by
+    launch and rank."""
     with TemporaryDirectory() as folder:
         call, result = Path(folder, "call"), Path(folder, "result")
         call.write_bytes(pickle.dumps(list(launches)))
@@ -43,13 +43,13 @@ def run_launches(library: Path, launches: Sequence[Launch]) -> list[list[Any]]:
 
 
 def simulated_environment(library: Path, *, for_commands: bool = False) -> dict[str, str]:
-    """The variables of a process that loads `library`.
+    """Environment variables of a process that loads `library`.
 
     Args:
-        for_commands: every Python below this process installs the device when it starts, so that launchers and commands
-            run on it as they are typed.
+        for_commands: whether every Python process below installs the device when it starts, so that launchers and
+            commands run on it as they are typed.
     """
-    # What keeps all other tests on the CPU.
+    # Without the variables that keep all other tests on the CPU.
     environment = {name: x for name, x in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.submodule_search_locations

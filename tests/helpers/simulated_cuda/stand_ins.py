@@ -1,4 +1,4 @@
-"""What `torch.cuda` is asked for on the simulated device, where streams and events have nothing to do."""
+"""Functions of `torch.cuda` for the simulated device, where streams and events have nothing to do."""
 
 import contextlib
 import types
@@ -14,7 +14,7 @@ CAPABILITY = (9, 0)
 
 
 class Stream:
-    """Whatever is put on it is done at once."""
+    """A stream that runs everything immediately."""
 
     cuda_stream = 0
 
@@ -58,7 +58,7 @@ class Event:
 
 
 def install(simulated: Any) -> None:
-    """`simulated`: the compiled module."""
+    """Replace functions of `torch.cuda`. `simulated`: the compiled module."""
 
     def set_device(chosen: Any) -> None:
         simulated.set_device(chosen if isinstance(chosen, int) else torch.device(chosen).index or 0)
@@ -97,7 +97,7 @@ def install(simulated: Any) -> None:
     }  # fmt: skip
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
-    # A CPU build of PyTorch asks no device which memory is pinned.
+    # A CPU build of PyTorch does not ask a device whether memory is pinned.
     torch.Tensor.is_pinned = lambda tensor, device=None: simulated.is_pinned(tensor)
     torch.Tensor.pin_memory = lambda tensor, device=None: (
         tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Makes the simulated device that of every Python that starts with this folder in PYTHONPATH (`ranks.py`)."""
+"""Install the simulated device in every Python process that starts with this folder in PYTHONPATH (`ranks.py`)."""
 
 import os
 from pathlib import Path

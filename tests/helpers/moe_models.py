@@ -1,4 +1,4 @@
-"""Tiny random MoE models of many architectures, as folders with the names and files of those on the hub."""
+"""Tiny random MoE models of many architectures, in folders with the tensor names and files of models on the hub."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ _SIZES = dict(
 )  # fmt: skip
 _MLA = dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4)
 _SHARED = dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)
-MIXTURES = {
+MOE_CONFIGS = {
     "qwen3_moe": dict(num_experts=4, mlp_only_layers=[]),
     "deepseek_v3": dict(_MLA, **_SHARED, q_lora_rank=8, num_nextn_predict_layers=1),
     "glm4_moe": _SHARED,
@@ -34,17 +34,17 @@ MIXTURES = {
         ssm_state_size=8, n_groups=2, chunk_size=16,
     ),
 }  # fmt: skip
-"""Fields of a configuration, by its type."""
+"""Model type -> fields of its configuration."""
 
 
-def mixture(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> PreTrainedModel:
-    return tiny.mixture(name, dtype=dtype, **{**_SIZES, **MIXTURES[name], **changes})
+def moe_model(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> PreTrainedModel:
+    return tiny.moe_model(name, dtype=dtype, **{**_SIZES, **MOE_CONFIGS[name], **changes})
 
 
-def write_mixture(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
-    """The folder as on the hub: biases of routers in fp32, the layer that predicts further tokens, where the
-    configuration counts one, and the hub's name for Kimi-Linear's dense MLP, which transformers would not write."""
-    mixture(name, dtype).save_pretrained(folder)
+def write_moe_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a model folder as on the hub: router biases in fp32, the multi-token prediction layer if the configuration
+    has one, and the hub's name for Kimi-Linear's dense MLP, all of which transformers would not write."""
+    moe_model(name, dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     if name == "kimi_linear":
@@ -52,7 +52,7 @@ def write_mixture(folder: Path, name: str, dtype: torch.dtype = torch.float32) -
     for key in weights:
         if "correction_bias" in key:
             weights[key] = torch.randn(weights[key].shape)
-    if MIXTURES[name].get("num_nextn_predict_layers"):
+    if MOE_CONFIGS[name].get("num_nextn_predict_layers"):
         further = torch.arange(64, dtype=dtype)
         for expert in range(4):
             weights[f"model.layers.2.mlp.experts.{expert}.up_proj.weight"] = further.view(16, 4) + expert
