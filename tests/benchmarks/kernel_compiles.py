@@ -34,7 +34,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import KernelInterface
 
 from vcore_ds.models import pointwise_kernels
-from vcore_ds.models.flash_tangent import TILE, TILES, flash_tangent, half_precision_tiles, kernel_arguments
+from vcore_ds.models.flash_tangent import TILE_KEYS, TILES, flash_tangent, half_precision_tiles, make_kernel_arguments
 from vcore_ds.models.flash_tangent_kernel import attend
 
 GPUS = {90: "H100", 100: "B200"}
@@ -105,7 +105,7 @@ def compiled(
 
     query, key = empty(HEADS), empty(KV_HEADS)
     sinks = torch.empty(HEADS)
-    arguments, constants = kernel_arguments(
+    arguments, constants = make_kernel_arguments(
         (query, key, key),
         (query, key, key),
         (query, query, torch.empty(1, HEADS, NUM_TOKENS)),
@@ -117,7 +117,7 @@ def compiled(
         value_is_given=value_is_given,
     )
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        made = attend.warmup(*arguments, **constants, **dict(zip(TILE, tile, strict=True)), grid=(1, 1, 1))
+        made = attend.warmup(*arguments, **constants, **dict(zip(TILE_KEYS, tile, strict=True)), grid=(1, 1, 1))
     shared_bytes, columns = made.metadata.shared, made.metadata.tmem_size or 0
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     registers = re.search(r"Used (\d+) registers", log.getvalue())

@@ -66,7 +66,7 @@ def launch_on_no_device() -> None:
     JITFunction._do_compile = compile_nothing
     flash_tangent.local_cache_folder = lambda: None
     tile = flash_tangent.half_precision_tiles(SIZES["head_dim"], value_is_given=True, has_tensor_memory=False)[0]
-    flash_tangent.take_first_answer = lambda *_: json.dumps(flash_tangent._config(*tile).all_kwargs())
+    flash_tangent.take_first_answer = lambda *_: json.dumps(flash_tangent._make_config(*tile).all_kwargs())
 
 
 library = torch.library.Library("aten", "IMPL", "CPU")

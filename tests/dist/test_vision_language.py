@@ -15,7 +15,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_language_model import vision_language_config
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.config.schema import Recipe
-from vcore_ds.models.causal_lm import auto_class
+from vcore_ds.models.causal_lm import find_auto_class
 from vcore_ds.train import run
 
 MODEL_TYPE = "gemma3"
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("vision_language"), make_tokenizer()
     config = vision_language_config(MODEL_TYPE, vocab_size=len(tokenizer), max_position_embeddings=512)
     torch.manual_seed(0)
-    auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(folder / "base")
+    find_auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     write_conversations(folder / "train.jsonl", sums(range(12)))
     settings = tiny.deepspeed_config()

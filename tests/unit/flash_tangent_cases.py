@@ -27,7 +27,7 @@ from vcore_ds.distributed.device import use_local_compile_caches
 from vcore_ds.models import flash_tangent as kernels
 from vcore_ds.models.attention import RowLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
-from vcore_ds.models.flash_tangent import TILE, TILES, _select_tiles, flash_tangent, launch
+from vcore_ds.models.flash_tangent import TILE_KEYS, TILES, _select_tiles, flash_tangent, launch
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
 
@@ -352,11 +352,11 @@ def test_ranks_use_the_tile_of_the_first_and_keep_it(tmp_path: Path, capfd: pyte
     assert first["tiles"] == second["tiles"][:1]
     # Each would have chosen another one: rank 1 does for the kind that it alone meets.
     (own,), (_, alone) = first["tiles"], second["tiles"]
-    names = dict.fromkeys(TILE)
-    candidates = [names | dict(zip(TILE, tile, strict=True)) | {"num_ctas": 1} for tile in TILES[64]]
+    names = dict.fromkeys(TILE_KEYS)
+    candidates = [names | dict(zip(TILE_KEYS, tile, strict=True)) | {"num_ctas": 1} for tile in TILES[64]]
     assert own in candidates[:2] and alone == candidates[1]
     assert sorted([first["num_timed"], second["num_timed"]]) in ([4, 4], [0, 8])
-    assert capfd.readouterr().out.count("Attention with tangents: timed 4 tiles for heads of 16 in") == 2
+    assert capfd.readouterr().out.count("Forward-mode attention: timed 4 tiles for heads of 16 in") == 2
     caches = [tmp_path / f"vcore_ds_{os.getuid()}" / "triton" / f"rank_{rank}" for rank in (0, 1)]
     assert [first["cache"], second["cache"]] == list(map(str, caches))
     # The next start, where timing would choose others.

@@ -63,7 +63,7 @@ def test_no_estimator_sends_a_user_to_one_that_is_refused_too(
     estimator: architecture_check.Estimator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(architecture_check, "can_replace_attention", lambda config: False)
-    with pytest.raises(UserError, match="mixture of experts.*expected another architecture, or a method") as error:
+    with pytest.raises(UserError, match="MoE model.*expected another architecture, or a method") as error:
         check_estimator("m", MIXTURE, estimator)
     assert "utility.estimator=" not in str(error.value)
 

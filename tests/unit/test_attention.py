@@ -450,7 +450,7 @@ def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypat
 
     monkeypatch.setattr(flash_attention, "varlen_attn", of_2_13 if takes_groups else of_2_11)
     for module in (flash_attention, attention_module):
-        monkeypatch.setattr(module, "TAKES_GROUPED_HEADS", takes_groups)
+        monkeypatch.setattr(module, "SUPPORTS_GQA", takes_groups)
     monkeypatch.setattr(attention_module, "_can_use_flash", lambda query, scoring: True)
     found = attention_module.causal_attention((*primals, None), layout, attention_module.Scoring(SCALE))
     expected = unfused(*primals, visible(60, lengths=LAYOUTS["short ones"]))
@@ -465,7 +465,7 @@ def test_masks_and_lost_layouts_are_refused() -> None:
             (visible(4), dict(row_layout=layout), "builds its own attention mask"),
             (None, dict(row_layout=layout, position_bias=visible(4)), "adds a bias of positions to its scores"),
             (None, dict(row_layout=layout, block_indices=visible(4)), "selects the keys of each query"),
-            (None, {}, "does not hand keyword arguments"),
+            (None, {}, "does not pass the decoder"),
         ):
             with pytest.raises(UserError, match=words):
                 attend(torch.nn.Module(), *primals, mask, **extra)

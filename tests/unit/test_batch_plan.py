@@ -90,7 +90,7 @@ def test_degrees() -> None:
     assert plan(64).main_degrees == (1, 2, 4, 8, 16, 32, 64)
     fixed = plan(64, batch={"sequence_parallel": 4}, probe={"sequence_parallel": 16})
     assert (fixed.main_degrees, fixed.probe_degrees, fixed.degrees) == ((4,), (16,), [4, 16])
-    own_code = replace(QWEN3_32B, no_sequence_parallelism="whose attention is its own code")
+    own_code = replace(QWEN3_32B, no_sequence_parallelism="whose attention cannot be replaced")
     assert plan(64, own_code).degrees == [1]
     assert plan(64, own_code, batch={"sequence_parallel": 1}).main_degrees == (1,)
     assert plan(64, model={"path": "m", "attention": "eager"}).degrees == [1]
@@ -121,9 +121,9 @@ def test_degrees() -> None:
         ),
         (
             4,
-            replace(QWEN3_32B, no_sequence_parallelism="whose attention is its own code"),
+            replace(QWEN3_32B, no_sequence_parallelism="whose attention cannot be replaced"),
             {"batch": {"sequence_parallel": 2}},
-            "batch.sequence_parallel: found 2 together with model.path MODEL, whose attention is its own code; "
+            "batch.sequence_parallel: found 2 together with model.path MODEL, whose attention cannot be replaced; "
             "expected 1 or auto: Ulysses sequence parallelism works through an attention that takes the place of "
             "the model's",
         ),

@@ -240,7 +240,7 @@ def test_an_export_that_is_killed_leaves_no_folder_of_that_name(full_run, monkey
             r"a: found \(2, 3\) torch.float32; expected \(6,\)",
         ),
         (lambda tensors: tensors.__setitem__("a", tensors["a"].half()), "found .* torch.float16; expected .*float32"),
-        (lambda tensors: tensors.pop("b"), "other names than expected: b"),
+        (lambda tensors: tensors.pop("b"), "missing or unexpected names: b"),
     ],
 )
 def test_a_file_is_read_back(tmp_path, change, words):

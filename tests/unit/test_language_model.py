@@ -19,12 +19,12 @@ from vcore_ds.models.causal_lm import (
     FACTORS,
     SOFTCAPS,
     TokenLossModel,
-    auto_class,
+    find_auto_class,
     find_decoder,
     freeze_towers,
     is_vision_language,
     read_logit_transform,
-    unpadded_vocabulary,
+    read_unpadded_vocabulary,
 )
 from vcore_ds.models.configuration import VISION_LANGUAGE
 from vcore_ds.models.lora import add_lora
@@ -97,7 +97,7 @@ def make(config: PretrainedConfig) -> PreTrainedModel:
         if part is not None:
             part._experts_implementation = "eager"  # the grouped products of others are of 32 bits at most
     torch.manual_seed(0)
-    model = auto_class(config).from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    model = find_auto_class(config).from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -201,6 +201,6 @@ def test_the_tables_hold_every_architecture_that_transforms_its_logits() -> None
         if is_known and not operations.search(source):
             needless.append(model_type)
         if "unpadded_vocab_size" in source:
-            assert unpadded_vocabulary(text_config(model_type, unpadded_vocab_size=81)) == 81
+            assert read_unpadded_vocabulary(text_config(model_type, unpadded_vocab_size=81)) == 81
     assert not missing
     assert needless == ["gemma3", "mpt"]  # they have a field that is not read

@@ -107,10 +107,10 @@ CHANGES = {
         "'gemma3_text' is an encoder",
     ),
     "seq2seq": (dict(model_type="t5"), "'t5' is an encoder and a decoder (seq2seq); expected a decoder-only"),
-    "vision model": (dict(model_type="vit"), "'vit' is no causal language model"),
+    "vision model": (dict(model_type="vit"), "'vit' is not a causal language model"),
     "vision-language model": (
         dict(model_type="paligemma"),
-        "'paligemma' is a vision-language model of another kind than those whose language model can be trained (gemma3",
+        "'paligemma' is not among the vision-language models whose language model can be trained (gemma3",
     ),
 }
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vcore_ds.models import safetensors_ranges
-from vcore_ds.models.safetensors_ranges import DTYPES, BadSafetensors, Wanted, read_header, read_ranges
+from vcore_ds.models.safetensors_ranges import DTYPES, BadSafetensors, ReadRequest, read_header, read_ranges
 
 TENSORS = {
     "a": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),
@@ -35,7 +35,7 @@ def test_every_dtype_is_the_librarys(tmp_path: Path) -> None:
     for name, stored in read_header(tmp_path / "all.safetensors").items():
         assert (stored.dtype, stored.shape) == (name, (3, 2))
         target = torch.empty(6, dtype=DTYPES[name])
-        read_ranges([Wanted(stored, 0, target)])
+        read_ranges([ReadRequest(stored, 0, target)])
         assert torch.equal(target, tensors[name].flatten())
 
 
@@ -47,7 +47,7 @@ def test_ranges_are_those_of_the_whole_tensor(
     monkeypatch.setattr(safetensors_ranges, "WINDOW_BYTES", window_bytes)
     stored, wanted, expected, windows = read_header(file), [], [], []
     for name, start, numel in [("b", 3, 50), ("a", 0, 35), ("a", 11, 13), ("scalar", 0, 1), ("empty", 0, 0)]:
-        wanted.append(Wanted(stored[name], start, torch.full((numel,), torch.nan, dtype=dtype)))
+        wanted.append(ReadRequest(stored[name], start, torch.full((numel,), torch.nan, dtype=dtype)))
         expected.append(TENSORS[name].flatten()[start : start + numel].to(dtype))
     read_ranges(wanted, windows.append)
     assert all(torch.equal(one.target, values) for one, values in zip(wanted, expected, strict=True))
@@ -56,7 +56,7 @@ def test_ranges_are_those_of_the_whole_tensor(
 
 
 def test_a_file_that_has_become_shorter(file: Path) -> None:
-    wanted = [Wanted(one, 0, torch.empty(math.prod(one.shape))) for one in read_header(file).values()]
+    wanted = [ReadRequest(one, 0, torch.empty(math.prod(one.shape))) for one in read_header(file).values()]
     file.write_bytes(file.read_bytes()[:-16])
     with pytest.raises(OSError, match="ended at byte"):
         read_ranges(wanted)

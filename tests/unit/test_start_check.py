@@ -28,7 +28,7 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
-from vcore_ds.models.loading import refuse_failing_code, training_config
+from vcore_ds.models.loading import read_training_config, refuse_failing_code
 from vcore_ds.models.token_loss import LogitTransform
 from vcore_ds.train.start_checks import compare_losses, cross_entropy
 
@@ -111,7 +111,7 @@ def failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
     engine = SimpleNamespace(
         module=model,
         token_losses=forward,
-        own_logits=lambda batch: forward(batch, own_logits=True),
+        original_logits=lambda batch: forward(batch, original_logits=True),
         seed_dropout=lambda seed: None,
         has_dropout=any(isinstance(module, TokenDropout) for module in model.modules()),
         without_dropout=lambda: Engine.without_dropout(engine),  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def test_rates_that_no_step_can_seed_are_off(
     config: PretrainedConfig, zeroed: tuple[str, ...], kept: tuple[str, ...], tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    found = training_config(str(tmp_path))
+    found = read_training_config(str(tmp_path))
     assert {name: getattr(found, name) for name in zeroed} == dict.fromkeys(zeroed, 0.0)
     assert all(getattr(found, name) == getattr(config, name) for name in kept)
 

@@ -21,15 +21,15 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import PartitionedParameter, as_partitioned
-from vcore_ds.models.causal_lm import auto_class
+from vcore_ds.models.causal_lm import find_auto_class
 from vcore_ds.models.loading import (
-    attention_name,
     load_causal_lm,
     prepare_for_training,
+    read_training_config,
     refuse_failing_code,
-    training_config,
+    resolve_attention,
 )
-from vcore_ds.models.safetensors_ranges import Wanted, read_ranges
+from vcore_ds.models.safetensors_ranges import ReadRequest, read_ranges
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
 
 
@@ -63,8 +63,8 @@ def load_sharded(
         )
     with refuse_failing_code(path):
         with _announce_zero3(deepspeed_config), _uninitialized_shards(dtype):
-            model = auto_class(config).from_config(
-                config, dtype=dtype, attn_implementation=attention_name(config, attention), trust_remote_code=False
+            model = find_auto_class(config).from_config(
+                config, dtype=dtype, attn_implementation=resolve_attention(config, attention), trust_remote_code=False
             )
         model.eval()
         model.tie_weights(missing_keys=set(weights.missing), recompute_mapping=False)
@@ -98,7 +98,7 @@ def find_stored_model(path: str) -> tuple[PretrainedConfig, StoredWeights]:
     is no such model or nodes have copies of different ones (only files' headers are compared)."""
 
     def find() -> tuple[PretrainedConfig, StoredWeights]:
-        config = training_config(path)
+        config = read_training_config(path)
         return config, find_stored_weights(path, config)
 
     config, weights = run_first_rank_first(find)
@@ -152,7 +152,7 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
-def read_shards(path: str, reads: list[Wanted], say: Callable[[str], None]) -> None:
+def read_shards(path: str, reads: list[ReadRequest], say: Callable[[str], None]) -> None:
     """Read this rank's ranges; ends with a collective. Raises UserError, on all ranks alike, if a rank cannot read
     them."""
     num_bytes = sum(read.num_bytes for read in reads)
@@ -168,9 +168,9 @@ def read_shards(path: str, reads: list[Wanted], say: Callable[[str], None]) -> N
             raise UserError(f"model.path: {path}: no weights can be read on rank {rank} (host {host}): {problem}")
 
 
-def _list_reads(model: PreTrainedModel, weights: StoredWeights) -> list[Wanted]:
+def _list_reads(model: PreTrainedModel, weights: StoredWeights) -> list[ReadRequest]:
     """List the ranges that this rank reads: its shard of every parameter, tied ones once, and every buffer."""
-    reads: dict[int, Wanted] = {}
+    reads: dict[int, ReadRequest] = {}
     # Of two tied weights in the files, the one to which the other is tied is read.
     for name in sorted(weights.tensors, key=lambda name: name in model.all_tied_weights_keys):
         tensor, stored = model.get_parameter_or_buffer(name), weights.tensors[name]
@@ -178,7 +178,7 @@ def _list_reads(model: PreTrainedModel, weights: StoredWeights) -> list[Wanted]:
             continue
         is_parameter = isinstance(tensor, nn.Parameter)
         start, shard = local_shard(as_partitioned(tensor)) if is_parameter else (0, tensor.view(-1))
-        reads[id(tensor)] = Wanted(stored, start, shard)
+        reads[id(tensor)] = ReadRequest(stored, start, shard)
     return list(reads.values())
 
 

@@ -24,7 +24,7 @@ from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
 from vcore_ds.engine.loading import find_stored_model, local_shard, read_shards, without_broadcast
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
-from vcore_ds.models.safetensors_ranges import Wanted
+from vcore_ds.models.safetensors_ranges import ReadRequest
 from vcore_ds.models.stored_weights import StoredWeights
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def load_parallel(
     return model
 
 
-def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[Wanted]:
+def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[ReadRequest]:
     """List the ranges that this rank reads. Sets its shards to zero, for padding rows of the vocabulary."""
     from vcore_ds.models.megatron.configuration import iter_runs, weight_slices
 
@@ -87,7 +87,7 @@ def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list
         start, shard = local_shard(as_partitioned(model.get_parameter(name)))
         shard.zero_()
         reads += [
-            Wanted(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
+            ReadRequest(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
             for run in iter_runs(piece, shapes, start, start + len(shard))
         ]
     return reads

@@ -189,10 +189,10 @@ class Engine:
         losses, others = self._forward(batch, **options)
         return gather_losses(losses, supervised, k), gather_losses(others, supervised, k)
 
-    def own_logits(self, batch: Batch) -> Tensor:
+    def original_logits(self, batch: Batch) -> Tensor:
         """Logits `[b, T, V]` of the Hugging Face forward, usually fp32; without sequence or tensor parallelism only. A
         collective."""
-        return self._forward(batch, own_logits=True)
+        return self._forward(batch, original_logits=True)
 
     def _forward(self, batch: Batch, **options: Any) -> Any:
         """Compute the model's output for this rank's columns."""

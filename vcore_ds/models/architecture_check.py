@@ -15,9 +15,9 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
-from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
+from vcore_ds.models.configuration import can_replace_attention, find_causal_lm_class, read_config
 from vcore_ds.models.experts import can_replace_experts
-from vcore_ds.models.loading import DTYPES, attention_name
+from vcore_ds.models.loading import DTYPES, resolve_attention
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.model_folder import build_empty_model, check_model_folder
 from vcore_ds.planning.memory import ParameterCounts
@@ -43,22 +43,21 @@ def check_architecture(
 
     Args:
         path: of the model, for messages.
-        config: its configuration.
         attention: `model.attention` of the recipe.
-        lora: the adapters; None for full fine-tuning.
-        estimator: of the utilities; None for a method without them.
+        lora: None for full fine-tuning.
+        estimator: None for a method without utilities.
         expert: expert-parallel size.
     """
     if estimator is not None:
         check_estimator(path, config, estimator)
-    name = attention_name(config, attention)
+    name = resolve_attention(config, attention)
     base = build_empty_model(path, config, attention=name)
-    # Dense models, and numbers of experts that `expert` does not divide, are refused by the batch plan.
+    # The batch plan refuses dense models, and numbers of experts that `expert` does not divide.
     if expert > 1 and _has_routing(config) and not any(can_replace_experts(module) for module in base.modules()):
         raise UserError(
-            f"parallel.expert: found {expert} together with model.path {path} ({causal_lm_class(config).__name__}), "
-            "whose experts do not use transformers' experts interface; expected 1: only experts behind that interface "
-            "can be divided among ranks"
+            f"parallel.expert: found {expert} together with model.path {path} "
+            f"({find_causal_lm_class(config).__name__}), whose experts do not use transformers' experts interface, so "
+            "they cannot be divided among ranks; expected 1"
         )
     with torch.device("meta"):
         model = TokenLossModel(base if lora is None else add_lora(base, lora))
@@ -73,16 +72,17 @@ def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -
     if has_forward_mode or (estimator == "finite_difference" and not _has_routing(config)):
         return
     raise UserError(
-        f"utility.estimator: found {estimator} together with model.path {path} ({causal_lm_class(config).__name__}), "
-        f"whose attention cannot be replaced by one with a forward-mode derivative{suggest_alternative_to_jvp(config)}"
+        f"utility.estimator: found {estimator} together with model.path {path} "
+        f"({find_causal_lm_class(config).__name__}), whose attention cannot be replaced by one with a forward-mode "
+        f"derivative{suggest_alternative_to_jvp(config)}"
     )
 
 
 def suggest_alternative_to_jvp(config: PretrainedConfig) -> str:
-    """Return the end of a message that refuses `jvp` for this architecture: the alternative."""
+    """Return the end of a message that refuses `jvp`: the alternative for this architecture."""
     if _has_routing(config):
         return (
-            "; nor are finite differences right, since it is a mixture of experts, whose tokens they reroute; expected "
+            "; finite differences are wrong too: they reroute the tokens of an MoE model between experts; expected "
             f"{_WITHOUT_UTILITIES}"
         )
     return f"; expected {_DIFFERENCES}, {_WITHOUT_UTILITIES}"
@@ -105,8 +105,8 @@ def advise_on_noise(config: PretrainedConfig) -> str:
 def _call_decoder(path: str, model: TokenLossModel) -> None:
     """Call the decoder once on the meta device.
 
-    Our attention raises if it cannot replace the architecture's, and autograd if the architecture changes embeddings in
-    place that require a gradient, as below adapters.
+    Our attention raises UserError if it cannot replace the architecture's; autograd raises if the architecture changes
+    its embeddings in place, since with adapters they require a gradient.
     """
     model.eval()  # without dropout, which needs the keys of a batch
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
@@ -116,7 +116,7 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
         model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
     except UserError:
         raise
-    except Exception as error:  # of any class: architectures may use operations that the meta device does not support
+    except Exception as error:  # any class: architectures may use operations that the meta device does not support
         if "leaf Variable" in str(error):
             raise UserError(
                 f"lora: found adapters together with model.path {path} ({type(model.base).__name__}), which changes "
@@ -127,12 +127,8 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
 def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
     """Count all and trained parameters of a model, or of a rank's shard with tensor parallelism, on the meta device.
 
-    Returns zeros if the model cannot be read, which other checks report.
-
-    Args:
-        path: of the model.
-        lora: its adapters, the only trained parameters if given.
-        tensor: tensor-parallel size.
+    Returns zeros if the model cannot be read, which other checks report. With `lora`, only the adapters are trained;
+    `tensor` is the tensor-parallel size.
     """
     try:
         config = read_config(path)
@@ -154,10 +150,9 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
 def _count_tensor_shard(
     path: str, config: PretrainedConfig, lora: LoraConfig | None, tensor: int, weights: Mapping[str, torch.Tensor]
 ) -> ParameterCounts:
-    """Count the parameters of the first rank of a tensor group, which no other rank exceeds.
+    """Count the parameters of the first rank of a tensor-parallel group, which no other rank exceeds.
 
-    Args:
-        weights: the model's weights by name, and those of its adapters by their names in peft.
+    `weights` are the model's by name, and those of its adapters by their names in peft.
     """
     from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers
     from vcore_ds.models.megatron.configuration import weight_slices
@@ -172,18 +167,21 @@ def _count_tensor_shard(
 
 
 def check_model(settings: PlanSettings) -> None:
-    """Raises UserError where the model's folder is incomplete or cannot be trained so; reads no weights."""
+    """Raise UserError if the model's folder is incomplete or its architecture unsupported; reads no weights."""
     check_model_folder(settings.model.path)
     check_configuration(settings)
 
 
 def check_configuration(settings: PlanSettings) -> None:
-    """Raises UserError where a model of this configuration cannot be trained so. One that is not on this machine
-    passes: `vcore-ds check` needs none, and in a run the first rank downloads it."""
+    """Raise UserError if training with these settings does not support the model's configuration.
+
+    A model that is not on this machine passes: `vcore-ds check` does not need it, and in a run the first rank downloads
+    it.
+    """
     path = settings.model.path
     if not is_on_disk(path):
         return
-    if Path(path).name == "config.json":  # which a plan can be made of
+    if Path(path).name == "config.json":  # `plan` also takes the file
         path = str(Path(path).parent)
     if settings.model.provider == "huggingface":
         config = read_config(path, local_files_only=True)
@@ -195,7 +193,7 @@ def check_configuration(settings: PlanSettings) -> None:
             estimator=settings.estimator,
             expert=settings.parallel.expert,
         )
-        causal_lm = causal_lm_class(config)
+        causal_lm = find_causal_lm_class(config)
         if settings.model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
             raise UserError(
                 f"model.gradient_checkpointing: found true together with model.path {path} ({causal_lm.__name__}), "

@@ -1,10 +1,10 @@
-"""Attention of every pass: causal, within each sequence of a packed row, heads divided over sequence-parallel ranks.
+"""Attention of every pass: causal, within each sequence of a pack, heads divided over sequence-parallel ranks.
 
 Hugging Face's models find these functions by name, and pass on the keyword arguments of the decoder. The layout of the
-rows is such an argument, so a layer that is recomputed in the backward sees the layout that it ran with.
+batch is such an argument, so a layer that is recomputed in the backward sees the layout that it ran with.
 
-No mask is built. For packed rows Hugging Face's own attention builds one of `[T, T]`, 0.8 GB per call at 16,384 tokens,
-and cannot use the fused kernel.
+No mask is built. For packs Hugging Face's attention builds one of `[T, T]`, 0.8 GB per call at 16,384 tokens, and
+cannot use the fused kernel.
 
 Shapes: b rows, A query heads, K key/value heads, t tokens of a row on this rank, T of the row, D head dimension.
 """
@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import to_device
 from vcore_ds.models.attention_kernels import (
-    TAKES_GROUPED_HEADS,
+    SUPPORTS_GQA,
     CpuFlash,
     CudaFlash,
     explicit_attention,
@@ -39,7 +39,7 @@ from vcore_ds.models.sequence_exchange import exchange_with_tangents, heads_to_t
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The sequences in a batch's rows, and the sequence-parallel size; built once for each pass."""
+    """The sequences in the rows (packs) of a batch, and the sequence-parallel size; built once per pass."""
 
     lengths: Sequence[Sequence[int]]
     """Tokens of the sequences in each row, in order; they sum to T. Padding counts as a sequence."""
@@ -58,7 +58,7 @@ class RowLayout:
 
     @property
     def max_seqlen(self) -> int:
-        """Number of tokens of the longest sequence."""
+        """Tokens of the longest sequence."""
         return max(n for row in self.lengths for n in row)
 
     @property
@@ -67,7 +67,7 @@ class RowLayout:
         return all(len(row) == 1 for row in self.lengths)
 
     def split_into_chunks(self, num_tokens: int) -> "RowLayout":
-        """Return the layout in which sequences are cut into chunks that do not see each other (Llama 4)."""
+        """Cut sequences into chunks that do not see each other (Llama 4)."""
         if self.max_seqlen <= num_tokens:
             return self
         lengths = [
@@ -76,7 +76,7 @@ class RowLayout:
         return RowLayout.from_lengths(lengths, self.sequence_parallel, self.cu_seqlens.device)
 
     def iter_sequences(self) -> Iterator[tuple[slice, slice]]:
-        """Yield rows and columns that can be computed together: each sequence, or the whole batch if it is unpacked."""
+        """Yield the rows and columns of each sequence, or of the entire batch if it is unpacked."""
         if self.is_unpacked:
             yield slice(None), slice(None)
             return
@@ -88,19 +88,13 @@ class RowLayout:
 
 
 TRAINING_ATTENTION = "vcore_training"
-"""Name under which Hugging Face models find `training_attention`."""
-
 FORWARD_MODE_ATTENTION = "vcore_forward_mode"
-"""Name under which Hugging Face models find `forward_mode_attention`."""
-
 FUSED_ATTENTION = "vcore_fused"
-"""Name under which Hugging Face models find `attend_with_graph_and_tangents`."""
-
 OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
-"""Implementations that take a `RowLayout`."""
+"""Names under which Hugging Face models find the implementations below, which take a `RowLayout`."""
 
 MAX_KERNEL_HEAD_DIM = 256
-"""Largest head dimension of `flash_tangent`: beyond it, its accumulators do not fit into the registers."""
+"""Largest head dimension of `flash_tangent`, whose accumulators have to fit into the registers."""
 
 MAX_FLASH_HEAD_DIM = 256
 """Largest head dimension of PyTorch's flash kernel."""
@@ -131,16 +125,16 @@ _UNSUPPORTED_ARGUMENTS = {
     "indices": "selects the keys of each query",
     "block_indices": "selects the keys of each query",
 }
-"""Further arguments that some architectures (Inkling, MiniMax-M3) pass to their attention. Ignoring them would be a
-silent error."""
+"""Arguments that some architectures (Inkling, MiniMax-M3) pass to their attention; ignoring them would be a silent
+error."""
 
 
 def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     """Wrap `attend` in Hugging Face's attention interface.
 
-    The result takes query `[b, A, t, D]`; key and value `[b, K, t, D]`, where the values of some architectures have
-    fewer dimensions; and sinks `[A]`. Any of them may be a dual tensor. It returns `[b, t, A, D]`, dual if an input is,
-    and None for the attention weights. It raises UserError if the model builds a mask, or does not pass on the layout.
+    The result takes query `[b, A, t, D]`, key and value `[b, K, t, D]` (values may have a smaller D) and sinks `[A]`,
+    all of which may be dual tensors. It returns `[b, t, A, D]`, dual if an input is, and None for the attention
+    weights. It raises UserError if the model builds a mask, or does not pass on the layout.
     """
 
     def attention(
@@ -158,7 +152,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
     ) -> tuple[Tensor, None]:
         ignored = next((words for name, words in _UNSUPPORTED_ARGUMENTS.items() if others.get(name) is not None), None)
         if attention_mask is not None or row_layout is None or ignored is not None:
-            no_layout = "does not hand keyword arguments from the decoder to its attention"
+            no_layout = "does not pass the decoder's keyword arguments on to its attention"
             reason = ignored or (no_layout if attention_mask is None else "builds its own attention mask")
             raise UserError(
                 f"model.path: {type(module).__name__} {reason}, so its attention cannot be replaced; expected "
@@ -189,7 +183,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
 
 
 def _find_layer_layout(module: Any, layout: RowLayout) -> RowLayout:
-    """Return the layout of chunks for a layer with chunked attention (Llama 4), which no argument tells."""
+    """Return the layout of chunks for a layer with chunked attention (Llama 4), which gets no argument for it."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
         return layout
@@ -197,8 +191,8 @@ def _find_layer_layout(module: Any, layout: RowLayout) -> RowLayout:
 
 
 def _pad_head_dim(tensor: Tensor, dim: int) -> Tensor:
-    """Pad heads with zeros to `dim` dimensions: multi-head latent attention (DeepSeek) has fewer for values. So one
-    exchange moves queries, keys and values, and the flash kernel takes them."""
+    """Pad heads with zeros to `dim` dimensions, so that one exchange moves queries, keys and values, and the flash
+    kernel takes them: multi-head latent attention (DeepSeek) has smaller values."""
     missing = dim - tensor.shape[-1]
     return nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
@@ -206,7 +200,7 @@ def _pad_head_dim(tensor: Tensor, dim: int) -> Tensor:
 def attend_with_graph(
     primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of passes with a gradient and without tangents, which would be lost: the fused kernels."""
+    """Attention of passes with a gradient: the fused kernels, which would lose tangents."""
     assert all(x is None for x in tangents)
     return causal_attention(primals, layout, scoring), None
 
@@ -217,17 +211,13 @@ def causal_attention(primals: AttentionInputs, layout: RowLayout, scoring: Scori
     assert query is not None and key is not None and value is not None
     if _can_use_flash(query, scoring):
         return _attend_on_gpu(primals, layout, scoring)[0]
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
-        return (_attend(query, key, value, sinks, scoring),)
-
-    (output,) = apply_per_sequence(attend, (query, key, value), layout)
+    (output,) = apply_per_sequence(lambda *qkv: (_attend(*qkv, sinks, scoring),), (query, key, value), layout)
     return output
 
 
 def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
-    """Whether PyTorch's variable-length flash kernel computes this: it has no softcaps, and does not pad heads as
-    `scaled_dot_product_attention` does."""
+    """Whether PyTorch's variable-length flash kernel supports this: it has no softcap, and unlike
+    `scaled_dot_product_attention` does not pad heads."""
     head_dim = query.shape[-1]
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     fits = head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
@@ -235,10 +225,10 @@ def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
 
 
 def _attend_on_gpu(primals: AttentionInputs, layout: RowLayout, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Attention by that kernel, differentiable: output `[b, A, T, D]` and log-sum-exp `[b, A, T]`."""
+    """Attention by the flash kernel, differentiable: output `[b, A, T, D]` and log-sum-exp `[b, A, T]`."""
     query, key, value, sinks = primals
     assert query is not None and key is not None and value is not None
-    if not TAKES_GROUPED_HEADS:
+    if not SUPPORTS_GQA:
         key, value = _repeat_kv_heads(query, key, value)
     select_flash_version(query.device, query.shape[-1])
     kernel = CudaFlash(scoring.scale, scoring.sliding_window, layout.cu_seqlens, layout.max_seqlen)
@@ -254,11 +244,7 @@ def _repeat_kv_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
 def apply_per_sequence(
     attend: Callable[..., Sequence[Tensor]], primals: Sequence[Tensor], layout: RowLayout
 ) -> Sequence[Tensor]:
-    """Apply `attend` to each sequence of the layout, and concatenate the results in the same layout.
-
-    Args:
-        attend: takes query, key and value of unpacked rows; its results have the tokens in their third dimension.
-    """
+    """Apply `attend` to query, key and value of each sequence, and concatenate its results along dimension 2."""
     if layout.is_unpacked:
         return attend(*primals)
     rows = []
@@ -269,14 +255,14 @@ def apply_per_sequence(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention of unpacked rows, for any device and dtype."""
+    """Attention of unpacked sequences, for any device and dtype."""
     sees_all = scoring.sliding_window is None or query.shape[2] <= scoring.sliding_window
     if sees_all and scoring.softcap is None:
         if query.device.type == "cpu":
             return flash_attention(query, key, value, sinks, CpuFlash(scoring.scale))[0]
         if sinks is None:
-            # The memory-efficient kernel, the one for fp32 on a GPU, does not support enable_gqa: with it PyTorch would
-            # fall back to unfused attention, which stores all scores, [A, T, T].
+            # Not enable_gqa, which the memory-efficient kernel (fp32 on a GPU) does not support: PyTorch would fall
+            # back to unfused attention, which stores all scores, [A, T, T].
             key, value = _repeat_kv_heads(query, key, value)
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scale)
     return explicit_attention(query, key, value, sinks=sinks, **vars(scoring))
@@ -285,13 +271,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sco
 def attend_with_tangents(
     primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of passes with tangents and without a gradient: the Triton kernel where it applies, else in blocks."""
+    """Attention of forward-mode (JVP) passes without a gradient: the Triton kernel where it applies, else in blocks."""
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
     assert query is not None and key is not None and value is not None
     if scoring.softcap is not None:
         duals = [x if x is None or dx is None else make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
-        output, d_output = forward_ad.unpack_dual(causal_attention(duals, layout, scoring))
-        return output, d_output
+        return forward_ad.unpack_dual(causal_attention(duals, layout, scoring))
     if _can_use_triton(query):
         return _run_triton(primals, tangents, layout, scoring)
     sinks = None if sink is None else (sink, d_sink)
@@ -355,7 +340,7 @@ def has_triton() -> bool:
 training_attention = make_hugging_face_attention(attend_with_graph)
 forward_mode_attention = make_hugging_face_attention(attend_with_tangents)
 # New names, so that no other model in the process changes. No mask function is registered under them, so Hugging Face
-# builds no mask, and does not detect packed rows by their positions, which would synchronise with the device.
+# builds no mask, and does not detect packs by their positions, which would be a host-device synchronisation.
 AttentionInterface.register(TRAINING_ATTENTION, training_attention)
 AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
 
@@ -365,8 +350,8 @@ def attend_with_graph_and_tangents(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of passes with a gradient and tangents: autograd records the value but not the tangent.
 
-    The value is always computed by the training kernel, also within activation checkpoints. So the loss equals that of
-    plain fine-tuning bit for bit, and the backward recomputes what the forward had.
+    The training kernel always computes the value, also within activation checkpoints, so the loss equals that of plain
+    fine-tuning bit for bit, and the backward recomputes the values of the forward.
     """
     if all(tangent is None for tangent in tangents):
         return attend_with_graph(primals, tangents, layout, scoring)
@@ -384,11 +369,8 @@ def attend_with_graph_and_tangents(
         with torch.no_grad():
             _, d_output = attend_with_tangents(detached, tangents, layout, scoring)
         return output, d_output
-
-    # As `causal_attention` on a CPU, but keeping the log-sum-exp.
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attention(query, key, value, sink, CpuFlash(scoring.scale))
-
+    # `causal_attention` on a CPU, keeping the log-sum-exp.
+    attend = functools.partial(flash_attention, sinks=sink, kernel=CpuFlash(scoring.scale))
     output, log_sum_exp = apply_per_sequence(attend, (query, key, value), layout)
     sinks = None if sink is None else (sink.detach(), d_sink)
     with torch.no_grad():

@@ -1,12 +1,12 @@
 """PyTorch's flash kernels for passes with a gradient, extended by attention sinks; and attention in plain PyTorch.
 
 A sink s (gpt-oss, https://arxiv.org/abs/2508.10925) is an additional score of each query of a head, whose value vector
-is 0. Attention with sinks follows from attention without them, its output O and each query's log-sum-exp L:
+is 0. Attention with sinks follows from the output O and each query's log-sum-exp L of attention without them:
 
     L' = log(exp(L) + exp(s))        O' = exp(L - L') O
 
 The backward is that of flash attention, called with O' and L': `exp(S - L')` are the weights next to the sink, and
-`delta = rowsum(dO' * O')` is used as without sinks. The gradient of s is `-sum exp(s - L') delta`.
+`delta = rowsum(dO' * O')` as without sinks. The gradient of s is `-sum exp(s - L') delta`.
 
 Shapes: b rows, A query heads, K key/value heads, T tokens, D head dimension.
 """
@@ -23,27 +23,29 @@ from torch.utils.checkpoint import checkpoint
 
 from vcore_ds.distributed import layout
 
-TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+SUPPORTS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether `varlen_attn` supports grouped-query attention (torch 2.12 and later)."""
-
 
 MAX_FLASH_4_HEAD_DIM = 128
 """Largest head dimension of FlashAttention-4 on data-center Blackwell GPUs."""
 
 
 def can_use_flash_4(capability: tuple[int, int], head_dim: int) -> bool:
-    """Whether FlashAttention-4, if installed, replaces PyTorch's FlashAttention-2: on B200, B300 and GB200, of whose
-    peak version 2 reaches a sixth."""
+    """Whether FlashAttention-4, if installed, replaces PyTorch's FlashAttention-2: on B200, B300 and GB200, where
+    version 2 reaches a sixth of the peak."""
     return capability[0] == 10 and head_dim <= MAX_FLASH_4_HEAD_DIM
 
 
 _head_dims: set[int] = set()
-"""Head dimensions that this process has met."""
+"""Head dimensions seen in this process."""
 
 
 def select_flash_version(device: torch.device, head_dim: int) -> None:
-    """Switch PyTorch's flash kernels to FlashAttention-4 if `can_use_flash_4`. The switch is one for the process: once
-    a layer's heads are too large for FlashAttention-4, all layers go back to FlashAttention-2."""
+    """Switch PyTorch's flash kernels to FlashAttention-4 if `can_use_flash_4`.
+
+    PyTorch has one switch per process: once a layer's heads are too large for FlashAttention-4, all layers go back to
+    FlashAttention-2.
+    """
     if head_dim in _head_dims:
         return
     _head_dims.add(head_dim)
@@ -60,19 +62,19 @@ def select_flash_version(device: torch.device, head_dim: int) -> None:
 
 
 def _has_flash_4() -> bool:
-    """Whether the package flash-attn-4 is installed, or another one that brings its module."""
+    """Whether flash-attn-4, or another package with its module, is installed."""
     try:
         return importlib.util.find_spec("flash_attn.cute.interface") is not None
-    except ImportError:  # of flash_attn, or of what it needs
+    except ImportError:  # flash_attn, or a dependency
         return False
 
 
 @dataclass(frozen=True)
 class CpuFlash:
-    """Flash attention on a CPU, for rows of one sequence each.
+    """Flash attention of unpacked sequences on a CPU.
 
-    Calls the operator behind `scaled_dot_product_attention` directly: that function does not return the log-sum-exp,
-    and repeats key and value heads, which the operator does not need.
+    Calls the operator behind `scaled_dot_product_attention`, which returns no log-sum-exp and needlessly repeats key
+    and value heads.
     """
 
     scale: float
@@ -92,18 +94,17 @@ class CpuFlash:
 
 @dataclass(frozen=True)
 class CudaFlash:
-    """Flash attention on a GPU in bf16 or fp16: all rows in one variable-length call without a mask.
+    """Flash attention on a GPU in bf16 or fp16: all packs in one variable-length call without a mask.
 
-    Without `TAKES_GROUPED_HEADS`, every query head needs its keys and values repeated.
+    Without `SUPPORTS_GQA`, keys and values have to be repeated for every query head.
     """
 
     scale: float
     sliding_window: int | None
     """Number of keys that a query sees, itself included; None for all."""
     cu_seqlens: Tensor
-    """int32 `[num_sequences + 1]`, cumulative sequence lengths over the concatenated rows, starting at 0."""
+    """See `RowLayout`."""
     max_seqlen: int
-    """Tokens of the longest sequence."""
 
     @property
     def _window(self) -> tuple[int, int]:
@@ -112,7 +113,7 @@ class CudaFlash:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output `[b, A, T, D]`, differentiable, and the log-sum-exp `[b, A, T]` of the scaled scores."""
-        grouped: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPED_HEADS else {}
+        grouped: dict[str, Any] = {"enable_gqa": True} if SUPPORTS_GQA else {}
         output, log_sum_exp = varlen_attn(
             _concat_rows(query),
             _concat_rows(key),
@@ -126,10 +127,8 @@ class CudaFlash:
             window_size=self._window,
             **grouped,
         )
-        num_rows = len(query)
-        return output.unflatten(0, (num_rows, -1)).transpose(1, 2), log_sum_exp.unflatten(1, (num_rows, -1)).movedim(
-            0, 1
-        )
+        shape = len(query), -1
+        return output.unflatten(0, shape).transpose(1, 2), log_sum_exp.unflatten(1, shape).movedim(0, 1)
 
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor
@@ -218,20 +217,17 @@ def explicit_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute causal attention in plain PyTorch, `[B, A, T, D]`, where no fused kernel applies: softcaps; and windows
+    """Compute causal attention in plain PyTorch, `[b, A, T, D]`, where no fused kernel applies: softcaps; and windows
     or sinks anywhere but in half precision on a GPU.
 
     Every operation has a derivative in both modes, so inputs may require gradients or be dual tensors. Only one band of
     queries has its scores in memory at a time; the backward recomputes them.
 
     Args:
-        query: `[B, A, T, D]`.
-        key, value: `[B, K, T, D]`; A is a multiple of K (grouped-query attention).
-        scale: factor on the scores.
-        sliding_window: number of keys that a query sees, itself included; None for all.
-        sinks: `[A]`, an additional score of each query, neither scaled nor capped, whose value vector is 0; None for
-            none.
-        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2); None for none.
+        query: `[b, A, T, D]`.
+        key, value: `[b, K, T, D]`; A is a multiple of K (grouped-query attention).
+        scale, sliding_window, softcap: see `vcore_ds.models.attention.Scoring`.
+        sinks: `[A]`, neither scaled nor capped; None for none.
     """
     num_tokens = query.shape[2]
     positions, outputs = torch.arange(num_tokens, device=query.device), []
@@ -259,12 +255,12 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attention of one band of t queries to s keys, `[B, A, t, D]`; `mask [t, s]` is True for hidden keys."""
+    """Attention of one band of t queries to s keys, `[b, A, t, D]`; `mask [t, s]` is True for hidden keys."""
     num_kv_heads, num_keys = key.shape[1:3]
     accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
-    grouped = query.unflatten(1, (num_kv_heads, -1))  # [B, K, A / K, t, D]
+    grouped = query.unflatten(1, (num_kv_heads, -1))  # [b, K, A / K, t, D]
     group, num_queries = grouped.shape[2:4]
-    # Large scores in 16 bits would be off by a tenth.
+    # In 16 bits, large scores would be off by a tenth.
     scores = scale * (grouped.flatten(2, 3).to(accumulate) @ key.to(accumulate).transpose(2, 3))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -16,7 +16,7 @@ If a fused kernel has already computed O and each query's log-sum-exp L, the tan
 An attention sink (gpt-oss) is an additional score of each query, whose value vector is 0: it initialises the softmax
 sums, or is part of L.
 
-Passes without tangents use the fused kernels. Each row is one sequence: `vcore_ds.models.attention` splits packed rows.
+Passes without tangents use the fused kernels. Each row is one sequence: `vcore_ds.models.attention` splits packs.
 
 Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head dimension.
 """
@@ -109,11 +109,11 @@ def block_attention_tangent(
         log_sum_exp: `[B, A, T]`, over each query's scaled scores and its sink.
     """
     d_output = torch.empty_like(query)
-    # Row by row: the memory of a block of scores is that of one row's heads.
+    # Row by row, so that a block of scores has the heads of one row only.
     for row in range(len(query)):
         one = slice(row, row + 1)
         d_qkv = [None if tangent is None else tangent[one] for tangent in tangents]
-        _write_row_tangent(  # holds the blocks of this row, which are gone before those of the next are made
+        _write_row_tangent(  # frees this row's blocks before those of the next row are allocated
             d_output[one],
             _Blocks(query[one], key[one], value[one], d_qkv, scale, None),
             output[one],
@@ -132,7 +132,7 @@ def _write_row_tangent(
 ) -> None:
     sink, d_sink = sinks
     for queries in blocks.iter_query_blocks():
-        normalizer = blocks.query_rows(log_sum_exp[..., None], queries, blocks.accumulate)
+        normalizer = blocks.take_queries(log_sum_exp[..., None], queries, blocks.accumulate)
         d_out = blocks.new_accumulator(output.shape[-1])
         d_row_sum = blocks.expand_heads(d_sink, absent=0.0)  # sum of P * dS
         if d_sink is not None:
@@ -140,7 +140,7 @@ def _write_row_tangent(
         for keys in blocks.iter_key_blocks(queries):
             weights = blocks.scores(queries, keys).sub_(normalizer).exp_()
             blocks.add_tangents(d_out, d_row_sum, weights, keys)
-        out = blocks.query_rows(output, queries, blocks.accumulate)
+        out = blocks.take_queries(output, queries, blocks.accumulate)
         blocks.write_block(d_output, queries, d_out.addcmul_(d_row_sum, out, value=-1))
 
 
@@ -148,7 +148,8 @@ class _Blocks:
     """Query, key, value and tangents in the layout of `bmm`, and the blocks of their scores.
 
     Each key/value head is an item of the batch, with the queries of all its query heads as rows. Keys and values are
-    converted once; queries block by block, so that a block stays in the CPU's cache.
+    converted once; queries block by block, so that a block stays in the CPU's cache. Arguments as for
+    `block_attention`.
     """
 
     def __init__(
@@ -160,7 +161,6 @@ class _Blocks:
         scale: float,
         sliding_window: int | None,
     ):
-        """Arguments as for `block_attention`."""
         self._num_tokens, self._scale, self._sliding_window = query.shape[2], scale, sliding_window
         self._query_tokens, self._key_tokens = BLOCK_TOKENS[query.device.type]
         self.accumulate = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -173,13 +173,13 @@ class _Blocks:
         d_key, self._d_value = (
             None if tangent is None else self._flatten_heads(tangent) for tangent in (d_key, d_value)
         )
-        # dS is one matrix multiplication, [dQ, Q] [K, dK]^T, of the columns that are present. S stays separate from it,
-        # and P V from P dV: fused, the values would be rounded differently from those of a pass without tangents.
+        # dS is one matrix multiplication, [dQ, Q] [K, dK]^T, without absent tangents. It is not fused with S, nor P dV
+        # with P V: the values would be rounded differently from those of a pass without tangents.
         self._has_d_key, self._has_d_scores = d_key is not None, self._d_query is not None or d_key is not None
         self._d_score_keys = (
             _concat_present(None if self._d_query is None else self._key, d_key) if self._has_d_scores else None
         )
-        # All score blocks reuse one buffer: on a CPU, allocating it anew takes a quarter of the matmul's time.
+        # All score blocks share one buffer: on a CPU, allocating each takes a quarter of the matmul's time.
         num_scores = math.prod(query.shape[:2])
         num_scores *= min(self._query_tokens, self._num_tokens) * min(self._key_tokens, self._num_tokens)
         self._scores_memory = torch.empty(num_scores, dtype=self.accumulate, device=query.device)
@@ -187,12 +187,14 @@ class _Blocks:
         self._positions = torch.arange(self._num_tokens, device=query.device)
 
     def iter_query_blocks(self) -> Iterator[slice]:
-        """Yield the tokens of each block of queries. The methods below refer to the block yielded last."""
+        """Yield the tokens of each block of queries, and make it the current block of the methods below."""
         for start in range(0, self._num_tokens, self._query_tokens):
             queries = slice(start, min(start + self._query_tokens, self._num_tokens))
-            self._rows = self.query_rows(self._query, queries, self._matmul_dtype)
+            self._rows = self.take_queries(self._query, queries, self._matmul_dtype)
             if self._has_d_scores:
-                d_rows = None if self._d_query is None else self.query_rows(self._d_query, queries, self._matmul_dtype)
+                d_rows = (
+                    None if self._d_query is None else self.take_queries(self._d_query, queries, self._matmul_dtype)
+                )
                 self._d_score_rows = _concat_present(d_rows, self._rows if self._has_d_key else None)
             yield queries
 
@@ -203,7 +205,7 @@ class _Blocks:
         for start in range(first // size * size, queries.stop, size):
             yield slice(start, min(start + size, queries.stop))
 
-    def query_rows(self, tensor: Tensor, queries: slice, dtype: torch.dtype) -> Tensor:
+    def take_queries(self, tensor: Tensor, queries: slice, dtype: torch.dtype) -> Tensor:
         """Reshape a block of queries of `[B, A, T, D]` to `[B * K, G * t, D]`."""
         return tensor[:, :, queries].reshape(len(self._key), -1, tensor.shape[-1]).to(dtype)
 
@@ -225,7 +227,7 @@ class _Blocks:
         return rows
 
     def scores(self, queries: slice, keys: slice) -> Tensor:
-        """Compute scores `[B * K, G * t, s]`, masked with -inf, in a buffer that the next block overwrites."""
+        """Compute masked scores `[B * K, G * t, s]`, in a buffer that the next block overwrites."""
         scores = _scaled_bmm(self._rows, self._key[:, keys].transpose(1, 2), self._scores_memory, self._scale)
         mask = _causal_mask(queries, keys, self._positions, self._sliding_window)
         if mask is not None:
@@ -249,7 +251,7 @@ class _Blocks:
 
 
 def _concat_present(first: Tensor | None, second: Tensor | None) -> Tensor:
-    """Concatenate those that are not None in the last dimension."""
+    """Concatenate the tensors that are not None along the last dimension."""
     present = [tensor for tensor in (first, second) if tensor is not None]
     return present[0] if len(present) == 1 else torch.cat(present, -1)
 

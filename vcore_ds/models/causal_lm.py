@@ -34,12 +34,9 @@ from vcore_ds.models.token_loss import (
 
 # Fields that change logits, from `*ForCausalLM.forward` and `*ForConditionalGeneration.forward` of transformers 5.23; a
 # test reads those again.
-FACTORS = ("logit_scale", "lm_head_multiplier")
-"""Fields by which logits are multiplied (Cohere; Falcon-H1)."""
-DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-"""Fields by which logits or final hidden states are divided (Granite, MiniCPM3; Inkling)."""
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Fields with the softcap of logits (Gemma; RecurrentGemma; xLSTM)."""
+FACTORS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # of logits or hidden states: Granite, MiniCPM3; Inkling
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma; RecurrentGemma; xLSTM
 
 
 def is_vision_language(config: PretrainedConfig) -> bool:
@@ -47,9 +44,9 @@ def is_vision_language(config: PretrainedConfig) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
 
 
-def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
-    """Return the auto class that loads the entire model: for a vision-language model `AutoModelForCausalLM` loads only
-    the language model, or fails."""
+def find_auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Return the auto class that loads the entire model: `AutoModelForCausalLM` loads only the language model of a
+    vision-language model, or fails."""
     return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
@@ -58,34 +55,33 @@ def read_logit_transform(config: PretrainedConfig) -> LogitTransform:
     if config.model_type in ("gemma3", "mpt"):  # have such fields, but ignore them
         return LogitTransform()
     text = config.get_text_config()
-    factor, divisor, softcap = (_declared(text, names) for names in (FACTORS, DIVISORS, SOFTCAPS))
+    factor, divisor, softcap = (_read_declared(text, names) for names in (FACTORS, DIVISORS, SOFTCAPS))
     if text.model_type == "hyperclovax":  # uses Granite's field name for a factor
         factor, divisor = divisor, None
     return LogitTransform((factor or 1.0) / (divisor or 1.0), softcap)
 
 
-def _declared(config: PretrainedConfig, names: tuple[str, ...]) -> float | None:
-    """Return the first of the fields that the architecture declares; nothing reads others in config.json."""
+def _read_declared(config: PretrainedConfig, names: tuple[str, ...]) -> float | None:
+    """Return the first of the fields that the architecture declares; it ignores others in config.json."""
     return next((getattr(config, name) for name in names if hasattr(type(config), name)), None)
 
 
-def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
-    """Return the number of rows of the output embedding without padding (Inkling); None if it has none."""
+def read_unpadded_vocabulary(config: PretrainedConfig) -> int | None:
+    """Read the number of output embedding rows that are not padding (Inkling); None if all are not."""
     return getattr(config.get_text_config(), "unpadded_vocab_size", None)
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head, from token ids to hidden states; of a vision-language model, the language
-    model's."""
+    """Return the (language) model without its head, from token ids to hidden states."""
     decoder = model.get_decoder()
     if decoder is model.get_output_embeddings():  # ModernBERT's head is called `decoder`
         return model.base_model
-    # If the decoder has an unusual name (Llama 4), get_decoder returns the model with the head.
+    # get_decoder returns the model with the head if the decoder has an unusual name (Llama 4).
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
 def freeze_towers(model: PreTrainedModel) -> None:
-    """Freeze everything but decoder and head, in place: no text passes through it."""
+    """Freeze everything but decoder and head, in place: text passes through nothing else."""
     used = {id(p) for part in (find_decoder(model), model.get_output_embeddings()) for p in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in used:
@@ -95,20 +91,16 @@ def freeze_towers(model: PreTrainedModel) -> None:
 class TokenLossHead(nn.Module):
     """The output embedding, returning losses instead of logits.
 
-    It must be a module that *owns* the weight: ZeRO-3 gathers a weight while its module runs, once for the forward and
-    once for the backward; outside of it the tensor is empty. With tied embeddings the weight is the same `Parameter` as
-    that of the input embedding.
+    It must be a module that *owns* the weight: ZeRO-3 all-gathers a weight while its module runs, once for the forward
+    and once for the backward; outside of it the tensor is empty. With tied embeddings the weight is the same
+    `Parameter` as that of the input embedding.
     """
 
     reads_low_rank_tangents = True
     """See `forward_mode`: the forward takes its weights' tangents by `read_low_rank_tangent`."""
 
     def __init__(self, output_embedding: nn.Linear, transform: LogitTransform, num_tokens: int | None):
-        """Args:
-        output_embedding: its parameters become this module's.
-        transform: from raw logits to logits.
-        num_tokens: rows of the weight that are not padding; None for all.
-        """
+        """Take over the parameters of `output_embedding`; `num_tokens` rows are not padding, None for all."""
         super().__init__()
         self.weight = output_embedding.weight
         self.bias = output_embedding.bias
@@ -152,11 +144,8 @@ class TokenLossModel(nn.Module):
     """
 
     def __init__(self, causal_lm: PreTrainedModel | PeftModel, *, activation_offload: bool = False):
-        """Args:
-        causal_lm: a `PreTrainedModel`, or a `PeftModel` around one.
-        activation_offload: keep the decoder's saved tensors (with activation checkpoints the inputs of its layers) in
-            host memory until the backward.
-        """
+        """With `activation_offload`, the decoder's saved tensors (with activation checkpoints the inputs of its layers)
+        stay in host memory until the backward."""
         super().__init__()
         self.causal_lm: PreTrainedModel | PeftModel = causal_lm
         self._activation_offload = activation_offload
@@ -170,7 +159,7 @@ class TokenLossModel(nn.Module):
                 "layer (LoRA on the output embedding is not supported)"
             )
         config = base.config
-        base.set_output_embeddings(TokenLossHead(head, read_logit_transform(config), unpadded_vocabulary(config)))
+        base.set_output_embeddings(TokenLossHead(head, read_logit_transform(config), read_unpadded_vocabulary(config)))
 
     @property
     def base(self) -> PreTrainedModel:
@@ -212,7 +201,7 @@ class TokenLossModel(nn.Module):
         statistic: PredictionStatistic | None = None,
         reference_hidden: Tensor | None = None,
         hidden_only: bool = False,
-        own_logits: bool = False,
+        original_logits: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order.
 
@@ -221,19 +210,18 @@ class TokenLossModel(nn.Module):
             targets: `[b, t]`, the next token of each; `IGNORED_LABEL` if it is not supervised. On the host.
             position_ids: `[b, t]`, from 0 in each sequence. Required, since a rank's columns may start within a
                 sequence.
-            row_layout: the sequences of the rows, and the sequence-parallel size.
             statistic: also return this statistic of each prediction, `[N]`, without a graph.
-            reference_hidden: `[N, H]`, what `hidden_only` gave of the model without its adapters; also return the
-                divergence of each prediction from that model's, `[N]`.
+            reference_hidden: `[N, H]`, the result of `hidden_only` without adapters; also return the divergence of each
+                prediction from that model's, `[N]`.
             hidden_only: instead return the hidden states `[N, H]` that predict the supervised tokens.
-            own_logits: instead return the logits `[b, t, V]` of the architecture's unmodified forward, with its own
-                attention and mask, of unpacked sequences. That forward may do more than decoder and output embedding.
-                An option of this forward, since ZeRO-3 gathers parameters within it.
+            original_logits: instead return the logits `[b, t, V]` of the architecture's forward with its eager
+                attention and mask, for unpacked sequences. That forward may do more than decoder and output embedding.
+                An option here, since ZeRO-3 all-gathers parameters within this forward.
         """
-        if own_logits:
+        if original_logits:
             with _use_eager_attention(self.base.config.get_text_config()):
                 return self.causal_lm(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        # Hugging Face's attention does not take the layout, and detects packed sequences by their positions.
+        # Hugging Face's attention takes no layout, and detects packed sequences by their positions.
         attention = self.base.config.get_text_config()._attn_implementation
         is_ours = attention in OUR_ATTENTION
         if not is_ours and row_layout.sequence_parallel > 1:

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from vcore_ds.common.errors import UserError, first_line, last_line
-from vcore_ds.models.causal_lm import is_vision_language, unpadded_vocabulary
+from vcore_ds.models.causal_lm import is_vision_language, read_unpadded_vocabulary
 from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
 from vcore_ds.planning.packing import ATTENTION_LAYERS, OTHER_LAYERS
 
@@ -44,21 +44,17 @@ def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfi
     raw = _read_json(path, local_files_only)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise bad_config(
-            path, "found no model_type, expected the name of an architecture; is this a Hugging Face model?"
-        )
+        problem = "found no model_type, expected the name of an architecture; is this a Hugging Face model?"
+        raise make_config_error(path, problem)
     if model_type not in CONFIG_MAPPING:
-        if "auto_map" in raw:
-            raise bad_config(
-                path,
-                f"model_type {model_type!r} needs code from its repository (trust_remote_code), which is not run here; "
-                f"{_EXPECTED} that is part of transformers",
-            )
-        raise bad_config(
-            path,
-            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; install a newer "
-            "transformers, or choose another model",
+        problem = (
+            "needs code from its repository (trust_remote_code), which is not run here; "
+            f"{_EXPECTED} that is part of transformers"
+            if "auto_map" in raw
+            else f"is unknown to transformers {transformers.__version__}; install a newer transformers, or choose "
+            "another model"
         )
+        raise make_config_error(path, f"model_type {model_type!r} {problem}")
     _check_sizes(path, raw)
     try:
         # Unless trust_remote_code is given, transformers asks at the terminal.
@@ -72,7 +68,7 @@ def read_config(path: str, *, local_files_only: bool = False) -> PretrainedConfi
     return config
 
 
-def bad_config(path: str, problem: str) -> UserError:
+def make_config_error(path: str, problem: str) -> UserError:
     """Make the error about a model's config.json."""
     return UserError(f"model.path: {path}: config.json: {problem}")
 
@@ -85,9 +81,9 @@ def _read_json(path: str, local_files_only: bool) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"model.path: {path}: no configuration can be read: {first_line(error)}") from None
     except (ValueError, RecursionError) as error:
-        raise bad_config(path, f"not JSON ({first_line(error)})") from None
+        raise make_config_error(path, f"not JSON ({first_line(error)})") from None
     if not isinstance(raw, dict):
-        raise bad_config(path, f"found {type(raw).__name__}, expected a JSON object")
+        raise make_config_error(path, f"found {type(raw).__name__}, expected a JSON object")
     return raw
 
 
@@ -98,12 +94,12 @@ def _check_sizes(path: str, raw: dict[str, Any]) -> None:
         for key, largest in _MAX_SIZES.items():
             value = section.get(key)
             if isinstance(value, int) and not 1 <= value <= largest:
-                raise bad_config(path, f"{key}: found {value:.6g}, expected 1 to {largest:,}")
+                raise make_config_error(path, f"{key}: found {value:.6g}, expected 1 to {largest:,}")
 
 
 def _check_kind(path: str, config: PretrainedConfig) -> None:
     if config.model_type == "phimoe":
-        # The start check would find it too, but only after loading 42 billion parameters.
+        # The start check would report it too, but only after loading 42 billion parameters.
         kind = (
             "an MoE model that draws the experts of each token at random in training and estimates its router's "
             "gradient (SparseMixer), so that neither losses nor gradients are those of the model"
@@ -112,16 +108,16 @@ def _check_kind(path: str, config: PretrainedConfig) -> None:
         kind = "an encoder and a decoder (seq2seq)"
     elif is_vision_language(config) and config.model_type not in VISION_LANGUAGE:
         kind = (
-            f"a vision-language model of another kind than those whose language model can be trained "
-            f"({', '.join(VISION_LANGUAGE)}); save its language model as a separate model"
+            f"not among the vision-language models whose language model can be trained ({', '.join(VISION_LANGUAGE)}); "
+            "save its language model as a separate model"
         )
     elif _is_encoder(config):
         kind = "an encoder, whose attention is not causal"
     elif not is_vision_language(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = "no causal language model"
+        kind = "not a causal language model"
     else:
         return
-    raise bad_config(path, f"model_type {config.model_type!r} is {kind}; {_EXPECTED}")
+    raise make_config_error(path, f"model_type {config.model_type!r} is {kind}; {_EXPECTED}")
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
@@ -134,32 +130,30 @@ def _is_encoder(config: PretrainedConfig) -> bool:
 
 
 def _check_heads(path: str, config: PretrainedConfig) -> None:
-    num_heads, num_kv_heads = (_size(config, key) for key in ("num_attention_heads", "num_key_value_heads"))
-    for key, value in (("num_attention_heads", num_heads), ("num_key_value_heads", num_kv_heads)):
+    sizes = {key: _read_size(config, key) for key in ("num_attention_heads", "num_key_value_heads")}
+    for key, value in sizes.items():
         if value is not None and value < 1:
-            raise bad_config(path, f"{key}: found {value}, expected at least 1")
+            raise make_config_error(path, f"{key}: found {value}, expected at least 1")
+    num_heads, num_kv_heads = sizes.values()
     if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-        raise bad_config(
-            path,
-            f"found num_attention_heads {num_heads} together with num_key_value_heads {num_kv_heads}; expected a "
-            "multiple of it",
-        )
+        problem = f"found num_attention_heads {num_heads} together with num_key_value_heads {num_kv_heads}"
+        raise make_config_error(path, f"{problem}; expected a multiple of it")
 
 
 def read_vocabulary_size(path: str) -> int:
     """Read the vocabulary size without padding: token ids are below it."""
     config = read_config(path)
-    return unpadded_vocabulary(config) or config.get_text_config().vocab_size
+    return read_unpadded_vocabulary(config) or config.get_text_config().vocab_size
 
 
 def read_model_shape(path: str) -> ModelShape:
-    """Read the sizes that time and memory of a pass depend on.
+    """Read the sizes that determine time and memory of a pass.
 
     Architectures with unknown field names are assumed to be dense and Llama-like; those without attention heads get the
     sizes of Qwen3-32B, without packing and sequence parallelism.
     """
     config = read_config(path)
-    sizes = {size: _size(config, names[0]) for size, names in SIZE_NAMES.items()}
+    sizes = {size: _read_size(config, names[0]) for size, names in SIZE_NAMES.items()}
     text = config.get_text_config()
     # Jamba, Falcon-H1 and others derive layer_types, which to_dict() leaves out.
     shape = shape_of_sizes(sizes, text.to_dict() | {"layer_types": getattr(text, "layer_types", None)})
@@ -169,12 +163,12 @@ def read_model_shape(path: str) -> ModelShape:
         return replace(QWEN3_32B, no_sequence_parallelism=why, unpackable=why, hidden_size=0)
     if can_replace_attention(config):
         return shape
-    # It is unknown whether such an attention isolates packed sequences.
-    why = "whose attention is its own code"
+    # Such an attention may not isolate packed sequences.
+    why = "whose attention cannot be replaced"
     return replace(shape, no_sequence_parallelism=why, unpackable=shape.unpackable or why)
 
 
-def _size(config: PretrainedConfig, name: str) -> int | None:
+def _read_size(config: PretrainedConfig, name: str) -> int | None:
     """Return a size, None if the architecture does not have it, or has one per layer."""
     try:
         value = getattr(config.get_text_config(), name, None)
@@ -183,7 +177,7 @@ def _size(config: PretrainedConfig, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+def find_causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class that transformers loads."""
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision_language(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     return cast(type[PreTrainedModel], mapping[type(config)])  # typed for mappings whose values may be pairs
@@ -195,7 +189,7 @@ def can_replace_attention(config: PretrainedConfig) -> bool:
     It must look up its attention function by name, and use only causal masks, sliding windows and chunks, no sparse
     attention with masks computed from the data.
     """
-    causal_lm = causal_lm_class(config)
+    causal_lm = find_causal_lm_class(config)
     # Hybrids of attention and recurrences look up names without setting `_supports_attention_backend`.
     finds_by_name = causal_lm._supports_attention_backend or hasattr(
         sys.modules[causal_lm.__module__], "ALL_ATTENTION_FUNCTIONS"

@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of the token alone, independent of ranks and of the layout of the batch.
 
-With one random generator per rank, masks would depend on the world size and the packing. Here a token's mask is
-computed from the run's seed, the step, the token's sequence and its position in it, so that every layout of the same
-batch has the same losses. A layer that is recomputed in the backward gets the same mask without a generator's state.
+With one random generator per rank, masks would depend on the world size and the packing. Here a token's mask is a hash
+of the run's seed, the step, the token's sequence and its position in it, so that every layout of the same batch has the
+same losses. A layer that is recomputed in the backward gets the same mask without a saved generator state.
 """
 
 import torch
@@ -18,18 +18,15 @@ class TokenDropout(nn.Dropout):
 
     Attributes:
         token_keys: int32 `[b, t]`, keys of the tokens of the next forward (`make_token_keys`), set by the engine.
-        first_feature: index of x's first feature among those of the layer; not 0 if ranks have shards of the features.
+        first_feature: index of x's first feature in the layer, if ranks have shards of the features.
 
     The mask of token i and feature j is `key_i * feature_key_j mod 2^32 < (1 - p) * 2^32`. Both factors are random odd
     numbers, so each product is uniform over the odd numbers, and two products of one token, or of one feature, are
-    independent, as a dropout mask has to be. That is one multiplication and one comparison per element, the same on
-    every device.
+    independent, as a dropout mask has to be. One multiplication and one comparison per element, on every device alike.
     """
 
     def __init__(self, p: float, number: int):
-        """Args:
-        number: index of this module among the model's dropouts, so that each has different masks.
-        """
+        """`number`: index of this module among the model's dropouts, so that each has different masks."""
         super().__init__(p)
         self.number, self.first_feature = number, 0
         self.token_keys: Tensor | None = None
@@ -51,8 +48,8 @@ class TokenDropout(nn.Dropout):
         feature_keys = _odd_words(_mix(features + (self.number + 1) * _WORD))
         # The products are signed int32, so the threshold is shifted; 2^31 itself would wrap.
         threshold = min(round((1 - self.p) * _WORD) - _WORD // 2, _WORD // 2 - 1)
-        kept = keys[..., None] * feature_keys < threshold
-        return x * kept * (1 / (1 - self.p))
+        mask = keys[..., None] * feature_keys < threshold
+        return x * mask * (1 / (1 - self.p))
 
 
 def use_token_dropout(model: nn.Module) -> None:
@@ -66,12 +63,7 @@ def use_token_dropout(model: nn.Module) -> None:
 
 
 def make_token_keys(seed: int, sequence_ids: Tensor, positions: Tensor) -> Tensor:
-    """Hash the arguments to a random odd int32 for each token.
-
-    Args:
-        seed: of the step.
-        sequence_ids, positions: int64 `[b, T]`, the sequence of each token and its position in it.
-    """
+    """Hash the step's seed, and each token's sequence and position in it (int64 `[b, T]`), to a random odd int32."""
     signed = (seed + 2**63) % 2**64 - 2**63
     return _odd_words(_mix(_mix(sequence_ids ^ signed) + positions))
 

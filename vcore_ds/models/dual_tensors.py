@@ -24,9 +24,9 @@ def make_dual_if_any(value: Tensor, tangent: Tensor | None) -> Tensor:
 
 
 def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return the value and the tangent (None if it has none) of a parameter, while its module runs.
+    """Return the value and the tangent (or None) of a parameter, while its module runs.
 
-    With gradients enabled the value is the parameter itself. The primal of a dual tensor would be a view of it, and the
+    With gradients enabled the value is the parameter itself: the primal of a dual tensor would be a view of it, and the
     graph would keep the memory of the gathered parameter until the backward.
     """
     value, tangent = forward_ad.unpack_dual(getattr(module, name))
@@ -38,7 +38,7 @@ def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | Non
 
 
 class LowRank(NamedTuple):
-    """A weight's tangent as a product of two low-rank matrices, or of two stacks of them."""
+    """A weight's tangent in low-rank factors, or a stack of such tangents."""
 
     left: Tensor
     """`[..., out, r]`"""

@@ -1,11 +1,11 @@
-"""Experts of MoE models as grouped GEMMs with tangents; expert parallelism; and counts of tokens per expert.
+"""Experts of MoE models as grouped GEMMs with a forward-mode rule, expert parallelism, and token counts per expert.
 
 Hugging Face's MoE models find `experts_forward` by name, as they find attention. Their own implementation uses
 PyTorch's grouped GEMM, which has no forward-mode rule, or a fallback that silently drops tangents.
 
 Expert parallelism: each rank of an expert-parallel group has a block of the experts of every MoE layer. A layer needs
-three all-to-alls: of the number of rows, of the rows, and of their outputs. Values and tangents travel together, and
-gradients the same way back. All ranks of a group take part in all exchanges, even without tokens.
+three all-to-alls: of the number of rows, of the rows, and of their outputs. Values and tangents share them, and
+gradients take the same way back. All ranks of a group take part in all exchanges, even without tokens.
 
 Shapes: n tokens, k experts per token, S = n k rows (one for each token and expert), E experts, H hidden size.
 """
@@ -36,13 +36,8 @@ def are_sharded(experts: nn.Module) -> bool:
 
 
 def expert_offsets(chosen: Tensor, num_experts: int) -> Tensor:
-    """Return the end offsets of each expert's rows, int32 `[E]`, the `offs` of `grouped_mm`.
-
-    Without a host-device synchronisation.
-
-    Args:
-        chosen: `[S]`, the expert of each row, sorted.
-    """
+    """Return the end offsets of each expert's rows, int32 `[E]`, the `offs` of `grouped_mm`, without a host-device
+    synchronisation. `chosen [S]` is the expert of each row, sorted."""
     numbers = torch.arange(num_experts, device=chosen.device)
     return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
@@ -62,23 +57,23 @@ def run_at_experts(
     num_ranks = layout.size("expert")
     num_local = num_experts // num_ranks
     counts = expert_offsets(chosen, num_experts).long().diff(prepend=chosen.new_zeros(1)).view(num_ranks, num_local)
-    # The ranks agree on whether tangents travel: an idle rank may have none where others do, and the all-to-all would
-    # be of different row sizes.
+    # The ranks agree on whether to send tangents: an idle rank may have none where others do, and the row sizes of the
+    # all-to-all would differ.
     is_dual = counts.new_full((num_ranks, 1), forward_ad.unpack_dual(x).tangent is not None)
     received_counts, are_dual = layout.all_to_all("expert", torch.cat([counts, is_dual], 1)).split([num_local, 1], 1)
-    # The only host-device synchronisation: the all-to-all needs its sizes on the host.
+    # The only host-device synchronisation: the all-to-all takes its sizes from the host.
     sent, received, dual = torch.stack([counts.sum(1), received_counts.sum(1), are_dual[:, 0]]).tolist()
     x = _exchange(x, sent, received, is_dual=any(dual))
     numbers = torch.arange(num_local, device=chosen.device).repeat(num_ranks)
     numbers = numbers.repeat_interleave(received_counts.flatten(), output_size=sum(received))
     local_experts, order = numbers.sort(stable=True)
     y = compute(x[order], local_experts, expert_offsets(local_experts, num_local))
-    # If the rows have no tangents, y has one exactly if the parameters have, which is the same on all ranks.
+    # Without tangents of the rows, y has one exactly if the parameters have, which is the same on all ranks.
     return _exchange(y[order.argsort()], received, sent, is_dual=forward_ad.unpack_dual(y).tangent is not None)
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], *, is_dual: bool) -> Tensor:
-    """All-to-all of rows with the given numbers per rank. The value is differentiable, its tangent is not recorded."""
+    """All-to-all of rows with the given counts per rank. The value is differentiable, its tangent is not recorded."""
     value, tangent = forward_ad.unpack_dual(x)
     if is_dual and tangent is None:
         tangent = torch.zeros_like(value)
@@ -87,8 +82,8 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], *, is_dual: bool)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows `[x | dx]`, and of gradients of x in the backward. The gradient of an unused result is zeros,
-    not None, since the other ranks wait for it."""
+    """All-to-all of rows `[x | dx]`, and of gradients of x in the backward, where that of an unused result is zeros,
+    not None: the other ranks wait for it."""
 
     @staticmethod
     def forward(
@@ -116,9 +111,9 @@ _IS_TOKEN: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
 def mark_padding(experts: Iterable[nn.Module], is_token: Tensor) -> None:
-    """Tell experts modules which tokens of the next forward are padding, which is not counted.
+    """Exclude padding from the token counts of the forwards until the next call.
 
-    The marks stay until the next call: a layer that is recomputed in the backward counts its tokens again.
+    Includes layers that are recomputed in the backward, which count their tokens again.
 
     Args:
         is_token: bool `[b, t]`, of this rank's columns, on the device.
@@ -157,19 +152,16 @@ def measure_expert_load(model: nn.Module, expert_parallel: int = 1) -> dict[str,
     In an expert-parallel group all ranks wait for the most loaded one in each layer's exchange. A layer recomputed in
     the backward counts twice, for all of its experts alike.
 
-    Args:
-        expert_parallel: ranks of an expert-parallel group.
-
     Returns:
-        The load of a layer's most loaded expert over that of its mean expert, maximum and mean over the layers; for
-        `expert_parallel` > 1 the same of ranks. Empty for a model without counts.
+        Maximum over mean load of a layer's experts: maximum and mean over the layers. If the expert-parallel size
+        exceeds 1, the same for the ranks of a group. Empty for a model without counts.
     """
     counts = _read_counts(model)
     if not counts:
         return {}
     sizes = [len(tokens) for tokens in counts]
     group, num_groups = layout.rank("shards") // expert_parallel, layout.size("shards") // expert_parallel
-    # Tokens sent to each rank by this rank's group; the sum over all ranks fills in the other groups' rows.
+    # Tokens sent to each rank by this rank's group; the sum over all ranks adds the other groups' rows.
     rank_tokens = torch.zeros(num_groups, len(counts), expert_parallel, dtype=torch.int64, device=counts[0].device)
     rank_tokens[group] = torch.stack([tokens.view(expert_parallel, -1).sum(1) for tokens in counts])
     numbers = torch.cat([*counts, rank_tokens.flatten()]).tolist()
@@ -190,7 +182,6 @@ def _read_counts(model: nn.Module) -> list[Tensor]:
 
 OUR_EXPERTS = "vcore_experts"
 """Name under which Hugging Face models find `experts_forward`."""
-
 
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters `[E, out, in]` that `experts_forward` multiplies by."""
@@ -241,12 +232,12 @@ def _compute_experts(experts: Any, x: Tensor, chosen: Tensor, offsets: Tensor) -
 
     def project(x: Tensor, name: str) -> Tensor:
         adapter = _ADAPTERS.get(experts, {}).get(name)
-        weight, options = _parameter(experts, name), {"is_transposed": experts.is_transposed}
+        weight, options = _unpack_weight(experts, name), {"is_transposed": experts.is_transposed}
         if adapter is None:
-            product = grouped_matmul(x, *weight, offsets, **options)
+            output = grouped_matmul(x, *weight, offsets, **options)
         else:
-            product = adapted_grouped_matmul(x, weight[0], adapter, offsets, **options)
-        return product + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else product
+            output = adapted_grouped_matmul(x, weight[0], adapter, offsets, **options)
+        return output + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else output
 
     x = project(x, "gate_up_proj" if experts.has_gate else "up_proj")
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
@@ -272,7 +263,7 @@ def grouped_matmul(
     """
     x, d_x = forward_ad.unpack_dual(x)
     x = x.to(weight.dtype)
-    product = _GroupedMatmul.apply(x, weight, offsets, is_transposed)
+    output = _GroupedMatmul.apply(x, weight, offsets, is_transposed)
     with torch.no_grad():
         tangents = (
             [] if d_x is None else [_grouped_mm(d_x.to(weight.dtype), _as_in_out(weight, is_transposed), offsets)]
@@ -282,9 +273,14 @@ def grouped_matmul(
             tangents.append(_grouped_mm(_grouped_mm(x, factors.left, offsets), factors.right, offsets))
         elif d_weight is not None:
             tangents.append(_grouped_mm(x, _as_in_out(d_weight, is_transposed), offsets))
+    return _attach_sum(output, tangents)
+
+
+def _attach_sum(value: Tensor, tangents: list[Tensor]) -> Tensor:
+    """Make a dual tensor with the sum of up to two tangents, which it overwrites; `value` if there are none."""
     if not tangents:
-        return product
-    return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
+        return value
+    return make_dual(value, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
 
 
 class ExpertsAdapter(NamedTuple):
@@ -323,23 +319,21 @@ def adapted_grouped_matmul(
     inner = adapter.scaling * grouped_matmul(x, down, d_down, offsets, is_transposed=is_transposed)
     (x, d_x), (inner, d_inner), (up, d_up) = (forward_ad.unpack_dual(t) for t in (x, inner, adapter.up))
     x = x.to(weight.dtype)
-    product = _AdaptedGroupedMatmul.apply(x, inner, weight, up, offsets, is_transposed)
+    output = _AdaptedGroupedMatmul.apply(x, inner, weight, up, offsets, is_transposed)
     with torch.no_grad():
         tangents = []
         if d_inner is not None:
             d_x = torch.zeros_like(x) if d_x is None else d_x.to(weight.dtype)
-            joined = _as_in_out(_concat_adapter(weight, up, is_transposed), is_transposed)
+            joined = _join_adapter(weight, up, is_transposed)
             tangents.append(_grouped_mm(torch.cat([d_x, d_inner], 1), joined, offsets))
         if d_up is not None:
             tangents.append(_grouped_mm(inner, _as_in_out(d_up, is_transposed), offsets))
-    if not tangents:
-        return product
-    return make_dual(product, tangents[0] if len(tangents) == 1 else tangents[0].add_(tangents[1]))
+    return _attach_sum(output, tangents)
 
 
 class _AdaptedGroupedMatmul(torch.autograd.Function):
-    """The values of `adapted_grouped_matmul`. The backward concatenates weight and adapter again: saved, they would be
-    a copy of all weights."""
+    """The values of `adapted_grouped_matmul`. The backward concatenates weight and adapter again: saving the result
+    would keep a copy of all weights."""
 
     @staticmethod
     def forward(
@@ -347,21 +341,22 @@ class _AdaptedGroupedMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inner, weight, up, offsets)
         ctx.is_transposed = is_transposed
-        joined = _as_in_out(_concat_adapter(weight, up, is_transposed), is_transposed)
+        joined = _join_adapter(weight, up, is_transposed)
         return _grouped_mm(torch.cat([x, inner], 1), joined, offsets)
 
     @staticmethod
-    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor, None, Tensor | None, None, None]:
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, Tensor, None, Tensor | None, None, None]:
         inner, weight, up, offsets = ctx.saved_tensors
-        joined = _as_in_out(_concat_adapter(weight, up, ctx.is_transposed), ctx.is_transposed)
-        d_joined = _grouped_mm(d_product, joined.transpose(1, 2), offsets)
+        joined = _join_adapter(weight, up, ctx.is_transposed)
+        d_joined = _grouped_mm(d_output, joined.transpose(1, 2), offsets)
         d_x, d_inner = d_joined.split([d_joined.shape[1] - inner.shape[1], inner.shape[1]], 1)
-        left, right = (inner, d_product) if ctx.is_transposed else (d_product, inner)
+        left, right = (inner, d_output) if ctx.is_transposed else (d_output, inner)
         return d_x, d_inner, None, _grouped_mm_of_transposed(left, right, offsets), None, None
 
 
-def _concat_adapter(weight: Tensor, up: Tensor, is_transposed: bool) -> Tensor:
-    return torch.cat([weight, up], 1 if is_transposed else 2)
+def _join_adapter(weight: Tensor, up: Tensor, is_transposed: bool) -> Tensor:
+    """Concatenate to `[E, in + r, out]`."""
+    return _as_in_out(torch.cat([weight, up], 1 if is_transposed else 2), is_transposed)
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -375,19 +370,19 @@ class _GroupedMatmul(torch.autograd.Function):
         return _grouped_mm(x, _as_in_out(weight, is_transposed), offsets)
 
     @staticmethod
-    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, offsets = ctx.saved_tensors
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = _grouped_mm(d_product, _as_in_out(weight, ctx.is_transposed).transpose(1, 2), offsets)
+            d_x = _grouped_mm(d_output, _as_in_out(weight, ctx.is_transposed).transpose(1, 2), offsets)
         if ctx.needs_input_grad[1]:
-            left, right = (x, d_product) if ctx.is_transposed else (d_product, x)
+            left, right = (x, d_output) if ctx.is_transposed else (d_output, x)
             d_weight = _grouped_mm_of_transposed(left, right, offsets)
         return d_x, d_weight, None, None
 
 
-def _parameter(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
-    """Return a weight's value and tangent. With peft's own adapter it is a computed tensor, not a parameter."""
+def _unpack_weight(experts: nn.Module, name: str) -> tuple[Tensor, Tensor | LowRank | None]:
+    """Return a weight's value and tangent. Under peft's adapter it is a computed tensor, not a parameter."""
     if name in experts._parameters:
         return unpack_weight(experts, name)
     return forward_ad.unpack_dual(getattr(experts, name))
@@ -406,10 +401,10 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply `[S, in]` by `[E, in, out]`, by expert, to `[S, out]`."""
     if _has_kernel(x):
         return nn.functional.grouped_mm(x, weight, offs=offsets)
-    product = x.new_empty(len(x), weight.shape[2])
-    for expert, rows in _rows_by_expert(offsets):
-        product[rows] = x[rows] @ weight[expert]
-    return product
+    output = x.new_empty(len(x), weight.shape[2])
+    for expert, rows in _iter_expert_rows(offsets):
+        output[rows] = x[rows] @ weight[expert]
+    return output
 
 
 def _grouped_mm_of_transposed(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -417,12 +412,12 @@ def _grouped_mm_of_transposed(left: Tensor, right: Tensor, offsets: Tensor) -> T
     if _has_kernel(left):
         return nn.functional.grouped_mm(left.t(), right, offs=offsets)
     sums = left.new_zeros(len(offsets), left.shape[1], right.shape[1])
-    for expert, rows in _rows_by_expert(offsets):
+    for expert, rows in _iter_expert_rows(offsets):
         sums[expert] = left[rows].t() @ right[rows]
     return sums
 
 
-def _rows_by_expert(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+def _iter_expert_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield the experts that have rows, and their rows."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):

@@ -1,7 +1,4 @@
-"""Launcher of the Triton kernel for causal attention and its JVP: output, tangent and log-sum-exp in one launch, or the
-tangent alone where another kernel has computed the others.
-
-The kernel is in `vcore_ds.models.flash_tangent_kernel`.
+"""Launcher of `vcore_ds.models.flash_tangent_kernel`: causal attention and its JVP in one launch, or the JVP alone.
 
 Importing this module needs Triton, which comes with PyTorch's CUDA wheels; only `vcore_ds.models.attention` imports it,
 on a GPU. With `TRITON_INTERPRET=1` Triton runs kernels on the CPU, as the tests do.
@@ -37,27 +34,27 @@ TILES = {
     128: ((128, 32, 8, 3), (128, 32, 8, 2), (128, 16, 8, 3), (64, 32, 4, 2)),
     256: ((128, 16, 8, 3), (128, 32, 8, 2), (128, 16, 8, 2), (32, 32, 8, 2)),
 }
-"""Candidates of the autotuner in bf16 and fp16. With deterministic algorithms the first is used without timing. Chosen
-from the compiled code for H100 and B200 (docs/reports/kernel.md), not yet timed on either. 32 keys of dimension 256
-exceed the shared memory of B200, where the autotuner drops them; the last tile of 256 is for GPUs with 100 KB."""
+"""Candidates of the autotuner in bf16 and fp16; deterministic algorithms use the first, without timing. Chosen from the
+compiled code for H100 and B200 (docs/reports/kernel.md), not yet timed on either. 32 keys of dimension 256 exceed the
+shared memory of B200, where the autotuner drops them; the last tile of 256 is for GPUs with 100 KB."""
 
 TANGENT_TILES = {
     64: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
     128: ((128, 32, 8, 3), (128, 64, 8, 2), (128, 32, 8, 4), (64, 32, 4, 2)),
     256: ((128, 16, 8, 3), (128, 16, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
 }
-"""The same for the tangent alone. 128 keys of dimension 64 and 128 queries of dimension 256 exceed the tensor memory of
-a B200."""
+"""Candidates for the tangent alone. 128 keys of dimension 64 and 128 queries of dimension 256 exceed the tensor memory
+of a B200."""
 
 MAX_VALUE_DIM = 128
-"""Value dimensions of one program; further programs compute the rest, and the scores again. The accumulators of value
-and tangent for 128 queries fill the registers of an H100, and the tensor memory of a B200. Of the tangent alone, a
-program computes twice as many."""
+"""Value dimensions of one program (twice as many for the tangent alone); further programs compute the rest, and the
+scores again. The accumulators of value and tangent for 128 queries fill the registers of an H100, and the tensor memory
+of a B200."""
 
 TILES_FP32 = ((16, 16, 4, 1),)
-"""Candidates in fp32, which keeps its precision by not using tensor cores. Slow: only for checks."""
+"""Candidates in fp32, without tensor cores, whose precision is lower. Slow: only for checks."""
 
-TILE = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
+TILE_KEYS = ("QUERY_BLOCK", "KEY_BLOCK", "num_warps", "num_stages")
 """Triton's names for the numbers of a tile."""
 
 INTERPRETER_TILES: tuple[int, ...] | None = (32, 32)
@@ -89,9 +86,7 @@ def flash_tangent(
         cu_seqlens: int32 `[num_sequences + 1]`, cumulative sequence lengths over the concatenated rows, starting at 0.
             No sequence crosses the end of a row.
         max_seqlen: tokens of the longest sequence; only the choice of tiles depends on it.
-        scale: factor on the scores.
-        sliding_window: number of keys that a query sees, itself included; None for all.
-        sinks: attention sinks, not multiplied by `scale`; None for none.
+        scale, sliding_window, sinks: as in `block_attention`.
         given: output and log-sum-exp from another kernel, as returned here; None to compute them.
         tiles: tokens of a query block and of a key block, powers of two of at least 16, and optionally warps and
             pipeline stages; None to autotune over `TILES` for each shape.
@@ -129,26 +124,12 @@ def launch(
     results: tuple[Tensor, Tensor | None, Tensor],
     *,
     cu_seqlens: Tensor,
-    is_long: bool,
-    scale: float,
-    sliding_window: int | None,
-    sinks: Sinks | None,
-    value_is_given: bool,
     tiles: tuple[int, ...] | None,
+    **options: Any,
 ) -> None:
-    """Launch the kernel on preallocated results: output, tangent and log-sum-exp, of which it writes the tangent alone
-    if the value is given. Tokens beyond the last sequence are not written."""
-    arguments, constants = kernel_arguments(
-        primals,
-        tangents,
-        results,
-        cu_seqlens=cu_seqlens,
-        is_long=is_long,
-        scale=scale,
-        sliding_window=sliding_window,
-        sinks=sinks,
-        value_is_given=value_is_given,
-    )
+    """Launch the kernel on preallocated results: output, tangent and log-sum-exp, or the tangent alone if the value is
+    given. Does not write tokens beyond the last sequence. `options`: of `make_kernel_arguments`."""
+    arguments, constants = make_kernel_arguments(primals, tangents, results, cu_seqlens=cu_seqlens, **options)
     batch, num_heads, num_tokens, head_dim = primals[0].shape
 
     def grid(meta: dict[str, int]) -> tuple[int, int, int]:
@@ -161,11 +142,15 @@ def launch(
     elif tiles is None:
         tiles = INTERPRETER_TILES
     with torch.cuda.device_of(primals[0]):
-        tile = _tuned_tile(grid, arguments, constants) if tiles is None else dict(zip(TILE, tiles, strict=False))
+        tile = (
+            _select_tuned_tile(grid, arguments, constants)
+            if tiles is None
+            else dict(zip(TILE_KEYS, tiles, strict=False))
+        )
         attend[grid](*arguments, **constants, **tile)
 
 
-def kernel_arguments(
+def make_kernel_arguments(
     primals: tuple[Tensor, Tensor, Tensor],
     tangents: Sequence[Tensor | None],
     results: tuple[Tensor, Tensor | None, Tensor],
@@ -209,7 +194,7 @@ def kernel_arguments(
 
 @functools.cache
 def _check_driver() -> None:
-    """Compile Triton's launcher, which the first launch on a machine needs. Raises UserError if that fails."""
+    """Raise UserError if Triton cannot compile its launcher, as the first launch on a machine does."""
     try:
         assert driver.active is not None
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
@@ -224,11 +209,13 @@ _tiles: dict[tuple[Any, ...], dict[str, int]] = {}
 """Kind of launch -> the tile that all ranks use."""
 
 
-def _tuned_tile(
+def _select_tuned_tile(
     grid: Callable[[dict[str, int]], tuple[int, ...]], arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> dict[str, int]:
-    """Return the tile of this kind of launch, the same on all ranks: the first rank that meets the kind times the
-    candidates. On each node the choice is kept for later starts."""
+    """Return the tile of this kind of launch, the same on all ranks.
+
+    The first rank that needs it times the candidates; each node stores the choice for later runs.
+    """
     query, head_dim, is_long = arguments[0], constants["HEAD_DIM"], arguments[-1]
     dtypes = tuple(argument.dtype for argument in arguments if isinstance(argument, Tensor))
     # As the autotuner's key.
@@ -251,7 +238,7 @@ def _tuned_tile(
         _tuned[grid](*arguments, **constants)
         tile = _tuned.best_config.all_kwargs()
         print(
-            f"Attention with tangents: timed {len(candidates)} tiles for heads of {head_dim} in "
+            f"Forward-mode attention: timed {len(candidates)} tiles for heads of {head_dim} in "
             f"{_tuned.bench_time:.1f} s on {gpu}, chose {tile}",
             flush=True,
         )
@@ -268,8 +255,8 @@ def _tuned_tile(
 def _select_tiles(
     configs: Sequence["triton.Config"], arguments: Mapping[str, Any], **constants: Any
 ) -> list["triton.Config"]:
-    """Candidates for the dtype, mode and head dimension. Only one with deterministic algorithms: a choice by timing
-    would change the last digits of a run."""
+    """Select candidates for the dtype, mode and head dimension; only one with deterministic algorithms, since a choice
+    by timing would change the last digits of a run."""
     query = arguments["query"]
     has_tensor_memory = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 10
     tiles = half_precision_tiles(constants["DIM"], constants["VALUE_IS_GIVEN"], has_tensor_memory)
@@ -277,23 +264,23 @@ def _select_tiles(
         tiles = TILES_FP32
     if torch.are_deterministic_algorithms_enabled():
         tiles = tiles[:1]
-    return [_config(*tile) for tile in tiles]
+    return [_make_config(*tile) for tile in tiles]
 
 
 def half_precision_tiles(dim: int, value_is_given: bool, has_tensor_memory: bool) -> tuple[tuple[int, ...], ...]:
-    """Candidates for heads padded to `dim`, in bf16 and fp16. The first one runs on H100 and B200."""
+    """Return the candidates for heads padded to `dim`, in bf16 and fp16. The first one runs on H100 and B200."""
     tiles = (TANGENT_TILES if value_is_given else TILES)[max(64, dim)]
     if has_tensor_memory and value_is_given:
         return tuple(tile for tile in tiles if tile[0] * dim <= 128 * 128)
     return tiles
 
 
-def _config(query_block: int, key_block: int, warps: int, stages: int) -> triton.Config:
+def _make_config(query_block: int, key_block: int, warps: int, stages: int) -> triton.Config:
     return triton.Config(dict(QUERY_BLOCK=query_block, KEY_BLOCK=key_block), num_warps=warps, num_stages=stages)
 
 
 _tuned = triton.autotune(
-    configs=[_config(*tile) for tiles in (*TILES.values(), *TANGENT_TILES.values(), TILES_FP32) for tile in tiles],
+    configs=[_make_config(*tile) for tiles in (*TILES.values(), *TANGENT_TILES.values(), TILES_FP32) for tile in tiles],
     key=["HEAD_DIM", "SLIDING", "VALUE_IS_GIVEN", "is_long"],  # Triton adds the dtypes of the tensors
     prune_configs_by={"early_config_prune": _select_tiles},
 )(attend)

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import auto_class, freeze_towers
-from vcore_ds.models.configuration import can_replace_attention, causal_lm_class, read_config
+from vcore_ds.models.causal_lm import find_auto_class, freeze_towers
+from vcore_ds.models.configuration import can_replace_attention, find_causal_lm_class, read_config
 from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.stored_weights import check_nothing_is_missing, refuse_unreadable_model
 
@@ -38,25 +38,23 @@ unlike modules (`resid_pdrop` of GPT-2 and Phi)."""
 def load_causal_lm(
     path: str, *, dtype: torch.dtype | str, attention: str, gradient_checkpointing: bool
 ) -> PreTrainedModel:
-    """Load a model by transformers' `from_pretrained`, and prepare it for training.
-
-    Does not repeat the checks of `check_model_folder`.
+    """Load a model that passed `check_model_folder` by transformers' `from_pretrained`, and prepare it for training.
 
     Args:
         dtype: of the weights in memory; "auto" for that of the files.
-        attention: see `attention_name`.
+        attention: see `resolve_attention`.
 
     Raises:
         UserError: the model cannot be loaded, or some of its weights are missing.
     """
-    config = training_config(path)
+    config = read_training_config(path)
     try:
         with refuse_unreadable_model(path), refuse_failing_code(path):
-            loaded: Any = auto_class(config).from_pretrained(  # a pair, by output_loading_info
+            loaded: Any = find_auto_class(config).from_pretrained(  # a pair, by output_loading_info
                 path,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attention_name(config, attention),
+                attn_implementation=resolve_attention(config, attention),
                 trust_remote_code=False,
                 output_loading_info=True,
             )
@@ -73,14 +71,13 @@ def load_causal_lm(
 def refuse_failing_code(name: str) -> Iterator[None]:
     """Context that turns an exception in an architecture's code in transformers into a UserError about the model.
 
-    Some architectures cannot be built under ZeRO-3, or do not run with the arguments of training, or with their own
-    configuration.
+    Some cannot be built under ZeRO-3, or do not run with the arguments of training or their configuration.
     """
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of any class
+    except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         file = Path(frames[-1].filename)
         if not file.is_relative_to(Path(transformers.__file__).parent / "models"):
@@ -91,7 +88,7 @@ def refuse_failing_code(name: str) -> Iterator[None]:
         ) from error
 
 
-def training_config(path: str) -> PretrainedConfig:
+def read_training_config(path: str) -> PretrainedConfig:
     """Read the model's configuration and change it for training. Raises UserError as `read_config` does."""
     config = read_config(path)
     text = config.get_text_config()
@@ -103,19 +100,18 @@ def training_config(path: str) -> PretrainedConfig:
     return config
 
 
-def attention_name(config: PretrainedConfig, attention: str) -> str:
-    """Resolve `model.attention`: for `auto` ours if the architecture's attention can be replaced, else Hugging Face's
-    `sdpa` or `eager`; other names are Hugging Face's and stay as they are."""
+def resolve_attention(config: PretrainedConfig, attention: str) -> str:
+    """Resolve `model.attention: auto` to our attention if it can replace the architecture's, else `sdpa` or `eager`;
+    other names are Hugging Face's and stay as they are."""
     if attention != "auto":
         return attention
     if can_replace_attention(config):
         return TRAINING_ATTENTION
-    return "sdpa" if causal_lm_class(config)._supports_sdpa else "eager"
+    return "sdpa" if find_causal_lm_class(config)._supports_sdpa else "eager"
 
 
 def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:
-    """Disable the KV cache, freeze everything that no text passes through, and enable activation checkpointing if
-    asked; in place."""
+    """Disable the KV cache, `freeze_towers`, and optionally enable activation checkpointing; in place."""
     model.config.use_cache = False
     freeze_towers(model)
     if gradient_checkpointing:

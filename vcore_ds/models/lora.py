@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -31,9 +31,9 @@ EXPERTS = "experts"
 def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """Return peft's `target_modules` and `target_parameters` for the layers that the recipe names.
 
-    Experts are parameters: in memory they are no linear layers, but tensors `[expert, ., .]` of a module `experts`.
+    Experts are parameters: in memory they are not linear layers, but tensors `[expert, ., .]` of a module `experts`.
 
-    Raises UserError for a name that no layer has: peft ignores it if another name matches.
+    Raises UserError for a name without a matching layer, which peft ignores if another name matches.
     """
     layers: list[str] = []
     parameters: dict[str, None] = {}
@@ -43,8 +43,8 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> tuple[l
         if target == ALL_LINEAR:
             layers += _find_linear_layers(model)
             continue
-        matches = [module for name, module in modules if name == target or name.endswith(f".{target}")]
-        stacked = {f"{target}.{name}": None for module in matches for name in _expert_parameters(module)}
+        matches = [module for name, module in modules if _is_targeted(name, [target])]
+        stacked = {f"{target}.{name}": None for module in matches for name in _list_expert_parameters(module)}
         if not matches:
             unknown.append(target)
         elif stacked:
@@ -53,7 +53,7 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> tuple[l
             layers.append(target)
     if unknown:
         linear = {name.rpartition(".")[2]: None for name, layer in modules if isinstance(layer, nn.Linear)}
-        if any(name.endswith(f".{EXPERTS}") and _expert_parameters(module) for name, module in modules):
+        if any(name.endswith(f".{EXPERTS}") and _list_expert_parameters(module) for name, module in modules):
             linear[EXPERTS] = None
         raise UserError(
             f"lora.target_modules: found {', '.join(unknown)}, without a matching layer in the model; expected "
@@ -62,8 +62,13 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> tuple[l
     return layers, list(parameters)
 
 
-def _expert_parameters(module: nn.Module) -> list[str]:
-    """Return the names of the module's parameters of three dimensions, `[expert, ., .]`."""
+def _is_targeted(name: str, targets: Iterable[str]) -> bool:
+    """Whether peft matches a module's name with one of the targets, which may be the end of its path."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _list_expert_parameters(module: nn.Module) -> list[str]:
+    """Return the names of the module's three-dimensional parameters, `[expert, ., .]`."""
     return [
         name
         for name, parameter in module.named_parameters(recurse=False)
@@ -73,18 +78,16 @@ def _expert_parameters(module: nn.Module) -> list[str]:
 
 
 def _find_linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return all linear layers except the output embedding, routers, experts, and layers whose weights are read without
-    calling the layer."""
+    """Return the names of all linear layers except the output embedding, routers, experts, and layers whose weights
+    are read without calling the layer."""
     head, names = model.get_output_embeddings(), []
     for name, layer in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if not isinstance(layer, (nn.Linear, Conv1D)) or layer is head or _ROUTING.search(name):
             continue
-        if leaf in _READ_BY_KERNELS and hasattr(model.get_submodule(parent), "D"):
-            continue
-        if leaf == "correction_coefs":  # Gemma 3n reads this weight without calling the layer
-            continue
-        names.append(name)
+        is_read_by_kernel = leaf in _READ_BY_KERNELS and hasattr(model.get_submodule(parent), "D")
+        if not is_read_by_kernel and leaf != "correction_coefs":  # whose weight Gemma 3n reads
+            names.append(name)
     return names
 
 
@@ -105,36 +108,38 @@ def keep_layer_names() -> Iterator[None]:
     convert = transformers_weight_conversion.convert_peft_config_for_transformers
     transformers_weight_conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     try:
-        yield
+        with warnings.catch_warnings():
+            # peft reads a property that transformers 5.23 renamed.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            yield
     finally:
         transformers_weight_conversion.convert_peft_config_for_transformers = convert
 
 
 def find_misread_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Return the names of layers among `targets` that peft would treat as experts when it loads the adapter."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    wanted = [name for name in linear if any(name == target or name.endswith(f".{target}") for target in targets)]
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and _is_targeted(name, targets)
+    ]
     is_misread = {}
-    for leaf in {name.rpartition(".")[2] for name in wanted}:
+    for leaf in {name.rpartition(".")[2] for name in names}:
         probe = peft.LoraConfig(target_modules=[leaf])
         try:
             transformers_weight_conversion.convert_peft_config_for_transformers(probe, model, None)
             is_misread[leaf] = bool(probe.target_parameters)
-        except ValueError:  # one of two names that are fused in the experts
+        except ValueError:  # only one of two names that are fused in the experts
             is_misread[leaf] = True
-    return [name for name in wanted if is_misread[name.rpartition(".")[2]]]
+    return [name for name in names if is_misread[name.rpartition(".")[2]]]
 
 
 def rename_to_parameters(config: peft.LoraConfig, layers: list[str]) -> None:
     """Replace these layers by their weights in the configuration to be saved, in place.
 
-    peft loads the same adapter from it, and treats none of them as experts. PEFT has no dropout on target_parameters;
-    the saved adapter is for use after training, so none is needed.
+    peft loads the same adapter from it, and treats none of them as experts. It has no dropout on target_parameters; the
+    saved adapter is for use after training, so none is needed.
     """
     config.target_modules = [
-        target
-        for target in config.target_modules or ()
-        if not any(name == target or name.endswith(f".{target}") for name in layers)
+        target for target in config.target_modules or () if not any(_is_targeted(name, [target]) for name in layers)
     ]
     config.target_parameters = [*(config.target_parameters or ()), *(f"{name}.weight" for name in layers)]
     config.lora_dropout = 0.0
@@ -142,7 +147,7 @@ def rename_to_parameters(config: peft.LoraConfig, layers: list[str]) -> None:
 
 def rename_to_layers(config: peft.LoraConfig) -> None:
     """Undo `rename_to_parameters`, so that these layers get peft's forward of linear layers."""
-    if isinstance(config.target_modules, str):  # an adapter that another program has saved
+    if isinstance(config.target_modules, str):  # saved by another program
         return
     weights = [name for name in config.target_parameters or () if name.endswith(".weight")]
     config.target_parameters = [name for name in config.target_parameters or () if name not in weights] or None
@@ -172,9 +177,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     )
     misread = find_misread_layers(model, layers)
     try:
-        with warnings.catch_warnings(), keep_layer_names():
-            # peft reads a property that transformers 5.23 renamed.
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        with keep_layer_names():
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora.target_modules: {lora.target_modules!r}: {error}") from None
@@ -184,23 +187,20 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
         rename_to_parameters(config, misread)
     round_adapters_once(adapted)
     # The first layer's input comes from a frozen embedding. Unless it requires a gradient, an activation checkpoint of
-    # that layer passes no gradients to its adapters, and ZeRO-3's backward hook runs before they have theirs.
+    # that layer gives its adapters no gradients, and ZeRO-3's backward hook runs before the adapters'.
     adapted.enable_input_require_grads()
     return adapted
 
 
 def build_empty_adapted_model(path: str, config: PretrainedConfig, lora: LoraConfig) -> PeftModel:
-    """Build an adapted model on the meta device, for names, shapes and configuration.
-
-    Raises UserError as `build_empty_model` and `add_lora` do.
-    """
+    """Build an adapted model on the meta device. Raises UserError as `build_empty_model` and `add_lora` do."""
     base = build_empty_model(path, config)
     with torch.device("meta"):
         return add_lora(base, lora)
 
 
 def _match_outside_decoder(model: PreTrainedModel) -> str | None:
-    """Return a pattern of layers outside the decoder of a vision-language model, some of which have the same names."""
+    """Return a pattern of layers outside the decoder of a vision-language model, where target names occur too."""
     if not is_vision_language(model.config):
         return None
     name = next(name for name, module in model.named_modules() if module is find_decoder(model))
@@ -259,9 +259,7 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
         try:
             config = peft.LoraConfig.from_pretrained(str(folder))
             rename_to_layers(config)
-            with warnings.catch_warnings(), keep_layer_names():
-                # peft reads a property that transformers 5.23 renamed.
-                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            with keep_layer_names():
                 adapted = PeftModel.from_pretrained(model, str(folder), config=config)
             with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
                 stored = set(file.keys())

@@ -1,16 +1,16 @@
 """LoRA layers in bf16 that round once, after adding the adapter.
 
 peft adds an adapter's output to a base output that is already rounded. Close to B = 0 it is below half an ulp of the
-base output, so the sum always rounds back to the same number: the model computes as if it had hardly been trained.
+base output, so the sum rounds back to the same number: the model computes as if it had hardly been trained.
 Here the adapter's output is added in the fp32 accumulator of the base matrix multiplication:
 
     out = round(x W^T + scaling * B A x)
 
 `B A x` is itself rounded, an error relative to the adapter alone. Nothing of the output's size is saved for the
-backward. Experts do the same in their grouped GEMM: peft would add `(alpha / r) B A` to the weights, which loses what
-is below half an ulp of a weight.
+backward. Experts do the same in their grouped GEMM: peft would add `(alpha / r) B A` to the weights, and lose updates
+below half an ulp of a weight.
 
-Tangents may be multiplied in FP8: utilities stay right with it, while FP8 values ruin them.
+Tangents may be multiplied in FP8, which keeps utilities accurate; FP8 values would not.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from vcore_ds.models.experts import ExpertsAdapter, use_adapter, uses_our_expert
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SIZE_MULTIPLE = 16
-"""cuBLAS needs rows of a multiple of 16 bytes in both factors, and in the product."""
+"""cuBLAS needs rows of a multiple of 16 bytes in both factors and the result."""
 
 
 def is_supported(weight: Tensor) -> bool:
@@ -51,25 +51,25 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
         `[..., out]`, bf16, summed in fp32.
     """
     (rows, row_scales), (columns, column_scales) = _quantize(x.flatten(0, -2)), _quantize(weight)
-    product = torch._scaled_mm(
+    output = torch._scaled_mm(
         rows, columns.t(), scale_a=row_scales, scale_b=column_scales.t().contiguous(), out_dtype=x.dtype
     )
-    return product.view(*x.shape[:-1], len(weight))
+    return output.view(*x.shape[:-1], len(weight))
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in FP8 and the fp32 scales, `[N, 1]`, by which they are to be multiplied."""
+    """Round each row to FP8; returns the rows and their fp32 scales `[N, 1]`, by which to multiply them."""
     scales = x.abs().amax(-1, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).tiny) / _LARGEST
     return (x / scales).to(torch.float8_e4m3fn), scales
 
 
 _RANK_MULTIPLE = 8
-"""Adapter ranks of experts are padded with zeros to it: the kernels need rows of a multiple of 16 bytes."""
+"""Adapter ranks of experts are zero-padded to this multiple: the kernels need rows of a multiple of 16 bytes."""
 
 
 class LoraExperts(ParamWrapper):
-    """peft's adapter on a parameter of experts that compute by `experts_forward`. Otherwise, or with the adapter
-    disabled or merged, the forward is peft's."""
+    """peft's adapter on a parameter of experts that compute by `experts_forward`; for other experts, or with the
+    adapter disabled or merged, the forward is peft's."""
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         experts = self.get_base_layer()
@@ -87,8 +87,8 @@ class LoraExperts(ParamWrapper):
 def linear_with_addend(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, scaling: float) -> Tensor:
     """Compute `x W^T + scaling * addend`, rounded once, then `+ bias`; without an addend a plain linear layer.
 
-    `addmm` takes only one addend, so the bias is rounded separately. That costs the accuracy of one more rounding, but
-    does not lose the adapter: its output varies with the token like the base output, so the errors average out.
+    `addmm` takes only one addend, so the bias is rounded separately. That rounding does not lose the adapter, whose
+    output varies with the token like the base output, so that the errors average out.
 
     Args:
         x: `[..., in]`.
@@ -135,12 +135,8 @@ def linear_tangent(
     elif d_addend is not None:
         tangent = scaling * d_addend
     if isinstance(d_weight, LowRank):
-        inner = nn.functional.linear(x, d_weight.right)
-        if tangent is None:
-            tangent = nn.functional.linear(inner, d_weight.left)
-        else:
-            tangent.flatten(0, -2).addmm_(inner.flatten(0, -2), d_weight.left.t())
-    elif d_weight is not None:
+        x, d_weight = nn.functional.linear(x, d_weight.right), d_weight.left
+    if d_weight is not None:
         if tangent is None:
             tangent = nn.functional.linear(x, d_weight)
         else:  # accumulated by the matmul: one tensor and one rounding less
@@ -173,10 +169,7 @@ class LoraLinear(lora.Linear):
 
 
 def round_adapters_once(adapted: nn.Module) -> None:
-    """Make the LoRA layers of a peft model round once, in place.
-
-    Only their classes change: parameters, names and peft's configuration, and so saved adapters, stay the same.
-    """
+    """Make the LoRA layers of a peft model round once, in place. Only classes change, so saved adapters do not."""
     for module in adapted.modules():
         if type(module) is lora.Linear and type(module.base_layer) is nn.Linear:
             module.__class__ = LoraLinear

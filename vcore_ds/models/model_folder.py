@@ -19,26 +19,24 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from vcore_ds.common import paths
 from vcore_ds.common.errors import UserError, last_line
 from vcore_ds.common.paths import reading
-from vcore_ds.models.causal_lm import auto_class
-from vcore_ds.models.configuration import bad_config, read_config
-from vcore_ds.models.model_identity import CARD, find_local_folder
+from vcore_ds.models.causal_lm import find_auto_class
+from vcore_ds.models.configuration import make_config_error, read_config
+from vcore_ds.models.model_identity import CARD, find_local_folder, read_weight_map
 from vcore_ds.models.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 
 MAX_FILE_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 
 class BadExport(RuntimeError):
-    """The files read back differ from what was to be written."""
+    """The files read back differ from the tensors that were written."""
 
 
-def plan_files(weights: dict[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> StateDictSplit:
+def plan_files(weights: dict[str, Tensor], max_file_bytes: int) -> StateDictSplit:
     """Assign tensors to files, from shapes and dtypes alone; meta tensors suffice."""
     return split_torch_state_dict_into_shards(weights, max_shard_size=max_file_bytes)
 
@@ -74,23 +72,18 @@ def collect_files(
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Write one safetensors file, flush it to disk, read it back and check it.
-
-    Raises:
-        BadExport: names, shapes or dtypes differ from those of `expected`, or a value is not finite.
-    """
+    """Write one safetensors file, flush it to disk, read it back and check it. Raises BadExport as `check_file`."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     paths.flush(path)
     check_file(path, expected)
 
 
 def check_file(path: Path, expected: dict[str, Tensor]) -> None:
-    """Raise BadExport unless a safetensors file has exactly the names, shapes and dtypes of `expected`, and finite
-    values."""
+    """Raise BadExport unless a safetensors file has exactly the names, shapes and dtypes of `expected`, all finite."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         if names != expected.keys():
-            raise BadExport(f"{path}: other names than expected: {', '.join(sorted(names ^ expected.keys()))}")
+            raise BadExport(f"{path}: missing or unexpected names: {', '.join(sorted(names ^ expected.keys()))}")
         for name, like in expected.items():
             tensor = file.get_tensor(name)
             if tensor.shape != like.shape or tensor.dtype != like.dtype:
@@ -103,7 +96,7 @@ def check_file(path: Path, expected: dict[str, Tensor]) -> None:
 
 
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Fields of configurations with the number of multi-token prediction layers (DeepSeek and GLM, Qwen, MiniMax)."""
+"""Configuration fields with the number of multi-token prediction layers (DeepSeek and GLM, Qwen, MiniMax)."""
 
 
 def write_config(unfinished: Path, path: str, dtype: torch.dtype, *, is_complete: bool) -> None:
@@ -123,8 +116,8 @@ def write_config(unfinished: Path, path: str, dtype: torch.dtype, *, is_complete
             if getattr(section, name, None):
                 setattr(section, name, 0)
     config.save_pretrained(unfinished)
-    # Copied as it is: transformers refuses to save contradictory settings, which some released models have, and a
-    # finished run must not fail because of them.
+    # Copied: transformers refuses to save contradictory settings, which some released models have, and a finished run
+    # must not fail because of them.
     settings = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     if settings is not None:
         shutil.copyfile(settings, unfinished / GENERATION_CONFIG_NAME)
@@ -138,7 +131,7 @@ def write_adapter(
     Args:
         model: the adapted model, for names and configuration; its tensors are not used.
         adapter: unsharded tensors by their names in `model`.
-        card: text of the model card; None for none.
+        card: see `finish`.
     """
     num_bytes = sum(tensor.nbytes for tensor in adapter.values())
     unfinished = begin(folder, num_bytes)
@@ -156,7 +149,7 @@ def finish(
     """Write tokenizer (with its chat template), model card and index, and rename the temporary folder to `folder`.
 
     Args:
-        card: text of the model card; None for none, also without the placeholder that peft writes.
+        card: text of the model card; None for none, not even the placeholder that peft writes.
         split: the weights' files; None for an adapter.
 
     Raises:
@@ -171,7 +164,7 @@ def finish(
             )
     if split is not None and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (unfinished / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(unfinished)
     (unfinished / CARD).unlink(missing_ok=True)
     if card is not None:
@@ -182,20 +175,18 @@ def finish(
 class WeightFiles:
     """Reader of single tensors from a model's folder (or hub id)."""
 
-    def __init__(self, path: str, file: str = SINGLE_FILE):
-        """Raises UserError if the folder has no weights in safetensors format."""
+    def __init__(self, path: str, file: str = SAFE_WEIGHTS_NAME):
+        """Raise UserError if the folder has no weights in safetensors format."""
         self.path = path
         folder = find_local_folder(path)
-        if (folder / INDEX).is_file():
-            self._file_by_name = {
-                name: folder / file
-                for name, file in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].items()
-            }
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
+        if index.is_file():
+            self._file_by_name = {name: folder / file for name, file in read_weight_map(index).items()}
         elif (folder / file).is_file():
             with safe_open(folder / file, framework="pt") as weights:
                 self._file_by_name = dict.fromkeys(weights.keys(), folder / file)
         else:
-            raise UserError(f"{path}: found neither {INDEX} nor {file}; expected weights in safetensors format")
+            raise UserError(f"{path}: found neither {index.name} nor {file}; expected weights in safetensors format")
 
     @property
     def names(self) -> list[str]:
@@ -252,15 +243,15 @@ def build_empty_model(path: str, config: PretrainedConfig, *, attention: str | N
     try:
         with torch.device("meta"):
             # A copy: transformers writes the attention into the configuration, which is shared.
-            return auto_class(config).from_config(deepcopy(config), attn_implementation=attention)
-    except Exception as error:  # of any class: architectures use sizes and names from config.json unchecked
+            return find_auto_class(config).from_config(deepcopy(config), attn_implementation=attention)
+    except Exception as error:  # any class: architectures use sizes and names from config.json unchecked
         problem = f"{type(error).__name__}: {last_line(error)}"
-        raise bad_config(path, f"no {config.model_type} can be built from its values: {problem}") from None
+        raise make_config_error(path, f"no {config.model_type} can be built from its values: {problem}") from None
 
 
 def _read_shapes(folder: Path) -> Shapes | None:
     """Read the shapes of all weights, by name; None without safetensors files."""
-    single, index = folder / SINGLE_FILE, folder / INDEX
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if single.is_file():
         return _read_file_shapes(folder, single.name)
     if not index.is_file():
@@ -268,39 +259,22 @@ def _read_shapes(folder: Path) -> Shapes | None:
         if not files:
             return None
         raise UserError(
-            f"model.path: {folder}: found {files[0].name} and no {INDEX}, expected it for weights in "
-            f"several files; {_REMEDY}"
+            f"model.path: {folder}: found {files[0].name} and no {index.name}, expected it for weights in several "
+            f"files; {_REMEDY}"
         )
-    file_by_name = _read_index(folder, index)
+    file_by_name = read_weight_map(index)
     shapes: Shapes = {}
     for name in sorted(set(file_by_name.values())):
         if not (folder / name).is_file():
-            raise UserError(f"model.path: {folder}: {INDEX} names {name}, which is missing; {_REMEDY}")
+            raise UserError(f"model.path: {folder}: {index.name} names {name}, which is missing; {_REMEDY}")
         shapes |= _read_file_shapes(folder, name)
     missing = sorted(file_by_name.keys() - shapes.keys())
     if missing:
         raise UserError(
-            f"model.path: {folder}: {INDEX} names {missing[0]}, which is not in {file_by_name[missing[0]]} "
+            f"model.path: {folder}: {index.name} names {missing[0]}, which is not in {file_by_name[missing[0]]} "
             f"({len(missing):,} such names); index and files are of different models: download the model again"
         )
     return {name: shapes[name] for name in file_by_name}
-
-
-def _read_index(folder: Path, path: Path) -> dict[str, str]:
-    """Read the file name of each weight from the index."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        file_by_name = index["weight_map"]
-        if not (
-            file_by_name and all(isinstance(name, str) and name == Path(name).name for name in file_by_name.values())
-        ):
-            raise ValueError("weight_map names no files")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"model.path: {folder}: {path.name}: found no weight_map of names to files "
-            f"({type(error).__name__}: {last_line(error)}); download the model again"
-        ) from None
-    return file_by_name
 
 
 def read_stored_tensors(path: str | Path, file: Path) -> dict[str, StoredTensor]:
@@ -316,7 +290,7 @@ def _read_file_shapes(folder: Path, name: str) -> Shapes:
 
 
 def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes) -> None:
-    """Compare the number of layers in config.json and in the weights. transformers would silently drop layers, or
+    """Compare the number of layers in config.json and in the weights: transformers would silently drop layers, or
     initialise missing ones at random."""
     text = config.get_text_config()
     # LongCat-Flash has two attentions per layer, and counts each in num_hidden_layers.
@@ -327,7 +301,7 @@ def _check_number_of_layers(path: str, config: PretrainedConfig, shapes: Shapes)
     num_layers = max(numbers) + 1
     num_mtp_layers = getattr(text, "num_nextn_predict_layers", None) or 0
     if num_layers not in (expected, expected + num_mtp_layers):
-        raise bad_config(
+        raise make_config_error(
             path,
             f"num_hidden_layers: found {expected}, expected {num_layers}, the number of layers in the weights; "
             "configuration and weights are of different models",

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
-from vcore_ds.common.errors import UserError
+from vcore_ds.common.errors import UserError, last_line
 from vcore_ds.common.paths import reading
 from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header
 
@@ -51,8 +51,8 @@ class BaseModel:
 def identify_base_model(path: str, *, hub_id: str | None = None, ask_hub: bool = False) -> BaseModel:
     """Identify the model at `path` (a folder or a hub id) without loading it.
 
-    A local folder has a hub id if it lies in the hub's cache, or if its card was written by vcore_ds and names the base
-    model (the result of a run, or the quickstart's model).
+    A local folder has a hub id if it is in the hub's cache, or if vcore_ds wrote its card, which names the base model
+    (the result of a run, or the quickstart's model).
 
     Args:
         hub_id: given by the user; None to find out.
@@ -90,8 +90,8 @@ def read_card_metadata(card: Path) -> dict[str, Any]:
 
 
 RULE = "2:"
-"""Prefix of digests. Those of vcore_ds 0.7 and before have none: they hashed the first and the last MiB of each
-safetensors file."""
+"""Prefix of digests. Those of vcore_ds 0.7 and before, of the first and the last MiB of each safetensors file, have
+none."""
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Names of a single weights file, in transformers' order, unless config.json names another; NAME.index.json lists the
@@ -126,7 +126,7 @@ def compute_model_digest(path: str) -> str:
     """
     folder, digest = find_local_folder(path), hashlib.sha256()
     with reading("model.path", folder, "a model's folder that can be read"):
-        files = [(file, file.stat().st_size) for file in _loaded_files(path, folder)]
+        files = [(file, file.stat().st_size) for file in _find_loaded_files(path, folder)]
         reads_all = sum(size for _, size in files) <= _WHOLE_BYTES
         for file, size in files:
             digest.update(f"\n{file.name} {size}\n".encode())
@@ -134,31 +134,42 @@ def compute_model_digest(path: str) -> str:
                 with file.open("rb") as opened:
                     digest.update(hashlib.file_digest(opened, "sha256").digest())
             else:
-                for part in _samples(file, size):
+                for part in _iter_samples(file, size):
                     digest.update(part)
     return RULE + digest.hexdigest()
 
 
-def _loaded_files(path: str, folder: Path) -> list[Path]:
-    """Return the files that transformers loads. Other files may change: the hub's cache has those requested so far."""
-    beside = [folder / name for name in ("config.json", *_ADAPTER) if (folder / name).is_file()]
-    for name in _weight_file_names(folder):
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Read the file name of each weight from an index of sharded weights. Raises UserError if it has none."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        if not weight_map or any(name != Path(name).name for name in weight_map.values()):
+            raise ValueError("weight_map names no files")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"model.path: {index.parent}: {index.name}: found no weight_map of names to files "
+            f"({type(error).__name__}: {last_line(error)}); download the model again"
+        ) from None
+    return weight_map
+
+
+def _find_loaded_files(path: str, folder: Path) -> list[Path]:
+    """Return the files that transformers loads; others may come and go in the hub's cache, as they are requested."""
+    others = [folder / name for name in ("config.json", *_ADAPTER) if (folder / name).is_file()]
+    for name in _read_weight_names(folder):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
-            return [*beside, folder / name]
+            return [*others, folder / name]
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f"{index}: found no weight_map of names to files; download the model again") from None
+            names = sorted(set(read_weight_map(index).values()))
             missing = [file for file in names if not (folder / file).is_file()]
             if missing:
                 raise UserError(f"{path}: found no {missing[0]}, which {index.name} names; download the model first")
-            return [*beside, index, *(folder / file for file in names)]
+            return [*others, index, *(folder / file for file in names)]
     raise UserError(f"{path}: found no {' or '.join(_WEIGHTS)} in {folder}; download the model first")
 
 
-def _weight_file_names(folder: Path) -> tuple[str, ...]:
+def _read_weight_names(folder: Path) -> tuple[str, ...]:
     try:
         named = json.loads((folder / "config.json").read_bytes())["transformers_weights"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -166,8 +177,8 @@ def _weight_file_names(folder: Path) -> tuple[str, ...]:
     return (str(named).removesuffix(".index.json"),) if named else _WEIGHTS
 
 
-def _samples(file: Path, size: int) -> Iterator[bytes]:
-    """Yield the sampled contents of a file: its list of tensors, and bytes at positions derived from it."""
+def _iter_samples(file: Path, size: int) -> Iterator[bytes]:
+    """Yield a file's list of tensors, and bytes at positions derived from it."""
     starts = {0}
     if file.suffix == ".safetensors":
         try:

@@ -1,8 +1,8 @@
-"""RMSNorm, rotary embedding and gated activation of tensors that may be dual, by formulas.
+"""RMSNorm, rotary embedding and gated activation with derivatives by formulas, for tensors that may be dual.
 
 Values and gradients equal those of Hugging Face's operations to the last bit in fp32 and bf16. PyTorch would
-differentiate these one elementwise operation after the other, and its graph keeps fp32 copies of a norm's input and the
-activated gate, which the backward here computes again.
+differentiate each elementwise operation, and its graph keeps fp32 copies of a norm's input and the activated gate,
+which the backward here recomputes.
 
 `use_formulas` gives norm and gated activation to the modules of a Hugging Face model whose forward has the code of
 Llama's (about 140 norms of transformers 5.23; not those of Gemma, OLMo and gpt-oss); `rotate_by_formula` covers the
@@ -51,7 +51,7 @@ def _has_code_of(function: Any, other: Callable[..., Any]) -> bool:
 
 @cache
 def _with_forward(kind: Any, forward: Any) -> Any:
-    """A subclass of a module's class, of the same name, with another forward."""
+    """Make a subclass of a module's class, of the same name, with another forward."""
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
@@ -73,8 +73,10 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 
 @contextmanager
 def rotate_by_formula(model: nn.Module) -> Iterator[None]:
-    """A context in which the rotary embeddings of a model, where their code is that of Llama's, carry tangents by
-    formula. Their functions are globals of the modules of the architecture's attention."""
+    """Context in which rotary embeddings with the code of Llama's compute tangents by formula.
+
+    Their functions are globals of the Python modules with the architecture's attention.
+    """
     sources = {name: sys.modules[name] for name in {type(module).__module__ for module in model.modules()}}
     rotations = {
         name: source.apply_rotary_pos_emb
@@ -127,7 +129,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute `silu(gate) * up`; takes dual tensors, whose tangents it overwrites.
 
     Nothing else needs these tangents. PyTorch's rule would allocate three more tensors of the MLP's width, at the peak
-    memory of a checkpointed forward with tangents.
+    memory of a checkpointed forward-mode pass.
     """
     with torch._C.DisableTorchFunction():
         (gate, d_gate), (up, d_up) = forward_ad.unpack_dual(gate), forward_ad.unpack_dual(up)
@@ -184,7 +186,7 @@ def rms_norm(
         d_weight: its tangent.
         accumulation: dtype of the computation; None for fp32, or fp64 for fp64.
     """
-    with torch._C.DisableTorchFunction():  # in the fused pass every function called from Python takes a detour
+    with torch._C.DisableTorchFunction():  # the fused pass's function mode intercepts every call from Python
         x, d_x = forward_ad.unpack_dual(x)
         accumulation = accumulation or torch.promote_types(x.dtype, torch.float32)
         if torch.is_grad_enabled():
@@ -210,7 +212,7 @@ def _inverse_root_mean_square(exact: Tensor, eps: float) -> Tensor:
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The value and `1 / sqrt(mean(x^2) + eps)`, `[..., 1]` in the dtype of the computation."""
+    """Return the value, and `1 / sqrt(mean(x^2) + eps)` `[..., 1]` in the dtype of the computation."""
     exact = x.to(accumulation)
     inverse = _inverse_root_mean_square(exact, eps)
     normalized = exact * inverse if exact is x else exact.mul_(inverse)
@@ -218,10 +220,7 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Returns the value and the inverse root mean square (not differentiable).
-
-    The backward has autograd's operations in autograd's order.
-    """
+    """Value and inverse root mean square (not differentiable); the backward has autograd's operations in its order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, accumulation: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -56,8 +56,8 @@ class StoredTensor(NamedTuple):
     """Bytes from the start of the file."""
 
 
-class Wanted(NamedTuple):
-    """A contiguous range of a stored tensor's elements, and the tensor to read it into."""
+class ReadRequest(NamedTuple):
+    """A contiguous range of a stored tensor's elements, to be read into `target`."""
 
     stored: StoredTensor
     start: int
@@ -76,7 +76,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises:
         BadSafetensors: the header cannot be read, or does not describe this file.
-        OSError: from the system.
+        OSError: the file cannot be read.
     """
     num_bytes = path.stat().st_size
     try:
@@ -118,16 +118,16 @@ def _end_of_data(header: dict[str, Any]) -> int:
     return end
 
 
-def read_ranges(wanted: Iterable[Wanted], progress: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Read every range once, ordered by file and offset, in windows of at most `WINDOW_BYTES`.
+def read_ranges(requests: Iterable[ReadRequest], progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Read the ranges, ordered by file and offset, in windows of at most `WINDOW_BYTES`.
 
     Args:
-        progress: called after each window with its number of bytes.
+        progress: called with the number of bytes of each window.
 
     Raises:
         OSError: a file cannot be read, or was truncated since its header was read.
     """
-    ordered = sorted(wanted, key=lambda item: (item.stored.file, item.stored.offset, item.start))
+    ordered = sorted(requests, key=lambda item: (item.stored.file, item.stored.offset, item.start))
     buffer: Tensor | None = None
     for path, group in itertools.groupby(ordered, key=lambda item: item.stored.file):
         with path.open("rb", buffering=0) as file:

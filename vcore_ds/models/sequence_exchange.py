@@ -1,11 +1,11 @@
 """Ulysses sequence parallelism (https://arxiv.org/abs/2309.14509): all-to-alls around attention, all-gather of losses.
 
-Each rank of a sequence-parallel group computes a slice of the columns of its rows: embeddings, linear layers, norms and
-losses are per token. Before attention one all-to-all gives each rank all tokens of some heads; after it another one
-gives back all heads of the rank's tokens.
+Each rank of a sequence-parallel group computes a slice of the columns of the group's rows: embeddings, linear layers,
+norms and losses are per token. Before attention one all-to-all gives each rank all tokens of some heads; after it
+another one gives back all heads of the rank's tokens.
 
 DeepSpeed's class for this (`UlyssesSPAttentionHF`) loses tangents in its custom operator, has one sequence-parallel
-size per process, and treats packed rows as one sequence.
+size per process, and treats a pack as one sequence.
 """
 
 import math
@@ -25,7 +25,7 @@ def take_local_columns(tensor: Tensor, sequence_parallel: int) -> Tensor:
 
 
 def take_local_heads(tensor: Tensor, sequence_parallel: int) -> Tensor:
-    """Return the elements of `[A]` that belong to the heads which `tokens_to_heads` gives this rank."""
+    """Return the elements of `[A]` for the heads that `tokens_to_heads` gives this rank."""
     k = sequence_parallel
     return tensor if k == 1 else tensor.chunk(k)[layout.rank("sequence", k)]
 
@@ -87,9 +87,8 @@ def exchange_with_tangents(
 def gather_losses(losses: Tensor, supervised: Tensor, sequence_parallel: int) -> Tensor:
     """All-gather the losses of a batch over its sequence-parallel group; takes dual tensors.
 
-    The backward returns the slice of this rank's tokens, not the sum over the ranks: all ranks compute the same from
-    the gathered losses, and each differentiates only its tokens. An all-gather whose backward is a reduce-scatter would
-    give k times the gradient.
+    The backward returns the slice of this rank's tokens: all ranks compute the same from the gathered losses, so a
+    reduce-scatter, the usual backward of an all-gather, would give k times the gradient.
 
     Args:
         losses: `[n]`, of the supervised tokens among this rank's columns, row-major.
@@ -101,7 +100,7 @@ def gather_losses(losses: Tensor, supervised: Tensor, sequence_parallel: int) ->
     k = sequence_parallel
     if k == 1:
         return losses
-    # Positions are computed on the host: indexing with a boolean mask on the device would synchronise.
+    # Positions come from the host: indexing with a boolean mask on the device would be a host-device synchronisation.
     local_positions = to_device(take_local_columns(supervised, k).flatten().nonzero()[:, 0], losses.device)
     positions = to_device(supervised.flatten().nonzero()[:, 0], losses.device)
     num_rows, num_columns = supervised.shape

@@ -1,9 +1,9 @@
 """Mapping between a model's weights in memory and the tensors in its files, from configuration and headers alone.
 
 When transformers loads weights, it renames them, fuses some that files store separately (such as the experts of a
-layer), and drops those that the model does not use: multi-token prediction layers, a vision tower. A result of training
-is written with the names and shapes of the folder that was loaded, and untrained tensors are copied from it, so that
-whatever can open the one can open the other.
+layer), and drops those that the model does not use: multi-token prediction layers, a vision tower. A trained model is
+written with the names and shapes of the folder that was loaded, and untrained tensors are copied from it, so that every
+program that opens the one opens the other.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.models.causal_lm import auto_class
+from vcore_ds.models.causal_lm import find_auto_class
 from vcore_ds.models.configuration import read_config
 from vcore_ds.models.model_folder import build_empty_model, check_shapes, read_stored_tensors
 from vcore_ds.models.safetensors_ranges import DTYPES, StoredTensor
@@ -42,12 +42,12 @@ class StoredWeights(NamedTuple):
     tensors: dict[str, StoredTensor]
     """Parameters and buffers, by their names in the model."""
     missing: set[str]
-    """Names in the model that are not in the files, since they are tied to others."""
+    """Names in the model that are not in the files, since their weights are tied to others."""
     obstacle: str | None
     """Why transformers has to read the files; completes "weights are read by one process, since ..."."""
 
     def fingerprint(self) -> str:
-        """Hash the layout of the files, independently of their folder."""
+        """Hash the layout of the files, without their folder."""
         places = sorted((name, stored.file.name, *stored[1:]) for name, stored in self.tensors.items())
         return hashlib.sha256(repr((places, self.obstacle)).encode()).hexdigest()
 
@@ -76,10 +76,8 @@ def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
 
 
 def read_headers(path: str, config: PretrainedConfig) -> tuple[dict[str, StoredTensor], str | None]:
-    """Read the positions of the tensors in a model's files, by name; or none, and why transformers has to read them.
-
-    Raises UserError if the files cannot be read.
-    """
+    """Read the positions of the tensors in a model's files, by name; or return none, and why transformers has to read
+    the files. Raises UserError if they are unreadable."""
     with refuse_unreadable_model(path):
         obstacle = _find_obstacle(path, config)
         if obstacle is not None:
@@ -120,7 +118,7 @@ def _find_obstacle(path: str, config: PretrainedConfig) -> str | None:
 
 
 def _find_safetensors_files(path: str) -> list[Path]:
-    """Return the files in the order in which transformers reads them: of two tensors of one name, the later counts."""
+    """Return the files in the order of transformers, where the later of two tensors of one name counts."""
 
     def find(name: str) -> str | None:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
@@ -170,7 +168,7 @@ def find_places(
 ) -> tuple[dict[str, Place], list[WeightRenaming | WeightConverter]]:
     """Return the place of each stored tensor, and transformers' renamings and conversions, which record their use.
 
-    Follows transformers' loading under ZeRO-3: renamings, then the prefix of the bare decoder if it is missing.
+    Follows transformers' loading under ZeRO-3: it renames, then adds the prefix of the bare decoder if that is missing.
     """
     expected, mapping = model.state_dict(), get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -193,7 +191,7 @@ def describe_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     order; tied weights once."""
     config = read_config(path)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=dtype)
+        model = find_auto_class(config).from_config(config, dtype=dtype)
     weights: dict[str, Tensor] = dict(model.named_parameters())
     all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return weights | {name: tensor for name, tensor in model.state_dict().items() if name not in all_parameters}
@@ -223,10 +221,7 @@ class FolderWeights:
     """
 
     def __init__(self, path: str, weights: Mapping[str, Tensor]):
-        """Args:
-        path: folder or hub id that the model was loaded from.
-        weights: shape and dtype of every weight in memory, by name; tied weights once.
-        """
+        """`path`: folder or hub id that the model was loaded from; `weights`: see the attribute, tied weights once."""
         self.path, self.weights = path, weights
         config = read_config(path)
         self._model = build_empty_model(path, config)
@@ -246,8 +241,7 @@ class FolderWeights:
             ]
         # Read by `revert_weight_conversion`.
         self._model._weight_conversions = self._conversions  # type: ignore[assignment]
-        # Not left to transformers, whose reversed renamings may be wrong: Kimi-Linear's dense MLP would get the name of
-        # the sparse ones.
+        # transformers' reversed renamings may be wrong: Kimi-Linear's dense MLP would get the name of the sparse ones.
         self._renamed = {place.name: key for key, place in places.items() if not place.is_converted}
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         self.copied: dict[str, StoredTensor] = {

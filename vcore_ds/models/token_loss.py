@@ -1,14 +1,14 @@
-r"""Fused linear cross-entropy of each token, in blocks of tokens, with its JVP; entropies of the predictions, and their
-divergence from a reference model's.
+r"""Fused linear cross-entropy of each token with its JVP, entropies of the predictions, and their divergence from a
+reference model's; all in blocks of tokens.
 
 `l[t] = logsumexp_j(z[t, j]) - z[t, y[t]]` (natural log; `\ell_t` of the paper's Preliminaries). The logits are
 `z[t, j] = h[t] . W[j]` (raw logits), or a function of them that the architecture defines (`LogitTransform`).
 
-Written here because VCORE needs three things together that no fused loss offers. The gradient must be right for
-*arbitrary* per-token upstream gradients, because the weights are known only after the forward (Liger's
-`reduction="none"` was silently wrong there, https://github.com/linkedin/Liger-Kernel/issues/968). Exact utilities need
-the tangent of every token's loss. And `[tokens, vocab]` must never be materialised: 16,384 tokens of a vocabulary of
-151,936 are 9.3 GiB in fp32, and a naive loss holds two or three such tensors.
+VCORE needs three properties that no fused loss combines. The gradient must be right for *arbitrary* per-token upstream
+gradients, because the weights are known only after the forward (Liger's `reduction="none"` was silently wrong there,
+https://github.com/linkedin/Liger-Kernel/issues/968). Exact utilities need the tangent of every token's loss. And
+`[tokens, vocab]` must never be materialised: 16,384 tokens of a vocabulary of 151,936 are 9.3 GiB in fp32, and a naive
+loss holds two or three such tensors.
 
 A block has some tokens and the entire vocabulary in one matrix multiplication, so no partial sums over the vocabulary
 are rounded. The gradient of the hidden states is computed in the forward, up to each token's upstream factor; only that
@@ -151,7 +151,7 @@ def token_entropy(
 ) -> Tensor:
     """Compute the entropy in nats of each token's prediction, fp32 (fp64 for fp64 input), `[N]`, without a graph.
 
-    Takes another matrix multiplication with `weight`, since entropies are needed only in a few steps.
+    Takes another matrix multiplication with `weight`: only a few steps need entropies.
 
     Args: as for `token_loss`; no dual tensors.
     """
@@ -186,8 +186,7 @@ def reference_divergence(
     """Compute `KL(reference || model)` over the vocabulary for each prediction in nats, fp32 (fp64 for fp64 input),
     `[N]`, differentiable by `hidden`.
 
-    Takes three more matrix multiplications with `weight`. Blocks of three times the size of `token_loss`'s are in
-    memory at once.
+    Takes three more matrix multiplications with `weight`, and three times the block memory of `token_loss`.
 
     Args: as for `token_loss`; no dual tensors.
         weight, bias: of both models, frozen.
@@ -232,15 +231,15 @@ def _raw_logit_gradient(
     transform: LogitTransform,
     shard: VocabularyShard | None,
 ) -> Tensor:
-    """Gradient of each token's loss by its raw logits; overwrites `logits`."""
+    """Compute the gradient of each token's loss by its raw logits; overwrites `logits`."""
     slope = transform.slope(logits)
     gradient = _subtract_targets_(logits.sub_(log_normalizers[:, None]).exp_(), targets, shard)
     return gradient if transform == PLAIN else gradient.mul_(slope)
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Returns losses, their tangents (None if no input has a tangent), and a statistic of the predictions (None if not
-    asked for); the last two are not differentiable.
+    """Losses, their tangents (None without tangents of inputs), and a statistic of the predictions (None if it is not
+    requested); the last two are not differentiable.
 
     With `p` the probabilities, `e` the one-hot target and `s` the derivative of the logits by the raw logits (1 without
     a transform), a token's loss has the gradient `q = (p - e) s` by its raw logits, `g = q W` by its hidden state, and
@@ -398,7 +397,7 @@ def _top_entropy(logits: Tensor, shard: VocabularyShard | None) -> Tensor:
     """See `PredictionStatistic`; `[block]`."""
     top = logits.topk(min(NUM_TOP_TOKENS, logits.shape[1]), sorted=False).values
     if shard is not None:
-        # All shards need the same shape. What has no token has no probability.
+        # All shards need the same shape; -inf has no probability.
         top = torch.nn.functional.pad(top, (0, NUM_TOP_TOKENS - top.shape[1]), value=-torch.inf)
         top = shard.all_gather(top).movedim(0, 1).flatten(1).topk(NUM_TOP_TOKENS, sorted=False).values
     largest = (top > -torch.inf).sum(-1).to(top.dtype).log_()
@@ -412,12 +411,12 @@ def _concentration(logits: Tensor, log_normalizers: Tensor, shard: VocabularySha
 
 
 def _token_rows(weight: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """Return the rows without padding; a view."""
+    """Return a view of the rows without padding."""
     return weight if shard is None else weight[: shard.num_tokens]
 
 
 def _locate_targets(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Return whether the shard has each target, `[block]`, and its column `[block, 1]`, clamped where it has not."""
+    """Return whether the shard has each target, `[block]`, and its column `[block, 1]`, clamped to the shard."""
     column = targets - shard.first
     is_local = (column >= 0) & (column < shard.num_tokens)
     return is_local, column.clamp(0, shard.num_tokens - 1)[:, None]

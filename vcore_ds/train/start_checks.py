@@ -155,7 +155,7 @@ def _compare_with_own_forward(
     with_other_end = replace(sequence, input_ids=np.concatenate([ids[:half], ids[half:][::-1]]))
     both = collate([sequence, with_other_end], feed.pad_token_id)
     with engine.without_gradient():  # in training, its own attention may drop probabilities, which no step seeds
-        own_losses, losses_with_other_end = cross_entropy(engine.own_logits(both), both).tensor_split(2)
+        own_losses, losses_with_other_end = cross_entropy(engine.original_logits(both), both).tensor_split(2)
     num_equal = max(half - 1, 0)  # the first token is no target
     return (
         Comparison(
