@@ -187,7 +187,7 @@ class ModelShape:
     """P, parameters of the linear layers of one decoder layer that a token goes through; in a mixture of experts their
     mean over the layers, without the experts to which it is not routed."""
     no_sequence_parallelism: str | None = None
-    """Why sequence parallelism is not possible, such as `whose attention is its own code`; None where it is."""
+    """Why sequence parallelism is not possible, such as `whose attention cannot be replaced`; None where it is."""
     unpackable: str | None = None
     """Why a row cannot hold several sequences, in the same form; None where it can."""
     rope: str = "default"
