@@ -211,7 +211,7 @@ def causal_attention(primals: AttentionInputs, layout: RowLayout, scoring: Scori
     assert query is not None and key is not None and value is not None
     if _can_use_flash(query, scoring):
         return _attend_on_gpu(primals, layout, scoring)[0]
-    (output,) = apply_per_sequence(lambda *qkv: (_attend(*qkv, sinks, scoring),), (query, key, value), layout)
+    (output,) = apply_per_sequence(lambda q, k, v: (_attend(q, k, v, sinks, scoring),), (query, key, value), layout)
     return output
 
 
