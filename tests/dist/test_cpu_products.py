@@ -33,8 +33,8 @@ def run_cases(names: Sequence[str]) -> tuple[bool, dict[str, dict[str, float]]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str | None, list[Any]]:
-    """Of each rank, by the value of the variable."""
+def deviations() -> dict[str | None, list[Any]]:
+    """Results of each rank, by the value of the variable."""
     with pytest.MonkeyPatch.context() as patch:
         results: dict[str | None, list[Any]] = {}
         patch.delenv(cpu_products.VARIABLE, raising=False)
@@ -45,24 +45,24 @@ def found() -> dict[str | None, list[Any]]:
     return results
 
 
-def test_the_variable_decides_on_every_rank(found: dict[str | None, list[Any]]) -> None:
-    assert [is_replaced for is_replaced, _ in found["fp32"]] == [True, True]
-    assert [is_replaced for is_replaced, _ in found["native"]] == [False, False]
+def test_the_variable_decides_on_every_rank(deviations: dict[str | None, list[Any]]) -> None:
+    assert [is_replaced for is_replaced, _ in deviations["fp32"]] == [True, True]
+    assert [is_replaced for is_replaced, _ in deviations["native"]] == [False, False]
 
 
 def test_without_the_variable_the_cpu_decides_bit_for_bit(
-    found: dict[str | None, list[Any]], monkeypatch: pytest.MonkeyPatch
+    deviations: dict[str | None, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
-    expected = found[cpu_products.cpu_matmul_precision()]
-    assert found[None] == [(is_replaced, {n: of[n] for n in WITHOUT_THE_VARIABLE}) for is_replaced, of in expected]
+    expected = deviations[cpu_products.cpu_matmul_precision()]
+    assert deviations[None] == [(is_replaced, {n: of[n] for n in WITHOUT_THE_VARIABLE}) for is_replaced, of in expected]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_the_oracles_and_as_exact_as_with_pytorchs_products(
-    found: dict[str | None, list[Any]], name: str
+    deviations: dict[str | None, list[Any]], name: str
 ) -> None:
-    for (_, ours), (_, native) in zip(found["fp32"], found["native"], strict=True):
+    for (_, ours), (_, native) in zip(deviations["fp32"], deviations["native"], strict=True):
         print({quantity: f"{ours[name][quantity]:.2e} {native[name][quantity]:.2e}" for quantity in BOUNDS})
         for quantity, bound in BOUNDS.items():
             assert ours[name][quantity] < bound, quantity

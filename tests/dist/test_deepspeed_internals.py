@@ -243,8 +243,8 @@ def moments_made_at_the_start_are_those_of_the_first_step(e: Engine) -> bool:
         with other.accumulation(1):
             other.backward(loss_on(other))
         other.step(1e-2)
-        of_step = list(other.optimizer.optimizer.state.values())
-        states.append([{k: (v.dtype, v.device, v.clone()) for k, v in state.items()} for state in of_step])
+        step_states = list(other.optimizer.optimizer.state.values())
+        states.append([{k: (v.dtype, v.device, v.clone()) for k, v in state.items()} for state in step_states])
         states[-1].append({"": (None, None, torch.cat([master.clone() for master in other.shards.masters()]))})
         other.close()
     return (
@@ -300,14 +300,14 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     gradients = engine.shards.gradients()
     own = torch.cat([engine.shards.shard(gradients, p)[: engine.local_numel(p)] for p in (*blocks, *others)])
     norm = layout.sum_over("job", [float(own.double().square().sum())])[0] ** 0.5
-    found = engine.step(0.0)
+    norm_of_step = engine.step(0.0)
     engine.close()
     start_process_group(10)
     return (
         len(blocks) == 2
         and all(p.ds_tensor.numel() == p.ds_numel for p in blocks)
         and all(p.ds_tensor.numel() == -(-p.ds_numel // 2) for p in others)
-        and abs(found / norm - 1) < 1e-5
+        and abs(norm_of_step / norm - 1) < 1e-5
     )
 
 
@@ -381,7 +381,7 @@ def results() -> list[dict[str, bool]]:
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
 def test_deepspeed_still_behaves(results, name):
-    assert all(of_rank[name] for of_rank in results), f"{name}: {results}"
+    assert all(result[name] for result in results), f"{name}: {results}"
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

@@ -34,14 +34,14 @@ def _measure() -> list[dict[str, Any]]:
     config = Qwen3MoeConfig(hidden_size=4, num_experts=4, moe_intermediate_size=2)
     config._experts_implementation = OUR_EXPERTS
     model = nn.ModuleList([Qwen3MoeExperts(config), Qwen3MoeExperts(config)])
-    found = [measure_expert_load(model, 2)]
+    loads = [measure_expert_load(model, 2)]
     for _ in range(2):  # the second time without what the first one counted
         reset_token_counts(model)
         for experts, forwards in zip(model, CHOSEN[layout.rank("shards")], strict=True):
             for chosen in forwards:
                 experts(torch.ones(len(chosen), 4), torch.tensor(chosen), torch.ones(len(chosen), 2))
-        found.append(measure_expert_load(model, 2))
-    return [*found, measure_expert_load(model)]
+        loads.append(measure_expert_load(model, 2))
+    return [*loads, measure_expert_load(model)]
 
 
 def _model() -> TokenLossModel:
@@ -74,18 +74,18 @@ def _count_batches() -> dict[str, dict[str, float]]:
         "packed": [[pack([a + b], 0)], [pack([c], 0)]],
     }
     if layout.size("job") == 1:
-        ways = {name: [[batch for of_rank in batches for batch in of_rank]] for name, batches in ways.items()}
+        ways = {name: [[batch for rank_batches in batches for batch in rank_batches]] for name, batches in ways.items()}
     else:
         ways["shared"] = [[pack([a, b, c], 0, sequence_parallel=2)]] * 2
-    found = {}
+    loads = {}
     for name, batches in ways.items():
         reset_token_counts(engine.module)
         with torch.no_grad():
             for batch in batches[layout.rank("job")]:
                 engine.token_losses(batch)
-        found[name] = measure_expert_load(engine.module)
+        loads[name] = measure_expert_load(engine.module)
     engine.close()
-    return found
+    return loads
 
 
 def _on_two_ranks() -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
@@ -99,12 +99,12 @@ def on_two_ranks() -> list[Any]:
 
 def test_loads_by_hand(on_two_ranks: list[Any]) -> None:
     """Layer 1: experts have 5, 2, 2, 1 tokens, so 5 over 2.5; the ranks 7 and 3. Layer 2: 1, 3, 2, 4; 4 and 6."""
-    of_experts = {"expert_load_max": 2.0, "expert_load_mean": (2.0 + 1.6) / 2}
-    of_ranks = {"expert_rank_load_max": 1.4, "expert_rank_load_mean": (1.4 + 1.2) / 2}
+    expert_loads = {"expert_load_max": 2.0, "expert_load_mean": (2.0 + 1.6) / 2}
+    rank_loads = {"expert_rank_load_max": 1.4, "expert_rank_load_mean": (1.4 + 1.2) / 2}
     for (before, first, second, without_expert_parallelism), _ in on_two_ranks:
         assert before == {}
-        assert first == second == pytest.approx(of_experts | of_ranks)
-        assert without_expert_parallelism == pytest.approx(of_experts)
+        assert first == second == pytest.approx(expert_loads | rank_loads)
+        assert without_expert_parallelism == pytest.approx(expert_loads)
 
 
 def test_padding_and_idle_batches_do_not_count(on_two_ranks: list[Any]) -> None:

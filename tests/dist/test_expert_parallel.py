@@ -85,12 +85,12 @@ CASES = {
 
 
 def run_all(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {name: run_case(case) for name, case in CASES.items()}
+    results: dict[str, Any] = {name: run_case(case) for name, case in CASES.items()}
     trained(folder)
     for degree in (1, 4):
         read_and_written(folder, degree)
-    found |= {"refused": refused(), "alone": layer_by_itself()}
-    return found | {"other experts": message_of_other_experts_when_recomputed()}  # last: it ends within a backward
+    results |= {"refused": refused(), "alone": layer_by_itself()}
+    return results | {"other experts": message_of_other_experts_when_recomputed()}  # last: it ends within a backward
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +101,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, Any]]:
+def results(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(run_all, 4, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_equals_reference(found, name):
-    assert_parity([of_rank[name] for of_rank in found])
+def test_step_equals_reference(results, name):
+    assert_parity([result[name] for result in results])
 
 
 def layer_by_itself() -> dict[str, float]:
@@ -131,7 +131,7 @@ def layer_by_itself() -> dict[str, float]:
     x, d_x = torch.randn(2, len(chosen), 16, generator=generator).double()
     output, tangent, gradient = differentiated(own, x, d_x if len(x) else None, chosen, weights, half, directions)
     inputs = layout.gather_objects("shards", (x, d_x, chosen, weights))
-    everything = [torch.cat(of_ranks) for of_ranks in zip(*inputs, strict=True)]
+    everything = [torch.cat(parts) for parts in zip(*inputs, strict=True)]
     expected = differentiated(whole, *everything, slice(None), directions)
     start = sum(len(one[0]) for one in inputs[:rank])
     errors = {
@@ -163,10 +163,10 @@ def differentiated(
     return value.detach(), tangent, dict(zip(parameters, gradients, strict=True))
 
 
-def test_ranks_without_tokens_and_without_work_take_part(found):
-    for errors in (of_rank["alone"] for of_rank in found):
+def test_ranks_without_tokens_and_without_work_take_part(results):
+    for errors in (result["alone"] for result in results):
         assert max(errors.values()) < 1e-11, errors
-    assert len(found[0]["alone"]) == 4
+    assert len(results[0]["alone"]) == 4
 
 
 def start(folder: Path, degree: int) -> tuple[Engine, Estimator]:
@@ -211,7 +211,7 @@ def tensors_of(state: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("degree", [1, 4])
-def test_a_checkpoint_is_read_whatever_the_division_and_is_the_same_again(found, folder: Path, degree: int):
+def test_a_checkpoint_is_read_whatever_the_division_and_is_the_same_again(results, folder: Path, degree: int):
     expected, again = tensors_of(folder / "state_2"), tensors_of(folder / f"state_{degree}")
     assert expected.keys() == again.keys()
     assert {name.split(".")[0] for name in expected} == {"master", "exp_avg", "exp_avg_sq", "direction"}
@@ -220,7 +220,7 @@ def test_a_checkpoint_is_read_whatever_the_division_and_is_the_same_again(found,
 
 
 @pytest.mark.parametrize("degree", [1, 4])
-def test_results_are_equal_byte_for_byte(found, folder: Path, degree: int):
+def test_results_are_equal_byte_for_byte(results, folder: Path, degree: int):
     names = {path.name for path in (folder / "result_2").glob("*.safetensors")}
     assert len(names) > 1
     for name in names | {"config.json"}:
@@ -229,7 +229,7 @@ def test_results_are_equal_byte_for_byte(found, folder: Path, degree: int):
 
 
 def message_of_other_experts_when_recomputed() -> str:
-    """What a step says whose tokens all choose the first expert when their layer is recomputed."""
+    """Message of a step whose tokens all choose the first expert when their layer is recomputed."""
     send = expert_exchange.run_at_experts
 
     def at_others(x: Tensor, chosen: Tensor, *arguments: Any) -> Tensor:
@@ -241,9 +241,9 @@ def message_of_other_experts_when_recomputed() -> str:
     return str(error.value)
 
 
-def test_other_experts_in_a_recomputed_layer_are_named(found):
-    for of_rank in found:
-        assert of_rank["other experts"].startswith(
+def test_other_experts_in_a_recomputed_layer_are_named(results):
+    for result in results:
+        assert result["other experts"].startswith(
             "model.gradient_checkpointing: found a layer whose recomputation routed"
         )
 
@@ -262,8 +262,8 @@ def refused() -> list[str]:
     return messages
 
 
-def test_what_cannot_be_divided_is_refused(found):
-    dense, indivisible, adapted = found[0]["refused"]
+def test_what_cannot_be_divided_is_refused(results):
+    dense, indivisible, adapted = results[0]["refused"]
     assert dense.startswith("parallel.expert: found 2 on a model without experts")
     assert "found 4 on a model with 6 experts a layer; expected a divisor of 6" in indivisible
     assert "found 2 with adapters on experts; expected 1, or lora.target_modules without experts" in adapted

@@ -96,7 +96,7 @@ def engine_logits(engine: Engine) -> Tensor:
 
 
 def export_in_small_files(engine: Engine, recipe: Recipe, outcome: Outcome) -> None:
-    """Once whole, and once with a disk that is full for the last rank's file."""
+    """Export completely, and once more with a disk that is full for the last rank's file."""
     write_file, tokenizer = files.write_file, load_tokenizer(recipe.model.path)
     max_file_bytes = MAX_FILE_BYTES[recipe.model.precision]
 
@@ -124,7 +124,7 @@ def export_in_small_files(engine: Engine, recipe: Recipe, outcome: Outcome) -> N
 
 
 def train(folder: Path, name: str) -> Outcome:
-    """A run as the command runs it; looks at the engine before it goes."""
+    """Train as the command does, and inspect the engine before it is closed."""
     recipe = make_recipe(folder, name, **CASES[name])
     close, outcomes = Engine.close, []
 
@@ -149,7 +149,7 @@ def train_all(folder: Path) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """By rank."""
+    """Outcomes of all runs, by rank."""
     folder = tmp_path_factory.mktemp("export")
     tokenizer = make_tokenizer()
     for kind, tied in (("tied", True), ("untied", False)):
@@ -179,8 +179,8 @@ def base_of(name: str, folder: Path, dtype: torch.dtype):
     return AutoModelForCausalLM.from_pretrained(folder.parent / CASES[name]["base"], dtype=dtype)
 
 
-def largest_difference(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).abs().max())
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).abs().max())
 
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.02}
@@ -204,9 +204,9 @@ def test_the_result_computes_what_the_engine_computed(outcomes, name):
 def test_small_files_come_from_both_ranks_and_hold_the_same(outcomes, name):
     folder, max_file_bytes = outcomes[0][name].folder, MAX_FILE_BYTES[CASES[name]["precision"]]
     names = sorted(path.name for path in (folder / "small").glob("*.safetensors"))
-    assert [of_rank[name].written for of_rank in outcomes] == [names[0::2], names[1::2]]
+    assert [result[name].written for result in outcomes] == [names[0::2], names[1::2]]
     assert len(names) >= 4
-    held_bytes = max(of_rank[name].held_bytes for of_rank in outcomes)
+    held_bytes = max(result[name].held_bytes for result in outcomes)
     assert held_bytes <= 1.2 * max_file_bytes  # the embedding is larger than a file may be, and has one of its own
     whole, small = load_tensors(folder / "model"), load_tensors(folder / "small")
     assert whole.keys() == small.keys()
@@ -231,11 +231,11 @@ def test_a_checkpoint_of_2_ranks_gives_the_same_bytes(outcomes, name):
 
 @pytest.mark.parametrize("name", FULL)
 def test_a_rank_that_cannot_write_ends_the_export_on_all_ranks(outcomes, name):
-    for of_rank in outcomes:
-        assert "rank 1 on host" in of_rank[name].failure
-        assert "No space left on device" in of_rank[name].failure
-        assert "vcore-ds export" in of_rank[name].failure
-        assert not list(of_rank[name].folder.glob("failed*"))
+    for result in outcomes:
+        assert "rank 1 on host" in result[name].failure
+        assert "No space left on device" in result[name].failure
+        assert "vcore-ds export" in result[name].failure
+        assert not list(result[name].folder.glob("failed*"))
 
 
 @pytest.mark.parametrize("name", [*FULL, *ADAPTED])

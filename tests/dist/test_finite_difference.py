@@ -99,14 +99,14 @@ def check_steps_with_auto() -> list[dict[str, float]]:
     """Three steps: a search in the first, then perturbations of the same length while the gradient's norm changes."""
     recipe, engine = make_engine("fp32")
     estimator = step_runs.make_estimator(recipe, engine)
-    found = []
+    steps = []
     for k in range(3):
         main, probe = tiny.rows(8, seed=k), tiny.rows(4, seed=80 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2))
         metrics = step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-3, measure_noise=k == 0)
-        found.append({key: metrics.values[key] for key in ("epsilon", "direction_norm", "signal_to_noise")})
+        steps.append({key: metrics.values[key] for key in ("epsilon", "direction_norm", "signal_to_noise")})
     engine.close()
-    return found
+    return steps
 
 
 def check_everything() -> dict:
@@ -120,11 +120,11 @@ def check_everything() -> dict:
 
 @pytest.fixture(scope="module")
 def checks() -> list[dict]:
-    found = run_ranks(check_everything, 2)
-    for of_rank in found:
-        rounding = {key: value for key, value in of_rank["rounding"].items() if key != "first_numbers"}
-        print(rounding, of_rank["search"], of_rank["steps"])
-    return found
+    results = run_ranks(check_everything, 2)
+    for result in results:
+        rounding = {key: value for key, value in result["rounding"].items() if key != "first_numbers"}
+        print(rounding, result["search"], result["steps"])
+    return results
 
 
 def test_rounding_is_to_a_neighbour_and_unbiased() -> None:
@@ -140,33 +140,33 @@ def test_rounding_is_to_a_neighbour_and_unbiased() -> None:
 
 
 def test_a_stochastic_perturbation_has_the_length_that_nearest_rounding_loses(checks) -> None:
-    for of_rank in checks:
-        found = of_rank["rounding"]
-        assert found["stochastic"] == pytest.approx(1.0, abs=0.02)
-        assert abs(found["nearest"] - 1) > 0.1  # otherwise stochastic rounding has nothing to improve
-        assert 0 < found["changed_by_nearest"] < found["changed"] < 1
-        assert found["changed_by_nothing"] == 0.0 and found["restored"]
+    for result in checks:
+        measured = result["rounding"]
+        assert measured["stochastic"] == pytest.approx(1.0, abs=0.02)
+        assert abs(measured["nearest"] - 1) > 0.1  # otherwise stochastic rounding has nothing to improve
+        assert 0 < measured["changed_by_nearest"] < measured["changed"] < 1
+        assert measured["changed_by_nothing"] == 0.0 and measured["restored"]
 
 
 def test_ranks_round_independently(checks) -> None:
-    first, second = (of_rank["rounding"]["first_numbers"] for of_rank in checks)
+    first, second = (result["rounding"]["first_numbers"] for result in checks)
     assert first != second
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_chosen_epsilon_is_about_the_best_there_is(checks, precision: str) -> None:
-    for of_rank in checks:
-        found = of_rank["search"][precision]
-        assert found["chosen"] == checks[0]["search"][precision]["chosen"]
-        assert found["agreement"] > found["best_of_a_grid"] - 0.03
+    for result in checks:
+        measured = result["search"][precision]
+        assert measured["chosen"] == checks[0]["search"][precision]["chosen"]
+        assert measured["agreement"] > measured["best_of_a_grid"] - 0.03
         if precision == "bf16":
-            assert found["agreement"] > found["at_the_papers"] + 0.3
+            assert measured["agreement"] > measured["at_the_papers"] + 0.3
 
 
 def test_the_displacement_is_kept_from_step_to_step(checks) -> None:
-    for of_rank in checks:
-        displacements = [step["epsilon"] * step["direction_norm"] for step in of_rank["steps"]]
+    for result in checks:
+        displacements = [step["epsilon"] * step["direction_norm"] for step in result["steps"]]
         assert displacements == pytest.approx([displacements[0]] * 3, rel=1e-6)
-        assert len({step["epsilon"] for step in of_rank["steps"]}) == 3
-        assert [step["signal_to_noise"] is None for step in of_rank["steps"]] == [False, True, True]
-        assert of_rank["steps"][0]["signal_to_noise"] > 3
+        assert len({step["epsilon"] for step in result["steps"]}) == 3
+        assert [step["signal_to_noise"] is None for step in result["steps"]] == [False, True, True]
+        assert result["steps"][0]["signal_to_noise"] > 3

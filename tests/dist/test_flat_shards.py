@@ -78,11 +78,11 @@ class OneByOne:
 
     def _own(self, shards: dict[int, Tensor]) -> list[Tensor]:
         parameters = [parameter for _, parameter in self._engine.trainable]
-        found = []
+        measured = []
         for parameter in parameters:
             start = layout.rank("shards") * parameter.ds_tensor.numel()
-            found.append(shards[id(parameter)].detach().view(-1)[: max(0, parameter.ds_numel - start)])
-        return found
+            measured.append(shards[id(parameter)].detach().view(-1)[: max(0, parameter.ds_numel - start)])
+        return measured
 
     def of(self, getter, *arguments: Any) -> list[Tensor]:
         return self._own({id(p): getter(p, *arguments) for _, p in self._engine.trainable})
@@ -151,9 +151,9 @@ def own_part(parameter: torch.nn.Parameter, whole: Tensor) -> Tensor:
     return whole.reshape(-1)[layout.rank("shards") * numel :][:numel]
 
 
-def error(found: list[Tensor], expected: list[Tensor]) -> float:
-    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
-    return step_runs.relative_error(torch.cat(found), torch.cat(expected))
+def error(measured: list[Tensor], expected: list[Tensor]) -> float:
+    assert [tensor.shape for tensor in measured] == [tensor.shape for tensor in expected]
+    return step_runs.relative_error(torch.cat(measured), torch.cat(expected))
 
 
 def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: bool) -> dict[str, Any]:
@@ -251,31 +251,33 @@ def checked(request: pytest.FixtureRequest) -> list[dict[tuple, dict[str, Any]]]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_flat_work_is_the_work_on_each_parameter(checked, case) -> None:
-    for of_rank in checked:
-        found = of_rank[case]
+    for result in checked:
+        measured = result[case]
         rounded = ("perturbed", "moved matrices")
-        exact = {name: value for name, value in found["errors"].items() if "norm" not in name and name not in rounded}
+        exact = {
+            name: value for name, value in measured["errors"].items() if "norm" not in name and name not in rounded
+        }
         assert set(exact.values()) == {0.0}, exact
-        norms = {name: value for name, value in found["errors"].items() if "norm" in name}
+        norms = {name: value for name, value in measured["errors"].items() if "norm" in name}
         assert max(norms.values()) < 1e-12, norms
         # A shift may be rounded once (fused multiply-add) or twice, depending on an element's place in a vector
         # register; in bf16 a bit of fp32 decides between two neighbours only at a tie.
-        assert found["errors"]["perturbed"] < (1e-4 if case[1] else 1e-7)
-        assert found["errors"].get("moved matrices", 0.0) < 1e-6  # the norm that clips is in fp32
-        assert found["norm_of_step"] < 1e-6  # DeepSpeed returns it in fp32
-        reported, counted = found["changed_fraction"]
+        assert measured["errors"]["perturbed"] < (1e-4 if case[1] else 1e-7)
+        assert measured["errors"].get("moved matrices", 0.0) < 1e-6  # the norm that clips is in fp32
+        assert measured["norm_of_step"] < 1e-6  # DeepSpeed returns it in fp32
+        reported, counted = measured["changed_fraction"]
         assert reported == pytest.approx(counted, abs=1e-4) and 0 < reported <= 1
-        assert found["restored"] and found["parameters_are_views"] and found["masters_are_copies"]
-        assert found["num_sub_groups"] > 2 or case[0]  # adapters fit into one sub-group for each parameter group
+        assert measured["restored"] and measured["parameters_are_views"] and measured["masters_are_copies"]
+        assert measured["num_sub_groups"] > 2 or case[0]  # adapters fit into one sub-group for each parameter group
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_padding_is_zero(checked, case) -> None:
-    found = [of_rank[case] for of_rank in checked]
-    num_padding = sum(of_rank["num_padding"] for of_rank in found)
+    measured = [result[case] for result in checked]
+    num_padding = sum(result["num_padding"] for result in measured)
     # Adapters of rank 4 have a multiple of 4 elements, which any of these numbers of ranks divides.
-    assert (num_padding > 0) == (len(found) > 1 and not case[0])
-    assert not any(number for of_rank in found for number in of_rank["padding_nonzero"])
+    assert (num_padding > 0) == (len(measured) > 1 and not case[0])
+    assert not any(number for result in measured for number in result["padding_nonzero"])
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])

@@ -36,18 +36,18 @@ class Pass:
     sequence_parallel: int = 1
     tied: bool = False
     moe_kind: str | None = None
-    """Kind of a mixture, see `tiny.mixture`."""
+    """Kind of an MoE model, see `tiny.moe_model`."""
     tensor: int = 1
-    """Tensor-parallel degree, in megatron-core's parallel layers."""
+    """Tensor-parallel size, in megatron-core's parallel layers."""
     rank: int | None = None
-    """Of the direction's factors."""
+    """Rank of the direction's factors."""
     kernel_norm: bool = False
     """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
 
     def model(self, **sizes: int) -> torch.nn.Module:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         if self.tensor > 1:
-            from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
+            from tests.helpers import megatron  # only here: megatron-core takes seconds to import
 
             plain = tiny.qwen3(tied=self.tied, dtype=dtype, **sizes)
             norm_class = megatron.KernelNorm if self.kernel_norm else None
@@ -232,7 +232,7 @@ def test_on_one_rank_tangents_are_the_direction_itself(found_on_one_rank) -> Non
 
 
 def other_attention_and_dropout() -> list[str | None]:
-    """Why each of two models takes a pass of its own."""
+    """Reasons why two models need a separate utility pass."""
     recipe, reasons = step_runs.recipe(), []
     eager = tiny.token_loss_model()
     eager.base.config._attn_implementation = "eager"

@@ -210,7 +210,7 @@ def check_gathers_by_module() -> dict[str, float]:
     """Relative differences to decoder layers that are gathered whole. The hooks change the order in which bf16
     gradients are summed, and nothing else."""
     recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
-    found = []
+    measured = []
     for wrapper in (TokenLossModel, HookedByModule):
         engine = step_runs.make_engine(wrapper(tiny.with_lora(tiny.qwen3())).train(), recipe)
         direction = Direction(engine)
@@ -221,10 +221,10 @@ def check_gathers_by_module() -> dict[str, float]:
         with engine.without_gradient():
             losses = engine.token_losses(batch)
             with engine.without_adapters():
-                of_base = engine.token_losses(batch)
-        found.append({"losses": losses, "base": of_base, "gradient": gradient, "utilities": utilities})
+                base_losses = engine.token_losses(batch)
+        measured.append({"losses": losses, "base": base_losses, "gradient": gradient, "utilities": utilities})
         engine.close()
-    return {name: step_runs.relative_error(found[1][name], value) for name, value in found[0].items()}
+    return {name: step_runs.relative_error(measured[1][name], value) for name, value in measured[0].items()}
 
 
 def live_tensor_bytes() -> int:
@@ -246,13 +246,15 @@ def check_persistent_bytes(bf16: bool, rank: int | None = None) -> dict[str, int
     engine = step_runs.make_engine(model, sft)
     for k in range(2):
         a_step(engine, sft, step_runs.make_estimator(sft, engine), seed=k)
-    of_sft = live_tensor_bytes()
+    sft_bytes = live_tensor_bytes()
     estimator = step_runs.make_estimator(vcore, engine)
     for k in range(2):
         a_step(engine, vcore, estimator, seed=k)
-    of_vcore = live_tensor_bytes()
+    vcore_bytes = live_tensor_bytes()
     shard = sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for _, p in engine.trainable)
-    result = dict(extra=of_vcore - of_sft, one_shard=shard, direction=estimator.direction.persistent_bytes, sft=of_sft)
+    result = dict(
+        extra=vcore_bytes - sft_bytes, one_shard=shard, direction=estimator.direction.persistent_bytes, sft=sft_bytes
+    )
     engine.close()
     return result
 
@@ -282,57 +284,57 @@ def checks(tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize(("loaded", "bf16", "lora"), PERTURBED)
 def test_a_perturbation_is_taken_back_bit_for_bit(checks, loaded, bf16, lora):
-    for of_rank in checks:
-        found = of_rank["perturbation"][loaded, bf16, lora]
-        assert found["was_moved"] and found["raised"]
-        assert found["restored"] and found["same_losses"]
-        assert 0.2 < found["changed_fraction"] <= 1.0
+    for rank_checks in checks:
+        measured = rank_checks["perturbation"][loaded, bf16, lora]
+        assert measured["was_moved"] and measured["raised"]
+        assert measured["restored"] and measured["same_losses"]
+        assert 0.2 < measured["changed_fraction"] <= 1.0
 
 
 def test_a_probe_touches_neither_optimizer_nor_counters_nor_the_next_gradient(checks):
-    for of_rank in checks:
-        assert all(of_rank["probe"].values()), of_rank["probe"]
+    for rank_checks in checks:
+        assert all(rank_checks["probe"].values()), rank_checks["probe"]
 
 
 def test_followed_traces_leave_training_as_it_is_bit_for_bit(checks):
-    for of_rank in checks:
-        assert len(of_rank["following"]) >= 5 * len(FOLLOWING)
-        assert all(of_rank["following"].values()), of_rank["following"]
+    for rank_checks in checks:
+        assert len(rank_checks["following"]) >= 5 * len(FOLLOWING)
+        assert all(rank_checks["following"].values()), rank_checks["following"]
 
 
 def test_base_weights_are_the_same_bytes_after_a_lora_run(checks):
-    for of_rank in checks:
+    for rank_checks in checks:
         for loaded in (False, True):
-            assert of_rank["lora"][loaded] == dict(base_same=True, adapters_moved=True)
+            assert rank_checks["lora"][loaded] == dict(base_same=True, adapters_moved=True)
 
 
 def test_an_adapted_layer_computes_the_same_where_it_is_gathered_alone(checks):
-    for of_rank in checks:
-        found = of_rank["gathers by module"]
-        assert found["losses"] == found["base"] == 0.0
-        assert found["gradient"] < 0.02 and found["utilities"] < 0.02, found
+    for rank_checks in checks:
+        measured = rank_checks["gathers by module"]
+        assert measured["losses"] == measured["base"] == 0.0
+        assert measured["gradient"] < 0.02 and measured["utilities"] < 0.02, measured
 
 
 def test_zero_temperature_without_alpha_is_sft_bit_for_bit(checks):
-    for of_rank in checks:
-        assert of_rank["zero_temperature"] == {"sequence": True, "token": True}
+    for rank_checks in checks:
+        assert rank_checks["zero_temperature"] == {"sequence": True, "token": True}
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_vcore_keeps_at_most_one_shard_more_than_sft(checks, bf16):
-    for rank, of_rank in enumerate(checks):
-        found = of_rank["bytes"][bf16]
-        print(f"rank {rank}: {found}")
-        assert found["direction"] <= found["one_shard"]
-        assert 0 < found["extra"] <= found["one_shard"]
+    for rank, rank_checks in enumerate(checks):
+        measured = rank_checks["bytes"][bf16]
+        print(f"rank {rank}: {measured}")
+        assert measured["direction"] <= measured["one_shard"]
+        assert 0 < measured["extra"] <= measured["one_shard"]
 
 
 def test_a_low_rank_direction_keeps_no_shard(checks):
     """Neither Python nor a view keeps it alive: the factors, which are on every rank, are smaller."""
-    for of_rank in checks:
-        found = of_rank["bytes of a low rank"]
-        assert found["direction"] < 0.5 * found["one_shard"]
-        assert 0 < found["extra"] <= found["direction"] + 0.05 * found["one_shard"]
+    for rank_checks in checks:
+        measured = rank_checks["bytes of a low rank"]
+        assert measured["direction"] < 0.5 * measured["one_shard"]
+        assert 0 < measured["extra"] <= measured["direction"] + 0.05 * measured["one_shard"]
 
 
 def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:

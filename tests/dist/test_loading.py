@@ -174,7 +174,7 @@ def load_both_ways(folders: dict[str, str]) -> dict[tuple[str, bool], tuple[list
 
 
 def adapters_digest(model: PreTrainedModel) -> str:
-    """Of new adapters, before they are sharded."""
+    """Digest of new adapters before they are sharded."""
     linear = "query_key_value" if model.config.model_type == "gpt_neox" else "q_proj"
     adapted = add_lora(model, LoraConfig(rank=4, alpha=8, target_modules=[linear]))
     digest = hashlib.sha256()
@@ -199,7 +199,7 @@ def test_shards_are_those_of_the_broadcast(folders: dict[str, str], num_ranks: i
 
 
 def bytes_of_weights(folder: str) -> int:
-    """Of all tensors in a folder's files."""
+    """Bytes of all tensors in a folder's files."""
     headers = 0
     for path in Path(folder).glob("*.safetensors"):
         headers += 8 + int.from_bytes(path.read_bytes()[:8], "little")

@@ -193,8 +193,8 @@ def test_factors_are_the_projection_of_the_whole_matrices(ranks) -> None:
             continue
         kept: dict[str, float] = defaultdict(float)
         total: dict[str, float] = defaultdict(float)
-        for i, found in enumerate(of_rank[name] for of_rank in ranks):
-            for key, gradient in found["whole"].items():
+        for i, measured in enumerate(result[name] for result in ranks):
+            for key, gradient in measured["whole"].items():
                 expected, kinds = gradient.double(), ["total"]
                 if gradient.ndim >= 2 and min(gradient.shape[-2:]) > case.rank:
                     width = gradient.shape[-1]
@@ -205,17 +205,17 @@ def test_factors_are_the_projection_of_the_whole_matrices(ranks) -> None:
                         start = expected.mT @ basis
                     expected = basis @ (basis.mT @ expected)
                     kinds.append(key.removesuffix(".weight").split(".")[-1])
-                error = float((found["approximate"][key] - expected).norm() / gradient.norm().clamp(min=1e-12))
+                error = float((measured["approximate"][key] - expected).norm() / gradient.norm().clamp(min=1e-12))
                 # The fp32 of the sketch, times the condition number of what an expert's few tokens leave.
                 assert error < 5e-5, (name, key, error)
                 # The ranks of a tensor-parallel group have different matrices; of others one counts.
-                if i == 0 or (i < case.tensor and key not in found["replicas"]):
+                if i == 0 or (i < case.tensor and key not in measured["replicas"]):
                     for kind in kinds:
                         kept[kind] += float(expected.square().sum())
                         total[kind] += float(gradient.double().square().sum())
         energy = {kind: kept[kind] / total[kind] for kind in total}
-        for found in (of_rank[name] for of_rank in ranks):
-            assert found["energy"] == pytest.approx(energy, rel=1e-5)
+        for measured in (result[name] for result in ranks):
+            assert measured["energy"] == pytest.approx(energy, rel=1e-5)
         assert case.rank == RANK or energy == pytest.approx({"total": 1.0}, abs=1e-6)
         # A second pass keeps more.
         if case.passes == 2:
@@ -234,28 +234,28 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
         reference = Reference(model, torch.optim.SGD(model.parameters()))
         along = {key: tangent.double() for key, tangent in ranks[0][name]["along"].items()}
         expected = reference.utilities(tiny.rows(NUM_ROWS), along)
-        found: dict[int, torch.Tensor] = {}
-        for of_rank in ranks:
-            found |= of_rank[name]["utilities"]
-        assert sorted(found) == list(range(NUM_ROWS))
+        measured: dict[int, torch.Tensor] = {}
+        for result in ranks:
+            measured |= result[name]["utilities"]
+        assert sorted(measured) == list(range(NUM_ROWS))
         scale = max(float(s.abs().max()) for s in expected)
-        errors = [float((found[i] - s).abs().max()) / scale for i, s in enumerate(expected)]
+        errors = [float((measured[i] - s).abs().max()) / scale for i, s in enumerate(expected)]
         assert max(errors) < 2e-6, (name, errors)
 
 
 def test_the_shard_is_freed_once_there_are_factors(ranks) -> None:
     """Also where a view of it would keep its memory alive, as on one rank."""
-    for of_rank in ranks:
-        for name, found in of_rank.items():
-            kept = found["bytes_kept"]
+    for result in ranks:
+        for name, measured in result.items():
+            kept = measured["bytes_kept"]
             assert kept["alive"] == kept["said"] == kept["expected"], name
 
 
 def test_no_rank_departs_from_another(ranks) -> None:
     for name in ranks[0]:
         first = ranks[0][name]["along"]
-        for of_rank in ranks[1:]:
-            assert all(torch.equal(tangent, of_rank[name]["along"][key]) for key, tangent in first.items())
+        for result in ranks[1:]:
+            assert all(torch.equal(tangent, result[name]["along"][key]) for key, tangent in first.items())
 
 
 @pytest.mark.parametrize("kind", ["zeros", "one column", "ill-conditioned", "tiny"])

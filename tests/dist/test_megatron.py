@@ -167,7 +167,7 @@ EXCHANGED: dict[str, dict[str, bool]] = {
 
 
 @dataclass
-class Found:
+class Results:
     """Deviations on one rank, by quantity."""
 
     cases: dict[str, dict[str, float]]
@@ -175,13 +175,13 @@ class Found:
     """With Hugging Face's layers, and with parallel ones."""
     rounding: dict[bool, dict[str, float]]
     """Without adapters, and with them."""
-    of_four: dict[str, float]
-    """Where all ranks share every layer."""
+    four_ranks: dict[str, float]
+    """With all four ranks sharing every layer."""
 
 
 @dataclass
 class Layers:
-    """What the two ranks of a tensor-parallel group find without an engine."""
+    """Deviations of the two ranks of a tensor-parallel group, without an engine."""
 
     architectures: dict[str, dict[str, float]]
     adapters: dict[str, float]
@@ -190,8 +190,8 @@ class Layers:
     exchanged_checkpointed: tuple[dict[str, list[int]], int, int]
 
 
-def run_all() -> Found:
-    from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
+def run_all() -> Results:
+    from tests.helpers import megatron  # only here: megatron-core takes seconds to import
 
     bf16_alone = {name: run_case(case) for name, case in BF16_CASES.items()}
     layout.arrange(tensor=2)
@@ -200,7 +200,7 @@ def run_all() -> Found:
     bf16 = {name: (bf16_alone[name], run_case(replace(case, tensor=2))) for name, case in BF16_CASES.items()}
     rounding = {lora: megatron.stochastic_rounding(lora=lora) for lora in (False, True)}
     layout.arrange(tensor=4)
-    return Found(cases, bf16, rounding, run_case(OF_FOUR))
+    return Results(cases, bf16, rounding, run_case(OF_FOUR))
 
 
 def compare_layers() -> Layers:
@@ -215,7 +215,7 @@ def compare_layers() -> Layers:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Found]:
+def results() -> list[Results]:
     return run_ranks(run_all, 4)
 
 
@@ -226,38 +226,38 @@ def layers() -> list[Layers]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_losses_and_gradients_equal_those_of_hugging_face(layers, name):
-    for of_rank in layers:
-        deviations = of_rank.architectures[name]
+    for result in layers:
+        deviations = result.architectures[name]
         print(name, deviations)
         assert deviations["losses"] < 2e-6
         assert deviations["gradient"] < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_equals_reference(found, name):
-    check([of_rank.cases[name] for of_rank in found])
+def test_step_equals_reference(results, name):
+    check([result.cases[name] for result in results])
 
 
-def test_four_ranks_to_a_layer(found):
-    check([of_rank.of_four for of_rank in found])
+def test_four_ranks_to_a_layer(results):
+    check([result.four_ranks for result in results])
 
 
-def check(of_ranks):
-    assert_parity(of_ranks)
-    for worst in of_ranks:
+def check(deviations_by_rank):
+    assert_parity(deviations_by_rank)
+    for worst in deviations_by_rank:
         assert worst["norm"] < 1e-5
         assert worst["drift"] == 0
 
 
 def test_exchanges_are_those_of_the_formula(layers):
     passes, hidden, num_layers = layers[0].exchanged
-    of_losses = {name: [n for n in numels if n % hidden] for name, numels in passes.items()}
-    of_hidden = {name: [n // hidden for n in numels if n % hidden == 0] for name, numels in passes.items()}
-    assert of_hidden["forward"] == [1] * (4 * num_layers + 2)
-    assert of_hidden["backward"] == [1] * (6 * num_layers + 2)
-    assert of_hidden["tangents"] == [2] * (4 * num_layers + 2)
+    loss_numels = {name: [n for n in numels if n % hidden] for name, numels in passes.items()}
+    hidden_numels = {name: [n // hidden for n in numels if n % hidden == 0] for name, numels in passes.items()}
+    assert hidden_numels["forward"] == [1] * (4 * num_layers + 2)
+    assert hidden_numels["backward"] == [1] * (6 * num_layers + 2)
+    assert hidden_numels["tangents"] == [2] * (4 * num_layers + 2)
     # Each token's normalizer and its target's logit, and the tangent of its loss, from both ranks.
-    assert [len(of_losses[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
+    assert [len(loss_numels[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
 
 
 def test_exchanges_of_adapters_are_of_their_rank(layers):
@@ -278,7 +278,7 @@ def test_exchanges_are_those_that_a_plan_counts(layers, name: str):
     passes, hidden, _ = getattr(layers[0], name)
     options, num_tokens = EXCHANGED[name], hidden // 32
     # Without each supervised token's normalizer and its target's logit, and the tangent of its loss.
-    numels = {name: [n for n in of_pass if n % num_tokens == 0] for name, of_pass in passes.items()}
+    numels = {name: [n for n in pass_numels if n % num_tokens == 0] for name, pass_numels in passes.items()}
     expected = {"main": numels["forward"] + numels["backward"], "utility": numels["tangents"]}
     settings = MemorySettings(
         num_ranks=2,
@@ -291,16 +291,16 @@ def test_exchanges_are_those_that_a_plan_counts(layers, name: str):
     )
     shape = ModelShape(2, 4, 2, 8, 10_000, hidden_size=32, intermediate_size=64, vocabulary_size=128)
     model = StepModel(shape, parameter_counts(shape.of_part(2)), settings, Cluster(GPUS["H100"], 4))
-    for phase, of_phase in expected.items():
+    for phase, phase_numels in expected.items():
         work = getattr(StepPasses.of(settings), phase)
         traffic, num_exchanges = model.between_layers(work, num_tokens)
-        assert num_exchanges == len(of_phase)
-        assert traffic.inside == 4 * sum(of_phase) / 2  # half of it is the rank's own
+        assert num_exchanges == len(phase_numels)
+        assert traffic.inside == 4 * sum(phase_numels) / 2  # half of it is the rank's own
 
 
 def test_adapters_compute_what_those_of_the_other_provider_compute(layers):
-    for of_rank in layers:
-        deviations = of_rank.adapters
+    for result in layers:
+        deviations = result.adapters
         print(deviations)
         assert max(deviations["losses"], deviations["without adapters"]) < 2e-6
         assert deviations["gradient"] < 1e-5
@@ -308,10 +308,10 @@ def test_adapters_compute_what_those_of_the_other_provider_compute(layers):
 
 
 @pytest.mark.parametrize("name", BF16_CASES)
-def test_bf16_is_no_further_from_the_reference_than_with_hugging_faces_layers(found, name):
+def test_bf16_is_no_further_from_the_reference_than_with_hugging_faces_layers(results, name):
     """The oracle computes in fp32, from the same weights."""
-    for of_rank in found:
-        alone, parallel = of_rank.bf16[name]
+    for result in results:
+        alone, parallel = result.bf16[name]
         print(f"alone {alone}\nparallel {parallel}")
         assert parallel["drift"] == 0
         for quantity in ("utilities", "weights", "gradient", "parameters"):
@@ -322,10 +322,10 @@ def test_bf16_is_no_further_from_the_reference_than_with_hugging_faces_layers(fo
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_stochastic_rounding_is_the_same_on_replicas(found, lora):
-    for of_rank in found:
-        rounding = of_rank.rounding[lora]
+def test_stochastic_rounding_is_the_same_on_replicas(results, lora):
+    for result in results:
+        rounding = result.rounding[lora]
         print(rounding)
         assert (rounding["masters"], rounding["perturbed"], rounding["losses"]) == (0, 0, 0)
         assert rounding["changed"] > 0.1
-    assert sum(of_rank.rounding[lora]["changed replicas"] for of_rank in found) > 0
+    assert sum(result.rounding[lora]["changed replicas"] for result in results) > 0

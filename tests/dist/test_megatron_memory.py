@@ -55,14 +55,14 @@ def estimate(folder: Path, case: tuple[str, bool, bool], **changed) -> MemoryEst
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parameters_are_those_of_a_part(measured, folder: Path, case) -> None:
     expected = parameter_counts(read_model_shape(str(folder)).of_part(TENSOR), settings_of(*case).adapters)
-    assert [of_rank[CASES.index(case)][1] for of_rank in measured] == [expected] * 4
+    assert [result[CASES.index(case)][1] for result in measured] == [expected] * 4
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_kept_is_estimated_within_two_percent(measured, folder: Path, case) -> None:
     expected = estimate(folder, case).persistent
-    for of_rank in measured:
-        kept = of_rank[CASES.index(case)][0]["vcore"]
+    for result in measured:
+        kept = result[CASES.index(case)][0]["vcore"]
         assert set(expected) == {kind for kind, num_bytes in kept.items() if num_bytes}
         for kind, num_bytes in expected.items():
             assert num_bytes == pytest.approx(kept[kind], rel=0.02), kind
@@ -70,12 +70,12 @@ def test_what_is_kept_is_estimated_within_two_percent(measured, folder: Path, ca
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_peaks_are_estimated(measured, folder: Path, case) -> None:
-    found = estimate(folder, case)
-    expected = {phase: found.transient_bytes(phase) for phase in ("main", "utility", "step")}
+    estimated = estimate(folder, case)
+    expected = {phase: estimated.transient_bytes(phase) for phase in ("main", "utility", "step")}
     difference = estimate(folder, case, estimator="finite_difference")
     expected["finite_difference"] = difference.transient_bytes("utility")
-    for of_rank in measured:
-        peaks = of_rank[CASES.index(case)][0]
+    for result in measured:
+        peaks = result[CASES.index(case)][0]
         for phase, num_bytes in expected.items():
             print(f"{case} {phase}: measured {peaks[phase]:,}, estimated {num_bytes:,}")
             assert num_bytes == pytest.approx(peaks[phase], rel=TRANSIENT_BOUND), phase

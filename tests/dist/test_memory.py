@@ -112,7 +112,8 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 
 
 def bytes_between_forward_and_backward(num_layers: int, lora: bool, is_fused: bool) -> int:
-    """What a forward leaves for its backward, without activation checkpoints, where ZeRO-3 keeps no layer gathered."""
+    """Bytes that a forward saves for its backward, without activation checkpoints, if ZeRO-3 keeps no layer
+    gathered."""
     recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
     model = tiny.token_loss_model(
         lora=lora, dtype=torch.bfloat16, **{**SIZES, "intermediate_size": 1024, "num_hidden_layers": num_layers}
@@ -126,23 +127,23 @@ def bytes_between_forward_and_backward(num_layers: int, lora: bool, is_fused: bo
     batch = tiny.rows(1, num_tokens=16)
     if is_fused:
         take_direction(forward.direction, derive_step_settings(recipe), [batch])
-    found = []
+    live_bytes = []
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with Allocations() as allocations, engine.accumulation(1):
             losses = forward.begin([batch])(0).losses
-            found.append(allocations.live_bytes())
+            live_bytes.append(allocations.live_bytes())
             engine.backward(losses.sum())
     engine.close()
-    return found[-1]
+    return live_bytes[-1]
 
 
 def measure_graphs() -> dict[tuple[bool, bool], int]:
     """Bytes that a graph holds for each layer, by `lora` and `is_fused`."""
-    found = {}
+    peaks = {}
     for case in GRAPHS:
         small, large = (bytes_between_forward_and_backward(num_layers, *case) for num_layers in (2, 6))
-        found[case] = (large - small) // 4
-    return found
+        peaks[case] = (large - small) // 4
+    return peaks
 
 
 def measure_all(folder: str) -> tuple[list[dict[str, Any]], dict[tuple[bool, bool], int]]:
@@ -165,7 +166,7 @@ def measured_all(folder: Path) -> list[tuple[list[dict[str, Any]], dict[tuple[bo
 
 @pytest.fixture(scope="module")
 def measured(measured_all) -> list[list[dict[str, Any]]]:
-    return [of_rank[0] for of_rank in measured_all]
+    return [result[0] for result in measured_all]
 
 
 def estimates(folder: Path, case: tuple[str, bool, bool]) -> dict[str, MemoryEstimate]:
@@ -182,8 +183,8 @@ def estimates(folder: Path, case: tuple[str, bool, bool]) -> dict[str, MemoryEst
 @pytest.mark.parametrize("method", ["sft", "vcore"])
 def test_what_is_kept_is_estimated_within_two_percent(measured, folder: Path, case, method: str) -> None:
     estimate = estimates(folder, case)[method]
-    for of_rank in measured:
-        kept = of_rank[CASES.index(case)][method]
+    for result in measured:
+        kept = result[CASES.index(case)][method]
         assert set(estimate.persistent) == {kind for kind, num_bytes in kept.items() if num_bytes}
         for kind, num_bytes in estimate.persistent.items():
             assert num_bytes == pytest.approx(kept[kind], rel=0.02), kind
@@ -191,11 +192,11 @@ def test_what_is_kept_is_estimated_within_two_percent(measured, folder: Path, ca
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_peaks_are_estimated(measured, folder: Path, case) -> None:
-    found = estimates(folder, case)
-    expected = {phase: found["vcore"].transient_bytes(phase) for phase in ("main", "utility", "step")}
-    expected["finite_difference"] = found["finite_difference"].transient_bytes("utility")
-    for of_rank in measured:
-        peaks = of_rank[CASES.index(case)]
+    estimated = estimates(folder, case)
+    expected = {phase: estimated["vcore"].transient_bytes(phase) for phase in ("main", "utility", "step")}
+    expected["finite_difference"] = estimated["finite_difference"].transient_bytes("utility")
+    for result in measured:
+        peaks = result[CASES.index(case)]
         for phase, num_bytes in expected.items():
             print(f"{case} {phase}: measured {peaks[phase]:,}, estimated {num_bytes:,}")
             assert num_bytes == pytest.approx(peaks[phase], rel=TRANSIENT_BOUND), phase
@@ -203,7 +204,7 @@ def test_peaks_are_estimated(measured, folder: Path, case) -> None:
 
 def test_a_graph_keeps_no_gathered_parameters(measured_all) -> None:
     """A layer has 442 thousand parameters, 0.9 MB; its activations of 16 tokens take a quarter of that at most."""
-    for _, of_case in measured_all:
-        for case, num_bytes in of_case.items():
+    for _, bytes_by_case in measured_all:
+        for case, num_bytes in bytes_by_case.items():
             print(case, f"{num_bytes:,} bytes a layer")
             assert num_bytes < 0.3 * 2 * 442_000

@@ -1,4 +1,4 @@
-"""What `vcore-ds plan` says of bytes, against a real engine on a small model of the same proportions."""
+"""Bytes predicted by `vcore-ds plan`, against a real engine on a small model of the same proportions."""
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,7 +159,7 @@ def test_what_is_counted_exactly(folder: Path, measured) -> None:
 
 
 def test_the_load_of_experts_is_measured(measured) -> None:
-    """In the metrics of a mixture alone, the same on all ranks; that of ranks where they divide the experts."""
+    """Only in the metrics of an MoE model, equal on all ranks; the ranks' load only under expert parallelism."""
     of_experts, of_ranks = (
         [f"{name}_max", f"{name}_mean"] for name in ("expert_load", "expert_rank_load")
     )  # in the order of the line

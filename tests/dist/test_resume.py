@@ -248,7 +248,7 @@ def run_case(folder: Path, name: str) -> list[str]:
 
 
 def differences(folder: Path, expected: Path, name: str) -> list[str]:
-    """Of two runs of a case."""
+    """Differences between two runs of a case."""
     num_steps = CASES[name].get("schedule", {}).get("num_steps", NUM_STEPS)
     return resumed_runs.differences(folder, expected, num_steps)
 
@@ -418,7 +418,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def unfinished_only(folder: Path) -> list[str]:
-    """What the next attempt says after a kill between renaming and marking the first checkpoint."""
+    """Messages of the next attempt after a kill between renaming and marking the first checkpoint."""
     stopped = killed_run(folder, "unfinished")
     saved = Path(stopped.run.output_dir) / "checkpoints"
     if layout.is_first():
@@ -450,11 +450,11 @@ def minutes(folder: Path) -> list[bool]:
     """Whether a checkpoint is due, with every rank's clock at its start, the last rank's an hour on, all an hour on."""
     every = recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
     own, is_last = Checkpoints(every, Console(enabled=False)), layout.rank("shards") == layout.size("shards") - 1
-    found = [own.due(1, NUM_STEPS)]
+    outcomes = [own.due(1, NUM_STEPS)]
     own._last_end -= 3600.0 * is_last
-    found.append(own.due(1, NUM_STEPS))
+    outcomes.append(own.due(1, NUM_STEPS))
     own._last_end -= 3600.0 * (not is_last)
-    return [*found, own.due(1, NUM_STEPS)]
+    return [*outcomes, own.due(1, NUM_STEPS)]
 
 
 def other_data(folder: Path) -> str:
@@ -592,18 +592,18 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
         schedule = settings.derive_schedule(own, len(feed.dataset))
         steps = train_steps(engine, step_settings, feed, schedule, say=lambda line: None)
         assert len(list(islice(steps, NUM_STEPS))) == NUM_STEPS
-        found = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
+        outcomes = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
         engine.close()
     finally:
         settings.MEASURE_NOISE_EVERY = measure_noise_every
-    return [name for name, values in found.items() if not torch.equal(values, expected[f"master.{name}"])]
+    return [name for name, values in outcomes.items() if not torch.equal(values, expected[f"master.{name}"])]
 
 
 def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
     reference = recipe(folder, "reference", CASES["iw_sft_full"])
     write_reference_log_probabilities(reference, folder / "reference.npz")
-    found: dict[str, Any] = {name: run_case(folder, name) for name in CASES}
-    found |= {
+    outcomes: dict[str, Any] = {name: run_case(folder, name) for name in CASES}
+    outcomes |= {
         check.__name__: check(folder)
         for check in (
             one_rank_cannot_write,
@@ -620,14 +620,14 @@ def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
             best_by_held_out_loss,
         )
     }
-    found["full_disk"] = None if disk is None else full_disk(folder, disk)
-    found["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
+    outcomes["full_disk"] = None if disk is None else full_disk(folder, disk)
+    outcomes["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
     resumed_runs.run_and_copy_after(across(folder, "across_straight", 1, 1), ACROSS_STOP, folder / "across_2")
-    return found
+    return outcomes
 
 
 def across(folder: Path, name: str, main: int | str = "auto", probe: int | str = "auto") -> Recipe:
-    """`main`, `probe`: degrees of sequence parallelism of the main batch and of the probe."""
+    """`main`, `probe`: sequence-parallel sizes of the main batch and of the probe."""
     degrees = {"batch": main, "probe": probe}
     sections = {key: ACROSS_WORLD_SIZES[key] | {"sequence_parallel": degree} for key, degree in degrees.items()}
     return recipe(folder, name, ACROSS_WORLD_SIZES | sections)
@@ -663,7 +663,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
 
 
 @pytest.fixture(scope="module")
-def found(setup: Path, disk: Path | None) -> dict[str, Any]:
+def outcomes(setup: Path, disk: Path | None) -> dict[str, Any]:
     first, second = run_ranks(at_two_ranks, 2, setup, disk)
     assert first["full_disk"] == second["full_disk"]
     for name in ("minutes", "no_room", "not_shared"):
@@ -674,13 +674,13 @@ def found(setup: Path, disk: Path | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stopped_and_resumed_equals_straight_bit_for_bit(found: dict[str, Any], name: str):
-    assert found[name] == []
+def test_stopped_and_resumed_equals_straight_bit_for_bit(outcomes: dict[str, Any], name: str):
+    assert outcomes[name] == []
 
 
 @pytest.mark.parametrize("step, rank", [(3, 0), (3, 1), (4, 0), (4, 1)])
 def test_a_profile_has_the_phases_and_operations_of_a_step(
-    found: dict[str, Any], setup: Path, step: int, rank: int
+    outcomes: dict[str, Any], setup: Path, step: int, rank: int
 ) -> None:
     folder = setup / f"{STOPPED_TOO}_stopped"
     profile = next(one for one in read_profiles(folder) if (one.step, one.rank) == (step, rank))
@@ -707,7 +707,7 @@ def test_a_profile_has_the_phases_and_operations_of_a_step(
     assert [ranges[phase]["ts"] for phase in phases] == sorted(ranges[phase]["ts"] for phase in phases)
 
 
-def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(found: dict[str, Any], setup: Path):
+def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(outcomes: dict[str, Any], setup: Path):
     said = (setup / "bf16_offload_all_stopped" / "start.txt").read_text()
     energy, correlation = re.search(r"probe.rank 4 keeps ([\d.]+)% of .* correlate with ([\d.]+) ", said).groups()
     lines = resumed_runs.timeless_metrics(setup / "bf16_offload_all_stopped")
@@ -715,7 +715,7 @@ def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(found: di
     assert 0.5 < float(correlation) < 1
 
 
-def test_only_what_is_kept_is_trained_on(found: dict[str, Any], setup: Path):
+def test_only_what_is_kept_is_trained_on(outcomes: dict[str, Any], setup: Path):
     for name in ("iw_sft_full_straight", "random_full_stopped", "vcore_trusted_full_stopped"):
         own, trusted = set(), 0
         for record in read_records(setup / name):
@@ -729,16 +729,16 @@ def test_only_what_is_kept_is_trained_on(found: dict[str, Any], setup: Path):
         assert counts["sequences"] == 6 and "6 of 12 traces kept" in (setup / name / "start.txt").read_text()
 
 
-def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(found: dict[str, Any]):
-    failing = found["one_rank_cannot_write"]
+def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(outcomes: dict[str, Any]):
+    failing = outcomes["one_rank_cannot_write"]
     message = failing["message"]
     assert "the checkpoint of step 3 could not be written: rank 1 on host" in message
     assert "failing/checkpoints/step_00000003.unfinished/state: " in message and "Is a directory" in message
     assert failing["left"] == ["step_00000002"] and failing["differing"] == []
 
 
-def test_a_checkpoint_beside_the_steps_holds_the_state_of_its_step(found: dict[str, Any]):
-    beside = found["beside_the_steps"]
+def test_a_checkpoint_beside_the_steps_holds_the_state_of_its_step(outcomes: dict[str, Any]):
+    beside = outcomes["beside_the_steps"]
     assert beside["in flight"][2] and beside["held"] == [] and beside["finished"] == []
     metrics = {line["step"]: {key for key in line if "checkpoint" in key} for line in beside["lines"]}
     assert "seconds_checkpoint" in metrics[2] & metrics[3] & metrics[5]
@@ -746,15 +746,15 @@ def test_a_checkpoint_beside_the_steps_holds_the_state_of_its_step(found: dict[s
     assert not metrics[4] and complete <= metrics[5]  # held until the end of step 3, and over before that of step 4
 
 
-def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing(found: dict[str, Any]):
-    beside, said = found["beside_the_steps"], "\n".join(found["beside_the_steps"]["said"])
+def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing(outcomes: dict[str, Any]):
+    beside, said = outcomes["beside_the_steps"], "\n".join(outcomes["beside_the_steps"]["said"])
     assert beside["left"] == ["step_00000001", "step_00000002.unfinished"]
     assert "warning: skipped checkpoint step_00000002.unfinished: not finished" in said
     assert "Resumed after step 1 from" in said and beside["killed"] == []
 
 
-def test_a_thread_that_cannot_write_ends_the_run_on_all_ranks_at_the_next_step(found: dict[str, Any]):
-    failing = found["one_thread_cannot_write"]
+def test_a_thread_that_cannot_write_ends_the_run_on_all_ranks_at_the_next_step(outcomes: dict[str, Any]):
+    failing = outcomes["one_thread_cannot_write"]
     assert "the checkpoint of step 2 could not be written: rank 1 on host" in failing["message"]
     assert "Earlier checkpoints are untouched" in failing["message"]
     assert failing["left"] == ["step_00000001"] and failing["steps"] == 3
@@ -774,61 +774,63 @@ def test_a_full_disk_is_named_as_the_cause(tmp_path: Path):
 
 
 def test_a_disk_that_fills_between_checkpoints_ends_all_ranks_and_loses_no_line(
-    found: dict[str, Any], disk: Path | None
+    outcomes: dict[str, Any], disk: Path | None
 ):
     if disk is None:
         pytest.skip("NOT TESTED: a disk that fills between checkpoints, as no tmpfs can be mounted here (not root?)")
     path = disk / "run" / "metrics.jsonl"
-    assert found["full_disk"]["message"].startswith(
+    assert outcomes["full_disk"]["message"].startswith(
         f"run.output_dir: {path}: cannot be written: No space left on device (0 bytes free"
     )
-    left = found["full_disk"]["left"]
+    left = outcomes["full_disk"]["left"]
     assert left == [*range(1, len(left) + 1)] and 2 <= len(left) < NUM_STEPS
-    assert found["full_disk"]["differing"] == []
+    assert outcomes["full_disk"]["differing"] == []
 
 
-def test_a_lack_of_room_is_reported_with_both_numbers(found: dict[str, Any]):
-    assert "bytes free; expected 1,000,000,000,000," in found["no_room"]
+def test_a_lack_of_room_is_reported_with_both_numbers(outcomes: dict[str, Any]):
+    assert "bytes free; expected 1,000,000,000,000," in outcomes["no_room"]
 
 
-def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_taken(found: dict[str, Any]):
-    said = "\n".join(found["damaged"]["said"])
+def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_taken(outcomes: dict[str, Any]):
+    said = "\n".join(outcomes["damaged"]["said"])
     assert "warning: skipped checkpoint step_00000004: state/__1_0.distcp: its SHA-256 differs from" in said
     assert "Resumed after step 2 from" in said
     assert "step_00000004.rejected" in said
-    assert found["damaged"]["lost"] == [3, 4] and found["damaged"]["steps"] == [1, 2, 3, 4]
-    records, lost = found["damaged"]["records"], found["damaged"]["lost_records"]
+    assert outcomes["damaged"]["lost"] == [3, 4] and outcomes["damaged"]["steps"] == [1, 2, 3, 4]
+    records, lost = outcomes["damaged"]["records"], outcomes["damaged"]["lost_records"]
     names = [[f"{kind}_0000000{step}.npz" for step in (1, 2, 3, 4)] for kind in ("followed", "step")]
     assert list(records) == names[0] + names[1]
-    assert lost == {name: records[name] for of_kind in names for name in of_kind[2:4]}  # written again, bit for bit
+    assert lost == {
+        name: records[name] for names_of_kind in names for name in names_of_kind[2:4]
+    }  # written again, bit for bit
 
 
-def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(found: dict[str, Any]):
-    refusal = found["damaged"]["refusal"]
+def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(outcomes: dict[str, Any]):
+    refusal = outcomes["damaged"]["refusal"]
     assert "found no checkpoint that verifies" in refusal
     assert "step_00000004: state/__0_0.distcp" in refusal and "step_00000002: state/__0_0.distcp" in refusal
 
 
-def test_unfinished_checkpoints_alone_start_a_new_run(found: dict[str, Any]):
-    said = "\n".join(found["unfinished_only"])
+def test_unfinished_checkpoints_alone_start_a_new_run(outcomes: dict[str, Any]):
+    said = "\n".join(outcomes["unfinished_only"])
     assert "skipped checkpoint step_00000002: no COMPLETE: its writing was interrupted" in said
     assert "skipped checkpoint step_00000003.unfinished: not finished" in said
     assert "holds this run without a checkpoint: it begins at its first step" in said
-    assert found["unfinished_only"][-2:] == ["step_00000001", "step_00000002.rejected"]
+    assert outcomes["unfinished_only"][-2:] == ["step_00000001", "step_00000002.rejected"]
 
 
 def test_nodes_that_do_not_share_the_folder_are_told_so_also_where_one_of_them_has_a_run_to_resume(
-    found: dict[str, Any],
+    outcomes: dict[str, Any],
 ):
-    assert "expected run.output_dir on a file system that all nodes share" in found["not_shared"]
+    assert "expected run.output_dir on a file system that all nodes share" in outcomes["not_shared"]
 
 
-def test_one_clock_decides_for_all_ranks(found: dict[str, Any]):
-    assert found["minutes"] == [False, False, True]
+def test_one_clock_decides_for_all_ranks(outcomes: dict[str, Any]):
+    assert outcomes["minutes"] == [False, False, True]
 
 
-def test_a_longer_run_and_a_branch_equal_the_long_run(found: dict[str, Any], setup: Path):
-    outcome = found["longer_and_branched"]
+def test_a_longer_run_and_a_branch_equal_the_long_run(outcomes: dict[str, Any], setup: Path):
+    outcome = outcomes["longer_and_branched"]
     assert outcome["branch"] == outcome["longer"] == outcome["lost"] == []
     stable, decay = [5e-4, *[1e-3] * 4], [1e-3 * (0.1 + 0.9 * share) for share in (1, 0.5)]
     assert outcome["rates"] == pytest.approx([*stable, *decay], rel=1e-12)
@@ -836,8 +838,8 @@ def test_a_longer_run_and_a_branch_equal_the_long_run(found: dict[str, Any], set
     assert "adapter" in outcome["finished"] and "adapter_step_00000006" not in outcome["finished"]
 
 
-def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(found: dict[str, Any], setup: Path):
-    said = found["longer_and_branched"]["said"]
+def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(outcomes: dict[str, Any], setup: Path):
+    said = outcomes["longer_and_branched"]["said"]
     checkpoint = setup / "short" / "checkpoints" / "step_00000006"
     assert said["cosine"].startswith(
         f"schedule: found learning rate 0.000992404 for step 4, which {checkpoint} has taken with 0.001, and no "
@@ -853,33 +855,33 @@ def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(found
     )
 
 
-def test_the_checkpoints_with_the_lowest_held_out_loss_are_kept_through_a_resume(found: dict[str, Any]):
-    losses, said = found["best_by_held_out_loss"]["losses"], found["best_by_held_out_loss"]["said"]
+def test_the_checkpoints_with_the_lowest_held_out_loss_are_kept_through_a_resume(outcomes: dict[str, Any]):
+    losses, said = outcomes["best_by_held_out_loss"]["losses"], outcomes["best_by_held_out_loss"]["said"]
     ranked = sorted(losses, key=lambda step: (losses[step], step))
     assert len(ranked) == NUM_STEPS
     kept = sorted({*ranked[:2], NUM_STEPS})
-    assert found["best_by_held_out_loss"]["left"] == [f"step_0000000{step}" for step in kept]
+    assert outcomes["best_by_held_out_loss"]["left"] == [f"step_0000000{step}" for step in kept]
     best = ranked[0]
     named = [line for line in said if line.startswith(f"Lowest held-out loss: {losses[best]:.4f}, step_0000000{best}.")]
     assert len(named) == (best != NUM_STEPS)
 
 
-def test_other_data_are_refused(found: dict[str, Any]):
-    assert "data.train_path" in found["other_data"] and "found other tokens than those" in found["other_data"]
+def test_other_data_are_refused(outcomes: dict[str, Any]):
+    assert "data.train_path" in outcomes["other_data"] and "found other tokens than those" in outcomes["other_data"]
 
 
-def test_adapters_are_resumed_on_the_weights_that_they_were_trained_on(found: dict[str, Any], setup: Path):
-    refused, restored = found["other_base"]
+def test_adapters_are_resumed_on_the_weights_that_they_were_trained_on(outcomes: dict[str, Any], setup: Path):
+    refused, restored = outcomes["other_base"]
     assert refused.startswith(f"model.path: {setup / 'model'}: found other weights than ")
     assert restored == "no error"
 
 
 @pytest.mark.parametrize("name", DRAWN_IN_STEPS)
-def test_the_fidelity_command_trains_as_a_run_does_bit_for_bit(found: dict[str, Any], name: str):
-    assert found["fidelity"][name] == []
+def test_the_fidelity_command_trains_as_a_run_does_bit_for_bit(outcomes: dict[str, Any], name: str):
+    assert outcomes["fidelity"][name] == []
 
 
-def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resumed_at_one(setup: Path, found):
+def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resumed_at_one(setup: Path, outcomes):
     run_ranks(at_four_ranks, 4, setup)
     run_ranks(at_one_rank, 1, setup)
     expected = resumed_runs.timeless_metrics(setup / "across_straight")

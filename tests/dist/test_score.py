@@ -268,7 +268,7 @@ class Reference:
 
 
 def stores(folder: Path) -> dict[str, TokenStore]:
-    """Of the training data and of the sets, by the names that their files have."""
+    """Stores of the training data and of the trusted sets, by file name."""
     return {
         path.parent.name.rpartition("-")[0]: TokenStore(path.parent)
         for path in (folder / "cache").glob("*/manifest.json")

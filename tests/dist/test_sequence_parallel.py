@@ -1,4 +1,4 @@
-"""Sequence parallelism: the step against the oracle at every degree, models, dropout, and what is exchanged."""
+"""Sequence parallelism: the step against the oracle at every sequence-parallel size, models, dropout, and exchanges."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -128,7 +128,7 @@ CASES = {
 
 
 def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
-    """Worst deviation of losses, gradients and utilities from those of a rank by itself, by degree."""
+    """Worst deviation of losses, gradients and utilities from those of a single rank, by sequence-parallel size."""
     torch.manual_seed(0)
     model = TokenLossModel(AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=TRAINING_ATTENTION))
     trained = list(model.parameters())
@@ -154,8 +154,8 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
         model.base.config._attn_implementation = FORWARD_MODE_ATTENTION
         with torch.no_grad(), forward_ad.dual_level():
             duals = {key: forward_ad.make_dual(x.detach(), direction[key]) for key, x in model.named_parameters()}
-            of_rank = torch.func.functional_call(model, duals, arguments)
-            utilities[k] = forward_ad.unpack_dual(gather_losses(of_rank, targets != IGNORED_LABEL, k)).tangent
+            local_losses = torch.func.functional_call(model, duals, arguments)
+            utilities[k] = forward_ad.unpack_dual(gather_losses(local_losses, targets != IGNORED_LABEL, k)).tangent
         model.base.config._attn_implementation = TRAINING_ATTENTION
     return {
         k: (
@@ -172,12 +172,12 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
 
 
 def agreement_in_bf16() -> dict[int, float]:
-    """Spearman of utilities in bf16 with those of one rank's rows in fp32, along one direction, by degree."""
+    """Spearman of utilities in bf16 with those of one rank's rows in fp32, along one direction, by size."""
     recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
     engine = step_runs.make_engine(tiny.token_loss_model(dtype=torch.bfloat16), recipe)
     direction = Direction(engine)
     direction.compute(step_runs.deal(tiny.rows(8, num_tokens=128, seed=5), 2), normalization="sequence", clip=None)
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
 
     def in_order(batches: list[Batch], utilities: list[Tensor]) -> Tensor:
         """Of all ranks' tokens, by sequence."""
@@ -185,17 +185,17 @@ def agreement_in_bf16() -> dict[int, float]:
         for batch, values in zip(batches, utilities, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
                 own[sequence_id] = values[batch.sequence_index() == row]
-        together = {i: values for of_rank in layout.gather_objects("job", own) for i, values in of_rank.items()}
+        together = {i: values for rank_values in layout.gather_objects("job", own) for i, values in rank_values.items()}
         return torch.cat([together[i] for i in sorted(together)])
 
     for k in (1, 2, 4):
         batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, k)
-        found[k] = in_order(batches, compute_jvp_utilities(engine, direction, batches))
+        result[k] = in_order(batches, compute_jvp_utilities(engine, direction, batches))
     batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, 1)
     with forward_mode(engine, direction, torch.float32):
         exact = in_order(batches, [compute_losses_and_utilities(engine, batch)[1] for batch in batches])
     engine.close()
-    return {k: float(spearmanr(values, exact).statistic) for k, values in found.items()}
+    return {k: float(spearmanr(values, exact).statistic) for k, values in result.items()}
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
@@ -206,15 +206,15 @@ def losses_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
     recipe = step_runs.recipe(method={"name": "sft"})
     model = tiny.token_loss_model(lora=True, dropout=0.3, checkpointing=True)
     engine = step_runs.make_engine(model, recipe)
-    estimator, found = step_runs.make_estimator(recipe, engine), []
+    estimator, result = step_runs.make_estimator(recipe, engine), []
     for k in range(2):
         main = step_runs.deal(tiny.rows(8, seed=10 + k), 2, sequence_parallel, packed=packed)
         metrics = step_runs.train_step(
             engine, recipe, StepBatches(main, []), estimator, learning_rate=1e-3, seed=100 + k
         )
-        found.append(metrics.values["loss"])
+        result.append(metrics.values["loss"])
     engine.close()
-    return found
+    return result
 
 
 # ---- exchanges -------------------------------------------------------------------------------------------------------
@@ -223,36 +223,36 @@ def losses_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
 @contextmanager
 def counted() -> Iterator[dict[str, list[int]]]:
     """Elements that this rank hands to each exchange of a pass, by its kind."""
-    found: dict[str, list[int]] = {"all_to_all": [], "all_gather": []}
+    result: dict[str, list[int]] = {"all_to_all": [], "all_gather": []}
 
     def counting(kind: str, exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def count(axis: str, tensor: Tensor, sequence_parallel: int) -> Tensor:
-            found[kind].append(tensor.numel())
+            result[kind].append(tensor.numel())
             return exchange(axis, tensor, sequence_parallel)
 
         return count
 
-    with mock.patch.multiple(layout, **{kind: counting(kind, getattr(layout, kind)) for kind in found}):
-        yield found
+    with mock.patch.multiple(layout, **{kind: counting(kind, getattr(layout, kind)) for kind in result}):
+        yield result
 
 
 def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
-    """What one row of 32 tokens exchanges, by pass."""
+    """Elements that one row of 32 tokens exchanges, by pass."""
     recipe = step_runs.recipe(utility={"fused": False})
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     row = replace(tiny.take(tiny.rows(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
-    found = {}
+    result = {}
     with engine.accumulation(1):
-        with counted() as found["forward"]:
+        with counted() as result["forward"]:
             losses = engine.token_losses(row)
-        with counted() as found["backward"]:
+        with counted() as result["backward"]:
             engine.backward(losses.sum())
     take_direction(estimator.direction, derive_step_settings(recipe), [row])
-    with counted() as found["jvp"]:
+    with counted() as result["jvp"]:
         estimator.begin([row])
     engine.close()
-    return found
+    return result
 
 
 def on_three_ranks(name: str) -> dict[int, tuple[float, float, float]]:
@@ -280,18 +280,18 @@ def run_all() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[str, Any]]:
+def results() -> list[dict[str, Any]]:
     return run_ranks(run_all, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_on_4_ranks_equals_the_reference(of_ranks, name: str) -> None:
-    assert_parity([found["cases"][name] for found in of_ranks])
+def test_a_step_on_4_ranks_equals_the_reference(results, name: str) -> None:
+    assert_parity([result["cases"][name] for result in results])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_models(of_ranks, name: str) -> None:
-    every_rank = [found["models"][name] for found in of_ranks]
+def test_models(results, name: str) -> None:
+    every_rank = [result["models"][name] for result in results]
     if not every_rank[0]:  # no number of heads that 4 ranks can share out, but 3 can
         every_rank = run_ranks(on_three_ranks, 3, name)
     for rank, deviations in enumerate(every_rank):
@@ -302,36 +302,36 @@ def test_models(of_ranks, name: str) -> None:
             assert max(gradients, utilities) < 1e-5
 
 
-def test_dropout_is_the_same_at_every_degree_and_number_of_ranks(of_ranks) -> None:
+def test_dropout_is_the_same_at_every_degree_and_number_of_ranks(results) -> None:
     expected = run_ranks(run_all, 1)[0]["dropout"]["1 rank"]
     assert len(set(expected)) == 2
-    for found in of_ranks:
-        for name, losses in found["dropout"].items():
+    for result in results:
+        for name, losses in result["dropout"].items():
             assert losses == pytest.approx(expected, abs=1e-5), name
 
 
-def test_bf16_is_as_right_as_on_one_rank(of_ranks) -> None:
-    for found in of_ranks:
-        print(found["bf16"])
-        assert found["bf16"][1] > 0.98
+def test_bf16_is_as_right_as_on_one_rank(results) -> None:
+    for result in results:
+        print(result["bf16"])
+        assert result["bf16"][1] > 0.98
         for k in (2, 4):
-            assert found["bf16"][k] == pytest.approx(found["bf16"][1], abs=0.002)
+            assert result["bf16"][k] == pytest.approx(result["bf16"][1], abs=0.002)
 
 
-def test_sums_over_data_count_a_row_once(of_ranks) -> None:
-    for found in of_ranks:
-        assert found["sums"] == [[4.0, 6.0, math.inf], [2.0, 1.0, math.inf], [1.0, 0.0, math.inf]]
+def test_sums_over_data_count_a_row_once(results) -> None:
+    for result in results:
+        assert result["sums"] == [[4.0, 6.0, math.inf], [2.0, 1.0, math.inf], [1.0, 0.0, math.inf]]
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_the_exchanges_of_a_pass(of_ranks, k: int) -> None:
+def test_the_exchanges_of_a_pass(results, k: int) -> None:
     """As docs/parallelism.md says: two all-to-alls a layer, of queries, keys and values, and of the output."""
     num_layers, num_heads, num_kv_heads, head_dim, num_tokens = 2, 4, 2, 8, 32
     before = num_tokens // k * head_dim * (num_heads + 2 * math.lcm(num_kv_heads, k))
     after = num_tokens // k * head_dim * num_heads
     layer = [before, after]
-    for found in of_ranks:
-        passes = found["exchanges"][k]
+    for result in results:
+        passes = result["exchanges"][k]
         assert passes["forward"] == {"all_to_all": layer * num_layers, "all_gather": [num_tokens // k]}
         # A checkpointed layer runs again before its own backward.
         assert passes["backward"] == {"all_to_all": [*layer, after, before] * num_layers, "all_gather": []}

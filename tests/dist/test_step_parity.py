@@ -142,9 +142,9 @@ def deviations_alone() -> list[dict[str, dict[str, float]]]:
 
 @pytest.mark.parametrize("name", STEERING)
 def test_step_of_one_rank_equals_reference(deviations_alone, name):
-    assert_parity([of_rank[name] for of_rank in deviations_alone])
+    assert_parity([result[name] for result in deviations_alone])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_reference(deviations, name):
-    assert_parity([of_rank[name] for of_rank in deviations])
+    assert_parity([result[name] for result in deviations])

@@ -21,8 +21,8 @@ def counted(request: pytest.FixtureRequest) -> list[dict[str, list[Counted]]]:
 
 @pytest.mark.parametrize("case", TESTED)
 def test_more_layers_take_no_more_synchronisations(counted, case: str) -> None:
-    for of_rank in counted:
-        few, many = of_rank[case]
+    for result in counted:
+        few, many = result[case]
         assert many.num_parameters - few.num_parameters == 2 * (14 if "LoRA" in case else 11)
         assert sum(few.counts.values()) > 0
         assert few.counts == many.counts
@@ -31,6 +31,6 @@ def test_more_layers_take_no_more_synchronisations(counted, case: str) -> None:
 @pytest.mark.parametrize("case", TESTED)
 def test_the_packages_own_code_waits_for_no_stream(counted, case: str) -> None:
     """It reads numbers. Waits for a stream or for the device are DeepSpeed's, once for each backward and step."""
-    for of_rank in counted:
-        waits = {kind for kind in of_rank[case][0].counts if "." in kind}
+    for result in counted:
+        waits = {kind for kind in result[case][0].counts if "." in kind}
         assert waits == {"stage3.independent_gradient_partition_epilogue"}

@@ -62,20 +62,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    model, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"]
+    model, loaded = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
     return model
 
 
 @pytest.mark.parametrize("result", ["full/model", "exported", "merged"])
 def test_results_hold_the_whole_with_its_vision_tower(folder: Path, result: str) -> None:
-    base, found = (load_file(folder / name / "model.safetensors") for name in ("base", result))
-    assert found.keys() == base.keys()
-    of_text = {name for name in base if name.startswith(("language_model.", "lm_head."))}
-    assert of_text and base.keys() - of_text
-    for name in base.keys() - of_text:
-        assert torch.equal(found[name], base[name]), name
-    assert sum(not torch.equal(found[name], base[name]) for name in of_text) >= 14  # linear layers at least
+    base, weights = (load_file(folder / name / "model.safetensors") for name in ("base", result))
+    assert weights.keys() == base.keys()
+    text_names = {name for name in base if name.startswith(("language_model.", "lm_head."))}
+    assert text_names and base.keys() - text_names
+    for name in base.keys() - text_names:
+        assert torch.equal(weights[name], base[name]), name
+    assert sum(not torch.equal(weights[name], base[name]) for name in text_names) >= 14  # linear layers at least
     assert type(load(folder / result)) is type(load(folder / "base"))
     for one in ("architectures", "vision_config"):
         assert (
