@@ -141,11 +141,11 @@ def times_of_rank(rounds: int) -> tuple[int, dict[str, list[tuple[float, float]]
 
 
 def report_times(rounds: int) -> None:
-    of_ranks = run_ranks(times_of_rank, NUM_RANKS, rounds, timeout_seconds=3600)
-    print(f"sequences of {SEQUENCES} tokens on {NUM_RANKS} ranks; the plan chooses {of_ranks[0][0]} ranks a row")
-    for name in of_ranks[0][1]:
+    by_rank = run_ranks(times_of_rank, NUM_RANKS, rounds, timeout_seconds=3600)
+    print(f"sequences of {SEQUENCES} tokens on {NUM_RANKS} ranks; the plan chooses {by_rank[0][0]} ranks a row")
+    for name in by_rank[0][1]:
         slowest = [
-            tuple(max(of_rank[1][name][i][side] for of_rank in of_ranks) for side in (0, 1)) for i in range(rounds)
+            tuple(max(rank_times[1][name][i][side] for rank_times in by_rank) for side in (0, 1)) for i in range(rounds)
         ]
         ratios = [alone / shared for alone, shared in slowest]
         print(

@@ -83,8 +83,8 @@ def train(run: Run) -> None:
 def chosen_rate(adapter: str, row: str, results: Iterable[dict[str, Any]]) -> float:
     """The rate with the lower loss on right held-out traces after the run on the first seed."""
     choosing = row if row in CHOOSING_ROWS[adapter] else "sft"
-    of_row = [result for result in results if key(result)[:2] == (adapter, choosing) and result["seed"] == SEEDS[0]]
-    loss = {result["learning_rate"]: result["correct_after"] for result in of_row}
+    runs = [result for result in results if key(result)[:2] == (adapter, choosing) and result["seed"] == SEEDS[0]]
+    loss = {result["learning_rate"]: result["correct_after"] for result in runs}
     return min(RATES[adapter], key=loss.__getitem__)
 
 
@@ -111,17 +111,17 @@ def report() -> None:
         print(f"### {adapter}\n\nBefore training: {before}.\n")
         print("| row | rate | seeds | correct | to sft | incorrect | to sft | incorrect - correct | to sft | minutes |")
         print("|---" * 10 + "|")
-        of_row = {}
+        by_row = {}
         for row in ROWS_OF[adapter]:
             rate = chosen_rate(adapter, row, results)
             runs = [done[run] for seed in SEEDS if (run := (adapter, row, rate, seed)) in done]
             if not runs:
                 continue
-            of_row[row] = {run["seed"]: measures(run) for run in runs}
+            by_row[row] = {run["seed"]: measures(run) for run in runs}
             cells = [row, f"{rate:g}", str(len(runs))]
             for i in range(3):
-                cells.append(cell([measured[i] for measured in of_row[row].values()], 4))
-                pairs = [(measured[i], of_row["sft"].get(seed)) for seed, measured in of_row[row].items()]
+                cells.append(cell([measured[i] for measured in by_row[row].values()], 4))
+                pairs = [(measured[i], by_row["sft"].get(seed)) for seed, measured in by_row[row].items()]
                 differences = [a - b[i] for a, b in pairs if b is not None]
                 cells.append("" if row == "sft" else cell(differences, 4, difference=True))
             cells.append(f"{statistics.mean(run['seconds'] for run in runs) / 60:.1f}")

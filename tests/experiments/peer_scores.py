@@ -166,8 +166,8 @@ def report() -> None:
     seeds = ", ".join(str(result["seed"]) for result in results)
     print(f"Seeds {seeds}.\n\n| scores | AUC | recall | LDS |\n| --- | --- | --- | --- |")
     for name in results[0]["rows"]:
-        of_row = [result["rows"][name] for result in results]
-        cells = [", ".join(f"{row[measure]:.3f}" for row in of_row) for measure in ("auc", "recall", "lds")]
+        row_results = [result["rows"][name] for result in results]
+        cells = [", ".join(f"{row[measure]:.3f}" for row in row_results) for measure in ("auc", "recall", "lds")]
         print(f"| {name} | {' | '.join(cells)} |")
     largest = max(result["difference"] for result in results)
     print(f"\nOur utilities of linear layers and Bergson's dot product differ by {largest:.1e} of their norm at most.")

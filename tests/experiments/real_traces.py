@@ -129,21 +129,21 @@ def separation(scores: Path, mixture: Path) -> dict[str, float]:
 
 def report() -> None:
     results = read(RESULTS)
-    of_row = {row: {r["seed"]: r for r in results if r["row"] == row} for row in ROWS}
+    by_row = {row: {r["seed"]: r for r in results if r["row"] == row} for row in ROWS}
     print("| row | right answers, % | to sft | seeds | wrong rule, % | CPU seconds |")
     print("|---" * 6 + "|")
-    for row, by_seed in of_row.items():
+    for row, by_seed in by_row.items():
         if not by_seed:
             continue
         right = {seed: 100 * result["right"] for seed, result in sorted(by_seed.items())}
-        differences = [value - 100 * of_row["sft"][seed]["right"] for seed, value in right.items()]
+        differences = [value - 100 * by_row["sft"][seed]["right"] for seed, value in right.items()]
         wrong = [100 * result["wrong_rule"] for result in by_seed.values()]
         seconds = [r["cpu_seconds_train"] + r.get("cpu_seconds_score", 0.0) for r in by_seed.values()]
         each = ", ".join(f"{value:.0f}" for value in right.values())
         to_sft = "" if row == "sft" else cell(differences, 0, difference=True)
         cells = [row, cell(list(right.values()), 0), to_sft, each, cell(wrong, 0), f"{np.mean(seconds):.0f}"]
         print("| " + " | ".join(cells) + " |")
-    for result in of_row[SELECTION].values():
+    for result in by_row[SELECTION].values():
         print({key: result[key] for key in ("seed", "auc", "auc_of_loss", "right_share_kept")})
 
 

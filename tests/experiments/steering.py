@@ -38,9 +38,9 @@ def grid(noise: str, optimizer: str) -> dict[str, Setting]:
     sft = Setting(regime="tuned", num_steps=60, noise=noise, optimizer=optimizer, learning_rate=0.0)
     dft = replace(sft, method="dft")
     direction = "adam" if optimizer == "adamw" else "sgd"
-    of_training = replace(sft, method="vcore", kl_budget=0.5, direction=direction, probe_size=16)
-    of_pool = replace(of_training, probe_data="pool")
-    whole = replace(of_pool, probe_size=64)
+    with_training_probe = replace(sft, method="vcore", kl_budget=0.5, direction=direction, probe_size=16)
+    with_pool = replace(with_training_probe, probe_data="pool")
+    whole = replace(with_pool, probe_size=64)
     over_batch = replace(whole, kl_budget=WITHIN, batch_kl_budget=1.0)
     rows = {
         "sft": sft,
@@ -48,12 +48,12 @@ def grid(noise: str, optimizer: str) -> dict[str, Setting]:
         "sft + trusted": replace(sft, trusted_share=TRUSTED_SHARE),
         "dft + trusted": replace(dft, trusted_share=TRUSTED_SHARE),
         "sft on the pool alone": replace(sft, main_data="pool"),
-        "vcore, B' 4": replace(of_pool, probe_size=4),
-        "vcore, B' 16": of_pool,
+        "vcore, B' 4": replace(with_pool, probe_size=4),
+        "vcore, B' 16": with_pool,
         "vcore, B' all": whole,
         "vcore, B' all, every 5": replace(whole, probe_every=5),
         "vcore, B' all, every 20": replace(whole, probe_every=20),
-        "vcore, B' 4, decay 0.9": replace(of_pool, probe_size=4, probe_decay=0.9),
+        "vcore, B' 4, decay 0.9": replace(with_pool, probe_size=4, probe_decay=0.9),
         "vcore, B' all, 0.05 nats": replace(whole, kl_budget=0.05),
         "vcore, B' all, base dft": replace(whole, base_measure="dft"),
         "vcore, B' all, batch 0.1 nats": replace(whole, batch_kl_budget=0.1),
@@ -64,9 +64,9 @@ def grid(noise: str, optimizer: str) -> dict[str, Setting]:
         "vcore, pool 8, B' all": replace(whole, pool_size=8, probe_size=8),
         "vcore, pool 8, B' all, 1 nat over the batch": replace(over_batch, pool_size=8, probe_size=8),
         "vcore, pool 512, B' all, every 5": replace(whole, pool_size=512, probe_size=512, probe_every=5),
-        "vcore, no pool, B' 16": of_training,
-        "vcore, no pool, B' 16, probe loss dft": replace(of_training, probe_loss="dft"),
-        "vcore, no pool, previous step": replace(of_training, probe_source="previous_step"),
+        "vcore, no pool, B' 16": with_training_probe,
+        "vcore, no pool, B' 16, probe loss dft": replace(with_training_probe, probe_loss="dft"),
+        "vcore, no pool, previous step": replace(with_training_probe, probe_source="previous_step"),
     }
     if optimizer == "adamw":
         return rows

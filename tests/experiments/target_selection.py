@@ -206,9 +206,9 @@ def report() -> None:
     heads = " | ".join(f"{target_of(seed)}: share, loss" for seed in seeds)
     print(f"| traces | {heads} |\n{'|---' * (len(seeds) + 1)}|")
     for row in ROWS:
-        of_row = {result["seed"]: result for result in results if result["row"] == row}
+        by_seed = {result["seed"]: result for result in results if result["row"] == row}
         cells = [
-            f"{of_row[seed]['share_of_target']:.2f}, {of_row[seed]['loss_after']:.3f}" if seed in of_row else ""
+            f"{by_seed[seed]['share_of_target']:.2f}, {by_seed[seed]['loss_after']:.3f}" if seed in by_seed else ""
             for seed in seeds
         ]
         print(f"| {row} | {' | '.join(cells)} |")

@@ -303,21 +303,21 @@ def run(settings: Mapping[str, Setting], seeds: Sequence[int], results: Path = R
 def report() -> None:
     results = read(RESULTS)
     for name, setting in SETTINGS.items():
-        of_row = {row: {r["seed"]: r for r in results if (r["setting"], r["row"]) == (name, row)} for row in ROWS}
-        if not of_row[SFT]:
+        by_row = {row: {r["seed"]: r for r in results if (r["setting"], r["row"]) == (name, row)} for row in ROWS}
+        if not by_row[SFT]:
             continue
         print(f"### {name}\n")
         print(
             "| row | right answers, % | to `sft` | to the pool alone | seeds | by type | as spoiled, % | CPU seconds |"
         )
         print("|---" * 8 + "|")
-        for row, by_seed in of_row.items():
+        for row, by_seed in by_row.items():
             seeds = sorted(by_seed)
             right = [100 * by_seed[seed]["right"] for seed in seeds]
             cells = [row, cell(right, 0)]
             for other in (SFT, POOL):
                 to_other = [
-                    value - 100 * of_row[other][seed]["right"] for value, seed in zip(right, seeds, strict=True)
+                    value - 100 * by_row[other][seed]["right"] for value, seed in zip(right, seeds, strict=True)
                 ]
                 cells.append("" if row == other else cell(to_other, 0, difference=True))
             by_type = 100 * np.mean([by_seed[seed]["right_by_type"] for seed in seeds], axis=0)
@@ -329,7 +329,7 @@ def report() -> None:
                 f"{seconds:.0f}",
             ]
             print("| " + " | ".join(cells) + " |")
-        for result in of_row[SELECTION].values():
+        for result in by_row[SELECTION].values():
             keys = ("seed", "auc", "auc_by_type", "auc_of_loss", "right_share_kept", "kept_by_type")
             print({key: result[key] for key in keys})
         print()

@@ -109,14 +109,14 @@ def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_trac
         num_traces=NUM_TRACES,
     )
     dft = replace(sft, method="dft")
-    of_training = replace(sft, method="vcore", direction="adam", kl_budget=0.5, probe_size=32)
+    with_training_probe = replace(sft, method="vcore", direction="adam", kl_budget=0.5, probe_size=32)
     over_batch = {"kl_budget": WITHIN, "batch_kl_budget": 1.0}
     pool = {"pool_size": pool_size, "pool_wrong_traces": pool_wrong_traces}
-    within = replace(of_training, probe_data="pool", probe_size=pool_size, **pool)
+    within = replace(with_training_probe, probe_data="pool", probe_size=pool_size, **pool)
     batch = replace(within, **over_batch)
     trusted = {**pool, "trusted_share": TRUSTED_SHARE}
     utility = replace(sft, keep="utility", **pool)
-    previous = replace(of_training, probe_source="previous_step")
+    previous = replace(with_training_probe, probe_source="previous_step")
     return {
         "before training": replace(sft, num_steps=0),
         "sft": sft,
@@ -144,8 +144,8 @@ def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_trac
         "vcore, 1 over the batch, rank 16": replace(batch, probe_rank=16),
         "vcore, 0.5 nats within, rank 4": replace(within, probe_rank=4),
         "vcore, 0.5 nats within, rank 16": replace(within, probe_rank=16),
-        "vcore, training probe, 0.5 within": of_training,
-        "vcore, training probe, 1 over the batch": replace(of_training, **over_batch),
+        "vcore, training probe, 0.5 within": with_training_probe,
+        "vcore, training probe, 1 over the batch": replace(with_training_probe, **over_batch),
         "vcore, previous step, 0.5 within": previous,
         "vcore, previous step, 1 over the batch": replace(previous, **over_batch),
         "sft, right traces alone": replace(sft, keep="right"),

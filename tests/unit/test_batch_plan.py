@@ -52,15 +52,15 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
         {"unpackable": "whose layers (conv) mix tokens"},
         {"no_sequence_parallelism": "whose attention is its own"},
     ):
-        of_rows = plan(2, replace(QWEN3_32B, **changes))
-        assert not of_rows.may_pack and "those of similar length in a micro-batch" in of_rows.describe()
+        row_plan = plan(2, replace(QWEN3_32B, **changes))
+        assert not row_plan.may_pack and "those of similar length in a micro-batch" in row_plan.describe()
     assert not plan(2, model={"path": "none", "attention": "sdpa"}).may_pack  # it would need a mask of the whole row
     assert chosen.spread_main(range(4), [100] * 4).is_packed and chosen.spread_probe(range(4), [100] * 4).is_packed
     assert not chosen.spread_main(range(4), [100] * 4, micro_batch_size=2).is_packed
     assert plan(2, probe={"micro_batch_size_per_rank": 3}).probe_micro_batch_size_per_rank == 3
     assert plan(2, batch={"packed_row_tokens": 16384}).micro_batch_size_per_rank == 1
-    of_micro_batch = {"kl_budget": 0.05, "alpha_scope": "micro_batch"}
-    assert plan(2, method=of_micro_batch).micro_batch_size_per_rank == 1
+    micro_batch_alpha = {"kl_budget": 0.05, "alpha_scope": "micro_batch"}
+    assert plan(2, method=micro_batch_alpha).micro_batch_size_per_rank == 1
 
 
 def test_plan_in_words() -> None:

@@ -45,7 +45,7 @@ def adapted(
     return layer
 
 
-def of_peft(layer: LoraLinear) -> lora.Linear:
+def make_peft_layer(layer: LoraLinear) -> lora.Linear:
     plain = copy.deepcopy(layer)
     plain.__class__, plain.base_layer.__class__ = lora.Linear, nn.Linear
     return plain
@@ -75,7 +75,7 @@ def test_an_adapter_below_half_an_ulp_is_kept(adapters: torch.dtype, bias: bool)
     base, delta = exact(layer, x)
     assert delta.std() < 2**-9 * base.abs().median()
     with torch.no_grad():
-        out, before = layer(x), of_peft(layer)(x)
+        out, before = layer(x), make_peft_layer(layer)(x)
     assert out.dtype == torch.bfloat16
     assert share_kept(out, base, delta) == pytest.approx(1.0, abs=0.05)
     assert share_kept(before, base, delta) < 0.8  # what this test is there for
@@ -157,7 +157,7 @@ def test_an_adapter_that_is_off_or_merged_is_an_ordinary_layer(bias: bool, merge
 def test_other_dtypes_compute_what_peft_computes_bit_for_bit(dtype: torch.dtype) -> None:
     layer = adapted(bias=True, rate=0.5, adapters=dtype, dtype=dtype)
     found = []
-    for module in (layer, of_peft(layer)):
+    for module in (layer, make_peft_layer(layer)):
         torch.manual_seed(6)
         x = inputs(dtype).requires_grad_()
         out = module(x)
@@ -170,7 +170,7 @@ def test_other_dtypes_compute_what_peft_computes_bit_for_bit(dtype: torch.dtype)
 def test_no_more_memory_than_peft(adapters: torch.dtype) -> None:
     layer = adapted(adapters=adapters)
     peaks, saved = [], []
-    for module in (layer, of_peft(layer)):
+    for module in (layer, make_peft_layer(layer)):
         x, held = inputs().requires_grad_(), {}
 
         def pack(tensor: Tensor, held: dict[int, int] = held) -> Tensor:

@@ -139,7 +139,7 @@ def model():
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_parts_of_all_ranks_are_the_model(model, size):
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    of_ranks = [
+    slices_by_rank = [
         {
             name: piece.take(weights[piece.name])
             for name, piece in weight_slices(model.config, rank=rank, size=size).items()
@@ -147,11 +147,11 @@ def test_the_parts_of_all_ranks_are_the_model(model, size):
         for rank in range(size)
     ]
     found = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
-    for rank, of_rank in enumerate(of_ranks):
+    for rank, rank_tensors in enumerate(slices_by_rank):
         for name, piece in weight_slices(model.config, rank=rank, size=size).items():
-            copy_to_weight(found, of_rank[name], piece)
+            copy_to_weight(found, rank_tensors[name], piece)
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-    assert sum(t.numel() for of_rank in of_ranks for t in of_rank.values()) == sum(
+    assert sum(t.numel() for rank_tensors in slices_by_rank for t in rank_tensors.values()) == sum(
         weight.numel() * (size if "norm" in name else 1) for name, weight in weights.items()
     )
 

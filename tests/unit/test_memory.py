@@ -315,8 +315,8 @@ def test_a_model_of_unknown_sizes_is_not_estimated() -> None:
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CONTROL_GROUP", tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    of_machine = device.available_host_bytes()
-    assert of_machine > 0
+    available_bytes = device.available_host_bytes()
+    assert available_bytes > 0
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1500000\n")
     (tmp_path / "memory.stat").write_text("anon 900000\ninactive_file 500000\n")

@@ -138,8 +138,8 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     received = shared["received_bytes"]
     assert received["parameters"]["inside_node"] == received["tensor-parallel activations"]["between_nodes"] == 0
     # A GPU has an eighth of the layers and all of the norms, and one gradient of two bytes in each of two passes.
-    of_rank = (32_762_123_264 - 676_864) // 8 + 676_864
-    assert received["gradients"]["between_nodes"] == pytest.approx(2 * 2 * of_rank * 3 / 4)
+    rank_parameters = (32_762_123_264 - 676_864) // 8 + 676_864
+    assert received["gradients"]["between_nodes"] == pytest.approx(2 * 2 * rank_parameters * 3 / 4)
     assert received["gradients"]["between_nodes"] == pytest.approx(
         alone["received_bytes"]["gradients"]["between_nodes"], rel=1e-3
     )

@@ -33,7 +33,7 @@ def inputs(num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY) -> tuple[
 # ---- by hand -------------------------------------------------------------------------------------------------------
 
 
-def of_probabilities(statistic: str, *probabilities: float) -> float:
+def compute_statistic(statistic: str, *probabilities: float) -> float:
     """The statistic of a prediction with these probabilities: hidden state 1, log-probabilities as weights."""
     weight = torch.tensor(probabilities, dtype=torch.float64).log()[:, None]
     one, target = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
@@ -41,13 +41,13 @@ def of_probabilities(statistic: str, *probabilities: float) -> float:
 
 
 def test_statistics_by_hand() -> None:
-    assert of_probabilities("top_entropy", *[1 / 30] * 30) == pytest.approx(1.0)  # 20 equal ones, over ln 20
+    assert compute_statistic("top_entropy", *[1 / 30] * 30) == pytest.approx(1.0)  # 20 equal ones, over ln 20
     # 20 of probability 1/40 and many smaller ones, which do not count.
-    assert of_probabilities("top_entropy", *[1 / 200] * 100, *[1 / 40] * 20) == pytest.approx(1.0)
+    assert compute_statistic("top_entropy", *[1 / 200] * 100, *[1 / 40] * 20) == pytest.approx(1.0)
     # A vocabulary of 3 is smaller than 20: 1/2, 1/4, 1/4 have 1.5 ln 2 nats of at most ln 3.
-    assert of_probabilities("top_entropy", 0.5, 0.25, 0.25) == pytest.approx(1.5 * math.log(2) / math.log(3))
-    assert of_probabilities("concentration", 0.5, 0.25, 0.25) == pytest.approx(0.375)
-    assert of_probabilities("concentration", *[1 / 30] * 30) == pytest.approx(1 / 30)
+    assert compute_statistic("top_entropy", 0.5, 0.25, 0.25) == pytest.approx(1.5 * math.log(2) / math.log(3))
+    assert compute_statistic("concentration", 0.5, 0.25, 0.25) == pytest.approx(0.375)
+    assert compute_statistic("concentration", *[1 / 30] * 30) == pytest.approx(1 / 30)
 
 
 def test_divergence_by_hand() -> None:

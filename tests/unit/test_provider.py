@@ -106,9 +106,9 @@ def test_memory_is_that_of_a_part_of_every_layer() -> None:
     # all of it.
     linear, embedding, norms = 64 * 487_587_840, 151_936 * 5_120, 64 * (2 * 5_120 + 2 * 128) + 5_120
     assert linear + 2 * embedding + norms == 32_762_123_264
-    of_rank = linear // 8 + 2 * embedding // 8 + norms
-    assert peak(8, ParameterCounts(of_rank, of_rank)) == peak(8, None)
-    assert peak(8, None) == 20 * of_rank // 8 + peak(1, None) - 20 * 32_762_123_264 // 64
+    rank_parameters = linear // 8 + 2 * embedding // 8 + norms
+    assert peak(8, ParameterCounts(rank_parameters, rank_parameters)) == peak(8, None)
+    assert peak(8, None) == 20 * rank_parameters // 8 + peak(1, None) - 20 * 32_762_123_264 // 64
     assert peak(8, None) > peak(1, None)
 
 

@@ -311,9 +311,9 @@ def test_gpus_by_name(name: str, known: str | None) -> None:
 
 
 def test_a_run_lays_out_its_batches_for_the_gpu_that_a_plan_calls_h100() -> None:
-    planned, of_runs = Cluster(GPUS["H100"], 8).machine, TimeModel(QWEN3_32B, 8, 8).machine
+    planned, machine_of_runs = Cluster(GPUS["H100"], 8).machine, TimeModel(QWEN3_32B, 8, 8).machine
     for field in ("flops", "node_bandwidth", "network_bandwidth", "exchange_latency", "half_speed_tokens"):
-        assert getattr(planned, field) == pytest.approx(getattr(of_runs, field), rel=0.02), field
+        assert getattr(planned, field) == pytest.approx(getattr(machine_of_runs, field), rel=0.02), field
 
 
 def test_a_cluster_in_words() -> None:

@@ -55,9 +55,9 @@ def test_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_another_rank_has_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    of_rank_1 = [float(reason == "SIGTERM") for reason in stops.REASONS]
+    flags_of_rank_1 = [float(reason == "SIGTERM") for reason in stops.REASONS]
     monkeypatch.setattr(
-        layout, "sum_over", lambda axis, values: [a + b for a, b in zip(values, of_rank_1, strict=True)]
+        layout, "sum_over", lambda axis, values: [a + b for a, b in zip(values, flags_of_rank_1, strict=True)]
     )
     assert Stops(tmp_path, None).agree_on_reason() == "SIGTERM"
 

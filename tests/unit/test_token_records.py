@@ -125,8 +125,8 @@ def test_a_relative_weight_is_1_where_the_weight_is_uniform() -> None:
     weights = np.array([0.25, 0.5, 0.0, 0.25], np.float32)
     one = SequenceTokens(0, 0.25, 0.25, 0.3, **tokens, weights=weights)
     assert one.relative_weights.tolist() == [1.0, 2.0, 0.0, 1.0]
-    of_batch = SequenceTokens(0, 0.375, 0.25, 0.3, **tokens, weights=weights)
-    assert of_batch.relative_weights.tolist() == [1.5, 3.0, 0.0, 1.5]
+    batch_tokens = SequenceTokens(0, 0.375, 0.25, 0.3, **tokens, weights=weights)
+    assert batch_tokens.relative_weights.tolist() == [1.5, 3.0, 0.0, 1.5]
 
 
 def test_a_record_holds_whole_sequences_up_to_its_size() -> None:

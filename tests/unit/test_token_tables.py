@@ -98,8 +98,8 @@ def test_records_count_the_same_whatever_they_hold_of_their_batch() -> None:
     assert [row.name for row in tables(part, whole).tokens.fell] == ["' b'"]
     assert (tables(part, whole).first_third, tables(part, whole).last_third) == ([1], [9])
     assert tables(part).first_third == [] and tables(part).tokens.rose == []
-    of_seven = tables(*(record(step, sequence(" a b", [0.5, 1.5])) for step in range(1, 8)))
-    assert (of_seven.first_third, of_seven.last_third) == ([1, 2], [6, 7])
+    seven_records = tables(*(record(step, sequence(" a b", [0.5, 1.5])) for step in range(1, 8)))
+    assert (seven_records.first_third, seven_records.last_third) == ([1, 2], [6, 7])
 
 
 def test_the_factor_of_a_sequence_is_part_of_its_weight() -> None:

@@ -189,7 +189,7 @@ def shortened(table: pa.Table) -> pa.Table:
     return table.set_column(3, "loss_weights", pa.array([lists[0][1:], *lists[1:]], pa.list_(pa.float16())))
 
 
-def of_other(key: str) -> Change:
+def change_manifest_hash(key: str) -> Change:
     def change(table: pa.Table) -> pa.Table:
         entry = table.schema.metadata[b"vcore_ds"].decode()
         start = entry.index(f'"{key}": "') + len(key) + 5
@@ -206,9 +206,9 @@ def of_other(key: str) -> Change:
         (with_weight(-0.5), "negative, inf or NaN for the trace at position 4"),
         (with_weight(None), "found missing values in column loss_weights"),
         (shortened, "found another number of tokens for the trace at position 0"),
-        (of_other("tokenizer"), "found weights for another tokenizer"),
-        (of_other("chat_template"), "found weights for another chat template"),
-        (of_other("digest"), "found weights for other tokens"),
+        (change_manifest_hash("tokenizer"), "found weights for another tokenizer"),
+        (change_manifest_hash("chat_template"), "found weights for another chat template"),
+        (change_manifest_hash("digest"), "found weights for other tokens"),
         (lambda table: table.drop_columns("loss_weights"), "found no column loss_weights"),
         (lambda table: table.set_column(3, "loss_weights", table["sequence"]), "found int64 in column loss_weights"),
         (lambda table: table.replace_schema_metadata(None), "without our metadata"),

@@ -40,13 +40,13 @@ class Ranks:
     def run(self, work: Callable[[int, VocabularyShard], object]) -> list:
         rows = -(-VOCABULARY // self.num_ranks)
 
-        def of_rank(rank: int) -> object:
+        def run_rank(rank: int) -> object:
             first = rank * rows
             shard = VocabularyShard(first, min(rows, VOCABULARY - first), lambda own: self._gather(rank, own))
             return work(rank, shard)
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
-            return list(pool.map(of_rank, range(self.num_ranks)))
+            return list(pool.map(run_rank, range(self.num_ranks)))
 
     def _gather(self, rank: int, own: Tensor) -> Tensor:
         self._slots[rank] = own
@@ -165,7 +165,7 @@ def test_statistics_and_divergences(num_ranks: int, transform: LogitTransform) -
     )
     statistics = ("top_entropy", "concentration")
 
-    def of_ranks(part: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, ...]:
+    def differentiate(part: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, ...]:
         leaf, options = hidden.clone().requires_grad_(), {"transform": transform, "shard": shard}
         divergences = reference_divergence(leaf, part, reference, **options)
         divergences.backward(upstream)
@@ -175,8 +175,8 @@ def test_statistics_and_divergences(num_ranks: int, transform: LogitTransform) -
             leaf.grad,
         )
 
-    expected = of_ranks(weight, None)  # against plain PyTorch in test_prediction_statistics.py
-    found = Ranks(num_ranks).run(lambda rank, shard: of_ranks(rows_of(weight, rank, num_ranks), shard))
+    expected = differentiate(weight, None)  # against plain PyTorch in test_prediction_statistics.py
+    found = Ranks(num_ranks).run(lambda rank, shard: differentiate(rows_of(weight, rank, num_ranks), shard))
     for values, right in zip(zip(*found, strict=True), expected, strict=True):
         if right.dim() == 1:
             assert all(torch.equal(value, values[0]) for value in values)

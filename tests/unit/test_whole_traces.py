@@ -75,14 +75,14 @@ def test_utilities_of_traces_are_inner_products_of_gradients() -> None:
     def gradient(loss: torch.Tensor) -> torch.Tensor:
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
-    of_pool = gradient(
+    pool_gradient = gradient(
         token_losses(model, pool).mean()
     )  # traces of one length: the mean over tokens is that over traces
     traces = stream.whole_pool()
     each = [token_losses(model, traces)[traces.sequence_index == row].mean() for row in range(4)]
     gradients = torch.stack([gradient(loss) for loss in each])
-    clipped = of_pool / of_pool.norm().clamp_min(1.0)
-    for sign, direction in ((False, clipped), (True, of_pool.sign())):
+    clipped = pool_gradient / pool_gradient.norm().clamp_min(1.0)
+    for sign, direction in ((False, clipped), (True, pool_gradient.sign())):
         found = selection.mean_utilities(model, traces, pool, sign=sign)
         torch.testing.assert_close(found.double(), gradients @ direction, rtol=1e-4, atol=1e-5)
 
