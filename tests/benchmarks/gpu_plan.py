@@ -11,7 +11,7 @@ from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 from vcore_ds.planning.hardware import Cluster, Gpu, find_gpu
-from vcore_ds.planning.memory import MemorySettings, Phase, memory_of, parameter_counts
+from vcore_ds.planning.memory import MemorySettings, Phase, estimate_memory, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.packing import Waste
 from vcore_ds.planning.spread import Spread
@@ -73,7 +73,7 @@ def settings_of(
 
 def estimated(method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> int:
     """Bytes at the peak of a step, as the check before a run estimates them."""
-    return memory_of(shape_of(sizes), settings_of(method, num_tokens, deepspeed_config)).peak_bytes
+    return estimate_memory(shape_of(sizes), settings_of(method, num_tokens, deepspeed_config)).peak_bytes
 
 
 def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int) -> float:

@@ -120,7 +120,7 @@ def make_feed(num_main: int = NUM_MAIN, num_probe: int = NUM_PROBE) -> Feed:
         data={"train_path": "none", "cutoff_length": 512},
     )
     plan = plan_batch(derive_plan_settings(recipe), layout.size("shards"), SHAPE, machine=CPU)
-    layout.make_sequence_groups(plan.degrees)
+    layout.make_sequence_groups(plan.sequence_parallel_sizes)
     data = Sequences()
     main, probe = MainOrder([len(data)], num_main, 0), RandomDraws(len(data), num_probe, 0, Stream.PROBE)
     return Feed(data, plan, main, probe, data, None, data, pad_token_id=0, probe_every=1)
@@ -131,7 +131,7 @@ def rows_of_similar_length(feed: Feed, k: int) -> list[Batch]:
     ids = feed.main_order.step(k)
     lengths = [len(feed.dataset[i]) for i in ids]
     limit = RowLimit(num_sequences=None)
-    found = spread(ids, lengths, degrees=[1], limit=limit, time_model=feed.plan.time_model)
+    found = spread(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
     own = found.ids_of_group(layout.rank("shards"))
     return [collate([feed.dataset[i] for i in row], 0) if row else idle_batch(0) for row in own]
 

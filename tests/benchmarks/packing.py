@@ -49,7 +49,7 @@ def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int 
     found = spread(
         ids,
         [len(all_traces[i]) for i in ids],
-        degrees=[1],
+        parallel_sizes=[1],
         limit=RowLimit(CUTOFF) if micro is None else RowLimit(None, micro),
         time_model=TimeModel(SHAPE, num_ranks, num_ranks, CPU),
     )

@@ -103,7 +103,7 @@ def rows_of_rank(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
     chosen = spread(
         range(len(SEQUENCES)),
         SEQUENCES,
-        degrees=DEGREES if sequence_parallel is None else [sequence_parallel],
+        parallel_sizes=DEGREES if sequence_parallel is None else [sequence_parallel],
         limit=RowLimit(packed_tokens=sum(SEQUENCES)),
         time_model=TimeModel(shape, NUM_RANKS, NUM_RANKS, CPU),
     )

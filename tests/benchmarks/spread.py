@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import LengthModel, RowLimit, TimeModel, possible_degrees, spread
+from vcore_ds.planning.spread import LengthModel, RowLimit, TimeModel, list_sequence_parallel_sizes, spread
 
 CUTOFF = 16_384
 
@@ -29,12 +29,14 @@ class Found:
     mean_micro_steps: float
 
 
-def measure(num_ranks: int, batch_size: int, degrees: Sequence[int] | None = None) -> Found:
-    """`degrees`: candidates; None for all that divide ranks and heads."""
+def measure(num_ranks: int, batch_size: int, parallel_sizes: Sequence[int] | None = None) -> Found:
+    """`parallel_sizes`: candidates; None for all that divide ranks and heads."""
     time_model = TimeModel(QWEN3_32B, num_ranks, min(8, num_ranks))
-    candidates = possible_degrees(num_ranks, QWEN3_32B.num_heads) if degrees is None else degrees
+    candidates = (
+        list_sequence_parallel_sizes(num_ranks, QWEN3_32B.num_heads) if parallel_sizes is None else parallel_sizes
+    )
     passes = [
-        spread(range(batch_size), lengths, degrees=candidates, limit=RowLimit(CUTOFF), time_model=time_model)
+        spread(range(batch_size), lengths, parallel_sizes=candidates, limit=RowLimit(CUTOFF), time_model=time_model)
         for lengths in LengthModel().batches("main", batch_size, CUTOFF)
     ]
     return Found(

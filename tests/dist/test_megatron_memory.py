@@ -14,7 +14,7 @@ from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed import layout
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.memory import MemoryEstimate, ParameterCounts, memory_of, parameter_counts
+from vcore_ds.planning.memory import MemoryEstimate, ParameterCounts, estimate_memory, parameter_counts
 
 pytestmark = pytest.mark.dist
 
@@ -49,7 +49,7 @@ def measured(folder: Path) -> list[list[tuple[dict[str, Any], ParameterCounts]]]
 def estimate(folder: Path, case: tuple[str, bool, bool], **changed) -> MemoryEstimate:
     """Of one of the two groups of two ranks."""
     settings = replace(settings_of(*case), tensor=TENSOR, **changed)
-    return memory_of(read_model_shape(str(folder)).of_part(TENSOR), settings)
+    return estimate_memory(read_model_shape(str(folder)).of_part(TENSOR), settings)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

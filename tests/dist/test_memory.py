@@ -19,7 +19,7 @@ from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, memory_of
+from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, estimate_memory
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.train.step import take_direction
@@ -173,9 +173,9 @@ def estimates(folder: Path, case: tuple[str, bool, bool]) -> dict[str, MemoryEst
     shape, settings = read_model_shape(str(folder)), settings_of(*case)
     without = replace(settings, estimator=None, probe_tokens=0, utility_tokens=0)
     return {
-        "vcore": memory_of(shape, settings),
-        "sft": memory_of(shape, without),
-        "finite_difference": memory_of(shape, replace(settings, estimator="finite_difference")),
+        "vcore": estimate_memory(shape, settings),
+        "sft": estimate_memory(shape, without),
+        "finite_difference": estimate_memory(shape, replace(settings, estimator="finite_difference")),
     }
 
 

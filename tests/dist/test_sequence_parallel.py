@@ -25,7 +25,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, RowLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
-from vcore_ds.planning.spread import possible_degrees
+from vcore_ds.planning.spread import list_sequence_parallel_sizes
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
@@ -136,7 +136,7 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
     gradients: dict[int, Tensor] = {}
     utilities: dict[int, Tensor] = {}
     direction = {key: torch.randn_like(value) for key, value in model.named_parameters()}
-    for k in possible_degrees(layout.size("shards"), model.base.config.num_attention_heads):
+    for k in list_sequence_parallel_sizes(layout.size("shards"), model.base.config.num_attention_heads):
         batch = tiny.packed(tiny.rows(3), [0, 1, 2], k)
         targets = batch.targets()
         arguments = (

@@ -31,8 +31,8 @@ def test_plan() -> None:
         probe_batch_size_global=4,
         probe_micro_batch_size_per_rank=2,
         utility_micro_batch_size_per_rank=2,
-        main_degrees=(1, 2),
-        probe_degrees=(1, 2),
+        main_parallel_sizes=(1, 2),
+        probe_parallel_sizes=(1, 2),
         time_model=TimeModel(QWEN3_32B, 2, 2, H100),
     )
     assert plan(2, probe={"micro_batch_size_per_rank": 1}).probe_micro_batch_size_per_rank == 1
@@ -83,17 +83,21 @@ def test_a_batch_is_what_the_recipe_says_on_any_number_of_ranks(ranks: int, size
 
 def test_sft_has_no_probe() -> None:
     sft = plan(8, method={"name": "sft"}, probe={"sequence_parallel": 5})
-    assert (sft.probe_batch_size_global, sft.probe_degrees) == (0, (1,))
+    assert (sft.probe_batch_size_global, sft.probe_parallel_sizes) == (0, (1,))
 
 
 def test_degrees() -> None:
-    assert plan(64).main_degrees == (1, 2, 4, 8, 16, 32, 64)
+    assert plan(64).main_parallel_sizes == (1, 2, 4, 8, 16, 32, 64)
     fixed = plan(64, batch={"sequence_parallel": 4}, probe={"sequence_parallel": 16})
-    assert (fixed.main_degrees, fixed.probe_degrees, fixed.degrees) == ((4,), (16,), [4, 16])
+    assert (fixed.main_parallel_sizes, fixed.probe_parallel_sizes, fixed.sequence_parallel_sizes) == (
+        (4,),
+        (16,),
+        [4, 16],
+    )
     own_code = replace(QWEN3_32B, no_sequence_parallelism="whose attention cannot be replaced")
-    assert plan(64, own_code).degrees == [1]
-    assert plan(64, own_code, batch={"sequence_parallel": 1}).main_degrees == (1,)
-    assert plan(64, model={"path": "m", "attention": "eager"}).degrees == [1]
+    assert plan(64, own_code).sequence_parallel_sizes == [1]
+    assert plan(64, own_code, batch={"sequence_parallel": 1}).main_parallel_sizes == (1,)
+    assert plan(64, model={"path": "m", "attention": "eager"}).sequence_parallel_sizes == [1]
 
 
 @pytest.mark.parametrize(
@@ -158,8 +162,8 @@ def test_a_model_whose_sequences_need_forwards_of_their_own() -> None:
         return plan(4, shape, data={"train_path": "data.jsonl", "cutoff_length": cutoff}, **sections)
 
     short, long = planned(4096), planned(4097)
-    assert short.may_pack and short.degrees == [1, 2, 4]
-    assert not long.may_pack and not long.is_packed and long.degrees == [1]
+    assert short.may_pack and short.sequence_parallel_sizes == [1, 2, 4]
+    assert not long.may_pack and not long.is_packed and long.sequence_parallel_sizes == [1]
     sizes = long.micro_batch_size_per_rank, long.probe_micro_batch_size_per_rank, long.utility_micro_batch_size_per_rank
     assert sizes == (1, 1, 1) and long.batches_per_utility_pass == 1
     lengths = [100, 5000, 100, 100, 300]
@@ -176,7 +180,7 @@ def test_a_model_whose_sequences_need_forwards_of_their_own() -> None:
 
 
 def test_a_model_that_cannot_be_seen_may_have_any_number_of_heads() -> None:
-    assert plan(28, replace(QWEN3_32B, is_assumed=True), batch={"sequence_parallel": 7}).main_degrees == (7,)
+    assert plan(28, replace(QWEN3_32B, is_assumed=True), batch={"sequence_parallel": 7}).main_parallel_sizes == (7,)
 
 
 def test_the_longest_sequence_needs_a_row_that_holds_it() -> None:

@@ -15,7 +15,7 @@ from vcore_ds.commands.cli import COMMANDS, main
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS
-from vcore_ds.planning.memory import memory_of
+from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
 
@@ -154,7 +154,7 @@ def test_the_longest_sequence_that_memory_and_positions_allow(
 
     def peak(num_tokens: int) -> int:
         settings = replace(plan.memory.settings, main_tokens=num_tokens, probe_tokens=num_tokens)
-        return memory_of(plan.shape, settings).peak_bytes
+        return estimate_memory(plan.shape, settings).peak_bytes
 
     assert peak(longest // 2) <= plan.available.device < peak(longest // 2 + 1)
     cut = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "model.path=Qwen/Qwen2.5-Math-7B"]

@@ -15,11 +15,11 @@ from vcore_ds.commands.cli import main
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning.batch_plan import other_expert_degrees, plan_batch
+from vcore_ds.planning.batch_plan import find_other_expert_sizes, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, gathered_weights
 from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.memory import MemorySettings, memory_of, parameter_counts
+from vcore_ds.planning.memory import MemorySettings, estimate_memory, parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, fullest_rank
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
@@ -100,10 +100,10 @@ def test_a_run_may_be_resumed_with_another_degree() -> None:
     ],
 )
 def test_degrees_that_a_plan_tries(num_ranks: int, changed: dict[str, Any], degrees: list[int]) -> None:
-    assert other_expert_degrees(derive_plan_settings(recipe(2, **changed)), num_ranks, SHAPE) == degrees
+    assert find_other_expert_sizes(derive_plan_settings(recipe(2, **changed)), num_ranks, SHAPE) == degrees
     on_experts = {"lora": {"rank": 2, "alpha": 4, "target_modules": ["experts"]}}
-    assert other_expert_degrees(derive_plan_settings(recipe(1, **on_experts)), num_ranks, SHAPE) == []
-    assert other_expert_degrees(derive_plan_settings(recipe(1)), num_ranks, QWEN3_32B) == []
+    assert find_other_expert_sizes(derive_plan_settings(recipe(1, **on_experts)), num_ranks, SHAPE) == []
+    assert find_other_expert_sizes(derive_plan_settings(recipe(1)), num_ranks, QWEN3_32B) == []
 
 
 # ---- bytes and seconds -----------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def cost_of(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8) -> 
     """A sequence of 16 tokens for each GPU, as main and as probe batch."""
     lengths = [16] * num_gpus
     found = spread(
-        range(num_gpus), lengths, degrees=[1], limit=RowLimit(None, 1), time_model=TimeModel(SMALL, num_gpus, 8)
+        range(num_gpus), lengths, parallel_sizes=[1], limit=RowLimit(None, 1), time_model=TimeModel(SMALL, num_gpus, 8)
     )
     cluster = Cluster(FAST, num_gpus, gpus_per_node, achieved=IDEAL)
     model = StepModel(SMALL, parameter_counts(SMALL), settings, cluster, reuse_distance=0)
@@ -178,15 +178,15 @@ def test_memory_of_a_part_of_the_experts() -> None:
     counts = parameter_counts(SHAPE)
     experts, layer = 3 * 2048 * 768 * 128, (counts.all - 2 * 151936 * 2048) // 48
     for expert, gathered in (1, layer), (4, layer - experts * 3 // 4), (16, layer - experts):
-        estimate = memory_of(SHAPE, replace(settings, expert=expert))
-        assert estimate.persistent == memory_of(SHAPE, settings).persistent
+        estimate = estimate_memory(SHAPE, replace(settings, expert=expert))
+        assert estimate.persistent == estimate_memory(SHAPE, settings).persistent
         found = estimate.with_tangents
         embedding = 151936 * 2048
         assert found["gathered parameters"] == pytest.approx(2 * (max(2 * gathered, embedding) + gathered), rel=1e-3)
         held = found.get("tangents of the parameters")
         assert held == pytest.approx(2 * 3 * gathered, rel=1e-3) or held == 2 * 2 * embedding
     whole = {
-        expert: memory_of(SHAPE, replace(settings, expert=expert, coalesces_gradients=True)).phases["main"]
+        expert: estimate_memory(SHAPE, replace(settings, expert=expert, coalesces_gradients=True)).phases["main"]
         for expert in (1, 4)
     }
     fewer = whole[1]["whole gradients"] - whole[4]["whole gradients"]

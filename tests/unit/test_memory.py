@@ -15,7 +15,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, memory_of, parameter_counts
+from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, estimate_memory, parameter_counts
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
 from vcore_ds.planning.settings import derive_plan_settings
@@ -59,17 +59,17 @@ def test_parameters_are_those_of_the_published_models(
 
 @pytest.mark.parametrize("num_ranks, gigabytes", [(8, 81.9), (16, 41.0), (64, 10.2)])
 def test_full_vcore_keeps_20_bytes_for_each_parameter(num_ranks: int, gigabytes: float) -> None:
-    kept = dict(memory_of(QWEN3_32B, replace(FULL, num_ranks=num_ranks)).persistent)
+    kept = dict(estimate_memory(QWEN3_32B, replace(FULL, num_ranks=num_ranks)).persistent)
     del kept["reduction buffer"]
     assert sum(kept.values()) / 1e9 == pytest.approx(gigabytes, abs=0.06)
-    without = memory_of(QWEN3_32B, replace(FULL, num_ranks=num_ranks, estimator=None, optimizer="sgd"))
+    without = estimate_memory(QWEN3_32B, replace(FULL, num_ranks=num_ranks, estimator=None, optimizer="sgd"))
     assert {"direction", "moments"}.isdisjoint(without.persistent) and "probe" not in without.phases
 
 
 def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
     settings = MemorySettings(num_ranks=8, main_tokens=2048, adapters=AdapterShape(rank=8), is_checkpointed=True)
     small = shape(2, 1024, 16, 3072, tied=True)
-    loss, anchored = (memory_of(small, replace(settings, is_anchored=is_anchored)).phases["main"]["loss"]
+    loss, anchored = (estimate_memory(small, replace(settings, is_anchored=is_anchored)).phases["main"]["loss"]
                       for is_anchored in (False, True))  # fmt: skip
     assert anchored - loss == 2 * 1024 * 2**20 + 2 * 2048 * 2 * 1024
 
@@ -77,17 +77,17 @@ def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
 def test_muon_has_one_moment_of_the_layers_matrices_and_two_of_the_rest() -> None:
     muon = replace(FULL, optimizer="muon")
     in_layers = 64 * QWEN3_32B.layer_parameters
-    saved = memory_of(QWEN3_32B, FULL).persistent_bytes - memory_of(QWEN3_32B, muon).persistent_bytes
+    saved = estimate_memory(QWEN3_32B, FULL).persistent_bytes - estimate_memory(QWEN3_32B, muon).persistent_bytes
     assert saved == 4 * -(-in_layers // FULL.num_ranks)
     largest = 2 * (6 * 25600 * 5120 + 3 * 5120**2)
-    assert memory_of(QWEN3_32B, muon).phases["step"]["a matrix of Muon"] == largest
+    assert estimate_memory(QWEN3_32B, muon).phases["step"]["a matrix of Muon"] == largest
     # Orthogonalized on the device all the same.
-    offloaded = memory_of(QWEN3_32B, replace(muon, offloads_optimizer=True))
+    offloaded = estimate_memory(QWEN3_32B, replace(muon, offloads_optimizer=True))
     assert offloaded.transient_bytes("step") == largest and offloaded.host["moments"] > 0
 
 
 def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
-    full, low_rank = memory_of(QWEN3_32B, FULL), memory_of(QWEN3_32B, replace(FULL, probe_rank=64))
+    full, low_rank = estimate_memory(QWEN3_32B, FULL), estimate_memory(QWEN3_32B, replace(FULL, probe_rank=64))
     in_layer = 64 * (2 * (8192 + 5120) + 2 * (1024 + 5120) + 3 * (25600 + 5120))
     assert low_rank.persistent["factors of the direction"] == 2 * (64 * in_layer + 2 * 64 * (151_936 + 5_120))
     shard = full.persistent["direction"]
@@ -95,14 +95,14 @@ def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
     assert saved == shard - low_rank.persistent["factors of the direction"] and "direction" not in low_rank.persistent
     # The shard exists after the probe's backward, which takes more.
     assert low_rank.phases["probe"] == full.phases["probe"]
-    few = memory_of(QWEN3_32B, replace(FULL, probe_rank=64, num_ranks=1))
+    few = estimate_memory(QWEN3_32B, replace(FULL, probe_rank=64, num_ranks=1))
     in_fp32 = 4 * 151_936 * 5_120
     assert few.phases["probe"] == {
         "direction before it is factorized": few.persistent["parameters"], "matrices that are factorized": in_fp32
     }  # fmt: skip
     staged = replace(FULL, stages_checkpoints=True)
-    with_direction = memory_of(QWEN3_32B, replace(staged, probe_rank=64, keeps_direction=True))
-    copied = with_direction.host_bytes - memory_of(QWEN3_32B, staged).host_bytes
+    with_direction = estimate_memory(QWEN3_32B, replace(staged, probe_rank=64, keeps_direction=True))
+    copied = with_direction.host_bytes - estimate_memory(QWEN3_32B, staged).host_bytes
     assert copied == low_rank.persistent["factors of the direction"]
     assert low_rank.phases["utility"]["tangents of the parameters"] == 0
     assert low_rank.transient_bytes("utility") < full.transient_bytes("utility")
@@ -113,7 +113,7 @@ def test_a_rank_keeps_the_factors_of_its_experts() -> None:
     experts = mixture.experts
     assert experts is not None
     kept = [
-        memory_of(mixture, replace(FULL, probe_rank=16, expert=n)).persistent["factors of the direction"]
+        estimate_memory(mixture, replace(FULL, probe_rank=16, expert=n)).persistent["factors of the direction"]
         for n in (1, 8)
     ]
     elsewhere = 3 * experts.num_layers * experts.num_experts * 7 // 8
@@ -122,7 +122,7 @@ def test_a_rank_keeps_the_factors_of_its_experts() -> None:
 
 def test_peaks_of_the_largest_model() -> None:
     """22 and 12 GB were counted operation by operation, on the meta device and without copies of gathered weights."""
-    estimate = memory_of(QWEN3_32B, FULL)
+    estimate = estimate_memory(QWEN3_32B, FULL)
     assert estimate.transient_bytes("main") / 1e9 == pytest.approx(22, rel=0.15)
     assert estimate.transient_bytes("utility") / 1e9 == pytest.approx(12, rel=0.2)
     assert estimate.peak_phase == "main"
@@ -149,27 +149,27 @@ def test_ranks_that_share_layers_have_whole_hidden_states_where_they_exchange_th
     part = QWEN3_32B.of_part(8)
     settings = replace(FULL, tensor=8, num_ranks=4, estimator=None, probe_tokens=0, utility_tokens=0)
     hidden, width = 16_384 * 5_120, 25_600 // 8
-    assert memory_of(part, settings).phases["main"]["activation checkpoints"] == 2 * hidden // 8 * 65
-    main = memory_of(part, replace(settings, is_checkpointed=False)).phases["main"]
+    assert estimate_memory(part, settings).phases["main"]["activation checkpoints"] == 2 * hidden // 8 * 65
+    main = estimate_memory(part, replace(settings, is_checkpointed=False)).phases["main"]
     # A block of logits, its 16 bits, three times the hidden states, the gradient by an eighth of the head in 16 and 32.
     assert main["loss"] == 2**28 + 2**27 + 3 * 2 * hidden + 6 * 18_992 * 5_120
     difference = replace(settings, utility_tokens=16_384, estimator="finite_difference")
     # Without a gradient those of all tokens, and of the supervised ones.
-    assert memory_of(part, difference).phases["utility"]["loss"] == 2**28 + 2**27 + 2 * 2 * hidden
-    four = memory_of(part, replace(difference, utility_tokens=4 * 16_384)).phases["utility"]
+    assert estimate_memory(part, difference).phases["utility"]["loss"] == 2**28 + 2**27 + 2 * 2 * hidden
+    four = estimate_memory(part, replace(difference, utility_tokens=4 * 16_384)).phases["utility"]
     assert four["a layer's forward"] == 4 * 2 * (4 * hidden // 8 + hidden + 4 * 16_384 * width)
 
 
 def test_what_takes_less() -> None:
-    base = memory_of(QWEN3_32B, FULL)
+    base = estimate_memory(QWEN3_32B, FULL)
     for changed in (
         dict(num_ranks=16), dict(main_tokens=8192, probe_tokens=8192), dict(offloads_checkpoints=True),
         dict(offloads_optimizer=True), dict(adapters=AdapterShape(8)),
     ):  # fmt: skip
-        assert memory_of(QWEN3_32B, replace(FULL, **changed)).peak_bytes < base.peak_bytes, changed
+        assert estimate_memory(QWEN3_32B, replace(FULL, **changed)).peak_bytes < base.peak_bytes, changed
     for changed in (dict(is_checkpointed=False), dict(number_bytes=4), dict(ranks_of_second_copy=8)):
-        assert memory_of(QWEN3_32B, replace(FULL, **changed)).peak_bytes > base.peak_bytes, changed
-    offloaded = memory_of(QWEN3_32B, replace(FULL, offloads_optimizer=True, offloads_parameters=True))
+        assert estimate_memory(QWEN3_32B, replace(FULL, **changed)).peak_bytes > base.peak_bytes, changed
+    offloaded = estimate_memory(QWEN3_32B, replace(FULL, offloads_optimizer=True, offloads_parameters=True))
     assert set(offloaded.persistent) == {"direction", "reduction buffer"}
     assert set(offloaded.host) == {"parameters", "gradients", "master weights", "moments"}
 
@@ -180,7 +180,7 @@ def test_a_narrow_models_blocks_of_logits_are_larger_on_a_gpu() -> None:
     for hidden_size in (1024, 2048):
         model = shape(28, hidden_size, 16, 3 * hidden_size, tied=True)
         for on_gpu in (True, False):
-            phases = memory_of(model, replace(FULL, on_gpu=on_gpu)).phases
+            phases = estimate_memory(model, replace(FULL, on_gpu=on_gpu)).phases
             kept_in_loss[hidden_size, on_gpu] = phases["main"]["loss"]
     assert kept_in_loss[1024, True] - kept_in_loss[1024, False] == 3 * 256 * 2**20 * 3 // 2
     assert kept_in_loss[2048, True] == kept_in_loss[2048, False]
@@ -217,8 +217,8 @@ def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
     for changed, num_bytes in (
         ({}, 12), ({"offloads_optimizer": True}, 12), ({"optimizer": "sgd"}, 4), ({"keeps_direction": True}, 12 + 2),
     ):  # fmt: skip
-        staged = memory_of(QWEN3_32B, replace(FULL, stages_checkpoints=True, **changed))
-        direct = memory_of(QWEN3_32B, replace(FULL, **changed))
+        staged = estimate_memory(QWEN3_32B, replace(FULL, stages_checkpoints=True, **changed))
+        direct = estimate_memory(QWEN3_32B, replace(FULL, **changed))
         assert staged.persistent == direct.persistent
         assert (staged.host_bytes - direct.host_bytes) * FULL.num_ranks == pytest.approx(num_bytes * trained, rel=1e-6)
     short = Available(device=200 * GIB, host=40 * GIB)

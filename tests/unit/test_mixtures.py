@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS
-from vcore_ds.planning.memory import MemorySettings, active_parameters, memory_of, parameter_counts
+from vcore_ds.planning.memory import MemorySettings, active_parameters, estimate_memory, parameter_counts
 from vcore_ds.planning.model_shape import (
     QWEN3_32B,
     Experts,
@@ -168,7 +168,7 @@ def test_time_goes_by_what_tokens_go_through_and_memory_by_all_experts() -> None
     dense = replace(shape, experts=None)
     ratio = TimeModel(shape, 8, 8).micro_step / TimeModel(dense, 8, 8).micro_step
     assert ratio == pytest.approx((counts.all - 2 * embedding) / (active_parameters(shape) - 2 * embedding), rel=0.01)
-    estimate = memory_of(shape, MemorySettings(num_ranks=8, main_tokens=1024, max_live_parameters=0))
+    estimate = estimate_memory(shape, MemorySettings(num_ranks=8, main_tokens=1024, max_live_parameters=0))
     layer = (counts.all - 2 * embedding) / 48
     assert estimate.persistent["parameters"] == 2 * -(-counts.all // 8)
     assert estimate.phases["main"]["gathered parameters"] == pytest.approx(2 * 3 * layer, rel=0.01)
@@ -179,7 +179,7 @@ def test_the_largest_layer_is_one_with_experts() -> None:
     settings = MemorySettings(num_ranks=64, main_tokens=64, max_live_parameters=0)
     experts = 3 * 7168 * (256 * 2048 + 2048) + 256 * 7168
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    gathered = memory_of(shape, settings).phases["main"]["gathered parameters"]
+    gathered = estimate_memory(shape, settings).phases["main"]["gathered parameters"]
     assert gathered == pytest.approx(2 * 3 * (experts + attention), rel=1e-3)
 
 

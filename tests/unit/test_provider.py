@@ -60,8 +60,8 @@ def test_ranks_of_a_layer_count_as_one() -> None:
     assert (part.num_heads, part.num_kv_heads, part.hidden_size) == (16, 2, QWEN3_32B.hidden_size)
     assert part.layer_parameters == QWEN3_32B.layer_parameters // 4
     # Ranks that share a row divide the heads that a rank has of a layer.
-    assert plan.main_degrees == (1, 2, 4, 8)
-    assert plan_batch(derive_plan_settings(recipe(8)), 128, QWEN3_32B).main_degrees == (1, 2, 4, 8)
+    assert plan.main_parallel_sizes == (1, 2, 4, 8)
+    assert plan_batch(derive_plan_settings(recipe(8)), 128, QWEN3_32B).main_parallel_sizes == (1, 2, 4, 8)
 
 
 def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:

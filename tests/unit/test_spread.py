@@ -19,8 +19,8 @@ from vcore_ds.planning.spread import (
     RowLimit,
     Spread,
     TimeModel,
-    degrees_that_hold,
-    possible_degrees,
+    list_sequence_parallel_sizes,
+    select_sizes_with_room,
     spread,
     summarize,
 )
@@ -29,21 +29,21 @@ TINY = ModelShape(2, 4, 2, 16, 30_000)
 
 
 def test_degrees_divide_ranks_and_query_heads() -> None:
-    assert possible_degrees(64, 64) == [1, 2, 4, 8, 16, 32, 64]
-    assert possible_degrees(128, 40) == [1, 2, 4, 8]
-    assert possible_degrees(12, 36) == [1, 2, 3, 4, 6, 12]
-    assert possible_degrees(7, 64) == [1]
-    assert possible_degrees(2**31 - 1, 64) == [1]
+    assert list_sequence_parallel_sizes(64, 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert list_sequence_parallel_sizes(128, 40) == [1, 2, 4, 8]
+    assert list_sequence_parallel_sizes(12, 36) == [1, 2, 3, 4, 6, 12]
+    assert list_sequence_parallel_sizes(7, 64) == [1]
+    assert list_sequence_parallel_sizes(2**31 - 1, 64) == [1]
     assert all(
-        possible_degrees(ranks, heads) == [k for k in range(1, 129) if ranks % k == heads % k == 0]
+        list_sequence_parallel_sizes(ranks, heads) == [k for k in range(1, 129) if ranks % k == heads % k == 0]
         for ranks in range(1, 40)
         for heads in range(1, 40)
     )
 
 
 def test_a_row_has_to_hold_the_longest_sequence() -> None:
-    assert degrees_that_hold(40_000, [1, 2, 4, 8], RowLimit(16_384)) == [4, 8]
-    assert degrees_that_hold(40_000, [1, 2, 4, 8], RowLimit(None, 2)) == [1, 2, 4, 8]
+    assert select_sizes_with_room(40_000, [1, 2, 4, 8], RowLimit(16_384)) == [4, 8]
+    assert select_sizes_with_room(40_000, [1, 2, 4, 8], RowLimit(None, 2)) == [1, 2, 4, 8]
 
 
 @settings(deadline=None)
@@ -56,16 +56,18 @@ def test_a_row_has_to_hold_the_longest_sequence() -> None:
     machine=st.sampled_from([H100, CPU]),
 )
 def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads, room, num_rows, machine) -> None:
-    degrees = possible_degrees(num_ranks, num_heads)
-    row_tokens = -(-max(lengths) // degrees[-1]) + room
+    parallel_sizes = list_sequence_parallel_sizes(num_ranks, num_heads)
+    row_tokens = -(-max(lengths) // parallel_sizes[-1]) + room
     limit = RowLimit(row_tokens) if num_rows is None else RowLimit(None, num_rows)
     shape = ModelShape(2, num_heads, 1, 16, 50_000)
     time_model = TimeModel(shape, num_ranks, min(8, num_ranks), machine)
     ids = [100 + i // 2 for i in range(len(lengths))]  # an id may come twice in a batch
 
-    found = spread(ids, lengths, degrees=degrees, limit=limit, time_model=time_model)
+    found = spread(ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model)
     k = found.sequence_parallel
-    assert k in degrees and found == spread(ids, lengths, degrees=degrees, limit=limit, time_model=time_model)
+    assert k in parallel_sizes and found == spread(
+        ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model
+    )
     per_group = [found.ids_of_group(group) for group in range(min(num_ranks // k, len(ids) + 2))]
     assert sorted(i for steps in per_group for row in steps for i in row) == ids
     assert {len(steps) for steps in per_group} == {len(found.micro_steps)}
@@ -85,14 +87,14 @@ def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads,
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), row_tokens=st.integers(50, 200))
 def test_no_packed_row_is_longer_than_its_ranks_hold(lengths, row_tokens) -> None:
-    for degree in (1, 2, 4):
+    for size in (1, 2, 4):
         time_model = TimeModel(TINY, 4, 4)
         found = spread(
-            range(len(lengths)), lengths, degrees=[degree], limit=RowLimit(row_tokens), time_model=time_model
+            range(len(lengths)), lengths, parallel_sizes=[size], limit=RowLimit(row_tokens), time_model=time_model
         )
-        assert found.sequence_parallel == degree
+        assert found.sequence_parallel == size
         rows = [row for groups in found.micro_steps for row in groups]
-        assert max(sum(lengths[i] for i in row) for row in rows) <= degree * row_tokens
+        assert max(sum(lengths[i] for i in row) for row in rows) <= size * row_tokens
         assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
 
 
@@ -100,7 +102,7 @@ def sizes_of_micro_batches(lengths: list[int], machine: Machine) -> list[int]:
     found = spread(
         range(len(lengths)),
         lengths,
-        degrees=[1],
+        parallel_sizes=[1],
         limit=RowLimit(None, None),
         time_model=TimeModel(QWEN3_32B, 2, 2, machine),
     )
@@ -127,17 +129,17 @@ def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(
     lengths, num_ranks, machine, may_pack
 ) -> None:
     time_model = TimeModel(TINY, num_ranks, num_ranks, machine)
-    for degree in possible_degrees(num_ranks, TINY.num_heads):
+    for size in list_sequence_parallel_sizes(num_ranks, TINY.num_heads):
         limit = RowLimit(None, None, may_pack)
-        found = spread(range(len(lengths)), lengths, degrees=[degree], limit=limit, time_model=time_model)
+        found = spread(range(len(lengths)), lengths, parallel_sizes=[size], limit=limit, time_model=time_model)
         assert found.is_packed == may_pack
         assert sorted(i for groups in found.micro_steps for row in groups for i in row) == list(range(len(lengths)))
-        bound = max(FREE_TOKENS * degree, padded_length(max(lengths), degree))
+        bound = max(FREE_TOKENS * size, padded_length(max(lengths), size))
         for groups in found.micro_steps:
             for row in groups:
                 own = [lengths[i] for i in row]
                 rows = [sum(own)] if may_pack else [max(own, default=0)] * len(own)
-                assert sum(padded_length(n, degree) for n in rows) <= bound
+                assert sum(padded_length(n, size) for n in rows) <= bound
 
 
 def test_packing_leaves_less_padding_and_waiting_than_rows_of_similar_lengths() -> None:
@@ -146,7 +148,7 @@ def test_packing_leaves_less_padding_and_waiting_than_rows_of_similar_lengths() 
     def found(may_pack: bool) -> Spread:
         time_model = TimeModel(ModelShape(8, 6, 2, 64, 1_720_320), 2, 2, CPU)
         lengths, limit = [111, 138, 164, 512], RowLimit(None, None, may_pack)
-        return spread(range(4), lengths, degrees=[1], limit=limit, time_model=time_model)
+        return spread(range(4), lengths, parallel_sizes=[1], limit=limit, time_model=time_model)
 
     rows, packed = found(may_pack=False), found(may_pack=True)
     assert (len(rows.micro_steps), len(packed.micro_steps)) == (2, 1)
@@ -156,8 +158,8 @@ def test_packing_leaves_less_padding_and_waiting_than_rows_of_similar_lengths() 
 
 def chosen(lengths: list[int], num_ranks: int, **options) -> Spread:
     time_model = TimeModel(QWEN3_32B, num_ranks, min(8, num_ranks))
-    degrees = possible_degrees(num_ranks, QWEN3_32B.num_heads)
-    fixed = {"degrees": degrees, "limit": RowLimit(16_384), "time_model": time_model}
+    parallel_sizes = list_sequence_parallel_sizes(num_ranks, QWEN3_32B.num_heads)
+    fixed = {"parallel_sizes": parallel_sizes, "limit": RowLimit(16_384), "time_model": time_model}
     return spread(range(len(lengths)), lengths, **fixed | options)
 
 
@@ -167,7 +169,7 @@ def test_ranks_share_a_row_where_that_is_faster_and_not_where_it_is_equal() -> N
     assert chosen([16_000, 500, 500, 500], 8).sequence_parallel == 8
     assert chosen([100_000, 500], 8).sequence_parallel == 8  # no shorter row holds it
     free = TimeModel(QWEN3_32B, 4, 4, machine=type(H100)(1.0, math.inf, math.inf, 0.0, 0.0))
-    assert chosen([8, 8, 8, 8], 4, time_model=free, degrees=[1, 2, 4]).sequence_parallel == 1  # a tie
+    assert chosen([8, 8, 8, 8], 4, time_model=free, parallel_sizes=[1, 2, 4]).sequence_parallel == 1  # a tie
 
 
 def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
@@ -207,7 +209,7 @@ def test_simulated_lengths() -> None:
 def test_a_summary_has_the_typical_degree() -> None:
     passes = [chosen([16_000] * 4, 8), chosen([16_000] * 4, 8), chosen([4096] * 64, 8)]
     found = summarize(passes)
-    assert found.typical_degree == 2 and found.waste.num_passes == 3 and not found.is_low
+    assert found.typical_parallel_size == 2 and found.waste.num_passes == 3 and not found.is_low
     assert "sequence-parallel size 2; slowest rank 1.000 x mean, 100% useful work; no idle ranks" in found.describe()
     idle = summarize([chosen([900], 3)])
     assert idle.is_low and "sequence-parallel size 1;" in idle.describe() and "2 idle ranks" in idle.describe()
@@ -227,7 +229,7 @@ def test_the_papers_batch_uses_a_cluster(num_ranks: int, part: str, size: int) -
 
 def test_without_shared_rows_it_does_not() -> None:
     """The numbers that these batches were found with: the simulated lengths are of the same kind."""
-    found = {num_ranks: measure(num_ranks, 32, degrees=[1]).mean_imbalance for num_ranks in (8, 16, 32, 64, 128)}
+    found = {num_ranks: measure(num_ranks, 32, parallel_sizes=[1]).mean_imbalance for num_ranks in (8, 16, 32, 64, 128)}
     assert found == pytest.approx({8: 1.22, 16: 2.2, 32: 4.4, 64: 8.8, 128: 17.6}, rel=0.05)
 
 

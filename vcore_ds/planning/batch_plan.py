@@ -19,8 +19,8 @@ from vcore_ds.planning.spread import (
     TimeModel,
     Utilization,
     count_ranks,
+    list_sequence_parallel_sizes,
     member_of,
-    possible_degrees,
     spread,
     summarize,
 )
@@ -83,20 +83,20 @@ def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model:
     raise RecipeError([f"parallel.expert: found {expert} {found}"])
 
 
-def other_expert_degrees(settings: PlanSettings, num_ranks: int, shape: ModelShape) -> list[int]:
+def find_other_expert_sizes(settings: PlanSettings, num_ranks: int, shape: ModelShape) -> list[int]:
     """Other possible expert-parallel sizes, ascending: the powers of two, and all ranks."""
     is_on_experts = settings.lora is not None and "experts" in settings.lora.target_modules
     if shape.experts is None or settings.model.provider != "huggingface" or is_on_experts:
         return []
     most = math.gcd(num_ranks, shape.experts.num_experts)
-    degrees = {2**i for i in range(most.bit_length()) if most % 2**i == 0} | {most}
-    return sorted(degrees - {settings.parallel.expert})
+    sizes = {2**i for i in range(most.bit_length()) if most % 2**i == 0} | {most}
+    return sorted(sizes - {settings.parallel.expert})
 
 
-def sequence_parallel_degrees(
+def find_sequence_parallel_sizes(
     settings: PlanSettings, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape
 ) -> tuple[int, ...]:
-    """Sequence-parallel degrees that are possible in the passes over this section's batch, ascending.
+    """Sequence-parallel sizes that are possible in the passes over this section's batch, ascending.
 
     Args:
         num_ranks: a tensor-parallel group counts as one.
@@ -109,7 +109,7 @@ def sequence_parallel_degrees(
     one, on = member_of(settings.parallel.tensor), f"on {count_ranks(num_ranks, settings.parallel.tensor)}"
     # Any number of heads may be that of a model that cannot be seen.
     heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
-    possible = possible_degrees(num_ranks, heads) if shape.no_sequence_parallelism is None else [1]
+    possible = list_sequence_parallel_sizes(num_ranks, heads) if shape.no_sequence_parallelism is None else [1]
     if wanted == "auto":
         chosen = possible
     elif wanted in possible:
@@ -138,21 +138,21 @@ def sequence_parallel_degrees(
     return tuple(chosen)
 
 
-def _explain_too_short(settings: PlanSettings, key: str, degree: int, possible: Sequence[int], num_ranks: int) -> str:
+def _explain_too_short(settings: PlanSettings, key: str, size: int, possible: Sequence[int], num_ranks: int) -> str:
     """That no row can hold the longest sequence, and what would."""
     longest, row = settings.cutoff_length, settings.batch.packed_row_tokens
     assert row is not None
     one = member_of(settings.parallel.tensor)
     larger = [k for k in possible if k * row >= longest]
     remedies = [
-        f"batch.packed_row_tokens {-(-longest // degree)} or more",
-        f"data.cutoff_length {degree * row} or less",
+        f"batch.packed_row_tokens {-(-longest // size)} or more",
+        f"data.cutoff_length {size * row} or less",
     ]
     if larger:
         remedies.insert(0, f"{key} {larger[0]} or auto")
     return (
         f"batch.packed_row_tokens: found {row} together with data.cutoff_length {longest}, where at most "
-        f"{count(degree, one)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
+        f"{count(size, one)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
         f"sequence: {', or '.join(remedies)}"
     )
 
@@ -164,7 +164,7 @@ def _nearest(numbers: Sequence[int], target: int) -> list[int]:
 
 
 Part = Literal["main", "probe"]
-"""A pass over a batch that has its own sequence-parallel degree."""
+"""A pass over a batch that has its own sequence-parallel size."""
 
 _SECTIONS: dict[Part, Literal["batch", "probe"]] = {"main": "batch", "probe": "probe"}
 """The recipe's section for each of them."""
@@ -194,9 +194,9 @@ class BatchPlan:
     """Sequences of B' per rank in one forward and backward; None as above."""
     utility_micro_batch_size_per_rank: int | None
     """Sequences per rank in one gradient-free forward; None as above."""
-    main_degrees: tuple[int, ...]
-    """Possible sequence-parallel degrees of the main batch, ascending; also in validation."""
-    probe_degrees: tuple[int, ...]
+    main_parallel_sizes: tuple[int, ...]
+    """Possible sequence-parallel sizes of the main batch, ascending; also in validation."""
+    probe_parallel_sizes: tuple[int, ...]
     """The same of the probe batch."""
     time_model: TimeModel
     tensor: int = 1
@@ -219,14 +219,14 @@ class BatchPlan:
         return max(1, self.utility_micro_batch_size_per_rank // self.micro_batch_size_per_rank)
 
     @property
-    def degrees(self) -> list[int]:
-        """All sequence-parallel degrees that are possible in some pass, ascending."""
-        return sorted({*self.main_degrees, *self.probe_degrees})
+    def sequence_parallel_sizes(self) -> list[int]:
+        """All sequence-parallel sizes that are possible in some pass, ascending."""
+        return sorted({*self.main_parallel_sizes, *self.probe_parallel_sizes})
 
     @property
     def longest_sequence(self) -> int | None:
         """Tokens of the longest sequence that a packed row of the main batch holds; None without packing."""
-        return None if self.packed_row_tokens is None else self.main_degrees[-1] * self.packed_row_tokens
+        return None if self.packed_row_tokens is None else self.main_parallel_sizes[-1] * self.packed_row_tokens
 
     def spread_main(self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None) -> Spread:
         """The sequences `ids`, of `lengths` tokens, over all ranks.
@@ -235,12 +235,12 @@ class BatchPlan:
             micro_batch_size: sequences per rank in one forward; None for as in the main batch.
         """
         limit = self._limit(micro_batch_size or self.micro_batch_size_per_rank)
-        return spread(ids, lengths, degrees=self.main_degrees, limit=limit, time_model=self.time_model)
+        return spread(ids, lengths, parallel_sizes=self.main_parallel_sizes, limit=limit, time_model=self.time_model)
 
     def spread_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> Spread:
         """As `spread_main`, for a probe batch."""
         limit = self._limit(self.probe_micro_batch_size_per_rank)
-        return spread(ids, lengths, degrees=self.probe_degrees, limit=limit, time_model=self.time_model)
+        return spread(ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model)
 
     def _limit(self, micro_batch_size: int | None) -> RowLimit:
         return RowLimit(self.packed_row_tokens, micro_batch_size, self.may_pack)
@@ -284,24 +284,25 @@ class BatchPlan:
 
     def remedy(self, part: Part) -> str:
         """What to set where a part's batches leave many ranks waiting."""
-        key, size, degrees = "batch.global_size", self.global_batch_size, self.main_degrees
+        key, size, parallel_sizes = "batch.global_size", self.global_batch_size, self.main_parallel_sizes
         limit = self._limit(self.micro_batch_size_per_rank)
         if part == "probe":
             # A pool that is one probe batch is as large as it is; what fits it is fewer ranks.
-            key, size, degrees = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_degrees
+            key, size, parallel_sizes = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_parallel_sizes
             limit = self._limit(self.probe_micro_batch_size_per_rank)
         shape = self.time_model.shape
-        if shape.no_sequence_parallelism is None and list(degrees) != possible_degrees(self.num_ranks, shape.num_heads):
+        if shape.no_sequence_parallelism is None and list(parallel_sizes) != list_sequence_parallel_sizes(
+            self.num_ranks, shape.num_heads
+        ):
             return f"set {_SECTIONS[part]}.sequence_parallel to auto"
-        enough = _SEQUENCES_PER_GROUP * self.num_ranks // degrees[-1]
+        enough = _SEQUENCES_PER_GROUP * self.num_ranks // parallel_sizes[-1]
         if size >= enough and not limit.is_packed:
             return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
         larger = f"set {key} to {wanted} or more, or " if size else ""
         one = self.member
-        return (
-            f"{larger}use fewer {one}s (at most {count(degrees[-1], one)} of {self.num_ranks} can form a Ulysses group)"
-        )
+        most = count(parallel_sizes[-1], one)
+        return f"{larger}use fewer {one}s (at most {most} of {self.num_ranks} can form a Ulysses group)"
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
@@ -329,7 +330,7 @@ def plan_batch(
 ) -> BatchPlan:
     """Spreads a recipe's batches over `num_ranks` ranks, a tensor-parallel group as one: it works on the same rows.
 
-    Raises RecipeError where the recipe's degrees of tensor, expert or sequence parallelism do not fit the ranks, the
+    Raises RecipeError where the recipe's tensor-, expert- or sequence-parallel sizes do not fit the ranks, the
     nodes or the model, sequences share a row or a forward in which this model would let them change each other, the
     longest sequence would not fit into the largest row, or finite differences are to be taken on a mixture of experts.
     """
@@ -357,7 +358,7 @@ def plan_batch(
     has_probe = settings.estimator is not None
     probe_batch_size = None if probe.batch_size == "all" else probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
-    degrees = {section: sequence_parallel_degrees(settings, section, num_ranks, shape) for section in sections}
+    sizes = {section: find_sequence_parallel_sizes(settings, section, num_ranks, shape) for section in sections}
     return BatchPlan(
         num_ranks=num_ranks,
         global_batch_size=batch.global_size,
@@ -367,8 +368,8 @@ def plan_batch(
         probe_batch_size_global=probe_batch_size if has_probe else 0,
         probe_micro_batch_size_per_rank=probe.micro_batch_size_per_rank or micro,
         utility_micro_batch_size_per_rank=settings.utility_micro_batch_size or micro,
-        main_degrees=degrees["batch"],
-        probe_degrees=degrees.get("probe", (1,)),
+        main_parallel_sizes=sizes["batch"],
+        probe_parallel_sizes=sizes.get("probe", (1,)),
         time_model=TimeModel(shape, num_ranks, ranks_per_node, machine, expert),
         tensor=tensor,
     )

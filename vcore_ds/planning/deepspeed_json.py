@@ -137,14 +137,14 @@ def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str
         return
     if num_ranks % min(size, num_ranks) != 0:
         yield f"{key}: found {size} on {num_ranks} ranks; expected a divisor of {num_ranks} (the GPUs of one node)"
-    for name, degree, who in (
+    for name, group_size, who in (
         ("tensor", plan.tensor, "are in one tensor-parallel group"),
         ("expert", plan.time_model.expert, "have different experts"),
     ):
-        if degree > 1:
+        if group_size > 1:
             yield (
-                f"{key}: found {size} together with parallel.{name} {degree}; expected no such key: DeepSpeed groups "
-                f"neighbouring ranks, and these {who}"
+                f"{key}: found {size} together with parallel.{name} {group_size}; expected no such key: DeepSpeed "
+                f"groups neighbouring ranks, and these {who}"
             )
 
 

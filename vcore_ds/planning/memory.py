@@ -201,7 +201,9 @@ class MemoryEstimate:
         return sum(self.phases[phase].values())
 
 
-def memory_of(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts | None = None) -> MemoryEstimate:
+def estimate_memory(
+    shape: ModelShape, settings: MemorySettings, counts: ParameterCounts | None = None
+) -> MemoryEstimate:
     """What a rank needs.
 
     Args:

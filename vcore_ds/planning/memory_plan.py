@@ -6,11 +6,11 @@ from typing import Any
 
 from vcore_ds.common.text import count, gib
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
-from vcore_ds.planning.batch_plan import BatchPlan, Part, other_expert_degrees
-from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, ParameterCounts, memory_of
+from vcore_ds.planning.batch_plan import BatchPlan, Part, find_other_expert_sizes
+from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, ParameterCounts, estimate_memory
 from vcore_ds.planning.model_shape import fullest_rank
 from vcore_ds.planning.settings import PlanSettings
-from vcore_ds.planning.spread import Utilization, possible_degrees
+from vcore_ds.planning.spread import Utilization, list_sequence_parallel_sizes
 
 _FEWEST_ROW_TOKENS = 1024
 """Shortest packed row that is offered as a remedy: below it passes consist of gathers."""
@@ -73,14 +73,14 @@ class MemoryPlan:
 
     plan: BatchPlan
     settings: MemorySettings
-    degree: int
-    """Degree of sequence parallelism in most passes over the main batch."""
+    sequence_parallel: int
+    """Sequence-parallel size of most passes over the main batch."""
     cutoff_length: int
     """Longest sequence, in tokens."""
     counts: ParameterCounts | None = None
     """Parameters of the model itself, or of a rank's part; None for those of its shape."""
-    expert_degrees: Sequence[int] = ()
-    """Other degrees of expert parallelism that are possible, ascending."""
+    other_expert_sizes: Sequence[int] = ()
+    """Other possible expert-parallel sizes, ascending."""
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -140,30 +140,32 @@ class MemoryPlan:
     def _fewer_experts(self) -> Iterator[_Change]:
         """Expert parallelism over the ranks of a node, and at the largest possible size."""
         experts, in_node = self.plan.time_model.shape.experts, self.plan.time_model.ranks_per_node
-        larger = [n for n in self.expert_degrees if n > self.settings.expert]
-        for degree in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
-            assert experts is not None  # whose degrees these are
-            changed = {"expert": degree, "expert_load": fullest_rank(experts.num_experts, degree)}
-            yield _Change({"parallel.expert": str(degree)}, changed)
+        larger = [n for n in self.other_expert_sizes if n > self.settings.expert]
+        for size in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
+            assert experts is not None  # whose sizes these are
+            changed = {"expert": size, "expert_load": fullest_rank(experts.num_experts, size)}
+            yield _Change({"parallel.expert": str(size)}, changed)
 
     def _smaller_rows(self) -> Iterator[_Change]:
         """Fewer tokens on a rank: half of a packed row, one sequence, or more sequence parallelism."""
         plan, row = self.plan, self.plan.packed_row_tokens
         if row is not None:
             half = row // 2
-            if half >= _FEWEST_ROW_TOKENS and plan.main_degrees[-1] * half >= self.cutoff_length:
+            if half >= _FEWEST_ROW_TOKENS and plan.main_parallel_sizes[-1] * half >= self.cutoff_length:
                 yield _Change({"batch.packed_row_tokens": str(half)}, self._fewer_tokens(half / row))
             return
         if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
             share = 1 / plan.micro_batch_size_per_rank
             yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._fewer_tokens(share))
         shape = plan.time_model.shape
-        larger = [k for k in possible_degrees(plan.num_ranks, shape.num_heads) if k > self.degree]
+        larger = [
+            k for k in list_sequence_parallel_sizes(plan.num_ranks, shape.num_heads) if k > self.sequence_parallel
+        ]
         if larger and shape.no_sequence_parallelism is None:
             overrides = {"batch.sequence_parallel": str(larger[0])}
             if plan.probe_batch_size_global != 0:
                 overrides["probe.sequence_parallel"] = str(larger[0])
-            yield _Change(overrides, self._fewer_tokens(self.degree / larger[0]))
+            yield _Change(overrides, self._fewer_tokens(self.sequence_parallel / larger[0]))
 
     def _fewer_tokens(self, share: float) -> dict[str, int]:
         keys = ("main_tokens", "probe_tokens", "utility_tokens")
@@ -182,7 +184,7 @@ class MemoryPlan:
             num_groups *= 2
 
     def _with(self, changed: Mapping[str, Any]) -> MemoryEstimate:
-        return memory_of(self.plan.time_model.shape, replace(self.settings, **changed), self.counts)
+        return estimate_memory(self.plan.time_model.shape, replace(self.settings, **changed), self.counts)
 
 
 def plan_memory(
@@ -245,9 +247,9 @@ def plan_memory(
         on_gpu=on_gpu,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},
     )
-    degree = passes["main"].typical_degree if "main" in passes else 1
-    expert_degrees = other_expert_degrees(settings, plan.num_ranks_of_job, shape)
-    return MemoryPlan(plan, memory_settings, degree, settings.cutoff_length, counts, expert_degrees)
+    sequence_parallel = passes["main"].typical_parallel_size if "main" in passes else 1
+    other_expert_sizes = find_other_expert_sizes(settings, plan.num_ranks_of_job, shape)
+    return MemoryPlan(plan, memory_settings, sequence_parallel, settings.cutoff_length, counts, other_expert_sizes)
 
 
 _SIZES = {"stage3_max_live_parameters": "max_live_parameters", "reduce_bucket_size": "bucket_numel"}

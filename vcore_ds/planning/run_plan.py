@@ -194,8 +194,8 @@ def longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSe
     Args:
         plan: of the same batch.
     """
-    degree, held, positions = batch.main_degrees[-1], batch.longest_sequence, batch.time_model.shape.max_positions
-    members = count(degree, batch.member)
+    size, held, positions = batch.main_parallel_sizes[-1], batch.longest_sequence, batch.time_model.shape.max_positions
+    members = count(size, batch.member)
     limits = []
     if held is not None:
         limits.append(LongestSequence(held, f"batch.packed_row_tokens, on {members}"))
@@ -203,9 +203,9 @@ def longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSe
         limits.append(LongestSequence(positions, "the model's positions"))
     if plan is not None:
         most = min((limit.num_tokens for limit in limits), default=_MOST_TOKENS)
-        on_rank = plan.memory.most_tokens(plan.available, -(-most // degree))
-        if on_rank * degree < most:
-            limits.append(LongestSequence(on_rank * degree, f"memory, on {members}"))
+        on_rank = plan.memory.most_tokens(plan.available, -(-most // size))
+        if on_rank * size < most:
+            limits.append(LongestSequence(on_rank * size, f"memory, on {members}"))
     return min(limits, key=lambda limit: limit.num_tokens, default=None)
 
 
@@ -349,7 +349,7 @@ def smallest_cluster(plan: RunPlan) -> RunPlan | None:
     for num_gpus in _sizes(plan.cluster.gpus_per_node):
         try:
             found = plan.on(num_gpus)
-        except RecipeError:  # no such degree of sequence parallelism at this world size
+        except RecipeError:  # no such sequence-parallel size at this world size
             continue
         if found.fits_with_margin:
             return found
@@ -396,16 +396,16 @@ def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]
 
 
 def expert_ways(plan: RunPlan) -> list[Way]:
-    """The run with every other degree of expert parallelism that is possible, ascending."""
+    """The run with every other expert-parallel size that is possible, ascending."""
     ways = []
-    for degree in plan.memory.expert_degrees:
-        parallel = plan.settings.parallel.model_copy(update={"expert": degree})
+    for size in plan.memory.other_expert_sizes:
+        parallel = plan.settings.parallel.model_copy(update={"expert": size})
         settings = replace(plan.settings, parallel=parallel)
         try:
             changed = plan_run(settings, plan.cluster, plan.shape, lengths=plan.lengths)
         except RecipeError:  # the DeepSpeed JSON rules expert parallelism out
             continue
-        ways.append(Way(f"parallel.expert={degree}", changed))
+        ways.append(Way(f"parallel.expert={size}", changed))
     return ways
 
 

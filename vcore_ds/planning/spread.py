@@ -155,8 +155,8 @@ class Spread:
         return [groups[group] if group < len(groups) else [] for groups in self.micro_steps]
 
 
-def possible_degrees(num_ranks: int, num_heads: int) -> list[int]:
-    """Possible sequence-parallel degrees, in ascending order: they divide the ranks and the query heads.
+def list_sequence_parallel_sizes(num_ranks: int, num_heads: int) -> list[int]:
+    """Possible sequence-parallel sizes, in ascending order: they divide the ranks and the query heads.
 
     Key and value heads set no condition: they are repeated for the exchange where there are too few.
     """
@@ -165,26 +165,26 @@ def possible_degrees(num_ranks: int, num_heads: int) -> list[int]:
     return sorted({*small, *(most // k for k in small)})
 
 
-def degrees_that_hold(longest: int, degrees: Iterable[int], limit: RowLimit) -> list[int]:
-    """Those of the degrees whose rows have room for a sequence of `longest` tokens."""
-    return [k for k in degrees if limit.packed_tokens is None or k * limit.packed_tokens >= longest]
+def select_sizes_with_room(longest: int, sizes: Iterable[int], limit: RowLimit) -> list[int]:
+    """Those of the sizes whose rows have room for a sequence of `longest` tokens."""
+    return [k for k in sizes if limit.packed_tokens is None or k * limit.packed_tokens >= longest]
 
 
 def spread(
-    ids: Sequence[int], lengths: Sequence[int], *, degrees: Sequence[int], limit: RowLimit, time_model: TimeModel
+    ids: Sequence[int], lengths: Sequence[int], *, parallel_sizes: Sequence[int], limit: RowLimit, time_model: TimeModel
 ) -> Spread:
     """The global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, over the ranks of a job.
 
-    Deterministic: every rank comes to the same result. The degree is the same for all groups of the pass, and the
+    Deterministic: every rank comes to the same result. The size is the same for all groups of the pass, and the
     smaller one where two take the same time.
 
     Args:
-        degrees: candidates in ascending order; the longest sequence fits into the rows of at least the last one.
+        parallel_sizes: candidates in ascending order; the longest sequence fits into the rows of at least the last one.
     """
     best: tuple[int, list[list[list[int]]]] | None = None
     best_time = float("inf")
     micro_step = time_model.micro_step
-    for k in degrees_that_hold(max(lengths), degrees, limit):
+    for k in select_sizes_with_room(max(lengths), parallel_sizes, limit):
         num_groups = time_model.num_ranks // k
         exchanges = time_model.exchanges(k)
         row_time = partial(_row_time, k=k, work=time_model.work, exchange=time_model.exchange(k))
@@ -211,19 +211,19 @@ def spread(
         time = sum(_slowest_time(groups, lengths, k, limit, row_time) + exchanges + micro_step for groups in positions)
         if time < best_time:
             best, best_time = (k, positions), time
-    assert best is not None  # `degrees` hold the longest sequence
-    degree, micro_steps = best
+    assert best is not None  # `parallel_sizes` hold the longest sequence
+    size, micro_steps = best
     waste = measure_waste(
         micro_steps,
         lengths,
-        sequence_parallel=degree,
+        sequence_parallel=size,
         num_ranks=time_model.num_ranks,
         work=time_model.work,
         is_packed=limit.is_packed,
     )
-    most = most_tokens(micro_steps, lengths, sequence_parallel=degree, is_packed=limit.is_packed)
+    most = most_tokens(micro_steps, lengths, sequence_parallel=size, is_packed=limit.is_packed)
     in_ids = [[[ids[i] for i in row] for row in groups] for groups in micro_steps]
-    return Spread(degree, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
+    return Spread(size, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
 
 
 def _slowest_time(
@@ -269,8 +269,8 @@ _SIMULATED_BATCHES = 40
 class Utilization:
     """How the passes over some batches use the ranks."""
 
-    typical_degree: int
-    """Sequence-parallel degree of most of the passes."""
+    typical_parallel_size: int
+    """Sequence-parallel size of most of the passes."""
     waste: Waste
     """The waste of all passes together."""
     most_tokens: int
@@ -292,8 +292,8 @@ class Utilization:
         num_idle = round(self.waste.mean_idle_ranks)
         idle = f"{num_idle:,} idle {one}" + ("" if num_idle == 1 else "s") if num_idle else f"no idle {one}s"
         return (
-            f"sequence-parallel size {self.typical_degree}; slowest {one} {self.waste.rank_imbalance:.3f} x mean, "
-            f"{self.waste.utilization:.0%} useful work; {idle}; {self.waste.padding_share:.2%} padding"
+            f"sequence-parallel size {self.typical_parallel_size}; slowest {one} {self.waste.rank_imbalance:.3f} x "
+            f"mean, {self.waste.utilization:.0%} useful work; {idle}; {self.waste.padding_share:.2%} padding"
         )
 
 
@@ -302,9 +302,9 @@ def summarize(spreads: Sequence[Spread]) -> Utilization:
     total = spreads[0].waste
     for found in spreads[1:]:
         total += found.waste
-    degrees = Counter(found.sequence_parallel for found in spreads)
+    sizes = Counter(found.sequence_parallel for found in spreads)
     return Utilization(
-        min(degrees, key=lambda k: (-degrees[k], k)),
+        min(sizes, key=lambda k: (-sizes[k], k)),
         total,
         max(found.most_tokens for found in spreads),
         sum(found.time for found in spreads),

@@ -274,9 +274,9 @@ def _resolve(
 
 
 def _enough_ranks(recipe: Recipe) -> int:
-    """A world size that the recipe's degrees of tensor, expert and sequence parallelism divide."""
-    degrees = [k for k in (recipe.batch.sequence_parallel, recipe.probe.sequence_parallel) if k != "auto"]
-    return recipe.parallel.tensor * math.lcm(_MANY_RANKS, recipe.parallel.expert, *degrees)
+    """A world size that the recipe's tensor-, expert- and sequence-parallel sizes divide."""
+    sizes = [k for k in (recipe.batch.sequence_parallel, recipe.probe.sequence_parallel) if k != "auto"]
+    return recipe.parallel.tensor * math.lcm(_MANY_RANKS, recipe.parallel.expert, *sizes)
 
 
 def _equal_cells(file: Path, runs: Sequence[SweepRun]) -> Iterator[str]:

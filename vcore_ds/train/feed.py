@@ -142,16 +142,16 @@ def _next(num_done: int, num_steps: int) -> range:
 
 def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_token_id: int) -> list[Batch]:
     """This rank's micro-batches of a spread batch, whose ids are positions in `sequences`."""
-    degree = spread.sequence_parallel
+    size = spread.sequence_parallel
     batches = []
-    for ids in spread.ids_of_group(layout.rank("data", degree)):
+    for ids in spread.ids_of_group(layout.rank("data", size)):
         selected = [sequences[i] for i in ids]
         if not selected:
-            batches.append(idle_batch(pad_token_id, degree))
+            batches.append(idle_batch(pad_token_id, size))
         elif spread.is_packed:
-            batches.append(pack([selected], pad_token_id, degree))
+            batches.append(pack([selected], pad_token_id, size))
         else:
-            batches.append(collate(selected, pad_token_id, degree))
+            batches.append(collate(selected, pad_token_id, size))
     return batches
 
 

@@ -51,7 +51,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
         ranks_per_node=ranks_per_node,
         machine=CPU if device().type == "cpu" else H100,
     )
-    layout.make_sequence_groups(plan.degrees)
+    layout.make_sequence_groups(plan.sequence_parallel_sizes)
     return plan
 
 

@@ -115,9 +115,9 @@ def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
     """Micro-batches per step and rank, and the sequence-parallel sizes, of the next steps' main batches."""
     spreads = feed.next_spreads(num_done, num_steps)
     numbers = [len(spread.micro_steps) for spread in spreads]
-    degrees = sorted({spread.sequence_parallel for spread in spreads})
+    sizes = sorted({spread.sequence_parallel for spread in spreads})
     often = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
-    return f"gradient accumulation {often}, Ulysses sequence parallelism {' or '.join(map(str, degrees))}"
+    return f"gradient accumulation {often}, Ulysses sequence parallelism {' or '.join(map(str, sizes))}"
 
 
 def short(path: str) -> str:

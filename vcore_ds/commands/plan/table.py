@@ -160,7 +160,7 @@ def _goodput_rows(row: Callable[[str, Callable[[RunPlan], str]], Row]) -> Iterat
 
 def _sharing(plan: RunPlan, part: Part) -> str:
     """Sequence-parallel size in most passes, times the tensor-parallel size."""
-    return str(plan.passes[part].typical_degree * plan.batch.tensor) if part in plan.passes else "-"
+    return str(plan.passes[part].typical_parallel_size * plan.batch.tensor) if part in plan.passes else "-"
 
 
 def _kinds(bytes_by_kind: list[dict[str, int]], prefix: str = "") -> Iterator[Row]:
@@ -288,7 +288,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "verdict": plan_verdict(plan),
         "tensor": plan.batch.tensor,
         "expert": plan.settings.parallel.expert,
-        "sequence_parallel": {part: utilization.typical_degree for part, utilization in plan.passes.items()},
+        "sequence_parallel": {part: utilization.typical_parallel_size for part, utilization in plan.passes.items()},
         "received_bytes": {
             kind: {"inside_node": traffic.inside, "between_nodes": traffic.between}
             for kind, traffic in cost.traffic.items()
