@@ -220,7 +220,7 @@ def _describe_error(where: str, path: Path, what: str, expected: str, error: OSE
 
 
 def _find_obstacle(path: Path, error: OSError) -> str | None:
-    """What is in the place of a folder, for errors whose messages do not say it."""
+    """Describe what stands in the place of a folder, for errors whose messages do not."""
     if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT, errno.ELOOP):
         return None
     for place in (*reversed(path.parents), path):

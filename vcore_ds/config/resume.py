@@ -13,7 +13,7 @@ from vcore_ds.config.sections import REMOVED, ProfileConfig, is_removed_default
 
 MAY_DIFFER = frozenset(
     {
-        # What is printed, measured and saved.
+        # Printing, measuring and saving.
         "run.output_dir",
         "run.log_every",
         "run.validate_every",

@@ -88,7 +88,7 @@ class BrokenRule:
     """The dotted keys of the rule; the message names the first."""
     expected: str
     found: str = ""
-    """What was found; empty for the values of the keys."""
+    """The value found; empty for the values of the keys."""
 
     def describe(self, recipe: Recipe) -> str:
         """`found ...; expected ...`."""

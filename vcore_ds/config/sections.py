@@ -122,7 +122,7 @@ class MethodConfig(Section):
 
     @property
     def prediction_statistic(self) -> Literal["top_entropy", "concentration"] | None:
-        """What the weights read of each prediction, beside the probability of its target."""
+        """Quantity of each prediction that the weights use, besides the probability of its target."""
         return {"eaft": "top_entropy", "deft": "concentration"}.get(self.name)  # type: ignore[return-value]
 
     @property

@@ -171,7 +171,7 @@ def read_shards(path: str, reads: list[ReadRequest], say: Callable[[str], None])
 def _list_reads(model: PreTrainedModel, weights: StoredWeights) -> list[ReadRequest]:
     """List the ranges that this rank reads: its shard of every parameter, tied ones once, and every buffer."""
     reads: dict[int, ReadRequest] = {}
-    # Of two tied weights in the files, the one to which the other is tied is read.
+    # If the files have both of two tied weights, the one to which the other is tied is read.
     for name in sorted(weights.tensors, key=lambda name: name in model.all_tied_weights_keys):
         tensor, stored = model.get_parameter_or_buffer(name), weights.tensors[name]
         if id(tensor) in reads:

@@ -1,1 +1,1 @@
-"""What a recipe comes to on its ranks: batches, memory, bytes, seconds, DeepSpeed's JSON. Imports no torch."""
+"""Batches, memory, bytes and seconds of a recipe on its ranks, and DeepSpeed's JSON. Imports no torch."""

@@ -38,25 +38,25 @@ def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shap
     """
     num_node_ranks, kv_heads, width = min(ranks_per_node, num_ranks), shape.num_kv_heads, shape.intermediate_size
     if num_ranks % tensor:
-        found = f"on {count(num_ranks, 'rank')}; expected a divisor: a tensor-parallel group has that many ranks"
+        problem = f"on {count(num_ranks, 'rank')}; expected a divisor: a tensor-parallel group has that many ranks"
     elif num_node_ranks % tensor:
-        found = (
+        problem = (
             f"with {count(num_node_ranks, 'rank')} on a node; expected a divisor: tensor-parallel ranks exchange the "
             "activations of every layer, which only a node's own connections are fast enough for"
         )
     elif kv_heads % tensor and not shape.is_assumed:
-        found = (
+        problem = (
             f"together with model.path {model}, which has {kv_heads} key/value heads; expected a divisor "
             f"of {kv_heads}: a rank computes whole heads"
         )
     elif width % tensor and not shape.is_assumed:
-        found = (
+        problem = (
             f"together with model.path {model}, which has an intermediate size of {width}; expected a "
             "divisor of it: ranks have equal parts of the MLP"
         )
     else:
         return
-    raise RecipeError([f"parallel.tensor: found {tensor} {found}"])
+    raise RecipeError([f"parallel.tensor: found {tensor} {problem}"])
 
 
 def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model: str) -> None:
@@ -68,19 +68,19 @@ def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model:
     """
     experts, beside = shape.experts, f"together with model.path {model}"
     if num_ranks % expert:
-        found = f"on {count(num_ranks, 'rank')}; expected a divisor: an expert-parallel group has that many ranks"
+        problem = f"on {count(num_ranks, 'rank')}; expected a divisor: an expert-parallel group has that many ranks"
     elif expert == 1 or shape.is_assumed:
         return
     elif experts is None:
-        found = f"{beside}, a dense model; expected 1: it has no experts to be divided"
+        problem = f"{beside}, a dense model; expected 1: it has no experts to be divided"
     elif experts.num_experts % expert:
-        found = (
+        problem = (
             f"{beside}, whose layers have {experts.num_experts} experts; expected a divisor of "
             f"{experts.num_experts}: a rank has whole experts"
         )
     else:
         return
-    raise RecipeError([f"parallel.expert: found {expert} {found}"])
+    raise RecipeError([f"parallel.expert: found {expert} {problem}"])
 
 
 def find_other_expert_sizes(settings: PlanSettings, num_ranks: int, shape: ModelShape) -> list[int]:
@@ -257,10 +257,10 @@ class BatchPlan:
         return shape.unpackable is None and shape.no_sequence_parallelism is None
 
     def simulate(self, longest: int, lengths: LengthModel | None = None) -> dict[Part, Utilization]:
-        """How batches of simulated lengths, of `longest` tokens at most, would use the ranks. Nothing of batches so
-        large that simulating them would take long."""
+        """Simulate how batches with lengths of at most `longest` tokens use the ranks; leaves out batches too large to
+        simulate quickly."""
         batches = self.simulated_spreads(longest, lengths)
-        return {part: summarize([found for _, found in spreads]) for part, spreads in batches.items()}
+        return {part: summarize([spread for _, spread in spreads]) for part, spreads in batches.items()}
 
     def simulated_spreads(
         self, longest: int, lengths: LengthModel | None = None
@@ -271,19 +271,19 @@ class BatchPlan:
             lengths: None for those of typical reasoning traces.
         """
         model = lengths or LengthModel()
-        found: dict[Part, list[tuple[list[int], Spread]]] = {}
+        simulated: dict[Part, list[tuple[list[int], Spread]]] = {}
         if batches := model.batches("main", self.global_batch_size, longest):
-            found["main"] = [(lengths, self.spread_main(range(len(lengths)), lengths)) for lengths in batches]
+            simulated["main"] = [(lengths, self.spread_main(range(len(lengths)), lengths)) for lengths in batches]
         if batches := model.batches("probe", self.probe_batch_size_global or 0, longest):
-            found["probe"] = [(lengths, self.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
-        return found
+            simulated["probe"] = [(lengths, self.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
+        return simulated
 
     def warning(self, part: Part) -> str:
-        """What to say where a part's batches leave many ranks waiting."""
+        """Warning where a part's batches leave many ranks waiting."""
         return f"the {part} batch leaves much of the ranks' time unused: {self.remedy(part)}"
 
     def remedy(self, part: Part) -> str:
-        """What to set where a part's batches leave many ranks waiting."""
+        """Settings to change where a part's batches leave many ranks waiting."""
         key, size, parallel_sizes = "batch.global_size", self.global_batch_size, self.main_parallel_sizes
         limit = self._limit(self.micro_batch_size_per_rank)
         if part == "probe":
@@ -332,7 +332,7 @@ def plan_batch(
 
     Raises RecipeError where the recipe's tensor-, expert- or sequence-parallel sizes do not fit the ranks, the
     nodes or the model, sequences share a row or a forward in which this model would let them change each other, the
-    longest sequence would not fit into the largest row, or finite differences are to be taken on a mixture of experts.
+    longest sequence would not fit into the largest row, or finite differences are asked for with an MoE model.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")

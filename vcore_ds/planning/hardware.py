@@ -112,7 +112,7 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """What the driver leaves to processes, in whole GiB."""
+    """Memory that the driver leaves to processes, in whole GiB."""
     flops: float
     """FLOP a second of dense bf16 matrix products."""
     memory_bandwidth: float
@@ -177,13 +177,13 @@ def peak_flops(device_name: str) -> float | None:
 def find_gpu(name: str) -> Gpu | None:
     """The device of that name, in any case and with any separators, also as a driver writes it."""
     words = " ".join(name.upper().replace("-", " ").replace("_", " ").split())
-    found = []
+    matches = []
     for gpu in GPUS.values():
         known = gpu.name.upper().split()
         if set(known) <= set(words.split()) or "".join(known) == words:
-            found.append((len(known), gpu))
+            matches.append((len(known), gpu))
     # An H100 PCIe is an H100 too: the longest name says most.
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Memory of a rank: what it keeps between passes, and the peak of every phase of a step, in bytes by kind.
 
-Counted from the model's shape and from what the recipe says of storage: nothing is measured and nothing is built. The
-model is a Llama-like decoder, dense or with experts, for which other architectures are taken; their parameters can be
-given exactly (`ParameterCounts`). tests/dist/test_memory.py compares both parts with the tensors of a real engine.
+Counted from the model's shape and the recipe's storage settings: nothing is measured or built. Other architectures are
+treated as a Llama-like decoder, dense or MoE; their parameters can be given exactly (`ParameterCounts`).
+tests/dist/test_memory.py compares both parts with the tensors of a real engine.
 
 Transient bytes of small models were estimated within 17% of what was measured.
 """
@@ -14,12 +14,12 @@ from typing import Literal
 
 from vcore_ds.planning.model_shape import ModelShape
 
-# What of a model and of a run decides how much memory a rank takes.
+# Inputs of the estimate.
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of a model's parameters, over all ranks; with tensor parallelism, of the part that one rank has."""
+    """Numbers of a model's parameters over all ranks; with tensor parallelism, of one rank's shard."""
 
     all: int
     trained: int
@@ -35,44 +35,44 @@ class AdapterShape:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What of a run decides how much memory a rank takes."""
+    """Settings of a run that determine a rank's memory."""
 
     num_ranks: int
     """Ranks that shard the model; a tensor-parallel group counts as one."""
     main_tokens: int
-    """Tokens of the largest main micro-batch on a rank: of a packed row, or of all rows with their padding."""
+    """Tokens of the largest main micro-batch on a rank: of a pack, or of unpacked sequences with their padding."""
     probe_tokens: int = 0
-    """The same of the probe batch; 0 for a method without one."""
+    """The same for the probe batch; 0 for a method without one."""
     utility_tokens: int = 0
-    """The same of a separate gradient-free pass; 0 without one."""
+    """The same for a separate gradient-free pass; 0 without one."""
     tensor: int = 1
-    """Ranks of a tensor-parallel group, which all have the micro-batches of the group."""
+    """Tensor-parallel size. All ranks of a group process the group's micro-batches."""
     expert: int = 1
-    """Ranks of an expert-parallel group, each of which has as large a part of every layer's experts."""
+    """Expert-parallel size. The ranks of a group hold equal shares of every layer's experts."""
     expert_load: float = 1.0
-    """Tokens that the fullest rank of such a group is sent, over their mean."""
+    """Tokens sent to the fullest rank of an expert-parallel group, over the mean."""
     estimator: Literal["jvp", "finite_difference"] | None = None
-    """How utilities are computed; None for a method without them."""
+    """Estimator of the utilities; None for a method without them."""
     probe_rank: int | None = None
     """Rank of the direction's factors; None for the full-rank direction."""
     rank_passes: int = 1
     """Passes of subspace iteration that compute the factors."""
     fp8_tangents: bool = False
-    """Whether tangents of activations are multiplied by weights in FP8."""
+    """Whether tangents of activations and weights are multiplied in FP8."""
     is_fused: bool = False
     """Whether the main forward gives the utilities."""
     number_bytes: int = 2
-    """Bytes of a number: 2 in bf16, 4 in fp32. Adapters are in fp32 in either."""
+    """Bytes of a number: 2 in bf16, 4 in fp32. Adapters are always in fp32."""
     adapters: AdapterShape | None = None
-    """None trains all parameters."""
+    """None to train all parameters."""
     is_anchored: bool = False
-    """Whether the loss has the divergence from the base model."""
+    """Whether the loss includes the KL divergence from the base model."""
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     has_muon_direction: bool = False
-    """Whether the direction is that of Muon's update."""
+    """Whether the direction is Muon's update."""
     is_checkpointed: bool = False
     offloads_checkpoints: bool = False
-    """Activations that the backward needs are in host memory until then."""
+    """Whether activations wait in host memory for the backward."""
     offloads_parameters: bool = False
     offloads_optimizer: bool = False
     stages_checkpoints: bool = False
@@ -82,7 +82,7 @@ class MemorySettings:
     coalesces_gradients: bool = False
     """One reduction a step, from an unsharded gradient."""
     ranks_of_second_copy: int = 1
-    """Ranks over which hierarchical partitioning divides its second copy of the parameters; 1 for no copy."""
+    """Ranks that shard the second copy of the parameters (hierarchical partitioning); 1 for no copy."""
     max_live_parameters: int = 10**9
     bucket_numel: int = 5 * 10**8
     """Elements of the buffer in which gradients are reduced."""
@@ -91,9 +91,9 @@ class MemorySettings:
 
 
 def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
-    """The parameters of a Llama-like model or mixture of this shape, or of a part of one (`ModelShape.of_part`): norms
-    are whole in each part, and so is the factor of an adapter that multiplies or gives hidden states. Biases, and norms
-    within an attention of another kind, are left out: at most 0.1% of the published mixtures."""
+    """Count the parameters of a Llama-like model of this shape, dense or MoE, or of a shard of one
+    (`ModelShape.of_part`): each shard has whole norms, and the whole adapter factor that reads or writes hidden states.
+    Biases, and norms of other kinds of attention, are left out: at most 0.1% of the published MoE models."""
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
     base = shape.num_layers * (shape.layer_parameters + norms) + shape.idle_parameters + shape.hidden_size
@@ -115,12 +115,12 @@ def mlps_without_routed_experts(shape: ModelShape) -> list[tuple[int, int]]:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Parameters that a token goes through, embeddings included; all of a dense model's."""
+    """Count the parameters that a token passes through, embeddings included; in a dense model, all."""
     return parameter_counts(shape).all - shape.idle_parameters
 
 
 def count_factors(shape: ModelShape, rank: int, *, active: bool = False) -> int:
-    """Elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices; `active` as in
+    """Count the elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices; `active` as in
     `ModelShape.weight_matrices`. A matrix with a dimension of at most `rank` is not factorized, and counts in full."""
     return sum(
         number * (rank * (rows + columns) if min(rows, columns) > rank else rows * columns)
@@ -135,11 +135,11 @@ LOSS_BLOCK_BYTES = 256 * 2**20
 
 
 def loss_block_multiple(hidden_size: int, *, on_gpu: bool) -> int:
-    """How many times `LOSS_BLOCK_BYTES` a block of the token loss has.
+    """Size of a block of the token loss, in units of `LOSS_BLOCK_BYTES`.
 
     Each block of a backward adds to an fp32 sum of the output embedding's gradient: 12 bytes an element with the
-    block's term, which take longer than a block's GEMM on a GPU: 12 to 18% of a step of models under 2B, by a
-    roofline's estimate. From a hidden size of 2,048 on, MoE models of 30B among them, memory is scarcer.
+    block's term. On a GPU that takes longer than the block's GEMM, 12 to 18% of a step of models under 2B by a roofline
+    estimate. From a hidden size of 2,048 on, MoE models of 30B among them, memory is scarcer.
     """
     return 4 if on_gpu and hidden_size < 2048 else 1
 
@@ -148,10 +148,10 @@ SUB_GROUP_NUMEL = 10**9
 """Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""
 
 MARGIN_BYTES = 2**30
-"""Communicators and workspaces of libraries, which are no tensors of ours."""
+"""Communicators and library workspaces."""
 
 MARGIN_SHARE = 0.05
-"""Part of the estimate by which allocators' fragments and everything small may exceed it."""
+"""Share of the estimate added for fragmentation and everything small."""
 
 _FP32 = 4
 _INT64 = 8
@@ -173,43 +173,43 @@ class MemoryEstimate:
 
     @property
     def persistent_bytes(self) -> int:
-        """Of a GPU, for the whole run."""
+        """Bytes on the device for the whole run."""
         return sum(self.persistent.values())
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a rank."""
+        """Bytes of host memory of a rank."""
         return sum(self.host.values())
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that takes most."""
+        """Phase with the highest peak."""
         return max(self.phases, key=lambda phase: (self.transient_bytes(phase), phase == "main"))
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is on the device at a time."""
+        """Highest peak on the device, in bytes."""
         return self.persistent_bytes + self.transient_bytes(self.peak_phase)
 
     @property
     def margin_bytes(self) -> int:
-        """What may come on top of `peak_bytes`."""
+        """Bytes that may come on top of `peak_bytes`."""
         return MARGIN_BYTES + int(MARGIN_SHARE * self.peak_bytes)
 
     def transient_bytes(self, phase: Phase) -> int:
-        """The peak of a phase beyond what is persistent."""
+        """Peak of a phase beyond the persistent bytes."""
         return sum(self.phases[phase].values())
 
 
 def estimate_memory(
     shape: ModelShape, settings: MemorySettings, counts: ParameterCounts | None = None
 ) -> MemoryEstimate:
-    """What a rank needs.
+    """Estimate the memory of a rank.
 
     Args:
         shape: with the sizes that memory depends on (`hidden_size` and those after it); with tensor parallelism a
-            rank's part (`ModelShape.of_part`).
-        counts: of the model itself where they are known, or of a rank's part; None for those of `parameter_counts`.
+            rank's shard (`ModelShape.of_part`).
+        counts: of the real model or the rank's shard, where known; None for those of `parameter_counts`.
     """
     counts = counts or parameter_counts(shape, settings.adapters)
     device, host = _persistent(shape, settings, counts)
@@ -238,8 +238,8 @@ def _shard(numel: int, settings: MemorySettings) -> int:
 
 
 def _making_the_direction(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts) -> dict[str, int]:
-    """By kind, after the probe's backward: what Muon's direction takes; the shard from which factors are computed, and
-    the part of it in the largest matrices of one module or layer in fp32."""
+    """Bytes by kind after the probe's backward: the workspace of Muon's direction; the shard that is factorized, and in
+    fp32 its part in the largest matrices of one module or layer."""
     parts: dict[str, int] = {}
     if settings.has_muon_direction:
         parts["a matrix of Muon"] = _muon_workspace(shape, settings, copies=10, squares=6)
@@ -251,11 +251,11 @@ def _making_the_direction(shape: ModelShape, settings: MemorySettings, counts: P
 
 
 def _muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int, squares: int) -> int:
-    """Bytes of the largest matrix while it is orthogonalized.
+    """Compute the bytes of the largest matrix while it is orthogonalized.
 
     Args:
-        copies: tensors of its shape: its shards on their way, the matrix, and intermediate results.
-        squares: tensors of the shape of its product with its transpose.
+        copies: tensors of its shape: shards in flight, the matrix, intermediate results.
+        squares: tensors of the shape of the matrix times its transpose.
     """
     return settings.number_bytes * max(
         copies * rows * columns + squares * min(rows, columns) ** 2 for _, rows, columns in shape.hidden_matrices()
@@ -265,7 +265,7 @@ def _muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int,
 def _persistent(
     shape: ModelShape, settings: MemorySettings, counts: ParameterCounts
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """By kind, on the device and in host memory."""
+    """Compute the bytes by kind, on the device and in host memory."""
     b, trained = settings.number_bytes, _shard(counts.trained, settings)
     b_trained = b if settings.adapters is None else _FP32
     parameters = b * _shard(counts.all - counts.trained, settings) + b_trained * trained
@@ -299,7 +299,7 @@ def _persistent(
 
 
 class _Model:
-    """The passes over a model, with everything that lives no longer than they."""
+    """Bytes that live no longer than a pass over the model."""
 
     def __init__(self, shape: ModelShape, settings: MemorySettings, counts: ParameterCounts):
         self.shape, self.settings, self.counts = shape, settings, counts
@@ -310,7 +310,7 @@ class _Model:
         active = counts.all - num_embeddings * self.embedding - shape.idle_parameters
         self.layer = max(0, active) // shape.num_layers + shape.idle_layer_parameters
         self.layer -= shape.expert_layer_parameters - shape.expert_layer_parameters // settings.expert
-        # Where one expert-parallel group is all ranks, nothing is left to gather of its experts.
+        # If one expert-parallel group has all ranks, its experts are not all-gathered.
         not_gathered = 1 if settings.expert == settings.num_ranks > 1 else 0
         self.gathered_layer = self.layer - not_gathered * shape.expert_layer_parameters // settings.expert
         elsewhere = shape.parameters_elsewhere(settings.expert)
@@ -320,9 +320,9 @@ class _Model:
         self.trained_whole = counts.trained - elsewhere * self.is_full
 
     def pass_with_gradient(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
-        """Forward and backward of one micro-batch."""
+        """Bytes of the forward and backward of one micro-batch, by kind."""
         settings, b = self.settings, self.b
-        found = self._kept_on_device(num_tokens)
+        kept = self._kept_on_device(num_tokens)
         # In 16 bits with an fp32 sum beside them.
         coalesced = (4 if b == 4 else b + 4) * self.trained_whole if settings.coalesces_gradients else 0
         gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
@@ -335,17 +335,17 @@ class _Model:
         ]
         if carries_tangents:
             stages.append(self._with_tangents(num_tokens, has_values=not settings.is_checkpointed))
-        return found | max(stages, key=lambda stage: sum(stage.values()))
+        return kept | max(stages, key=lambda stage: sum(stage.values()))
 
     def forward_with_tangents(self) -> dict[str, int]:
-        """The main forward, where it gives the utilities too."""
+        """Bytes of the main forward that also computes the utilities, by kind."""
         num_tokens = self.settings.main_tokens
-        # Without checkpoints the values are among what is kept, and only tangents come on top.
+        # Without checkpoints the values are among the kept activations; only the tangents are added.
         has_values = not self.settings.is_checkpointed
         return self._kept_on_device(num_tokens) | self._with_tangents(num_tokens, has_values=has_values)
 
     def pass_without_gradient(self, num_tokens: int) -> dict[str, int]:
-        """A forward with tangents, or a plain one for a finite difference."""
+        """Bytes of a JVP pass, or of a plain forward for a finite difference, by kind."""
         gathered = {"gathered parameters": self._gathered()}
         if self.settings.estimator == "jvp":
             return gathered | self._with_tangents(num_tokens)
@@ -353,7 +353,7 @@ class _Model:
         return gathered | ({"a layer's forward": layer} if layer > loss else {"loss": loss})
 
     def kept_activations(self, num_tokens: int) -> int:
-        """What the backward needs of the forward: each layer's input, or everything; and the last norm."""
+        """Bytes of activations that the backward needs: each layer's input, or all of them; and the last norm."""
         shape, b = self.shape, self.b
         between = self._between_layers(num_tokens)
         if self.settings.is_checkpointed:
@@ -362,7 +362,7 @@ class _Model:
         return shape.num_layers * self._layer_kept(num_tokens) + last_norm
 
     def _kept_on_device(self, num_tokens: int) -> dict[str, int]:
-        """What a pass with a gradient keeps from its forward to its backward."""
+        """Bytes that a pass with a gradient keeps from its forward to its backward, by kind."""
         settings = self.settings
         kept = 0 if settings.offloads_checkpoints else self.kept_activations(num_tokens)
         name = "activation checkpoints" if settings.is_checkpointed else "activations"
@@ -371,22 +371,22 @@ class _Model:
     # ---- parts of a pass -------------------------------------------------------------------------------------------
 
     def _between_layers(self, num_tokens: int) -> int:
-        """Tokens whose hidden states a rank has between layers: in a tensor-parallel group each has a part."""
+        """Tokens whose hidden states a rank holds between layers: with tensor parallelism, its share."""
         return -(-num_tokens // self.settings.tensor)
 
     def _exchanged(self, num_tokens: int) -> int:
-        """Hidden states of all tokens, as a tensor-parallel group exchanges them."""
+        """Bytes of the hidden states that a tensor-parallel group exchanges."""
         return 0 if self.settings.tensor == 1 else num_tokens * self.b * self.shape.hidden_size
 
     def _gathered(self) -> int:
-        """The parameters that DeepSpeed keeps gathered, and a copy of those that it gathers now."""
+        """Bytes of the parameters that DeepSpeed keeps gathered, and of those that are being all-gathered."""
         layer, whole = self.gathered_layer, self.gathered_all
         live = min(whole, max(self.settings.max_live_parameters, 2 * layer, self.embedding))
         return self.b * (live + min(layer, whole))
 
     def _with_tangents(self, num_tokens: int, *, has_values: bool = False) -> dict[str, int]:
-        """The larger of a layer and the loss, each with its group of the direction: as it came from the ranks, and by
-        parameter. While a layer runs, the next one's is on its way.
+        """Bytes of a layer or of the loss, the larger, each with its group of the direction: as received from the
+        ranks, and by parameter. While a layer runs, the next group is in flight.
 
         Args:
             has_values: the layer's values are counted elsewhere.
@@ -405,7 +405,7 @@ class _Model:
         )
 
     def _layer_kept(self, num_tokens: int) -> int:
-        """What a layer's backward needs: the tensors that autograd saves in its forward, one by one."""
+        """Bytes of the tensors that autograd saves in a layer's forward."""
         shape, b = self.shape, self.b
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         hidden = self._between_layers(num_tokens) * shape.hidden_size
@@ -415,7 +415,7 @@ class _Model:
         # Rotated queries and keys, values, the output, which its projection needs too; the log-sum-exp of each head.
         attention = b * 2 * heads + _FP32 * shape.num_heads
         mlp = b * (3 * self._mlp_width - shape.has_llama_norms * self._formula_width)  # gate, its activation, up
-        # Outputs of the norms and the product of the MLP: inputs of linear layers whose weights are trained, or whose
+        # Outputs of the norms and of the gated activation: inputs of linear layers whose weights are trained, or whose
         # adapters take them as they are. Other adapters keep separate copies; tensor-parallel layers keep both.
         inputs = b * (2 * hidden + num_tokens * self._mlp_width)
         if not self.is_full and b < _FP32 and self.settings.tensor == 1:
@@ -425,21 +425,21 @@ class _Model:
 
     @property
     def _norm_bytes(self) -> int:
-        """What a norm keeps of a number: its input in its dtype, or in fp32 and, for the gradient of the weight, what
-        that is multiplied by."""
+        """Bytes that a norm saves for each number: its input in its dtype, or in fp32 together with the factor of the
+        weight's gradient."""
         if self.shape.has_llama_norms:
             return self.b
         return _FP32 + (self.b if self.is_full else 0)
 
     @property
     def _formula_width(self) -> int:
-        """Width of the MLP whose activated gate is computed again; experts keep it."""
+        """Width of the MLP that recomputes its activated gate; experts save it."""
         experts = self.shape.experts
         return self.shape.intermediate_size if experts is None else experts.shared_width
 
     @property
     def _mlp_width(self) -> int:
-        """Width of the MLP that a token goes through, in a layer with experts where there are some."""
+        """Width of the MLP that a token passes through; in an MoE model, of an MoE layer."""
         experts = self.shape.experts
         if experts is None:
             return self.shape.intermediate_size
@@ -447,25 +447,25 @@ class _Model:
 
     @property
     def _copies(self) -> float:
-        """Copies of a token's hidden states in a layer with experts: one for each expert that it goes through."""
+        """Copies of a token's hidden states in an MoE layer: one for each of its experts."""
         return 0 if self.shape.experts is None else self.settings.expert_load * self.shape.experts.per_token
 
     @property
     def _on_the_way(self) -> float:
-        """Copies that are being sent to other ranks and received from them, with expert parallelism."""
+        """Copies in flight to and from other ranks with expert parallelism."""
         return 2 * self._copies if self.settings.expert > 1 else 0
 
     def _kept_by_routing(self, num_tokens: int) -> int:
-        """What routing keeps beyond the MLPs: the copies that go in, where experts are trained, and those that come
-        out, which the gradient of their weights needs; places in the order of the experts; the probabilities."""
+        """Bytes that routing saves beyond the MLPs: the experts' inputs, if they are trained; their outputs, for the
+        gradient of the routing weights; positions in the order of the experts; the probabilities."""
         if self.shape.experts is None:
             return 0
         copies = (1 + self.is_full) * self.b * self.shape.hidden_size + 3 * _INT64
         return num_tokens * (int(self._copies * copies) + _FP32 * self.shape.experts.num_experts)
 
     def _kept_by_adapters(self, num_tokens: int) -> int:
-        """What the adapters of a layer keep: their inputs in fp32, with dropout masks too; and what is between their
-        two products."""
+        """Bytes that the adapters of a layer save: their inputs in fp32, with dropout masks; and the output of their
+        first factor."""
         adapters, shape = self.settings.adapters, self.shape
         if adapters is None:
             return 0
@@ -475,7 +475,7 @@ class _Model:
         return (copies + adapters.has_dropout) * inputs + 7 * _FP32 * adapters.rank * num_tokens
 
     def _layer_backward(self, num_tokens: int) -> int:
-        """With checkpoints, the layer that is computed again; and the gradients of its widest activations."""
+        """Bytes of the recomputed layer, with checkpoints, and of the gradients of its widest activations."""
         kept = self._layer_kept(num_tokens) if self.settings.is_checkpointed else 0
         shape, b = self.shape, self.b
         widest = 2 * self._mlp_width + 2 * shape.hidden_size
@@ -491,10 +491,10 @@ class _Model:
         return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + adapter_bytes)
 
     def _layer_with_tangents(self, num_tokens: int) -> int:
-        """Values and tangents together, as they were found in the forward of small models: six widths of the MLP, or
+        """Bytes of values and tangents together, as measured in the forward of small models: six widths of the MLP, or
         queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel), nine times
-        where norms are Llama's, beside the residual and the norm. Tensor-parallel layers send the products of the MLP
-        beside them: both, and one more that is about to be put there."""
+        with Llama's norms, beside the residual and the norm. Tensor-parallel layers also exchange the MLP's outputs:
+        value and tangent, and the buffer of the one being sent."""
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         adapter_bytes = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32

@@ -29,7 +29,7 @@ class Available:
     """Whether the device is the host: what is offloaded takes the same memory."""
 
     def holds(self, estimate: MemoryEstimate) -> bool:
-        """Whether there is room for what is estimated, without a margin."""
+        """Whether the estimate fits, without a margin."""
         return self._fits(estimate, 0)
 
     def holds_with_margin(self, estimate: MemoryEstimate) -> bool:
@@ -43,7 +43,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that takes less memory."""
+    """A change that needs less memory."""
 
     change: str
     """Overrides, a world size, or both."""
@@ -57,7 +57,7 @@ class Remedy:
 class _Change:
     overrides: Mapping[str, str]
     settings: Mapping[str, Any]
-    """What they change in `MemorySettings`."""
+    """Fields of `MemorySettings` that they change."""
 
     def __str__(self) -> str:
         return " ".join(self.arguments)
@@ -87,7 +87,7 @@ class MemoryPlan:
         return self._with({})
 
     def most_tokens(self, available: Available, limit: int) -> int:
-        """Tokens of the largest micro-batch on a rank with which the run fits, at most `limit`; 0 for none."""
+        """Return the tokens of the largest micro-batch on a rank that fits, at most `limit`; 0 for none."""
         settings = self.settings
         tokens = {"main_tokens": 1, "probe_tokens": 1, "utility_tokens": self.plan.batches_per_utility_pass}
         tokens = {key: factor for key, factor in tokens.items() if getattr(settings, key)}
@@ -102,18 +102,18 @@ class MemoryPlan:
         return low
 
     def remedies(self, available: Available) -> list[Remedy]:
-        """Changes by themselves, from the cheapest on; and together, where none of them is enough."""
+        """Return the changes one by one, cheapest first; if none is enough, also all of them together."""
         changes = [*self._changes(available)]
-        found = [Remedy(str(change), self._with(change.settings), change.arguments) for change in changes]
-        found += self._more_ranks(available)
-        if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in found):
+        remedies = [Remedy(str(change), self._with(change.settings), change.arguments) for change in changes]
+        remedies += self._more_ranks(available)
+        if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in remedies):
             overrides = {key: value for change in changes for key, value in change.overrides.items()}
             settings = {key: value for change in changes for key, value in change.settings.items()}
             together = _Change(overrides, settings)
-            found.append(Remedy(str(together), self._with(settings), together.arguments))
-            if not available.holds(found[-1].estimate):
-                found += self._more_ranks(available, together)
-        return found
+            remedies.append(Remedy(str(together), self._with(settings), together.arguments))
+            if not available.holds(remedies[-1].estimate):
+                remedies += self._more_ranks(available, together)
+        return remedies
 
     def _changes(self, available: Available) -> Iterator[_Change]:
         settings = self.settings
@@ -147,7 +147,7 @@ class MemoryPlan:
             yield _Change({"parallel.expert": str(size)}, changed)
 
     def _smaller_rows(self) -> Iterator[_Change]:
-        """Fewer tokens on a rank: half of a packed row, one sequence, or more sequence parallelism."""
+        """Fewer tokens on a rank: half a pack, one sequence, or a larger sequence-parallel size."""
         plan, row = self.plan, self.plan.packed_row_tokens
         if row is not None:
             half = row // 2
@@ -172,7 +172,7 @@ class MemoryPlan:
         return {key: round(getattr(self.settings, key) * share) for key in keys}
 
     def _more_ranks(self, available: Available, change: _Change | None = None) -> Iterator[Remedy]:
-        """The fewest ranks on which the run fits, doubling."""
+        """The smallest number of ranks that fits, by doubling."""
         num_groups = 2 * self.settings.num_ranks
         while (num_ranks := num_groups * self.settings.tensor) <= _MOST_RANKS:
             settings = {**(change.settings if change is not None else {}), "num_ranks": num_groups}
@@ -196,7 +196,7 @@ def plan_memory(
     *,
     on_gpu: bool,
 ) -> MemoryPlan | None:
-    """None for a model whose sizes are unknown.
+    """Plan the memory of a run; None for a model whose sizes are unknown.
 
     Args:
         deepspeed_config: complete, as `vcore_ds.planning.deepspeed_json.deepspeed_config` makes it.
@@ -241,7 +241,7 @@ def plan_memory(
         offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
         stages_checkpoints=settings.stages_checkpoints,
         keeps_direction=settings.estimator is not None and settings.probe.every > 1,
-        # `auto` takes no more of a rank's memory than the margin holds.
+        # `auto` stays within the margin.
         coalesces_gradients=settings.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
         on_gpu=on_gpu,
@@ -265,7 +265,7 @@ def _is_offloaded(zero: Mapping[str, Any], key: str) -> bool:
 
 
 def describe_memory(plan: MemoryPlan) -> str:
-    """One line on what a rank needs."""
+    """One line on a rank's memory."""
     estimate = plan.estimate
     host = f", {gib(estimate.host_bytes, 1)} GiB in host memory" if estimate.host else ""
     return (
@@ -286,7 +286,7 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
 
 
 def find_shortage(estimate: MemoryEstimate, available: Available) -> tuple[str, int, int]:
-    """Of a run that does not fit: which memory is short, its bytes for each rank, and the bytes needed."""
+    """Return which memory is short in a run that does not fit, its bytes for each rank, and the bytes needed."""
     needed = estimate.peak_bytes + (estimate.host_bytes if available.is_cpu else 0)
     if needed <= available.device:
         return "host memory", available.host, estimate.host_bytes
@@ -330,4 +330,4 @@ def _remedies(plan: MemoryPlan, available: Available) -> str:
         host = f" and {gib(estimate.host_bytes)} in host memory" if estimate.host else ""
         verdict = "" if available.holds(estimate) else ", not enough alone"
         lines.append(f"  {remedy.change}: {gib(estimate.peak_bytes)} GiB{host}{verdict}")
-    return "\n".join(lines) or "  (nothing that the recipe could say)"
+    return "\n".join(lines) or "  (no recipe setting makes it fit)"

@@ -9,7 +9,7 @@ from typing import Any
 
 from vcore_ds.planning.packing import row_obstacles
 
-# The experts of a mixture, read from its configuration: how many there are, how many a token goes through, how wide.
+# The experts of an MoE model, read from its configuration: their number, the number for each token, their width.
 #
 # Architectures have a dozen names for the same five numbers; transformers has no common one.
 
@@ -57,26 +57,26 @@ fullest expert (docs/tracking.md)."""
 
 
 def fullest_rank(num_experts: int, num_ranks: int) -> float:
-    """Tokens that the fullest of the ranks that divide a layer's experts is sent, over their mean; an assumption.
+    """Estimate the tokens sent to the fullest of the ranks that shard a layer's experts, over their mean.
 
-    A rank has the sum of `num_experts / num_ranks` experts, whose loads are taken for independent, and the largest of
+    A rank has the sum of `num_experts / num_ranks` experts, whose loads are assumed independent, and the largest of
     n normal numbers lies about `sqrt(2 ln n)` deviations above their mean.
     """
     return 1 + SPREAD_OF_EXPERTS * math.sqrt(2 * math.log(num_ranks) * num_ranks / num_experts)
 
 
 def differences_refused(path: str) -> str:
-    """Why no finite difference is taken on a mixture, for a recipe that asks for one."""
+    """Explain why no finite difference is taken with an MoE model, for a recipe that asks for one."""
     return (
-        f"utility.estimator: found finite_difference together with model.path {path}, a mixture of experts: the "
+        f"utility.estimator: found finite_difference together with model.path {path}, an MoE model: the "
         "perturbation sends tokens to other experts, and the jumps of their losses are taken for utility; expected jvp "
         "(utility.estimator=jvp utility.epsilon=null), or a method without utilities (methods/sft.yaml)"
     )
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Whether a language model's configuration, as in config.json, is that of a mixture of experts: which parameters
-    a token goes through depends on the parameters."""
+    """Whether a language model's configuration, as in config.json, is that of an MoE model: the parameters that a token
+    passes through depend on the parameters."""
     # Gemma 4 and Doge have dense models of the same class.
     is_off = config.get("enable_moe_block") is False or config.get("is_moe") is False
     return not is_off and (_number(config, _NUM_EXPERTS) or 0) > 1
@@ -138,7 +138,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")
-"""Where a config.json may keep its language model, as in transformers' `get_text_config`."""
+"""Keys of config.json that may hold the language model, as in transformers' `get_text_config`."""
 
 SIZE_NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -149,7 +149,7 @@ SIZE_NAMES = {
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary_size": ("vocab_size",),
 }
-"""What architectures call a size in config.json; the first name is transformers' own for all of them."""
+"""Names of a size in config.json, by architecture; the first is transformers' own for all of them."""
 
 _NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
 """Prefixes of architectures that normalise queries and keys."""
@@ -184,7 +184,7 @@ class ModelShape:
     head_dim: int
     """D."""
     layer_parameters: int
-    """P, parameters of the linear layers of one decoder layer that a token goes through; in a mixture of experts their
+    """P, parameters of the linear layers of one decoder layer that a token goes through; in an MoE model their
     mean over the layers, without the experts to which it is not routed."""
     no_sequence_parallelism: str | None = None
     """Why sequence parallelism is not possible, such as `whose attention cannot be replaced`; None where it is."""
@@ -424,7 +424,7 @@ def folder_on_disk(path: str) -> Path | None:
 
 
 def _config_files(path: str) -> list[Path]:
-    """Where config.json may be, by preference."""
+    """Places of config.json, by preference."""
     own, cached = Path(path) if path.endswith(".json") else Path(path) / "config.json", _cached_config(path)
     return [own] if cached is None else [own, cached]
 
@@ -450,8 +450,8 @@ def shape_of_config(raw: Mapping[str, Any]) -> ModelShape | None:
             break
     sizes: dict[str, int | None] = {}
     for size, names in SIZE_NAMES.items():
-        found = [raw[name] for name in names if raw.get(name) is not None]
-        if any(type(value) is not int or not 1 <= value < 2**31 for value in found):
+        values = [raw[name] for name in names if raw.get(name) is not None]
+        if any(type(value) is not int or not 1 <= value < 2**31 for value in values):
             return None
-        sizes[size] = found[0] if found else None
+        sizes[size] = values[0] if values else None
     return shape_of_sizes(sizes, raw)

@@ -110,12 +110,12 @@ def group_batch(
         best[place] = min(
             (rows * one_row + micro_step_time + best[place + rows][0], rows) for rows in range(1, most_rows + 1)
         )
-    found, place = [], 0
+    groups, place = [], 0
     while place < len(starts):
         run = order[place * num_groups : (place + best[place][1]) * num_groups]
-        found.append(_deal(run, num_groups))
+        groups.append(_deal(run, num_groups))
         place += best[place][1]
-    return found
+    return groups
 
 
 def _deal(run: list[int], num_groups: int) -> list[list[int]]:
@@ -172,7 +172,7 @@ def _fill(
     return micro_steps if not left else None
 
 
-# What of a batch's time is padding and waiting.
+# Time spent on padding and waiting.
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def padded_rows(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bo
     return [padded_length(max(lengths), sequence_parallel)] * len(lengths) if lengths else []
 
 
-# What keeps sequences out of one row, or out of one forward, as far as config.json says it.
+# Obstacles to packs, and to several sequences in one forward, as far as config.json names them.
 #
 # In doubt sequences are not packed: with padding on the right, losses are right for every causal model.
 
@@ -284,7 +284,7 @@ OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"
 """Kinds in which they also, or only, do so through code of the model's own: convolutions, recurrences."""
 
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
-"""What architectures call the list of their layers' kinds in config.json."""
+"""Names of the list of layer kinds in config.json, by architecture."""
 
 _WORDS_OF_OTHER_LAYERS = frozenset({"mamba", "ssm", "conv", "conv1d"})
 """Words in the names of sizes that only convolutions and recurrences have. Jamba, Bamba, Nemotron-H and Falcon-H1 do
@@ -319,10 +319,10 @@ def _why_unpackable(config: Mapping[str, Any]) -> str | None:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[str, int | None]:
-    # Of the model, or of each kind of layer; under another name before transformers 5.
-    found = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
-    found += [part for whole in found for part in whole.values() if isinstance(part, dict)]
-    for part in found:
+    # For the model, or for each kind of layer; under another name before transformers 5.
+    sections = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
+    sections += [part for whole in sections for part in whole.values() if isinstance(part, dict)]
+    for part in sections:
         kind = part.get("rope_type", part.get("type"))
         if isinstance(kind, str) and kind in _ROPE_OF_THE_FORWARD:
             name = _ROPE_OF_THE_FORWARD[kind]

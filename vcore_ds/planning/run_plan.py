@@ -1,4 +1,4 @@
-"""What a recipe costs on a cluster: memory by kind, bytes between GPUs, seconds by phase, and the cluster it needs.
+"""Cost of a recipe on a cluster: memory by kind, bytes between GPUs, seconds by phase, and the cluster it needs.
 
 Failures of a long run come independently of each other. A run that fails goes on from its last checkpoint, and may fail
 again while it starts. docs/planning.md has the sources of what is assumed.
@@ -38,7 +38,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures and checkpoints take of a run."""
+    """Time of a run lost to failures and checkpoints."""
 
     seconds_checkpoint: float
     """For which training waits: a checkpoint is written and read back, or with `checkpoint.async` copied to the
@@ -51,8 +51,8 @@ class Goodput:
 
     @classmethod
     def derive(cls, cluster: Cluster, counts: ParameterCounts, settings: MemorySettings) -> "Goodput":
-        """Of a run whose ranks write the fp32 parameters that are trained, and Adam's moments; Muon's one moment
-        counts as two."""
+        """Derive it for ranks that write the trained fp32 parameters and Adam's moments; Muon's one moment counts as
+        two."""
         num_bytes = counts.trained * _FP32 * (1 if settings.optimizer == "sgd" else 3)
         seconds = 2 * num_bytes / cluster.storage_bandwidth  # written and read back, or verified and read
         waits = num_bytes / cluster.num_gpus / HOST_LINK if settings.stages_checkpoints else seconds
@@ -108,9 +108,9 @@ class RunPlan:
     settings: PlanSettings
     cluster: Cluster
     shape: ModelShape
-    """Of the whole model."""
+    """Parameters of the whole model."""
     lengths: LengthModel
-    """Of the sequences in the simulated batches."""
+    """Lengths of the sequences in the simulated batches."""
     batch: BatchPlan
     memory: MemoryPlan
     passes: Mapping[Part, Utilization]
@@ -181,7 +181,7 @@ class LongestSequence:
 
     num_tokens: int
     limit: str
-    """What limits it, in words."""
+    """The limit, in words."""
 
     def describe(self) -> str:
         return f"Longest sequence that fits: {self.num_tokens:,} tokens ({self.limit})"
@@ -231,15 +231,15 @@ def find_shape(path: str) -> tuple[ModelShape, str] | None:
 
 def shape_or_assumed(path: str) -> ModelShape:
     """As `find_shape`; for a model that is neither on this machine nor known, Qwen3-32B's, marked as assumed."""
-    found = find_shape(path)
-    return replace(QWEN3_32B, is_assumed=True) if found is None else found[0]
+    known = find_shape(path)
+    return replace(QWEN3_32B, is_assumed=True) if known is None else known[0]
 
 
 def find_model(path: str) -> tuple[ModelShape, str]:
     """As `find_shape`. Raises UserError for a model that is neither."""
-    found = find_shape(path)
-    if found is not None:
-        return found
+    known = find_shape(path)
+    if known is not None:
+        return known
     last = path.rstrip("/").rpartition("/")[2]
     by_lower = {name.lower(): name for name in KNOWN_MODELS}
     near = [by_lower[name] for name in difflib.get_close_matches(last.lower(), by_lower, n=1)]
@@ -276,7 +276,7 @@ def plan_run(
     if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
     spreads = plan.simulated_spreads(settings.cutoff_length, lengths)
-    passes = {part: summarize([spread for _, spread in found]) for part, found in spreads.items()}
+    passes = {part: summarize([spread for _, spread in simulated]) for part, simulated in spreads.items()}
     memory = plan_memory(settings, plan, ds_config, passes, on_gpu=True)
     if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
         sizes = f"batch.global_size {settings.batch.global_size} and probe.batch_size {settings.probe.batch_size}"
@@ -348,11 +348,11 @@ def smallest_cluster(plan: RunPlan) -> RunPlan | None:
     """
     for num_gpus in _sizes(plan.cluster.gpus_per_node):
         try:
-            found = plan.on(num_gpus)
+            candidate = plan.on(num_gpus)
         except RecipeError:  # no such sequence-parallel size at this world size
             continue
-        if found.fits_with_margin:
-            return found
+        if candidate.fits_with_margin:
+            return candidate
     return None
 
 

@@ -56,13 +56,13 @@ class TimeModel:
 
     @property
     def micro_step(self) -> float:
-        """What a micro-step costs whatever it holds: it gathers the weights of every layer once, and its kernels start.
+        """Fixed cost of a micro-step: it all-gathers the weights of every layer once, and its kernels start.
 
         A parameter is `_BYTES` to be gathered, and 2 FLOP for each token; so the gather costs as much as
         `flops * _BYTES / (2 * bandwidth)` tokens, whatever the model: about 1,000 on H100s, within a node (where all
         but a rank's own share comes over its link) as between nodes (where the node's adapters bring in one copy
         together). It is added to the work although a part of it runs behind it: a step with little work has nothing to
-        hide it behind, and in one with much work it is small. In a mixture of experts the weights are all gathered and
+        hide it behind, and in one with much work it is small. In an MoE model all weights are all-gathered and
         read, and a token's FLOP are those of a few experts, which multiplies these tokens. Expert parallelism gathers
         and reads a part of the experts, and adds the latency of a layer's exchanges.
         """
@@ -111,7 +111,7 @@ class RowLimit:
     """Most sequences of a micro-batch, a row each, where they are not packed; None for whatever takes least time
     without more tokens than the longest sequence has (or `FREE_TOKENS`)."""
     may_pack: bool = False
-    """Where `num_sequences` is None: whether sequences may be packed, and so are."""
+    """Whether sequences are packed, where `num_sequences` is None."""
 
     @property
     def is_packed(self) -> bool:
@@ -267,7 +267,7 @@ _SIMULATED_BATCHES = 40
 
 @dataclass(frozen=True)
 class Utilization:
-    """How the passes over some batches use the ranks."""
+    """Use of the ranks in the passes over some batches."""
 
     typical_parallel_size: int
     """Sequence-parallel size of most of the passes."""
@@ -300,14 +300,14 @@ class Utilization:
 def summarize(spreads: Sequence[Spread]) -> Utilization:
     """The utilization of at least one pass."""
     total = spreads[0].waste
-    for found in spreads[1:]:
-        total += found.waste
-    sizes = Counter(found.sequence_parallel for found in spreads)
+    for spread in spreads[1:]:
+        total += spread.waste
+    sizes = Counter(spread.sequence_parallel for spread in spreads)
     return Utilization(
         min(sizes, key=lambda k: (-sizes[k], k)),
         total,
-        max(found.most_tokens for found in spreads),
-        sum(found.time for found in spreads),
+        max(spread.most_tokens for spread in spreads),
+        sum(spread.time for spread in spreads),
     )
 
 
@@ -325,7 +325,7 @@ class LengthModel:
     num_sequences: int | None = None
     """Training sequences in all; None where that is not known."""
     source: str = ""
-    """What was sampled, in words."""
+    """The sample, in words."""
 
     def batches(self, part: Literal["main", "probe"], batch_size: int, longest: int) -> list[list[int]]:
         """Lengths in tokens of simulated batches. Fewer batches where they are large; none where one alone would take

@@ -48,7 +48,7 @@ def flops_of_all_weights(shape: ModelShape) -> int:
 
 
 def routed_flops_per_token(shape: ModelShape) -> int:
-    """What of a forward's FLOP for one token its experts compute, without shared ones; 0 in a dense model."""
+    """FLOP of the routed experts in a token's forward; 0 in a dense model."""
     experts = shape.experts
     return 0 if experts is None else 6 * shape.hidden_size * experts.num_layers * experts.per_token * experts.width
 
@@ -281,12 +281,12 @@ class StepCost:
 
     @property
     def seconds_step(self) -> float:
-        """Of all phases together."""
+        """Sum over the phases."""
         return sum(self.seconds.values())
 
     @property
     def total_traffic(self) -> Traffic:
-        """Of all kinds together."""
+        """Sum over the kinds."""
         return sum(self.traffic.values(), Traffic())
 
 
@@ -423,8 +423,8 @@ class StepModel:
                 sums.move(kind, traffic * weight)
 
     def _ring_seconds(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> float:
-        """What all-gathers and reduce-scatters of one micro-step take beyond their bytes: one for each layer, embedding
-        and head, or one for each parameter."""
+        """Latency of the all-gathers and reduce-scatters of one micro-step: one for each layer, embedding and head, or
+        one for each parameter."""
         num_layers, in_node = self.shape.num_layers, self._groups_per_node
         whole = self.cluster.ring_seconds(self._num_groups, in_node)
         within_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
@@ -487,14 +487,14 @@ class StepModel:
             moved += self._over_shards(others, expert_part) + self._gathered(others, expert_part) * -1
         if work.reduces:
             moved += self._gathered(*self._again_in_backward(others, expert_part))
-        found = {"parameters": moved}
+        traffic = {"parameters": moved}
         if work.tangent_gathers:
-            found["tangents"] = self._move_trained(self._bytes_trained) * work.tangent_gathers
-        return found
+            traffic["tangents"] = self._move_trained(self._bytes_trained) * work.tangent_gathers
+        return traffic
 
     def _again_in_backward(self, others: float, expert_part: float) -> tuple[float, float]:
-        """Of the bytes of all parameters but the experts, and of the experts, those that a backward gathers after its
-        forward.
+        """Return the bytes that a backward all-gathers again after its forward: of all parameters but the experts, and
+        of the experts.
 
         It needs layers and head. ZeRO-3 keeps what is used again within the reuse distance, as it walks through the
         order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
@@ -585,7 +585,7 @@ class StepModel:
 
     @property
     def _part(self) -> ModelShape:
-        """What a GPU computes of every layer."""
+        """Shape of a GPU's shard of every layer."""
         return self.shape.of_part(self.settings.tensor)
 
     @property

@@ -228,8 +228,8 @@ def _reference_of(draft: _Draft, cell: Cell, cells: Sequence[Cell]) -> str | Non
             draft.add("reference", problem)
         return None
     choices = {**cell.choices, axes[0]: wanted}
-    found = next((other.name for other in cells if other.choices == choices), None)
-    return None if found == cell.name else found
+    twin = next((other.name for other in cells if other.choices == choices), None)
+    return None if twin == cell.name else twin
 
 
 def _resolve(

@@ -271,7 +271,7 @@ class Checkpoints:
         return Saved(folder, seconds, is_complete=not is_async)
 
     def take_metrics(self) -> dict[str, float]:
-        """What checkpoints have measured since the last call, for a line of metrics.jsonl."""
+        """Return the measurements of checkpoints since the last call, for a line of metrics.jsonl."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 

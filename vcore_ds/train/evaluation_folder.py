@@ -51,7 +51,7 @@ class TaskResult:
 
 @dataclass(frozen=True, config=_EXACT)
 class Evaluation:
-    """What evaluation.json holds."""
+    """Contents of evaluation.json."""
 
     model: dict[str, Any]
     """`path` as it was given; `base` and `adapter` or None; `served_name` and `url` where a server was asked."""
@@ -71,7 +71,7 @@ _EVALUATION, _SAMPLE = TypeAdapter(Evaluation), TypeAdapter(SampleResult)
 
 
 def samples_path(folder: Path, task: str) -> Path:
-    """Of the samples of a task, a line of JSON each."""
+    """File of a task's samples, a line of JSON each."""
     return folder / f"{task}.jsonl"
 
 
@@ -106,8 +106,8 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluation(folder: Path, option: str = "") -> Evaluation:
-    """What evaluation.json says. `option`: of the command line, which names the folder; empty where messages begin with
-    it. Raises UserError where it is missing, damaged or of another format."""
+    """Read evaluation.json. `option`: of the command line, which names the folder; empty where messages begin with
+    the folder. Raises UserError where it is missing, damaged or of another format."""
     path = folder / EVALUATION
     with reading(option, folder, _EXPECTED):
         if not path.is_file():

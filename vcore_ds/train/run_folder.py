@@ -118,7 +118,7 @@ _DATA_COUNTS, _ENVIRONMENT = TypeAdapter(list[DataCounts]), TypeAdapter(dict[str
 
 
 def read_data_counts(folder: Path) -> list[DataCounts]:
-    """What data.json says of each set of data; empty where the run wrote none. Raises UserError where the file is
+    """Read the counts of each set of data from data.json; empty if the run wrote none. Raises UserError if the file is
     damaged."""
     path = folder / DATA
     return read_json(path, _DATA_COUNTS, "the counts of data that a run writes there") if path.is_file() else []
@@ -243,7 +243,7 @@ def _git_commit() -> str | None:
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """What held_out.json holds: mean nats per token, by name of the set."""
+    """Contents of held_out.json: mean nats per token, by name of the set."""
 
     before: dict[str, float]
     after: dict[str, float]

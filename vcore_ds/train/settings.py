@@ -1,4 +1,4 @@
-"""What the parts of a run take from its recipe, resolved once."""
+"""Settings of the parts of a run, resolved from its recipe once."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MEASURE_NOISE_EVERY = 100
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What is trained, and by which optimizer."""
+    """Trained parameters and optimizer."""
 
     model: sections.ModelConfig
     lora: sections.LoraConfig | None
@@ -54,7 +54,7 @@ def derive_step_settings(recipe: Recipe) -> StepSettings:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What depends on the number of a step, k from 0. Functions of run and step, so that resuming needs no state."""
+    """Values of step k, from 0: functions of run and step, so that resuming needs no state."""
 
     num_steps: int  # optimizer steps of the whole run
     num_warmup_steps: int

@@ -1,4 +1,4 @@
-"""What one optimizer step measured: sums on a rank, totals over ranks, and the line that is written."""
+"""Measurements of one optimizer step: sums on a rank, totals over ranks, and the line that is written."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence

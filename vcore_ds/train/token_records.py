@@ -120,7 +120,7 @@ class SequenceTokens(RecordedTokens):
     uniform_share: float
     """The share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`."""
     alpha: float
-    """What the sequence's loss was scaled by, the same for all sequences where alpha belongs to the global batch."""
+    """Factor of the sequence's loss, the same for all sequences where alpha belongs to the global batch."""
 
     @property
     def relative_weights(self) -> np.ndarray:

@@ -98,7 +98,7 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
 
 def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -> dict[str, EvalLog]:
     """Run inspect, which reuses the answers of earlier logs; return each task's log, without samples."""
-    # What an attempt must share with earlier ones to reuse their answers, besides the problems: not the server's URL.
+    # An attempt reuses earlier answers if these and the problems are the same; the server's URL may differ.
     identity: list[Any] = [model.weights, model.adapter, asdict(settings.sampling)]
     if settings.url is None:  # a model trained again has the same path but other weights
         identity += [settings.precision, settings.batch_size, _weight_digests(model)]

@@ -43,7 +43,7 @@ class Estimate:
     agreement: Agreement
     changed_fraction: float | None = None  # share of the trainable parameters that the perturbation changed
     signal_to_noise: float | None = None
-    """Of the loss change that is divided by epsilon: `utility.finite_difference.signal_to_noise`."""
+    """Of the loss change before it is divided by epsilon: `utility.finite_difference.signal_to_noise`."""
     rounding_floor_nats: float | None = None
     """RMS error of a token's loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`; curvature where epsilon is
     large."""

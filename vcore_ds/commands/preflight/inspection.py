@@ -40,7 +40,7 @@ class Node:
     free_output_bytes: int
     free_temporary_bytes: int
     cannot_compile: str | None = None
-    """What Triton lacks on the node to launch its first kernel; None for nothing."""
+    """Problem that keeps Triton from launching its first kernel on the node; None if there is none."""
     machine: Mapping[str, str | None] = field(default_factory=dict)  # names of `REMEDIES` -> what this node has
     unused_gpus: str | None = None
     """Why PyTorch cannot use the node's GPUs, and what to do; None if it can, or if there are none."""
@@ -53,7 +53,7 @@ REMEDIES = {
     "clocks and power limits": "Set them as elsewhere (nvidia-smi -rgc, -pl): all ranks wait for the slowest GPU",
     "hardware slowdown of GPUs": "Look at temperatures and power there (nvidia-smi -q -d PERFORMANCE)",
 }
-"""What is compared between nodes -> what to do where one differs."""
+"""Facts compared between nodes, with the advice where one differs."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def query_gpus(fields: str) -> str | None:
 
 
 def missing_for_kernels() -> str | None:
-    """What Triton lacks to compile its kernel launchers (`triton/runtime/build.py`); None for nothing. Python packages
+    """Return what Triton lacks to compile its kernel launchers (`triton/runtime/build.py`), or None. Python packages
     do not install these, and slim images lack them."""
     compiler = os.environ.get("CC") or "gcc or clang"
     if not any(shutil.which(name) for name in compiler.split(" or ")):

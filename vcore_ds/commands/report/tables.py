@@ -280,7 +280,7 @@ def results_table(runs: Sequence[ReportedRun]) -> Table:
 
 
 def explain_results(runs: Sequence[ReportedRun]) -> str:
-    """What the losses of `results_table` say, and what they do not."""
+    """How to read the losses of `results_table`, and their limits."""
     text = (
         "Losses are in nats per token. They fall, by any method, as the model learns the form of the traces, right or "
         "wrong. Whether its answers get better is for accuracy to say (vcore-ds eval)"
