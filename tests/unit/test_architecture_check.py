@@ -52,8 +52,8 @@ def test_jvp_is_refused_where_attention_cannot_be_replaced() -> None:
     check_estimator("m", DENSE, "finite_difference")
 
 
-def test_differences_are_refused_on_a_mixture() -> None:
-    with pytest.raises(UserError, match="found finite_difference .* mixture of experts.*; expected jvp .*epsilon=null"):
+def test_differences_are_refused_with_an_moe_model() -> None:
+    with pytest.raises(UserError, match="found finite_difference .* an MoE model.*; expected jvp .*epsilon=null"):
         check_estimator("m", MIXTURE, "finite_difference")
     check_estimator("m", MIXTURE, "jvp")
 
