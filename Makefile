@@ -66,8 +66,8 @@ gpu8:
 
 .venv: $(BIN)/installed-tests
 
-# Python's bytecode of all that the tests import. Where each of pytest's workers writes it, it takes 18 s of each; here
-# one process writes it beside mypy, which in a fresh clone takes a minute of the other core.
+# Bytecode of everything that the tests import. In a fresh clone each of pytest's workers would compile it, in 18 s of
+# CPU time; here one process does, while mypy takes a minute of another core.
 $(BIN)/bytecode: $(BIN)/installed-tests
 	-python -m pytest --collect-only -q >/dev/null
 	touch $@

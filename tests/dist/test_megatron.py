@@ -290,7 +290,7 @@ def test_exchanges_are_those_that_a_plan_counts(layers, name: str):
         is_checkpointed="checkpointing" in options,
     )
     shape = ModelShape(2, 4, 2, 8, 10_000, hidden_size=32, intermediate_size=64, vocabulary_size=128)
-    model = StepModel(shape, parameter_counts(shape.of_part(2)), settings, Cluster(GPUS["H100"], 4))
+    model = StepModel(shape, parameter_counts(shape.take_tensor_shard(2)), settings, Cluster(GPUS["H100"], 4))
     for phase, phase_numels in expected.items():
         work = getattr(StepPasses.of(settings), phase)
         traffic, num_exchanges = model.between_layers(work, num_tokens)

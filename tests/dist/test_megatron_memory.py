@@ -49,12 +49,12 @@ def measured(folder: Path) -> list[list[tuple[dict[str, Any], ParameterCounts]]]
 def estimate(folder: Path, case: tuple[str, bool, bool], **changed) -> MemoryEstimate:
     """Of one of the two groups of two ranks."""
     settings = replace(settings_of(*case), tensor=TENSOR, **changed)
-    return estimate_memory(read_model_shape(str(folder)).of_part(TENSOR), settings)
+    return estimate_memory(read_model_shape(str(folder)).take_tensor_shard(TENSOR), settings)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parameters_are_those_of_a_part(measured, folder: Path, case) -> None:
-    expected = parameter_counts(read_model_shape(str(folder)).of_part(TENSOR), settings_of(*case).adapters)
+    expected = parameter_counts(read_model_shape(str(folder)).take_tensor_shard(TENSOR), settings_of(*case).adapters)
     assert [result[CASES.index(case)][1] for result in measured] == [expected] * 4
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers import resumed_runs
 from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.ranks import run_ranks
@@ -36,12 +37,9 @@ FRAGMENTS = {
 
 def train_all(overrides: list[str], folder: str) -> None:
     """In one process, one after the other: starting costs more than a step."""
-    from vcore_ds.train import run
-
     for name, fragment in {"vcore": None, **FRAGMENTS}.items():
         words = [*overrides, *([fragment] if fragment else []), f"run.output_dir={folder}/{name}"]
-        run.train(load_recipe(RECIPE, words))
-        run.check_start = lambda *_: None  # the first run has checked the model, which is the same in all of them
+        resumed_runs.run_to_end(load_recipe(RECIPE, words))
 
 
 @pytest.fixture(scope="module")

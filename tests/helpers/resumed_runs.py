@@ -19,7 +19,7 @@ from vcore_ds.train.checkpoints import Checkpoints
 NUM_STEPS = 4
 
 _checked: set[str] = set()
-"""Sections on the model of the recipes with which a run of this process has passed the checks at its start."""
+"""Model-related sections, as JSON, of the recipes whose checks at the start have passed in this process."""
 
 
 class Stopped(Exception):

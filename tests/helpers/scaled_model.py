@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.helpers.soak import soak
+from tests.helpers.soak import IS_SOAK, soak
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 
 NUM_RANKS = 2
 
-NUM_TOKENS = 512
+NUM_TOKENS = 1024 if IS_SOAK else 512
 """Tokens of a micro-batch on each rank."""
 
 DENSE_MODEL, MOE_MODEL, DEEPSPEED_JSON = "model", "moe_model", "deepspeed.json"

@@ -131,7 +131,7 @@ def test_peaks_of_the_largest_model() -> None:
 
 def test_a_part_of_every_layer_by_hand() -> None:
     """Qwen3-32B in eighths: norms whole, and of an adapter the factor that hidden states pass."""
-    part = QWEN3_32B.of_part(8)
+    part = QWEN3_32B.take_tensor_shard(8)
     linear, embedding, norms = 64 * 487_587_840 // 8, 151_936 // 8 * 5_120, 64 * (2 * 5_120 + 2 * 128) + 5_120
     base = linear + 2 * embedding + norms
     assert parameter_counts(part) == ParameterCounts(base, base)
@@ -140,13 +140,13 @@ def test_a_part_of_every_layer_by_hand() -> None:
     divided = (64 + 2 * 8) * 128 + 2 * 25_600 + 64 * 128 + 25_600
     added = 64 * 8 * (whole + divided // 8)
     assert parameter_counts(part, AdapterShape(rank=8)) == ParameterCounts(base + added, added)
-    odd = replace(QWEN3_32B, vocabulary_size=151_937).of_part(8)
+    odd = replace(QWEN3_32B, vocabulary_size=151_937).take_tensor_shard(8)
     assert odd.vocabulary_size == 18_993  # with padding
 
 
 def test_ranks_that_share_layers_have_whole_hidden_states_where_they_exchange_them() -> None:
     """16,384 tokens of a group of 8: checkpoints of 2,048 on each rank, hidden states of all of them at the loss."""
-    part = QWEN3_32B.of_part(8)
+    part = QWEN3_32B.take_tensor_shard(8)
     settings = replace(FULL, tensor=8, num_ranks=4, estimator=None, probe_tokens=0, utility_tokens=0)
     hidden, width = 16_384 * 5_120, 25_600 // 8
     assert estimate_memory(part, settings).phases["main"]["activation checkpoints"] == 2 * hidden // 8 * 65

@@ -45,7 +45,7 @@ JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 def cost_of(settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int], k: int = 1, **changed) -> StepCost:
     """One batch as main and as probe batch, each sequence in a row of its own; `changed`: fields of `Achieved`."""
     part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
-    time_model = TimeModel(SHAPE.of_part(part), num_gpus // part, min(8, num_gpus) // part)
+    time_model = TimeModel(SHAPE.take_tensor_shard(part), num_gpus // part, min(8, num_gpus) // part)
     found = spread(range(len(lengths)), lengths, parallel_sizes=[k], limit=RowLimit(None, 1), time_model=time_model)
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
     model = StepModel(SHAPE, counts, settings, cluster, reuse_distance=0)

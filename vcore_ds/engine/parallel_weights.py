@@ -129,9 +129,9 @@ def group_by_layer(
         yield list(group)
 
 
-# DeepSpeed shards the expert parameters of its own MoE layer over a separate group. The attributes set below make it
-# treat ours in the same way: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks,
-# and the gradient norm summed over both axes.
+# DeepSpeed shards the experts of `deepspeed.moe` over a separate group. The attributes set below make it treat ours in
+# the same way: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks, the norm summed
+# over both axes.
 
 _GROUP_NAME = "vcore_experts"  # key of the experts' process groups in DeepSpeed
 

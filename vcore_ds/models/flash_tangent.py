@@ -47,7 +47,7 @@ TANGENT_TILES = {
 of a B200."""
 
 MAX_VALUE_DIM = 128
-"""Value dimensions of one program (twice as many for the tangent alone); further programs compute the rest, and the
+"""Value dimensions of one program (256 for the tangent alone); further programs compute the rest, and the
 scores again. The accumulators of value and tangent for 128 queries fill the registers of an H100, and the tensor memory
 of a B200."""
 

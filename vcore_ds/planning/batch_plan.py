@@ -343,7 +343,7 @@ def plan_batch(
     check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, model.path)
     check_expert_parallel(expert, num_ranks, shape, model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)
-    num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.of_part(tensor)
+    num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.take_tensor_shard(tensor)
     shape = shape.for_sequences_of(settings.cutoff_length)
     check_shared_rows(settings, shape)
     if model.attention != "auto":

@@ -91,9 +91,9 @@ class MemorySettings:
 
 
 def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
-    """Count the parameters of a Llama-like model of this shape, dense or MoE, or of a shard of one
-    (`ModelShape.of_part`): each shard has whole norms, and the whole adapter factor that reads or writes hidden states.
-    Biases, and norms of other kinds of attention, are left out: at most 0.1% of the published MoE models."""
+    """Count the parameters of a Llama-like model of this shape, dense or MoE, or of a tensor-parallel shard of one
+    (`ModelShape.take_tensor_shard`), which has whole norms and the whole adapter factor that reads or writes hidden
+    states. Biases, and norms of other kinds of attention, are left out: at most 0.1% of the published MoE models."""
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
     base = shape.num_layers * (shape.layer_parameters + norms) + shape.idle_parameters + shape.hidden_size
@@ -208,7 +208,7 @@ def estimate_memory(
 
     Args:
         shape: with the sizes that memory depends on (`hidden_size` and those after it); with tensor parallelism a
-            rank's shard (`ModelShape.of_part`).
+            rank's shard (`ModelShape.take_tensor_shard`).
         counts: of the real model or the rank's shard, where known; None for those of `parameter_counts`.
     """
     counts = counts or parameter_counts(shape, settings.adapters)

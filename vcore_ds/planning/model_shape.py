@@ -215,16 +215,16 @@ class ModelShape:
     max_positions: int | None = None
     """Tokens of the longest sequence that the model was made for; None where its configuration does not say."""
 
-    def of_part(self, num_parts: int) -> "ModelShape":
-        """The part of a rank of a tensor-parallel group: what it computes and holds. A vocabulary that the group
+    def take_tensor_shard(self, size: int) -> "ModelShape":
+        """Return the shape of a rank's shard in a tensor-parallel group of `size` ranks. A vocabulary that the group
         does not divide is padded."""
-        if num_parts == 1:
+        if size == 1:
             return self
         divided = ("num_heads", "num_kv_heads", "layer_parameters", "intermediate_size")
-        rows = -(-self.vocabulary_size // num_parts)
-        parts: dict[str, Any] = {name: max(1, getattr(self, name) // num_parts) for name in divided}
+        rows = -(-self.vocabulary_size // size)
+        parts: dict[str, Any] = {name: max(1, getattr(self, name) // size) for name in divided}
         if (experts := self.experts) is not None:
-            widths = {"width": experts.width // num_parts, "shared_width": experts.shared_width // num_parts}
+            widths = {"width": experts.width // size, "shared_width": experts.shared_width // size}
             parts["experts"] = replace(experts, **widths)
         return replace(self, **parts, vocabulary_size=rows)
 

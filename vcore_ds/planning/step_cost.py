@@ -586,7 +586,7 @@ class StepModel:
     @property
     def _part(self) -> ModelShape:
         """Shape of a GPU's shard of every layer."""
-        return self.shape.of_part(self.settings.tensor)
+        return self.shape.take_tensor_shard(self.settings.tensor)
 
     @property
     def _num_groups(self) -> int:

@@ -81,14 +81,14 @@ def token_utilities(
     Raises:
         UserError: the model, the batch or the direction cannot be used, or a utility is inf or NaN.
     """
-    own_batch = _read_batch(batch)
+    parsed = _read_batch(batch)
     gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
     with one_process_engine(model) as engine:
         buffers = _read_direction(engine, gradient)
-        (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [own_batch])
+        (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [parsed])
     if not bool(torch.isfinite(utilities).all()):
         raise UserError("direction: found a utility that is inf or NaN; expected a finite direction, loss and model")
-    return _scatter(utilities, own_batch.labels)
+    return _scatter(utilities, parsed.labels)
 
 
 def gibbs_weights(
