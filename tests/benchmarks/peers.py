@@ -52,7 +52,7 @@ SFT = {"method": {"name": "sft"}}
 PLAIN = {"batch": {"micro_batch_size_per_rank": 1}, "engine": {"coalesce_gradient_reduction": False}}
 """What was shipped until November 2026."""
 GROUPED = {"batch": {"micro_batch_size_per_rank": 4}, "engine": {"coalesce_gradient_reduction": True}}
-PACKED = {"batch": {"packed_row_tokens": 1024}, "engine": {"coalesce_gradient_reduction": True}}
+PACKED = {"batch": {"pack_tokens_per_rank": 1024}, "engine": {"coalesce_gradient_reduction": True}}
 OURS: dict[str, dict[str, dict[str, Any]]] = {
     "sft": SFT,
     "sft, 1 a micro-batch, not coalesced": SFT | PLAIN,

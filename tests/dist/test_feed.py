@@ -165,17 +165,17 @@ def test_the_whole_pool_is_a_probe_batch_and_sft_draws_none(monkeypatch) -> None
         assert ("probe the whole pool" in feed.plan.describe()) == bool(size)
 
 
-@pytest.mark.parametrize("packed_row_tokens", [None, 64])
+@pytest.mark.parametrize("pack_tokens_per_rank", [None, 64])
 @pytest.mark.parametrize(("main_degree", "probe_degree"), [("auto", "auto"), (1, 2), (2, 1), (2, 2)])
 def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(
-    monkeypatch, packed_row_tokens: int | None, main_degree, probe_degree
+    monkeypatch, pack_tokens_per_rank: int | None, main_degree, probe_degree
 ) -> None:
     """The feed of each rank, one after the other in this process: nothing of it is a collective."""
 
     def recipe(num_ranks: int) -> Recipe:
         degrees = (main_degree, probe_degree) if num_ranks > 1 else ("auto", "auto")
         return step_runs.recipe(
-            batch={"global_size": 8, "packed_row_tokens": packed_row_tokens, "sequence_parallel": degrees[0]},
+            batch={"global_size": 8, "pack_tokens_per_rank": pack_tokens_per_rank, "sequence_parallel": degrees[0]},
             probe={"batch_size": 4, "sequence_parallel": degrees[1]},
             data={"train_path": "none", "cutoff_length": 64},
             model={"path": model_folder(), "precision": "fp32"},

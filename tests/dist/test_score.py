@@ -87,7 +87,7 @@ CASES: dict[int, dict[str, Case]] = {
         "megatron": Case("full.yaml", ("model.provider=megatron", "parallel.tensor=2")),
         "megatron, LoRA": Case("runs/megatron", checkpoint="step_00000004", steps=(4,)),
     },
-    4: {"shared rows, packed": Case("full.yaml", ("batch.packed_row_tokens=128", *SHARED_ROWS), sets=SETS)},
+    4: {"shared rows, packed": Case("full.yaml", ("batch.pack_tokens_per_rank=128", *SHARED_ROWS), sets=SETS)},
 }
 """By world size."""
 

@@ -39,7 +39,7 @@ def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 
     return Recipe(
         method={"kl_budget": 0.05},
         probe={"batch_size": 3, "every": 2, "direction": "adam", "sequence_parallel": degrees[1]},
-        batch={"global_size": 6, "packed_row_tokens": row_tokens, "sequence_parallel": degrees[0]},
+        batch={"global_size": 6, "pack_tokens_per_rank": row_tokens, "sequence_parallel": degrees[0]},
         model={"path": str(folder / "model"), "precision": "fp32"},
         data={
             "train_path": str(folder / "train.jsonl"),

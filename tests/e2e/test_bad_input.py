@@ -77,11 +77,12 @@ def test_misspelt_files(refuses: Refuses):
 
 
 def test_rows_that_cannot_hold_the_longest_sequence(refuses: Refuses):
-    message = refuses("batch.packed_row_tokens=128")
+    message = refuses("batch.pack_tokens_per_rank=128")
     assert (
-        "batch.packed_row_tokens: found 128 together with data.cutoff_length 256, where at most 1 rank of 1" in message
+        "batch.pack_tokens_per_rank: found 128 together with data.cutoff_length 256, where at most 1 rank of 1"
+        in message
     )
-    assert "batch.packed_row_tokens 256 or more, or data.cutoff_length 128 or less" in message
+    assert "batch.pack_tokens_per_rank 256 or more, or data.cutoff_length 128 or less" in message
 
 
 def test_ranks_that_cannot_share_a_row_on_the_ranks_of_a_check(refuses: Refuses):

@@ -95,7 +95,7 @@ def fail(setup: TinySetup, folder: Path) -> Failures:
 def test_a_model_whose_losses_are_wrong_ends_the_run_before_its_first_step(failures: list[Failures]):
     for _, message in failures:
         assert message.startswith("model.path: gpt_oss: another sequence in one pack changes a sequence's losses")
-        assert "Set batch.packed_row_tokens to null" in message and "nats in the mean, expected at most" in message
+        assert "Set batch.pack_tokens_per_rank to null" in message and "nats in the mean, expected at most" in message
 
 
 def run_of_a_model_that_sees_too_much(setup: TinySetup, folder: Path) -> str:
@@ -107,7 +107,7 @@ def run_of_a_model_that_sees_too_much(setup: TinySetup, folder: Path) -> str:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
     torch.distributed.barrier()
-    changes = ["model.attention=eager", "methods/sft.yaml", "batch.packed_row_tokens=256"]
+    changes = ["model.attention=eager", "methods/sft.yaml", "batch.pack_tokens_per_rank=256"]
     try:
         train(load_recipe(RECIPE, setup.overrides(folder / "output", *changes, model=folder / "model")))
     except UserError as error:

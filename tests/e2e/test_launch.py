@@ -118,7 +118,7 @@ def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, 
 
 def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
     folder = tmp_path / "run"
-    overrides = setup.overrides(folder, "batch.packed_row_tokens=300", model=setup.tied)
+    overrides = setup.overrides(folder, "batch.pack_tokens_per_rank=300", model=setup.tied)
     run = fork([RECIPE, *overrides], folder, num_ranks=2)
     assert "4 sequences a step on 2 ranks, in packs of at most 300 tokens" in run.output
     assert check_folder(run, load_recipe_of(run)) == 2

@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft, packed, activations in host memory": {
         "method": {"name": "sft"},
         "model": {"gradient_checkpointing": True, "activation_offload": True},
-        "batch": {"packed_row_tokens": 256},
+        "batch": {"pack_tokens_per_rank": 256},
     },
     "vcore, optimizer in host memory": {"engine": {"deepspeed_config": "zero3_bf16_offload_optimizer.json"}},
     "vcore, all in host memory": {"engine": {"deepspeed_config": "zero3_bf16_offload_all.json"}},

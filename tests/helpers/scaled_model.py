@@ -155,7 +155,7 @@ def make_recipe(case: Case, folder: Path) -> Recipe:
         "batch": {
             "global_size": len(case.lengths),
             "micro_batch_size_per_rank": 1,
-            "packed_row_tokens": NUM_TOKENS if case.packed else None,
+            "pack_tokens_per_rank": NUM_TOKENS if case.packed else None,
             "sequence_parallel": case.sequence_parallel,
         },
         "probe": {

@@ -39,7 +39,7 @@ class TinySetup:
             "data.cutoff_length=256",
             "batch.global_size=4",
             "batch.micro_batch_size_per_rank=1",
-            "batch.packed_row_tokens=null",
+            "batch.pack_tokens_per_rank=null",
             "probe.batch_size=2",
             "optimizer.learning_rate=0.01",
             "schedule.num_steps=2",

@@ -51,7 +51,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "full": {},
     "sft, bf16": {**SFT, "model": {"precision": "bf16"}},
     "full, packed, activations offloaded": {
-        "batch": {"global_size": 4, "packed_row_tokens": 128},
+        "batch": {"global_size": 4, "pack_tokens_per_rank": 128},
         "model": {"gradient_checkpointing": True, "activation_offload": True},
     },
     "full, all offloaded": {"engine": {"deepspeed_config": "offload_all.json"}},

@@ -164,7 +164,7 @@ def test_check_and_plan_say_what_training_says(
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     path = str(tmp_path / "model")
-    overrides = ["batch.packed_row_tokens=null", f"run.output_dir={tmp_path}/run", *overrides]
+    overrides = ["batch.pack_tokens_per_rank=null", f"run.output_dir={tmp_path}/run", *overrides]
     expected = refusal_of_training(path, overrides)
     capsys.readouterr()
     for command in (["check"], ["plan", "--gpus", "8"]):

@@ -26,7 +26,7 @@ def test_plan() -> None:
         num_ranks=2,
         global_batch_size=32,
         micro_batch_size_per_rank=2,
-        packed_row_tokens=None,
+        pack_tokens_per_rank=None,
         num_trusted_global=0,
         probe_batch_size_global=4,
         probe_micro_batch_size_per_rank=2,
@@ -58,7 +58,7 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
     assert chosen.spread_main(range(4), [100] * 4).is_packed and chosen.spread_probe(range(4), [100] * 4).is_packed
     assert not chosen.spread_main(range(4), [100] * 4, micro_batch_size=2).is_packed
     assert plan(2, probe={"micro_batch_size_per_rank": 3}).probe_micro_batch_size_per_rank == 3
-    assert plan(2, batch={"packed_row_tokens": 16384}).micro_batch_size_per_rank == 1
+    assert plan(2, batch={"pack_tokens_per_rank": 16384}).micro_batch_size_per_rank == 1
     micro_batch_alpha = {"kl_budget": 0.05, "alpha_scope": "micro_batch"}
     assert plan(2, method=micro_batch_alpha).micro_batch_size_per_rank == 1
 
@@ -66,7 +66,7 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
 def test_plan_in_words() -> None:
     line = plan(2, batch={"micro_batch_size_per_rank": 2}).describe()
     assert line == "32 sequences a step on 2 ranks, 2 in a micro-batch; probe 4"
-    packed = {"packed_row_tokens": 16384, "global_size": 1}
+    packed = {"pack_tokens_per_rank": 16384, "global_size": 1}
     assert plan(1, batch=packed, method={"name": "sft"}).describe() == (
         "1 sequence a step on 1 rank, in packs of at most 16,384 tokens a rank"
     )
@@ -149,9 +149,11 @@ def test_a_degree_that_does_not_fit(ranks: int, shape: ModelShape, sections: dic
 
 def test_rows_of_a_model_that_cannot_be_packed() -> None:
     shape = replace(QWEN3_32B, unpackable="whose layers (conv) are not all attention")
-    assert plan(4, shape, batch={"packed_row_tokens": None}).packed_row_tokens is None
-    with pytest.raises(RecipeError, match=r"packed_row_tokens: found 16384 .* \(conv\) .* expected null: packed seq"):
-        plan(4, shape, batch={"packed_row_tokens": 16384})
+    assert plan(4, shape, batch={"pack_tokens_per_rank": None}).pack_tokens_per_rank is None
+    with pytest.raises(
+        RecipeError, match=r"pack_tokens_per_rank: found 16384 .* \(conv\) .* expected null: packed seq"
+    ):
+        plan(4, shape, batch={"pack_tokens_per_rank": 16384})
 
 
 def test_a_model_whose_sequences_need_forwards_of_their_own() -> None:
@@ -168,9 +170,9 @@ def test_a_model_whose_sequences_need_forwards_of_their_own() -> None:
     assert sizes == (1, 1, 1) and long.batches_per_utility_pass == 1
     lengths = [100, 5000, 100, 100, 300]
     assert all(len(ids) <= 1 for groups in long.spread_main(range(5), lengths).micro_steps for ids in groups)
-    assert planned(4096, batch={"packed_row_tokens": 4096}).is_packed
-    with pytest.raises(RecipeError, match=r"packed_row_tokens: found 4097 .* \(longrope\) .* expected null"):
-        planned(4097, batch={"packed_row_tokens": 4097})
+    assert planned(4096, batch={"pack_tokens_per_rank": 4096}).is_packed
+    with pytest.raises(RecipeError, match=r"pack_tokens_per_rank: found 4097 .* \(longrope\) .* expected null"):
+        planned(4097, batch={"pack_tokens_per_rank": 4097})
     for section in ("batch", "probe", "utility"):
         match = rf"{section}.micro_batch_size_per_rank: found 2 .* expected 1, or data.cutoff_length of at most 4096"
         with pytest.raises(RecipeError, match=match):
@@ -186,27 +188,29 @@ def test_a_model_that_cannot_be_seen_may_have_any_number_of_heads() -> None:
 def test_the_longest_sequence_needs_a_row_that_holds_it() -> None:
     """The numbers that the message names work, and those beside them do not."""
     long = {"cutoff_length": 100_000, "train_path": "data.jsonl"}
-    row = {"packed_row_tokens": 16_384}
+    row = {"pack_tokens_per_rank": 16_384}
     assert plan(8, batch=row, data=long).longest_sequence == 131_072
     assert plan(8, data=long).longest_sequence is None
     with pytest.raises(RecipeError) as error:
         plan(4, batch=row, data=long)
     assert str(error.value) == (
-        "batch.packed_row_tokens: found 16384 together with data.cutoff_length 100000, where at most 4 ranks of 4 can "
-        "form a Ulysses group (batch.sequence_parallel); expected room for the longest sequence: "
-        "batch.packed_row_tokens 25000 or more, or data.cutoff_length 65536 or less"
+        "batch.pack_tokens_per_rank: found 16384 together with data.cutoff_length 100000, where at most 4 ranks of 4 "
+        "can form a Ulysses group (batch.sequence_parallel); expected room for the longest sequence: "
+        "batch.pack_tokens_per_rank 25000 or more, or data.cutoff_length 65536 or less"
     )
-    assert plan(4, batch={"packed_row_tokens": 25_000}, data=long).longest_sequence == 100_000
+    assert plan(4, batch={"pack_tokens_per_rank": 25_000}, data=long).longest_sequence == 100_000
     assert plan(4, batch=row, data=long | {"cutoff_length": 65_536}).longest_sequence == 65_536
-    for batch, data in (({"packed_row_tokens": 24_999}, long), (row, long | {"cutoff_length": 65_537})):
+    for batch, data in (({"pack_tokens_per_rank": 24_999}, long), (row, long | {"cutoff_length": 65_537})):
         with pytest.raises(RecipeError):
             plan(4, batch=batch, data=data)
-    with pytest.raises(RecipeError, match=re.escape("probe.sequence_parallel 8 or auto, or batch.packed_row_tokens")):
+    with pytest.raises(
+        RecipeError, match=re.escape("probe.sequence_parallel 8 or auto, or batch.pack_tokens_per_rank")
+    ):
         plan(8, batch=row, data=long, probe={"sequence_parallel": 4})
 
 
 def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None:
-    row, size = {"packed_row_tokens": 16_384}, {"global_size": 4}
+    row, size = {"pack_tokens_per_rank": 16_384}, {"global_size": 4}
     fixed = plan(64, batch=row | {"sequence_parallel": 1})
     assert fixed.simulate(16_384)["main"].is_low
     assert fixed.remedy("main") == "set batch.sequence_parallel to auto"
@@ -221,7 +225,7 @@ def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None
     assert plan(63, batch=row).remedy("probe").startswith("set probe.batch_size to 504 or more, or use fewer ranks (")
 
     single = plan(4, batch={"micro_batch_size_per_rank": 2})
-    assert single.remedy("main").startswith("set batch.packed_row_tokens to data.cutoff_length")
+    assert single.remedy("main").startswith("set batch.pack_tokens_per_rank to data.cutoff_length")
 
 
 def test_a_simulation_of_what_is_there() -> None:

@@ -70,7 +70,7 @@ def test_an_output_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[s
 
 
 def test_the_largest_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(RECIPE), "batch.packed_row_tokens=null", "--ranks", "2147483647"]) == 0
+    assert main(["check", str(RECIPE), "batch.pack_tokens_per_rank=null", "--ranks", "2147483647"]) == 0
     assert "2,147,483,615 idle ranks" in capsys.readouterr().out
 
 
@@ -90,7 +90,7 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
         "Warning: the probe batch leaves much of the ranks' time unused: set probe.batch_size to 64"
     )
     # 8 divides 64 ranks and 40 heads
-    assert lines[4].startswith("Longest sequence that fits: 131,072 tokens (batch.packed_row_tokens, on 8 ranks);")
+    assert lines[4].startswith("Longest sequence that fits: 131,072 tokens (batch.pack_tokens_per_rank, on 8 ranks);")
     assert lines[5].startswith(
         "Assumed: lengths of typical reasoning traces (lognormal, mean 2,970 tokens, cut at 16,384)"
     )
@@ -138,7 +138,7 @@ def test_the_longest_sequence_that_memory_and_positions_allow(
     config = dict(CONFIGS["Qwen3-4B"], max_position_embeddings=2**20)
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "--ranks", "2", "--gpu", "RTX PRO 6000"]
-    words += [f"model.path={tmp_path}", "batch.packed_row_tokens=null", "batch.micro_batch_size_per_rank=1"]
+    words += [f"model.path={tmp_path}", "batch.pack_tokens_per_rank=null", "batch.micro_batch_size_per_rank=1"]
     assert main(words) == 0
     found = re.search(
         r"\nLongest sequence that fits: ([\d,]+) tokens \(memory, on 2 ranks\)\n", capsys.readouterr().out

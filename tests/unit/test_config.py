@@ -204,7 +204,7 @@ def test_unknown_keys_name_the_nearest(recipe_file: Path) -> None:
     assert "did you mean" not in problem_of(recipe_file, "method.zzzzzz=1")
 
 
-def test_names_of_other_trainers_are_understood(recipe_file: Path) -> None:
+def test_names_of_other_trainers_and_versions_are_understood(recipe_file: Path) -> None:
     keys = {key.dotted: key for key in recipe_keys()}
     for name, dotted in NAMES_ELSEWHERE.items():
         assert dotted in keys and name not in {key.rpartition(".")[2] for key in keys}, name
@@ -215,6 +215,7 @@ def test_names_of_other_trainers_are_understood(recipe_file: Path) -> None:
         recipe_file, "gradient_accumulation_steps=4"
     )
     assert 'did you mean "lora.rank=VALUE"?' in problem_of(recipe_file, "lora_r")
+    assert '; did you mean "batch.pack_tokens_per_rank"? (' in problem_of(recipe_file, "batch.packed_row_tokens=16384")
 
 
 def test_keys_are_text_as_written(recipe_file: Path) -> None:
@@ -293,7 +294,7 @@ RULES: list[tuple[list[str], str, list[str]]] = [
         ["method.alpha=variance", "method.alpha_scope=micro_batch"],
         "method.alpha: found variance together with method.alpha_scope micro_batch and "
         "batch.micro_batch_size_per_rank auto; expected loss_ratio",
-        ["method.alpha_scope=global_batch", "batch.micro_batch_size_per_rank=2", "batch.packed_row_tokens=16384"],
+        ["method.alpha_scope=global_batch", "batch.micro_batch_size_per_rank=2", "batch.pack_tokens_per_rank=16384"],
     ),
     (
         ["method.scope=sequence_and_batch"],
@@ -351,8 +352,8 @@ RULES: list[tuple[list[str], str, list[str]]] = [
         ["utility.micro_batch_size_per_rank=null", "batch.micro_batch_size_per_rank=2"],
     ),
     (
-        ["batch.packed_row_tokens=16384", "probe.micro_batch_size_per_rank=2"],
-        "probe.micro_batch_size_per_rank: found 2 together with batch.packed_row_tokens 16384; expected 1",
+        ["batch.pack_tokens_per_rank=16384", "probe.micro_batch_size_per_rank=2"],
+        "probe.micro_batch_size_per_rank: found 2 together with batch.pack_tokens_per_rank 16384; expected 1",
         ["probe.micro_batch_size_per_rank=1"],
     ),
     (

@@ -232,8 +232,8 @@ def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
         (8, [], ["engine.deepspeed_config=ds_configs/zero3_bf16_offload_optimizer.json", "16 ranks"]),
         (64, ["model.gradient_checkpointing=false"], ["model.gradient_checkpointing=true"]),
         (8, ["parts/layers/tensor8.yaml"], ["16 ranks"]),
-        (8, ["batch.packed_row_tokens=131072", "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"],
-         ["batch.packed_row_tokens=65536"]),
+        (8, ["batch.pack_tokens_per_rank=131072", "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"],
+         ["batch.pack_tokens_per_rank=65536"]),
     ],
 )  # fmt: skip
 def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str], fitting: list[str]) -> None:
@@ -245,7 +245,7 @@ def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str
     for remedy in remedies:
         if "=" not in remedy.change:  # so many ranks: the estimate is that of a run on them
             assert remedy.estimate == plan_of(int(remedy.change.split()[0]), *overrides).estimate
-        elif "ranks" not in remedy.change and "packed_row" not in remedy.change:
+        elif "ranks" not in remedy.change and "pack_tokens" not in remedy.change:
             assert remedy.estimate == plan_of(num_ranks, *overrides, *remedy.change.split()).estimate
 
 

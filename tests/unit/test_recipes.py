@@ -295,7 +295,7 @@ def test_the_papers_training_hyperparameters(path: Path) -> None:
     assert recipe.parallel.tensor == int(tensor or 1)
     assert recipe.model.provider == ("megatron" if tensor else "huggingface")
     # A group of 8 GPUs has room for more than one of them.
-    assert recipe.batch.packed_row_tokens == recipe.data.cutoff_length * (4 if tensor else 1)
+    assert recipe.batch.pack_tokens_per_rank == recipe.data.cutoff_length * (4 if tensor else 1)
     if kind == "full":
         assert recipe.lora is None
     else:

@@ -15,7 +15,7 @@ from vcore_ds.commands.plan.columns import calibrate
 from vcore_ds.commands.report.read import group_runs, read_runs
 from vcore_ds.commands.score.request import make_request
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.load import load_recipe
+from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.train.run_folder import can_resume
 
@@ -111,6 +111,21 @@ def test_training_and_check_refuse_it(run: Path, key: str, capsys: pytest.Captur
     (run / "model").rename(run / "elsewhere")  # as a run that was stopped
     with pytest.raises(UserError, match="ends with vcore_ds 0.6"):
         can_resume(recipe)
+
+
+def test_a_run_with_a_renamed_key_is_read_and_resumed(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    path = run / "recipe.yaml"
+    recipe = load_recipe(path, ["batch.pack_tokens_per_rank=4096"])
+    path.write_text(dump_recipe(recipe).replace("pack_tokens_per_rank: 4096", "packed_row_tokens: 4096"))
+    assert read_resolved_recipe(path) == read_resolved_recipe(path, accept_retired=True) == recipe
+    assert load_recipe(path, accept_retired=True) == recipe
+    (run / "model").rename(run / "elsewhere")  # as a run that was stopped
+    assert can_resume(recipe)
+    with pytest.raises(
+        UserError, match=r'packed_row_tokens: found 4096 .* did you mean "batch.pack_tokens_per_rank"\?'
+    ):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize("value", ["null", "mine"])

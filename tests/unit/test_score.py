@@ -216,7 +216,7 @@ def identity(
         "method.normalization=token",
         "data.train_path=other",
         "data.cutoff_length=77",
-        "batch.packed_row_tokens=64",
+        "batch.pack_tokens_per_rank=64",
         "batch.sequence_parallel=1",
         "lora={rank: 2, alpha: 4}",
         "run.seed=7",

@@ -328,7 +328,7 @@ def test_a_plan_of_other_trainers_is_what_they_have_published() -> None:
 
     def tokens_per_second(model: str, num_gpus: int, size: int, split: int, achieved: Achieved, *more: str) -> float:
         words = ["methods/sft.yaml", f"batch.global_size={size}", "data.cutoff_length=8192", *more]
-        words += [f"batch.packed_row_tokens={8192 // split}", f"batch.sequence_parallel={split}"]
+        words += [f"batch.pack_tokens_per_rank={8192 // split}", f"batch.sequence_parallel={split}"]
         settings = derive_plan_settings(load_recipe("qwen3_32b_math_full.yaml", words))
         cluster = Cluster(GPUS["H100"], num_gpus, achieved=achieved)
         plan = plan_run(settings, cluster, KNOWN_MODELS[model], lengths=LengthModel(8192, (8192,)))

@@ -165,7 +165,7 @@ def test_ranks_that_share_a_row_need_not_divide_another_models_heads_or_a_number
 ) -> None:
     assert load_sweep(write(common=["batch.sequence_parallel=3"]), num_ranks=3).runs
     assert load_sweep(write(common=["batch.sequence_parallel=8", "probe.sequence_parallel=5"])).runs
-    packed = ["data.cutoff_length=16384", "batch.packed_row_tokens=4096"]
+    packed = ["data.cutoff_length=16384", "batch.pack_tokens_per_rank=4096"]
     assert load_sweep(write(common=packed)).runs
     with pytest.raises(RecipeError, match="at most 1 rank of 2 can form a Ulysses group"):
         load_sweep(write(common=[*packed, "batch.sequence_parallel=1"]), num_ranks=2)

@@ -20,7 +20,7 @@ from vcore_ds.config.sections import REMOVED
 _NAMES_ELSEWHERE = {
     "batch.global_size": "gradient_accumulation_steps gradient_accumulation train_batch_size global_batch_size",
     "batch.micro_batch_size_per_rank": "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu",
-    "batch.packed_row_tokens": "packing sample_packing",
+    "batch.pack_tokens_per_rank": "packing sample_packing packed_row_tokens",
     "batch.sequence_parallel": "context_parallel_size sequence_parallel_size sp_size",
     "checkpoint.every_steps": "save_steps save_interval",
     "checkpoint.keep_last": "save_total_limit",
@@ -51,10 +51,11 @@ _NAMES_ELSEWHERE = {
     "track.project": "wandb_project",
     "track.trackers": "report_to use_wandb",
 }
-"""Names of our keys in transformers, TRL, LLaMA-Factory, Axolotl, ms-swift, verl, DeepSpeed and Megatron-LM."""
+"""Names of our keys in transformers, TRL, LLaMA-Factory, Axolotl, ms-swift, verl, DeepSpeed, Megatron-LM and earlier
+versions."""
 
 NAMES_ELSEWHERE = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
-"""Another trainer's name -> our key."""
+"""Name in another trainer or an earlier version -> our key."""
 
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
@@ -189,7 +190,7 @@ def nearest_keys(name: str) -> list[str]:
 
 
 def _explain_name_elsewhere(name: str) -> str:
-    """Values and meaning of the key that other trainers call `name`; empty for other names."""
+    """Values and meaning of the key that other trainers or earlier versions call `name`; empty for other names."""
     if name not in NAMES_ELSEWHERE:
         return ""
     key = next(key for key in recipe_keys() if key.dotted == NAMES_ELSEWHERE[name])

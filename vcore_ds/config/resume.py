@@ -32,7 +32,7 @@ MAY_DIFFER = frozenset(
         "data.cache_dir",
         # These change results only by rounding.
         "batch.micro_batch_size_per_rank",
-        "batch.packed_row_tokens",
+        "batch.pack_tokens_per_rank",
         "batch.sequence_parallel",
         "probe.sequence_parallel",
         "probe.micro_batch_size_per_rank",
@@ -49,6 +49,9 @@ MAY_DIFFER = frozenset(
 SECTIONS_THAT_MAY_DIFFER = frozenset({"track", "checkpoint", "engine", "schedule"})
 """Sections of which all keys may change; `schedule` as far as the steps taken keep their learning rates, which a run
 checks."""
+
+RENAMED = (("batch", "packed_row_tokens", "pack_tokens_per_rank"),)
+"""(section, old key, new key): accepted under the old name in the recipes that finished and interrupted runs wrote."""
 
 
 def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
@@ -69,8 +72,12 @@ def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
 
 
 def take_retired_keys(values: Any, *, only_harmless: bool = False) -> dict[str, Any]:
-    """Remove the keys of earlier versions from a recipe's values; return those that are not at their default and may
-    not change when a run is resumed. `only_harmless`: leave those in `values`."""
+    """Rename or remove the keys of earlier versions in a recipe's values; return the removed ones that are not at their
+    default and may not change when a run is resumed. `only_harmless`: leave those in `values`."""
+    for section, old, new in RENAMED:
+        keys = values.get(section) if isinstance(values, dict) else None
+        if isinstance(keys, dict) and old in keys and new not in keys:
+            keys[new] = keys.pop(old)
     retired = {}
     for section, key in REMOVED:
         keys = values.get(section) if isinstance(values, dict) else None
@@ -93,7 +100,7 @@ def differing_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _may_differ(key: str, recipe: Recipe) -> bool:
-    sizes = ("batch.micro_batch_size_per_rank", "batch.packed_row_tokens", "batch.sequence_parallel")
+    sizes = ("batch.micro_batch_size_per_rank", "batch.pack_tokens_per_rank", "batch.sequence_parallel")
     if key in sizes and recipe.method.alpha_scope == "micro_batch":
         return False  # alpha depends on which sequences share a micro-batch
     return key in MAY_DIFFER or key.partition(".")[0] in SECTIONS_THAT_MAY_DIFFER

@@ -160,7 +160,7 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             ("method.alpha", "batch.global_size"),
             "loss_ratio: one sequence has no variance (or set batch.global_size to at least 2)",
         )
-    is_single = batch.packed_row_tokens is None and batch.micro_batch_size_per_rank in (1, "auto")
+    is_single = batch.pack_tokens_per_rank is None and batch.micro_batch_size_per_rank in (1, "auto")
     if method.alpha == "variance" and method.alpha_scope == "micro_batch" and is_single:
         yield BrokenRule(
             ("method.alpha", "method.alpha_scope", "batch.micro_batch_size_per_rank"),
@@ -235,7 +235,7 @@ def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:
 
 
 def _batch_rules(recipe: Recipe) -> Iterator[BrokenRule]:
-    key, is_packed = "micro_batch_size_per_rank", recipe.batch.packed_row_tokens is not None
+    key, is_packed = "micro_batch_size_per_rank", recipe.batch.pack_tokens_per_rank is not None
     if not is_packed and recipe.utility.micro_batch_size_per_rank and recipe.batch.micro_batch_size_per_rank == "auto":
         yield BrokenRule(
             (f"utility.{key}", f"batch.{key}"),
@@ -244,8 +244,8 @@ def _batch_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     for section in ("batch", "probe", "utility"):
         if is_packed and getattr(recipe, section).micro_batch_size_per_rank not in (None, 1, "auto"):
             yield BrokenRule(
-                (f"{section}.{key}", "batch.packed_row_tokens"),
-                "1: a micro-batch is one pack of packed_row_tokens tokens",
+                (f"{section}.{key}", "batch.pack_tokens_per_rank"),
+                "1: a micro-batch is one pack of pack_tokens_per_rank tokens",
             )
 
 

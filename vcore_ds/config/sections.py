@@ -344,9 +344,9 @@ class BatchConfig(Section):
     micro_batch_size_per_rank: Literal["auto"] | Count = "auto"
     """Unpacked sequences per rank in one forward and backward. `auto` packs short sequences into packs of about equal
     cost, with at most the tokens of the batch's longest sequence (or 1,024); if the model or its attention rules
-    packing out, sequences of similar length share a micro-batch. With packed_row_tokens, or method.alpha_scope
+    packing out, sequences of similar length share a micro-batch. With pack_tokens_per_rank, or method.alpha_scope
     micro_batch, it is 1."""
-    packed_row_tokens: NumTokens | None = None
+    pack_tokens_per_rank: NumTokens | None = None
     """Pack sequences into packs of about equal cost, one in each forward and backward, without padding: the maximum
     tokens of a pack on each rank. null leaves packing to micro_batch_size_per_rank."""
     sequence_parallel: Literal["auto"] | Count = "auto"

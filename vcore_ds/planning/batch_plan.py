@@ -132,7 +132,7 @@ def find_sequence_parallel_sizes(
         raise RecipeError(
             [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} {one}s{and_heads}: {nearest}"]
         )
-    longest, row = settings.cutoff_length, settings.batch.packed_row_tokens
+    longest, row = settings.cutoff_length, settings.batch.pack_tokens_per_rank
     if row is not None and chosen[-1] * row < longest:
         raise RecipeError([_explain_too_short(settings, key, chosen[-1], possible, num_ranks)])
     return tuple(chosen)
@@ -140,18 +140,18 @@ def find_sequence_parallel_sizes(
 
 def _explain_too_short(settings: PlanSettings, key: str, size: int, possible: Sequence[int], num_ranks: int) -> str:
     """That no row can hold the longest sequence, and what would."""
-    longest, row = settings.cutoff_length, settings.batch.packed_row_tokens
+    longest, row = settings.cutoff_length, settings.batch.pack_tokens_per_rank
     assert row is not None
     one = member_of(settings.parallel.tensor)
     larger = [k for k in possible if k * row >= longest]
     remedies = [
-        f"batch.packed_row_tokens {-(-longest // size)} or more",
+        f"batch.pack_tokens_per_rank {-(-longest // size)} or more",
         f"data.cutoff_length {size * row} or less",
     ]
     if larger:
         remedies.insert(0, f"{key} {larger[0]} or auto")
     return (
-        f"batch.packed_row_tokens: found {row} together with data.cutoff_length {longest}, where at most "
+        f"batch.pack_tokens_per_rank: found {row} together with data.cutoff_length {longest}, where at most "
         f"{count(size, one)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
         f"sequence: {', or '.join(remedies)}"
     )
@@ -183,7 +183,7 @@ class BatchPlan:
     """|B|, over all ranks and micro-batches."""
     micro_batch_size_per_rank: int | None
     """None where the time model chooses it for each micro-batch."""
-    packed_row_tokens: int | None
+    pack_tokens_per_rank: int | None
     """Most tokens of a row that holds several sequences, on each rank of a sequence-parallel group; None where the
     recipe does not say."""
     num_trusted_global: int
@@ -226,7 +226,7 @@ class BatchPlan:
     @property
     def longest_sequence(self) -> int | None:
         """Tokens of the longest sequence that a packed row of the main batch holds; None without packing."""
-        return None if self.packed_row_tokens is None else self.main_parallel_sizes[-1] * self.packed_row_tokens
+        return None if self.pack_tokens_per_rank is None else self.main_parallel_sizes[-1] * self.pack_tokens_per_rank
 
     def spread_main(self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None) -> Spread:
         """The sequences `ids`, of `lengths` tokens, over all ranks.
@@ -243,7 +243,7 @@ class BatchPlan:
         return spread(ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model)
 
     def _limit(self, micro_batch_size: int | None) -> RowLimit:
-        return RowLimit(self.packed_row_tokens, micro_batch_size, self.may_pack)
+        return RowLimit(self.pack_tokens_per_rank, micro_batch_size, self.may_pack)
 
     @property
     def is_packed(self) -> bool:
@@ -297,7 +297,7 @@ class BatchPlan:
             return f"set {_SECTIONS[part]}.sequence_parallel to auto"
         enough = _SEQUENCES_PER_GROUP * self.num_ranks // parallel_sizes[-1]
         if size >= enough and not limit.is_packed:
-            return "set batch.packed_row_tokens to data.cutoff_length and every micro_batch_size_per_rank to 1"
+            return "set batch.pack_tokens_per_rank to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
         larger = f"set {key} to {wanted} or more, or " if size else ""
         one = self.member
@@ -306,8 +306,8 @@ class BatchPlan:
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
-        if self.packed_row_tokens is not None:
-            held = f"in packs of at most {self.packed_row_tokens:,} tokens a {self.member}"
+        if self.pack_tokens_per_rank is not None:
+            held = f"in packs of at most {self.pack_tokens_per_rank:,} tokens a {self.member}"
         elif self.micro_batch_size_per_rank is None:
             held = "short ones packed" if self.may_pack else "those of similar length in a micro-batch"
         else:
@@ -353,7 +353,7 @@ def plan_batch(
     micro: int | None = None
     if batch.micro_batch_size_per_rank != "auto":
         micro = batch.micro_batch_size_per_rank
-    elif batch.packed_row_tokens is not None or settings.alpha_of_micro_batch or shape.is_alone:
+    elif batch.pack_tokens_per_rank is not None or settings.alpha_of_micro_batch or shape.is_alone:
         micro = 1  # a row, and in the second case what shares a micro-batch would change alpha
     has_probe = settings.estimator is not None
     probe_batch_size = None if probe.batch_size == "all" else probe.batch_size
@@ -363,7 +363,7 @@ def plan_batch(
         num_ranks=num_ranks,
         global_batch_size=batch.global_size,
         micro_batch_size_per_rank=micro,
-        packed_row_tokens=batch.packed_row_tokens,
+        pack_tokens_per_rank=batch.pack_tokens_per_rank,
         num_trusted_global=settings.num_trusted,
         probe_batch_size_global=probe_batch_size if has_probe else 0,
         probe_micro_batch_size_per_rank=probe.micro_batch_size_per_rank or micro,
@@ -383,10 +383,10 @@ def check_shared_rows(settings: PlanSettings, shape: ModelShape) -> None:
     """
     batch, beside = settings.batch, f"together with model.path {settings.model.path}"
     problems = []
-    if batch.packed_row_tokens is not None and shape.unpackable is not None:
+    if batch.pack_tokens_per_rank is not None and shape.unpackable is not None:
         problems.append(
-            f"batch.packed_row_tokens: found {batch.packed_row_tokens} {beside}, {shape.unpackable}; expected null: "
-            "packed sequences would change each other's losses"
+            f"batch.pack_tokens_per_rank: found {batch.pack_tokens_per_rank} {beside}, {shape.unpackable}; expected "
+            "null: packed sequences would change each other's losses"
         )
     if shape.is_alone:
         remedy = f"data.cutoff_length of at most {shape.rope_limit}"

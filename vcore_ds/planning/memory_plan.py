@@ -148,11 +148,11 @@ class MemoryPlan:
 
     def _smaller_rows(self) -> Iterator[_Change]:
         """Fewer tokens on a rank: half a pack, one sequence, or a larger sequence-parallel size."""
-        plan, row = self.plan, self.plan.packed_row_tokens
+        plan, row = self.plan, self.plan.pack_tokens_per_rank
         if row is not None:
             half = row // 2
             if half >= _FEWEST_ROW_TOKENS and plan.main_parallel_sizes[-1] * half >= self.cutoff_length:
-                yield _Change({"batch.packed_row_tokens": str(half)}, self._fewer_tokens(half / row))
+                yield _Change({"batch.pack_tokens_per_rank": str(half)}, self._fewer_tokens(half / row))
             return
         if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
             share = 1 / plan.micro_batch_size_per_rank
@@ -212,7 +212,7 @@ def plan_memory(
     zero = deepspeed_config["zero_optimization"]
     counts = counts if counts is not None and counts.all > 0 else None
     hpz = zero.get("zero_hpz_partition_size", 1)
-    longest = plan.packed_row_tokens or settings.cutoff_length * (plan.micro_batch_size_per_rank or 1)
+    longest = plan.pack_tokens_per_rank or settings.cutoff_length * (plan.micro_batch_size_per_rank or 1)
     tokens = {part: found.most_tokens for part, found in passes.items()}
     main_tokens = tokens.get("main", longest)
     model, lora = settings.model, settings.lora

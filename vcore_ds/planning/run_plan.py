@@ -198,7 +198,7 @@ def longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSe
     members = count(size, batch.member)
     limits = []
     if held is not None:
-        limits.append(LongestSequence(held, f"batch.packed_row_tokens, on {members}"))
+        limits.append(LongestSequence(held, f"batch.pack_tokens_per_rank, on {members}"))
     if positions is not None:
         limits.append(LongestSequence(positions, "the model's positions"))
     if plan is not None:

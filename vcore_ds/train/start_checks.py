@@ -100,7 +100,7 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
     in_one = "one pack" if feed.plan.is_packed else "one forward"
     not_apart = (
         f"another sequence in {in_one} changes a sequence's losses: this architecture does not isolate sequences. Set "
-        "batch.packed_row_tokens to null and every micro_batch_size_per_rank to 1, or "
+        "batch.pack_tokens_per_rank to null and every micro_batch_size_per_rank to 1, or "
         "model.attention to auto if it has another value, or choose another model"
     )
     compared = [
