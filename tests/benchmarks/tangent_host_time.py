@@ -35,7 +35,7 @@ from tests.benchmarks.kernel_compiles import NoDevice
 from vcore_ds.models import attention, flash_tangent, pointwise
 from vcore_ds.models.dual_tensors import LowRank
 from vcore_ds.utility.forward_mode import dual_parameters
-from vcore_ds.utility.fused_forward import TangentsBesideGraph
+from vcore_ds.utility.fused_forward import UnrecordedTangents
 
 REFERENCE_MS = 0.6
 """Of the reference, on the machine of `Achieved` (2026-11-24)."""
@@ -190,15 +190,15 @@ def make_passes() -> dict[str, tuple[Callable[[], AbstractContextManager[object]
         REFERENCE: (attention_cut_out, run_plain),
         "fine-tuning, forward": (nullcontext, forward),
         "fine-tuning, recomputation and backward": (nullcontext, recompute_and_backward),
-        "with tangents, whole direction": (lambda: duals(TangentsBesideGraph(), rank=None), with_tangents),
+        "with tangents, whole direction": (lambda: duals(UnrecordedTangents(), rank=None), with_tangents),
         "the same, attention cut out": (
-            lambda: duals(TangentsBesideGraph(), attention_cut_out, rank=None),
+            lambda: duals(UnrecordedTangents(), attention_cut_out, rank=None),
             with_tangents,
         ),
         "the same, without the function mode": (lambda: duals(nullcontext(), rank=None), with_tangents),
-        f"with tangents, rank {RANK}": (lambda: duals(TangentsBesideGraph(), rank=RANK), with_tangents),
+        f"with tangents, rank {RANK}": (lambda: duals(UnrecordedTangents(), rank=RANK), with_tangents),
         f"with tangents, rank {RANK}, FP8": (
-            lambda: duals(TangentsBesideGraph(), rank=RANK, fp8_tangents=True),
+            lambda: duals(UnrecordedTangents(), rank=RANK, fp8_tangents=True),
             with_tangents,
         ),
     }

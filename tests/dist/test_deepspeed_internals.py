@@ -262,7 +262,7 @@ def a_shard_is_a_chunk_of_the_flat_parameter(e: Engine) -> bool:
     whole = dict(tiny.token_loss_model().named_parameters())
     return all(
         torch.equal(
-            e.shards.shard(e.shards.masters(), parameter)[: e.local_numel(parameter)],
+            e.shards.shard(e.shards.masters(), parameter)[: e.shards.numel(parameter)],
             # `Shard(0)` of a DTensor is torch.chunk's part; of a small tensor the last ranks may have none.
             [*whole[name].detach().flatten().chunk(layout.size("shards")), torch.empty(0)][layout.rank("shards")],
         )
@@ -298,7 +298,7 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     with engine.accumulation(1):
         engine.backward(loss_on(engine))
     gradients = engine.shards.gradients()
-    own = torch.cat([engine.shards.shard(gradients, p)[: engine.local_numel(p)] for p in (*blocks, *others)])
+    own = torch.cat([engine.shards.shard(gradients, p)[: engine.shards.numel(p)] for p in (*blocks, *others)])
     norm = layout.sum_over("job", [float(own.double().square().sum())])[0] ** 0.5
     norm_of_step = engine.step(0.0)
     engine.close()

@@ -36,7 +36,7 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.experts import OUR_EXPERTS, mark_sharded, uses_our_experts
 from vcore_ds.utility.estimators import Estimator
-from vcore_ds.utility.fused_forward import TangentsBesideGraph
+from vcore_ds.utility.fused_forward import UnrecordedTangents
 
 pytestmark = pytest.mark.dist
 
@@ -148,7 +148,7 @@ def differentiated(
     experts: torch.nn.Module, x: Tensor, d_x: Tensor | None, chosen: Tensor, weights: Tensor, own: slice, directions
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Value, tangent, and gradient of its parameters. As in the fused pass of ours, by PyTorch's rules of the other."""
-    beside = TangentsBesideGraph() if uses_our_experts(experts) else nullcontext()
+    beside = UnrecordedTangents() if uses_our_experts(experts) else nullcontext()
     parameters = dict(experts.named_parameters())
     # The rows come out of a layer before, and require a gradient.
     x = x.clone().requires_grad_()

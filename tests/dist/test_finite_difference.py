@@ -35,7 +35,7 @@ def a_direction(engine) -> Direction:
 
 
 def shards(engine) -> torch.Tensor:
-    return torch.cat([p.ds_tensor.data[: engine.local_numel(p)].float() for _, p in engine.trainable])
+    return torch.cat([p.ds_tensor.data[: engine.shards.numel(p)].float() for _, p in engine.trainable])
 
 
 def check_stochastic_perturbation() -> dict[str, float]:
@@ -43,7 +43,7 @@ def check_stochastic_perturbation() -> dict[str, float]:
     _, engine = make_engine("bf16")
     direction = a_direction(engine)
     before = shards(engine)
-    v = torch.cat([direction.shard(p)[: engine.local_numel(p)].float() for _, p in engine.trainable])
+    v = torch.cat([direction.shard(p)[: engine.shards.numel(p)].float() for _, p in engine.trainable])
     epsilon = 1e-3
     exact_shift = -epsilon * v.double()
     total, num_draws, changed = torch.zeros_like(exact_shift), 400, []

@@ -210,7 +210,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
         changed_fraction=(changed_fraction, changed / total),
         restored=restored,
         padding_nonzero=[int(a - b) for a, b in zip(whole, without_padding, strict=True)],
-        num_padding=sum(p.ds_tensor.numel() - engine.local_numel(p) for _, p in engine.trainable),
+        num_padding=sum(p.ds_tensor.numel() - engine.shards.numel(p) for _, p in engine.trainable),
         num_sub_groups=len(shards.parameters()),
         parameters_are_views=all(
             shards.shard(shards.parameters(), p).data_ptr() == p.ds_tensor.data_ptr() for _, p in engine.trainable

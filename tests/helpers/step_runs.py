@@ -143,7 +143,7 @@ def gather_experts(parameter: torch.nn.Parameter, gathered: torch.Tensor) -> tor
 
 def without_padding(engine: Engine, vector: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of a vector over this rank's shards, one per parameter, without padding."""
-    return [engine.shards.shard(vector, p)[: engine.local_numel(p)] for _, p in engine.trainable]
+    return [engine.shards.shard(vector, p)[: engine.shards.numel(p)] for _, p in engine.trainable]
 
 
 def relative_error(measured: torch.Tensor, expected: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from vcore_ds.data.batches import IGNORED_LABEL, Batch
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.utility.fused_forward import TangentsBesideGraph
+from vcore_ds.utility.fused_forward import UnrecordedTangents
 
 EPSILONS = (1e-2, 1e-3, 1e-4, 1e-5)
 Parameters = dict[str, Tensor]
@@ -159,7 +159,7 @@ def test_signal_to_noise_of_known_losses_over_all_ranks() -> None:
 @pytest.mark.parametrize("with_grad", [True, False])
 def test_a_number_added_to_a_dual_tensor_keeps_its_tangent_and_shares_no_memory_with_it(with_grad: bool) -> None:
     x, d_x = torch.randn(3, 4, requires_grad=with_grad), torch.randn(3, 4)
-    with torch.set_grad_enabled(with_grad), forward_ad.dual_level(), TangentsBesideGraph():
+    with torch.set_grad_enabled(with_grad), forward_ad.dual_level(), UnrecordedTangents():
         dual = forward_ad.make_dual(x, d_x)
         sums = {"x + 2": dual + 2, "2 + x": 2 + dual, "x - 2": dual - 2, "2 - x": 2 - dual}
         for name, total in sums.items():

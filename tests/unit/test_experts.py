@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from vcore_ds.models.dual_tensors import make_dual
 from vcore_ds.models.experts import OUR_EXPERTS, grouped_matmul
-from vcore_ds.utility.fused_forward import TangentsBesideGraph
+from vcore_ds.utility.fused_forward import UnrecordedTangents
 
 SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
 NUM_TOKENS, NUM_EXPERTS, NUM_CHOSEN = 11, 6, 2
@@ -83,7 +83,7 @@ def test_with_a_graph_the_value_is_the_same_and_the_tangent_has_none(experts: nn
     experts.config._experts_implementation = OUR_EXPERTS
     plain = experts(hidden, chosen, weights)
     plain_gradients = torch.autograd.grad(plain.sum(), list(experts.parameters()))
-    with forward_ad.dual_level(), TangentsBesideGraph():
+    with forward_ad.dual_level(), UnrecordedTangents():
         # As the engine does it: an attribute of the instance hides the parameter.
         for seed, (name, parameter) in enumerate(experts.named_parameters()):
             experts.__dict__[name] = dual(parameter, seed)

@@ -50,7 +50,7 @@ def parse_step(folder: Path) -> int | None:
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Folders named like checkpoints, newest first, complete or not."""
     folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    return sorted((folder for folder in folders if parse_step(folder) is not None), key=_number, reverse=True)
+    return sorted((folder for folder in folders if parse_step(folder) is not None), key=_get_step, reverse=True)
 
 
 def list_unfinished(checkpoints: Path) -> list[Path]:
@@ -59,7 +59,7 @@ def list_unfinished(checkpoints: Path) -> list[Path]:
     return sorted([*checkpoints.glob(f"step_*{paths.SUFFIX}"), *unmarked])
 
 
-def _number(folder: Path) -> int:
+def _get_step(folder: Path) -> int:
     step = parse_step(folder)
     assert step is not None
     return step
@@ -131,8 +131,8 @@ def remove_old(
     old = [
         folder
         for folder in complete[keep_last:]
-        if (keep_every_steps is None or _number(folder) % keep_every_steps != 0)
-        and _number(folder) != keep_step
+        if (keep_every_steps is None or _get_step(folder) % keep_every_steps != 0)
+        and _get_step(folder) != keep_step
         and folder not in best
     ]
     for folder in old:
@@ -164,7 +164,7 @@ def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
         shutil.rmtree(folder)
     renamed = []
     for folder in list_checkpoints(checkpoints):
-        if _number(folder) > step:
+        if _get_step(folder) > step:
             rejected = folder.with_name(folder.name + _REJECTED)
             if rejected.exists():
                 shutil.rmtree(rejected)

@@ -85,9 +85,7 @@ def write_state(tensors: State, folder: Path, group: Group | None = None) -> Non
     """Write this rank's shards of the state (from `state_tensors` or `Stager.stage`) to one file in `folder`, and flush
     it. A collective. `group`: as in `run_on_all_ranks`. Raises CheckpointFailed on all ranks alike."""
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
-    _dcp_on_all_ranks(
-        folder, lambda: dcp.save(dict(tensors), storage_writer=writer, process_group=group or cpu_group()), group
-    )
+    _run_dcp(folder, lambda: dcp.save(dict(tensors), storage_writer=writer, process_group=group or cpu_group()), group)
 
 
 class Stager:
@@ -133,15 +131,15 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
     checkpoint's `engine.num_updates`. Raises CheckpointFailed on all ranks alike."""
     tensors = state_tensors(engine, direction)
     reader = dcp.FileSystemReader(folder)
-    _dcp_on_all_ranks(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
+    _run_dcp(folder, lambda: dcp.load(tensors, storage_reader=reader, process_group=cpu_group()))
     for state in engine.optimizer.optimizer.state.values():
         if "step" in state:
             state["step"].fill_(num_updates)
     with engine.changing_shards():
         for _, parameter in engine.trainable:
-            for key in (None, *_buffer_names(engine, parameter)):
-                _padded_shard(engine, parameter, key)[engine.local_numel(parameter) :].zero_()
-            parameter.ds_tensor.data.view(-1).copy_(_padded_shard(engine, parameter, None))
+            for key in (None, *_list_buffer_names(engine, parameter)):
+                _read_padded_shard(engine, parameter, key)[engine.shards.numel(parameter) :].zero_()
+            parameter.ds_tensor.data.view(-1).copy_(_read_padded_shard(engine, parameter, None))
 
 
 def count_state_bytes(tensors: State) -> int:
@@ -174,7 +172,7 @@ class _LocalTensor(NamedTuple):
     def as_dtensor(self) -> DTensor:
         num_blocks = layout.size("expert") if is_expert_block(self.parameter) else 1
         numel = num_blocks * self.tensor.numel() if self.is_replica else full_shape(self.parameter).numel()
-        mesh = _mesh(layout.group("shards"), self.tensor.device.type, num_blocks)
+        mesh = _make_mesh(layout.group("shards"), self.tensor.device.type, num_blocks)
         placements = [Shard(0)] * (mesh.ndim - 1) + [Replicate() if self.is_replica else Shard(0)]
         shape = torch.Size([numel])
         return DTensor.from_local(self.tensor, mesh, placements, run_check=False, shape=shape, stride=(1,))
@@ -192,8 +190,8 @@ def _local_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str,
     tensors = {}
     for name, parameter in engine.trainable:
         name = checkpoint_name(name, layout.rank("tensor"), layout.size("tensor"))
-        padded = {"master": _padded_shard(engine, parameter, None)}
-        padded |= {key: _padded_shard(engine, parameter, key) for key in _buffer_names(engine, parameter)}
+        padded = {"master": _read_padded_shard(engine, parameter, None)}
+        padded |= {key: _read_padded_shard(engine, parameter, key) for key in _list_buffer_names(engine, parameter)}
         if direction is not None:
             replicas = direction.replicas(parameter)
             for kind, replica in replicas.items():
@@ -201,7 +199,7 @@ def _local_tensors(engine: Engine, direction: ShardedVector | None) -> dict[str,
             if not replicas:
                 padded["direction"] = direction.shard(parameter)
         for kind, shard in padded.items():
-            tensors[f"{kind}.{name}"] = _LocalTensor(parameter, shard.detach()[: engine.local_numel(parameter)])
+            tensors[f"{kind}.{name}"] = _LocalTensor(parameter, shard.detach()[: engine.shards.numel(parameter)])
     return tensors
 
 
@@ -210,7 +208,7 @@ def checkpoint_name(name: str, tensor_rank: int, tensor: int) -> str:
     return name if tensor == 1 else f"{name}@{tensor_rank}"
 
 
-def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:
+def _read_padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> Tensor:
     """The optimizer's shard of the fp32 parameter (key None) or of a buffer: flat, padded, on its device;
     `safe_get_local_fp32_param` would copy it to the accelerator, where an offloaded state does not fit."""
     shard, _ = engine.optimizer._get_fp32_opt_state_partition(
@@ -219,7 +217,7 @@ def _padded_shard(engine: Engine, parameter: nn.Parameter, key: str | None) -> T
     return shard.detach()
 
 
-def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
+def _list_buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
     """Names of the optimizer's tensors with the parameter's shape, such as `exp_avg`; none for SGD."""
     group, _, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
     flat = engine.optimizer.fp32_partitioned_groups_flat[group]
@@ -227,7 +225,7 @@ def _buffer_names(engine: Engine, parameter: nn.Parameter) -> list[str]:
     return sorted(key for key, value in state.items() if isinstance(value, Tensor) and value.shape == flat.shape)
 
 
-def _dcp_on_all_ranks(folder: Path, action: Callable[[], object], group: Group | None = None) -> None:
+def _run_dcp(folder: Path, action: Callable[[], object], group: Group | None = None) -> None:
     """Call torch.distributed.checkpoint. Its exception holds the errors of all ranks; here each rank raises its own, so
     that the message can name rank and host."""
     failure: list[CheckpointException] = []
@@ -247,7 +245,7 @@ def _dcp_on_all_ranks(folder: Path, action: Callable[[], object], group: Group |
 
 
 @cache
-def _mesh(shards: ProcessGroup, device_type: str, num_blocks: int) -> DeviceMesh:
+def _make_mesh(shards: ProcessGroup, device_type: str, num_blocks: int) -> DeviceMesh:
     """Mesh of the ranks that hold shards, in one dimension, or in two with blocks of experts. It only determines each
     rank's slice; nothing is communicated over it."""
     if num_blocks == 1:

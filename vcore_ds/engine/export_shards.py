@@ -137,7 +137,7 @@ def _assign_files(split: StateDictSplit) -> dict[str, int]:
 
 def _find_keepers(stored: FolderWeights, owner: Mapping[str, int]) -> dict[str, set[int]]:
     """Name in memory -> the ranks that write some of it: the experts of a layer may be in two files."""
-    return {name: {owner[key] for key in part.stored} for part in stored.parts for name in part.names}
+    return {name: {owner[key] for key in group.stored} for group in stored.groups for name in group.names}
 
 
 def _stream_stored(

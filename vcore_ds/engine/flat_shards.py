@@ -147,8 +147,7 @@ class FlatShards:
         self._positions = {}
         for parameter in trainable:
             sub_group, offset, shard_numel = zero.grad_position[zero.get_param_id(parameter)]
-            left = parameter.ds_numel - find_shard_group(parameter).rank * shard_numel
-            numel = max(0, min(shard_numel, left))
+            numel = max(0, min(shard_numel, parameter.ds_numel - find_shard_group(parameter).rank * shard_numel))
             self._positions[id(parameter)] = ShardPosition(sub_group, offset, shard_numel, numel)
         self._replicated: list[nn.Parameter] = []
         self._counted_spans: list[tuple[int, slice]] | None = None
@@ -192,10 +191,9 @@ class FlatShards:
 
     def scale_gradient(self, factor: float) -> None:
         torch._foreach_mul_(self.gradients(), factor)
-        if self.optimizer_is_offloaded:  # DeepSpeed computed each parameter's norm during the backward
-            norms = list(self._zero.norm_for_param_grads.values())
-            if norms:  # empty on a rank without elements
-                torch._foreach_mul_(norms, factor)
+        # Offloaded: DeepSpeed computed each parameter's norm during the backward; a rank without elements has none.
+        if self.optimizer_is_offloaded and (norms := list(self._zero.norm_for_param_grads.values())):
+            torch._foreach_mul_(norms, factor)
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """A new vector of zeros, contiguous in memory like DeepSpeed's parameters."""

@@ -60,9 +60,9 @@ class OneProcessEngine(Engine):
         change."""
         parameters = [parameter for _, parameter in self.trainable]
         before = [parameter.grad for parameter in parameters]
-        dtypes = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
         sums = [
-            torch.zeros(p.numel(), dtype=dtype, device=p.device) for p, dtype in zip(parameters, dtypes, strict=True)
+            torch.zeros(p.numel(), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            for p in parameters
         ]
 
         def add(total: Tensor, parameter: Tensor) -> None:
@@ -119,8 +119,7 @@ def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
             "derivative; expected another architecture (docs/models.md)"
         )
     modes = {module: module.training for module in model.modules()}
-    children = [(parent, name, child) for parent in modes for name, child in parent.named_children()]
-    dropouts = [(parent, name, child) for parent, name, child in children if type(child) is nn.Dropout]
+    dropouts = [(m, name, child) for m in modes for name, child in m.named_children() if type(child) is nn.Dropout]
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     attention, experts = config._attn_implementation, config._experts_implementation
     model.eval()

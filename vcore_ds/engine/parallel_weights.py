@@ -37,8 +37,8 @@ def load_parallel(
     *,
     dtype: torch.dtype,
     gradient_checkpointing: bool,
-    activation_offload: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    activation_offload: bool,
+    say: Callable[[str], None],
 ) -> "ParallelTokenLossModel":
     """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective.
 
@@ -146,25 +146,24 @@ def partition_experts(model: nn.Module) -> None:
     if num_ranks == 1:
         return
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
-        raise _expert_parallel_error("with adapters on experts", "1, or lora.target_modules without experts")
+        raise _make_expert_error("with adapters on experts", "1, or lora.target_modules without experts")
     moe_layers = [module for module in model.modules() if uses_our_experts(module)]
     if not moe_layers:
-        raise _expert_parallel_error("on a model without experts behind transformers' experts interface", "1")
+        raise _make_expert_error("on a model without experts behind transformers' experts interface", "1")
     groups._EXPERT_PARALLEL_GROUP[_GROUP_NAME] = layout.group("expert")
     groups._EXPERT_DATA_PARALLEL_GROUP[_GROUP_NAME] = layout.group("expert_shards")
     for experts in moe_layers:
         num_experts: int = experts.num_experts  # type: ignore[assignment]  # not a tensor
         if num_experts % num_ranks:
-            raise _expert_parallel_error(
-                f"on a model with {num_experts} experts a layer", f"a divisor of {num_experts}"
-            )
+            conflict = f"on a model with {num_experts} experts a layer"
+            raise _make_expert_error(conflict, f"a divisor of {num_experts}")
         for name, parameter in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, _extract_block(as_partitioned(parameter), num_experts // num_ranks))
         mark_sharded(experts)
 
 
-def _expert_parallel_error(found: str, expected: str) -> UserError:
-    return UserError(f"parallel.expert: found {layout.size('expert')} {found}; expected {expected}")
+def _make_expert_error(conflict: str, expected: str) -> UserError:
+    return UserError(f"parallel.expert: found {layout.size('expert')} {conflict}; expected {expected}")
 
 
 def _extract_block(parameter: PartitionedParameter, num_local: int) -> PartitionedParameter:

@@ -7,14 +7,14 @@ docs/zero3.md lists the DeepSpeed internals on which this package relies.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_modules
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from vcore_ds.common.errors import RunFailed, UserError, first_line
@@ -287,11 +287,9 @@ class Engine:
             for dropout in self._dropouts:
                 dropout.train(self.module.training)
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
+    def without_adapters(self) -> AbstractContextManager[None]:
         """A context with LoRA adapters disabled, so that the model is the run's reference model."""
-        with self.module.without_adapters():
-            yield
+        return self.module.without_adapters()
 
     @property
     def has_dropout(self) -> bool:
@@ -303,10 +301,6 @@ class Engine:
         """Number of the optimizer's steps, from its state."""
         states = list(self.optimizer.optimizer.state.values())
         return int(states[0]["step"]) if states and "step" in states[0] else 0
-
-    def local_numel(self, parameter: nn.Parameter) -> int:
-        """Number of elements of a trained parameter in this rank's shard, without padding."""
-        return self.shards.numel(parameter)
 
     def gradient_norm(self) -> float:
         """Global L2 norm of the gradient in the shards. A collective."""

@@ -33,7 +33,7 @@ from vcore_ds.models.attention_kernels import (
     select_flash_version,
 )
 from vcore_ds.models.block_attention import block_attention, block_attention_tangent
-from vcore_ds.models.dual_tensors import make_dual
+from vcore_ds.models.dual_tensors import make_dual, make_dual_if_any
 from vcore_ds.models.sequence_exchange import exchange_with_tangents, heads_to_tokens, take_local_heads, tokens_to_heads
 
 
@@ -177,7 +177,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
             return [x.transpose(1, 2).contiguous() for x in heads_to_tokens([x[..., :value_dim] for x in tensors], k)]
 
         (output,), (d_output,) = exchange_with_tangents(exchange_back, [output], [d_output])
-        return output if d_output is None else make_dual(output, d_output), None
+        return make_dual_if_any(output, d_output), None
 
     return attention
 

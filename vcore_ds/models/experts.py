@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from vcore_ds.distributed import layout
-from vcore_ds.models.dual_tensors import LowRank, make_dual, unpack_weight
+from vcore_ds.models.dual_tensors import LowRank, make_dual, make_dual_if_any, unpack_weight
 
 
 def mark_sharded(experts: nn.Module) -> None:
@@ -77,8 +77,7 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], *, is_dual: bool)
     value, tangent = forward_ad.unpack_dual(x)
     if is_dual and tangent is None:
         tangent = torch.zeros_like(value)
-    y, d_y = _Exchange.apply(value, None if tangent is None else tangent.detach(), sent, received)
-    return y if d_y is None else make_dual(y, d_y)
+    return make_dual_if_any(*_Exchange.apply(value, None if tangent is None else tangent.detach(), sent, received))
 
 
 class _Exchange(torch.autograd.Function):

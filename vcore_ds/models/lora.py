@@ -28,7 +28,7 @@ ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
 
 
-def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> tuple[list[str], list[str]]:
+def find_targets(model: PreTrainedModel, names: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """Return peft's `target_modules` and `target_parameters` for the layers that the recipe names.
 
     Experts are parameters: in memory they are not linear layers, but tensors `[expert, ., .]` of a module `experts`.
@@ -39,7 +39,7 @@ def find_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> tuple[l
     parameters: dict[str, None] = {}
     modules = list(model.named_modules())
     unknown = []
-    for target in [wanted] if isinstance(wanted, str) else wanted:
+    for target in [names] if isinstance(names, str) else names:
         if target == ALL_LINEAR:
             layers += _find_linear_layers(model)
             continue

@@ -24,7 +24,7 @@ from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header
 
 CARD = "README.md"
 """File name of model cards, in folders and on the hub."""
-OWN_TAG = "vcore_ds"
+CARD_TAG = "vcore_ds"
 """Tag of the model cards that vcore_ds writes."""
 LICENSE_KEYS = ("license", "license_name", "license_link")
 _IN_CACHE = re.compile(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
@@ -65,7 +65,7 @@ def identify_base_model(path: str, *, hub_id: str | None = None, ask_hub: bool =
         path = str(folder.absolute())
     metadata = read_card_metadata(folder / CARD)
     if hub_id is None:
-        named = metadata.get("base_model") if OWN_TAG in (metadata.get("tags") or []) else path
+        named = metadata.get("base_model") if CARD_TAG in (metadata.get("tags") or []) else path
         hub_id = named if isinstance(named, str) and is_hub_id(named) else None
     if not metadata and hub_id is not None:
         with suppress(Exception):  # offline, gated, no card: a dozen classes; the license is optional

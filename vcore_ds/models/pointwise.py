@@ -33,13 +33,13 @@ def use_formulas(model: nn.Module) -> None:
     """Give norms and gated MLPs with the code of Llama's the formulas below, in place. Only their classes change."""
     for module in model.modules():
         kind: Any = type(module)
-        if _has_code_of(kind.forward, modeling_llama.LlamaRMSNorm.forward):
+        if _has_same_code(kind.forward, modeling_llama.LlamaRMSNorm.forward):
             module.__class__ = _with_forward(kind, _norm_forward)
-        elif _has_code_of(kind.forward, modeling_llama.LlamaMLP.forward) and _is_silu(module.act_fn):
+        elif _has_same_code(kind.forward, modeling_llama.LlamaMLP.forward) and _is_silu(module.act_fn):
             module.__class__ = _with_forward(kind, _mlp_forward)
 
 
-def _has_code_of(function: Any, other: Callable[..., Any]) -> bool:
+def _has_same_code(function: Any, other: Callable[..., Any]) -> bool:
     """Whether two functions are compiled from the same text, apart from docstrings."""
     code, expected = getattr(function, "__code__", None), other.__code__
     if code is None:
@@ -81,8 +81,8 @@ def rotate_by_formula(model: nn.Module) -> Iterator[None]:
     rotations = {
         name: source.apply_rotary_pos_emb
         for name, source in sources.items()
-        if _has_code_of(getattr(source, "apply_rotary_pos_emb", None), modeling_llama.apply_rotary_pos_emb)
-        and _has_code_of(getattr(source, "rotate_half", modeling_llama.rotate_half), modeling_llama.rotate_half)
+        if _has_same_code(getattr(source, "apply_rotary_pos_emb", None), modeling_llama.apply_rotary_pos_emb)
+        and _has_same_code(getattr(source, "rotate_half", modeling_llama.rotate_half), modeling_llama.rotate_half)
     }
     try:
         for name, rotation in rotations.items():

@@ -87,7 +87,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(header_bytes))
         header.pop("__metadata__", None)
         tensors = {name: _parse_entry(path, 8 + header_bytes, name, entry) for name, entry in header.items()}
-        end = _end_of_data(header)
+        end = _count_data_bytes(header)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise BadSafetensors(f"not a readable safetensors file ({type(error).__name__}: {last_line(error)})") from None
     expected = 8 + header_bytes + end
@@ -108,7 +108,7 @@ def _parse_entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) 
     return StoredTensor(path, entry["dtype"], shape, data_start + begin)
 
 
-def _end_of_data(header: dict[str, Any]) -> int:
+def _count_data_bytes(header: dict[str, Any]) -> int:
     """Return the number of bytes of all tensors, which must be contiguous."""
     end = 0
     for begin, next_end in sorted(tuple(entry["data_offsets"]) for entry in header.values()):

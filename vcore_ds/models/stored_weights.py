@@ -197,7 +197,7 @@ def describe_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return weights | {name: tensor for name, tensor in model.state_dict().items() if name not in all_parameters}
 
 
-class Part(NamedTuple):
+class WeightGroup(NamedTuple):
     """Weights that are converted together when they are stored."""
 
     names: tuple[str, ...]
@@ -214,7 +214,7 @@ class FolderWeights:
         is_complete: whether all tensors of the input are written. Not if its files cannot be read by range (pickled,
             quantized): then the names are those of `save_pretrained`, and nothing is copied.
         weights: shape and dtype of every weight in memory, by name.
-        parts: the weights, in the model's order.
+        groups: the weights, in the model's order.
         copied: tensors of the input that are no parameters of the model, by their names in the files: buffers, which
             training does not change, and tensors that the model does not use.
         stored: shape and dtype of every tensor to be written, by its name in the files.
@@ -230,15 +230,10 @@ class FolderWeights:
         places, conversions = find_places(self._model, headers)
         if self.is_complete:
             # Reverse only conversions that were applied at load: experts that were stored fused stay fused.
-            self._conversions: list[WeightTransform] = [
-                conversion for conversion in conversions if conversion.was_used()
-            ]
+            self._conversions: list[WeightTransform] = [entry for entry in conversions if entry.was_used()]
         else:
-            self._conversions = [
-                conversion
-                for conversion in get_model_conversion_mapping(self._model, add_legacy=False)
-                if not isinstance(conversion, PrefixChange)
-            ]
+            mapping = get_model_conversion_mapping(self._model, add_legacy=False)
+            self._conversions = [entry for entry in mapping if not isinstance(entry, PrefixChange)]
         # Read by `revert_weight_conversion`.
         self._model._weight_conversions = self._conversions  # type: ignore[assignment]
         # transformers' reversed renamings may be wrong: Kimi-Linear's dense MLP would get the name of the sparse ones.
@@ -250,11 +245,11 @@ class FolderWeights:
             if place.name not in parameters and headers[key].dtype in DTYPES
         }
         copied = {places[key].name for key in self.copied}
-        self.parts = [
-            Part(names, self.store(names, {name: weights[name] for name in names}))
+        self.groups = [
+            WeightGroup(names, self.store(names, {name: weights[name] for name in names}))
             for names in self._group_names(name for name in weights if name not in copied)
         ]
-        self.stored = {name: meta for part in self.parts for name, meta in part.stored.items()}
+        self.stored = {name: meta for group in self.groups for name, meta in group.stored.items()}
         self.stored |= {
             name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
             for name, stored in self.copied.items()
@@ -264,14 +259,14 @@ class FolderWeights:
         """Group names in memory into those that are stored in one tensor."""
         reversed_conversions = [conversion.reverse_transform() for conversion in self._conversions[::-1]]
         converters = [conversion for conversion in reversed_conversions if isinstance(conversion, WeightConverter)]
-        parts: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for name in names:
             fused, pattern = rename_source_key(name, [], converters)
-            parts.setdefault(name if pattern is None else fused, []).append(name)
-        return [tuple(part) for part in parts.values()]
+            groups.setdefault(name if pattern is None else fused, []).append(name)
+        return map(tuple, groups.values())
 
     def store(self, names: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of a part from names and shapes in memory to those in the files.
+        """Convert the tensors of a group from names and shapes in memory to those in the files.
 
         Values are rearranged, never changed, so the conversion is linear.
         """
@@ -280,20 +275,20 @@ class FolderWeights:
         return revert_weight_conversion(self._model, tensors)
 
     def stream(self, weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
-        """Convert a stream of weights to stored tensors, yielding each part as soon as it is complete.
+        """Convert a stream of weights to stored tensors, yielding each group as soon as it is complete.
 
         Args:
-            weights: name in memory and tensor, or None if another rank writes it; for all tensors of a part or none.
+            weights: name in memory and tensor, or None if another rank writes it; for all tensors of a group or none.
         """
-        part_of = {name: part for part in self.parts for name in part.names}
+        group_by_name = {name: group for group in self.groups for name in group.names}
         held: dict[tuple[str, ...], dict[str, Tensor | None]] = {}
         for name, tensor in weights:
-            part = part_of[name]
-            tensors = held.setdefault(part.names, {})
+            group = group_by_name[name]
+            tensors = held.setdefault(group.names, {})
             tensors[name] = tensor
-            if len(tensors) == len(part.names):
-                present = {name: tensor for name, tensor in held.pop(part.names).items() if tensor is not None}
-                yield from (self.store(part.names, present) if present else dict.fromkeys(part.stored)).items()
+            if len(tensors) == len(group.names):
+                present = {name: tensor for name, tensor in held.pop(group.names).items() if tensor is not None}
+                yield from (self.store(group.names, present) if present else dict.fromkeys(group.stored)).items()
 
     def read_copied(self, name: str) -> Tensor:
         """Read one of `copied` from the input's files."""

@@ -197,9 +197,9 @@ def reference_divergence(
     return divergences
 
 
-def compute_raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def compute_raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the raw logits `[N, V]` of `hidden [N, H]` in the precision of `token_loss`, unblocked."""
-    return _logits(hidden, weight, bias, LogitTransform())
+    return _logits(hidden, weight, bias, PLAIN)
 
 
 def _block_size(weight: Tensor) -> int:

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import dump_yaml
 from vcore_ds.config.schema import Recipe
-from vcore_ds.models.model_identity import OWN_TAG, BaseModel, identify_base_model, is_hub_id
+from vcore_ds.models.model_identity import CARD_TAG, BaseModel, identify_base_model, is_hub_id
 from vcore_ds.train import run_folder
 from vcore_ds.train.evaluation_folder import read_evaluation
 
@@ -62,7 +62,7 @@ def make_model_card(
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         datasets=sorted({name for one in counts for name in one.hub_ids}) or None,
-        tags=[OWN_TAG, recipe.method.name, *(["lora"] if recipe.lora is not None else [])],
+        tags=[CARD_TAG, recipe.method.name, *(["lora"] if recipe.lora is not None else [])],
         eval_results=[
             EvalResult("text-generation", name, name, "accuracy", round(one.accuracy, 4)) for name, one in results
         ]

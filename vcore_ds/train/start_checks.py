@@ -253,7 +253,7 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
     direction = Direction(engine)
     direction.compute([batch], normalization="sequence", clip=None)
     assert direction.norm is not None
-    main = estimator.along(direction)
+    main = estimator.with_direction(direction)
     with engine.without_dropout(), engine.accumulation(1):
         result = main.begin([batch])(0)
         assert result.utilities is not None

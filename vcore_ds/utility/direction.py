@@ -80,7 +80,7 @@ class Direction:
         `compute`."""
         self.norm: float | None = None
         self.rank, self.rank_passes, self.fp8_tangents = rank, rank_passes, fp8_tangents
-        self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _gather_groups(engine)
+        self.groups: list[tuple[nn.Module, list[PartitionedParameter]]] = _list_gather_groups(engine)
         self._engine = engine
         self._low_rank_seed = 0
         self._keeps_shards = rank is None or buffers is not None
@@ -318,7 +318,7 @@ class ShardGroupGather(NamedTuple):
     """None if the parameters are not sharded."""
 
 
-def _gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:
+def _list_gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:
     """List modules with the trained parameters that are all-gathered for their forward, in the model's order. Tied
     embeddings belong to the group of the first module; the second one gathers that group again."""
     trainable = {id(parameter): parameter for _, parameter in engine.trainable}

@@ -191,7 +191,7 @@ class ForwardMode:
         precomputed = compute_jvp_losses_and_utilities(self._engine, self.direction, batches, self._batches_per_pass)
         return PlainForward(self._engine, batches, precomputed)
 
-    def along(self, direction: Direction) -> "ForwardMode":
+    def with_direction(self, direction: Direction) -> "ForwardMode":
         """Return a copy of this estimator with another direction."""
         return ForwardMode(self._engine, direction, self._batches_per_pass, fused=self._fused)
 

@@ -221,6 +221,5 @@ def compute_perturbed_losses(
 ) -> tuple[list[Tensor], float]:
     """Compute the losses `[N]` of each micro-batch at `theta - epsilon v`, and the share of parameters that changed. A
     collective."""
-    seed = stochastic_rounding_seed
-    with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=seed) as changed_fraction:
-        return compute_losses(engine, batches, batches_per_pass), changed_fraction
+    with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=stochastic_rounding_seed) as changed:
+        return compute_losses(engine, batches, batches_per_pass), changed

@@ -27,6 +27,7 @@ from vcore_ds.models.dual_tensors import (
     LowRank,
     clear_low_rank_tangents,
     make_dual,
+    make_dual_if_any,
     read_low_rank_tangent,
     set_low_rank_tangent,
 )
@@ -125,7 +126,7 @@ def _dual_linear(
         with torch.no_grad():
             tangents = dict(d_x=d_x, d_weight=tangent, d_bias=d_bias, d_addend=d_addend)
             d_out = linear_tangent(x, weight, **tangents, scaling=scaling, in_fp8=in_fp8)
-        return out if d_out is None else make_dual(out, d_out)
+        return make_dual_if_any(out, d_out)
 
 
 def _dual_embedding(layer: nn.Embedding, ids: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ _DUAL_FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {
 class _TangentGatherer:
     """Makes a layer's parameters dual while it runs. At most two groups of tangents are unsharded at a time."""
 
-    def __init__(self, direction: Direction, precision: torch.dtype | None, *, with_graph: bool = False):
+    def __init__(self, direction: Direction, precision: torch.dtype | None, *, with_graph: bool):
         """`precision`, `with_graph`: see `dual_parameters`."""
         self._direction, self._precision, self._with_graph = direction, precision, with_graph
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -259,7 +260,7 @@ class _TangentGatherer:
                 tangent = tangent.matrix()
             elif tangent is not None and self._direction.rank is not None:
                 value = _without_larger_storage(value)
-            module.__dict__[name] = value if tangent is None else make_dual(value, tangent)
+            module.__dict__[name] = make_dual_if_any(value, tangent)
             if tangent is not None:
                 self._dual_parameters.add(id(parameter))
 
@@ -320,9 +321,9 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
         result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
         if isinstance(result, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in result[1:]):
             raise _recompute_error()
-        y, d_y = forward_ad.unpack_dual(_hidden_states(result))
+        y, d_y = forward_ad.unpack_dual(_extract_hidden_states(result))
     # .data: a view of the dual result would keep its tangent alive.
-    y = _Recomputed.apply(value, y.data, lambda again: _hidden_states(layer(again, *others)))
+    y = _Recomputed.apply(value, y.data, lambda again: _extract_hidden_states(layer(again, *others)))
     y = y if d_y is None else make_dual(y, d_y.detach())
     return (y, *result[1:]) if isinstance(result, tuple) else y
 
@@ -334,7 +335,7 @@ def _recompute_error() -> UserError:
     )
 
 
-def _hidden_states(result: Any) -> Tensor:
+def _extract_hidden_states(result: Any) -> Tensor:
     """Extract hidden states from a layer's result; some architectures (Falcon-H1, Bamba) return a tuple with None."""
     return result[0] if isinstance(result, tuple) else result
 

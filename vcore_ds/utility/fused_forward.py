@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import FUSED_ATTENTION  # from there, since that import registers it
-from vcore_ds.models.dual_tensors import make_dual
+from vcore_ds.models.dual_tensors import make_dual_if_any
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.forward_mode import checkpoint_with_tangent, dual_parameters
 
@@ -35,7 +35,7 @@ def forward_mode_with_graph(engine: Engine, direction: Direction) -> Iterator[No
     for layer in layers:
         layer._gradient_checkpointing_func = checkpoint_with_tangent
     try:
-        with dual_parameters(engine, direction, attention=FUSED_ATTENTION, with_graph=True), TangentsBesideGraph():
+        with dual_parameters(engine, direction, attention=FUSED_ATTENTION, with_graph=True), UnrecordedTangents():
             yield
     finally:
         for layer, checkpoint in zip(layers, checkpoints_before, strict=True):
@@ -57,7 +57,7 @@ _LINEAR = frozenset(
 Function = Callable[..., Any]
 
 
-class TangentsBesideGraph(TorchFunctionMode):
+class UnrecordedTangents(TorchFunctionMode):
     """A mode in which autograd records the values of dual tensors but not their tangents. In-place functions are left
     to PyTorch: the result is right, the graph larger."""
 
@@ -92,8 +92,9 @@ class TangentsBesideGraph(TorchFunctionMode):
             elif name in _LINEAR and duals.num_constants == 0 and (name not in ("add", "sub") or duals.num_duals == 2):
                 tangent = function(*duals.tangents(args), **{key: duals.tangents(x) for key, x in kwargs.items()})
             else:
-                tangent = _tangent(function(*duals.detached(args), **{k: duals.detached(x) for k, x in kwargs.items()}))
-        return _with_tangent(value, tangent)
+                dual = function(*duals.detached(args), **{key: duals.detached(x) for key, x in kwargs.items()})
+                tangent = _extract_tangents(dual)
+        return _attach_tangents(value, tangent)
 
 
 def _is_below_autograd() -> bool:
@@ -151,16 +152,16 @@ def _product_rule(left: tuple[Any, Tensor | None], right: tuple[Any, Tensor | No
     return d_x * y if d_y is None else (d_x * y).addcmul_(x, d_y)
 
 
-def _tangent(result: Any) -> Any:
+def _extract_tangents(result: Any) -> Any:
     if isinstance(result, list | tuple):
-        return [_tangent(x) for x in result]
+        return [_extract_tangents(x) for x in result]
     return forward_ad.unpack_dual(result).tangent if isinstance(result, Tensor) else None
 
 
-def _with_tangent(value: Any, tangent: Any) -> Any:
+def _attach_tangents(value: Any, tangent: Any) -> Any:
     if isinstance(value, Tensor):
-        return value if tangent is None else make_dual(value, tangent)
+        return make_dual_if_any(value, tangent)
     if not isinstance(value, list | tuple):
         return value
-    parts = [_with_tangent(x, d_x) for x, d_x in zip(value, tangent, strict=True)]
+    parts = [_attach_tangents(x, d_x) for x, d_x in zip(value, tangent, strict=True)]
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -36,7 +36,7 @@ from vcore_ds.models.configuration import read_config
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.model_folder import check_model_folder
-from vcore_ds.models.model_identity import CARD, OWN_TAG, BaseModel, is_hub_id, read_card_metadata
+from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.train.model_card import Kind, make_model_card
 
@@ -188,7 +188,7 @@ def export_run(
 def check_earlier_export(folder: Path, kind: Kind) -> None:
     """Raises UserError unless `folder` is an earlier export of this kind, which alone may be pushed unchanged."""
     is_adapter = (folder / CONFIG_NAME).is_file()
-    if OWN_TAG not in (read_card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
+    if CARD_TAG not in (read_card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
         raise UserError(
             f"{folder}: exists already, and is not an earlier export ({kind}); expected one, or a new folder (--output "
             "DIR)"
@@ -264,21 +264,21 @@ def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
     covered = {name for adapter in adapters.values() for name in (adapter.lora_a, adapter.lora_b)}
     if adapted is not None and (others := sorted(trained.shapes.keys() - covered)):
         raise UserError(f"--merge: found {others[0]}; expected only adapters of linear layers and experts")
-    untrained = adapted is not None or any(set(part.names) - trained.shapes.keys() for part in stored.parts)
+    untrained = adapted is not None or any(set(group.names) - trained.shapes.keys() for group in stored.groups)
     base = model_folder.WeightFiles(recipe.model.path) if untrained else None
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        for part in stored.parts:
-            if trained.shapes.keys() >= set(part.names):
-                weights = {name: trained.read(name).to(stored.weights[name].dtype) for name in part.names}
-                yield from stored.store(part.names, weights).items()
+        for group in stored.groups:
+            if trained.shapes.keys() >= set(group.names):
+                weights = {name: trained.read(name).to(stored.weights[name].dtype) for name in group.names}
+                yield from stored.store(group.names, weights).items()
                 continue
             assert base is not None
             changes = {}
-            if adapters.keys() & set(part.names):
+            if adapters.keys() & set(group.names):
                 # Splits the change as the base model's files split its weights, which then need no joining.
-                changes = stored.store(part.names, {name: compute_change(name) for name in part.names})
-            for name, like in part.stored.items():
+                changes = stored.store(group.names, {name: compute_change(name) for name in group.names})
+            for name, like in group.stored.items():
                 weight = base.read(name).to(DTYPES[recipe.model.precision])
                 if name in changes:
                     weight = weight.float() + changes[name]

