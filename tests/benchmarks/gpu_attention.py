@@ -10,8 +10,8 @@ from torch import Tensor
 from vcore_ds.distributed.device import device
 from vcore_ds.models.attention import (
     MAX_KERNEL_HEAD_DIM,
-    RowLayout,
     Scoring,
+    SequenceLayout,
     attend_with_graph_and_tangents,
     causal_attention,
 )
@@ -33,7 +33,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
 
     primals = [drawn(number) for number in (heads, kv_heads, kv_heads)]
     tangents = tuple(drawn(number) for number in (heads, kv_heads, kv_heads))
-    layout = RowLayout.from_lengths([list(lengths)], 1, on)
+    layout = SequenceLayout.from_lengths([list(lengths)], 1, on)
 
     def in_blocks() -> None:
         for _, columns in layout.iter_sequences():

@@ -34,7 +34,7 @@ from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import CPU, RowLimit, spread
+from vcore_ds.planning.spread import CPU, MicroBatchLimit, spread
 from vcore_ds.train.feed import Feed
 
 MODEL = dict(
@@ -130,7 +130,7 @@ def rows_of_similar_length(feed: Feed, k: int) -> list[Batch]:
     """This rank's main micro-batches of step k, a row for each sequence."""
     ids = feed.main_order.step(k)
     lengths = [len(feed.dataset[i]) for i in ids]
-    limit = RowLimit(num_sequences=None)
+    limit = MicroBatchLimit(num_sequences=None)
     found = spread(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
     own = found.ids_of_group(layout.rank("shards"))
     return [collate([feed.dataset[i] for i in row], 0) if row else idle_batch(0) for row in own]

@@ -25,7 +25,7 @@ from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import Waste
-from vcore_ds.planning.spread import CPU, RowLimit, TimeModel, spread
+from vcore_ds.planning.spread import CPU, MicroBatchLimit, TimeModel, spread
 
 QUICKSTART = Path("runs/quickstart_data")
 NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024
@@ -50,7 +50,7 @@ def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int 
         ids,
         [len(all_traces[i]) for i in ids],
         parallel_sizes=[1],
-        limit=RowLimit(CUTOFF) if micro is None else RowLimit(None, micro),
+        limit=MicroBatchLimit(CUTOFF) if micro is None else MicroBatchLimit(None, micro),
         time_model=TimeModel(SHAPE, num_ranks, num_ranks, CPU),
     )
     batches = []

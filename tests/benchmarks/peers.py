@@ -149,7 +149,7 @@ class BareLoop:
             spread = split_batch(lengths, **groups, micro_batch_size=self.micro_batch_size)
         else:
             work = TimeModel(ModelShape(8, 4, 2, 64, 1_044_480), 2, 2).work
-            spread = pack_batch(lengths, **groups, row_tokens=peer_fixture.LONGEST, work=work, micro_step_cost=0.0)
+            spread = pack_batch(lengths, **groups, pack_tokens=peer_fixture.LONGEST, work=work, micro_step_cost=0.0)
         found = []
         for ranks in spread:
             own = [self.traces[ids[i]] for i in ranks[layout.rank("shards")]]

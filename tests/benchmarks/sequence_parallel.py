@@ -25,7 +25,7 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
-from vcore_ds.planning.spread import CPU, RowLimit, TimeModel, spread
+from vcore_ds.planning.spread import CPU, MicroBatchLimit, TimeModel, spread
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -104,7 +104,7 @@ def rows_of_rank(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
         range(len(SEQUENCES)),
         SEQUENCES,
         parallel_sizes=DEGREES if sequence_parallel is None else [sequence_parallel],
-        limit=RowLimit(packed_tokens=sum(SEQUENCES)),
+        limit=MicroBatchLimit(pack_tokens_per_rank=sum(SEQUENCES)),
         time_model=TimeModel(shape, NUM_RANKS, NUM_RANKS, CPU),
     )
     k, rows = chosen.sequence_parallel, []

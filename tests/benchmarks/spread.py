@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import LengthModel, RowLimit, TimeModel, list_sequence_parallel_sizes, spread
+from vcore_ds.planning.spread import LengthModel, MicroBatchLimit, TimeModel, list_sequence_parallel_sizes, spread
 
 CUTOFF = 16_384
 
@@ -36,7 +36,9 @@ def measure(num_ranks: int, batch_size: int, parallel_sizes: Sequence[int] | Non
         list_sequence_parallel_sizes(num_ranks, QWEN3_32B.num_heads) if parallel_sizes is None else parallel_sizes
     )
     passes = [
-        spread(range(batch_size), lengths, parallel_sizes=candidates, limit=RowLimit(CUTOFF), time_model=time_model)
+        spread(
+            range(batch_size), lengths, parallel_sizes=candidates, limit=MicroBatchLimit(CUTOFF), time_model=time_model
+        )
         for lengths in LengthModel().batches("main", batch_size, CUTOFF)
     ]
     return Found(

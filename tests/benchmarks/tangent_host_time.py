@@ -106,7 +106,7 @@ class Layers(nn.Module):
         self.x = x
         self.arguments = dict(
             position_embeddings=(cos[..., : SIZES["head_dim"]], sin[..., : SIZES["head_dim"]]),
-            row_layout=attention.RowLayout.from_lengths([[NUM_TOKENS]], 1, torch.device("cpu")),
+            sequence_layout=attention.SequenceLayout.from_lengths([[NUM_TOKENS]], 1, torch.device("cpu")),
             attention_mask=None,
         )
 

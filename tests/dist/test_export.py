@@ -26,7 +26,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import model_folder as files
-from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.train import run
 
 pytestmark = pytest.mark.dist
@@ -89,9 +89,9 @@ def make_recipe(folder: Path, name: str, *, precision: str, base: str, lora: dic
 
 
 def engine_logits(engine: Engine) -> Tensor:
-    row = RowLayout.from_lengths([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
+    row = SequenceLayout.from_lengths([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
     with engine.without_gradient():
-        hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False, row_layout=row).last_hidden_state
+        hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False, sequence_layout=row).last_hidden_state
         return engine.module.base.get_output_embeddings()(hidden)
 
 

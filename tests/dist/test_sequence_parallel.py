@@ -22,7 +22,7 @@ from tests.helpers.soak import soak
 from tests.unit.test_attention import CONFIGS
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 from vcore_ds.planning.spread import list_sequence_parallel_sizes
@@ -143,7 +143,7 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
             take_local_columns(batch.input_ids, k),
             take_local_columns(targets, k),
             take_local_columns(batch.position_ids(), k),
-            RowLayout.from_lengths(batch.sequence_lengths(), k, torch.device("cpu")),
+            SequenceLayout.from_lengths(batch.sequence_lengths(), k, torch.device("cpu")),
         )
         losses[k] = gather_losses(model(*arguments), targets != IGNORED_LABEL, k)
         weight = torch.linspace(0.5, 1.5, len(losses[k]))

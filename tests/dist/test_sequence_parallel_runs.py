@@ -34,12 +34,12 @@ STOP = 1
 """Step 2 takes the direction of step 1, step 3 probes."""
 
 
-def recipe(folder: Path, name: str, degrees: tuple[Any, Any], row_tokens: int = 128) -> Recipe:
+def recipe(folder: Path, name: str, degrees: tuple[Any, Any], pack_tokens: int = 128) -> Recipe:
     """A run in `folder / name`, with fewer probe sequences than ranks, and validation every other step."""
     return Recipe(
         method={"kl_budget": 0.05},
         probe={"batch_size": 3, "every": 2, "direction": "adam", "sequence_parallel": degrees[1]},
-        batch={"global_size": 6, "pack_tokens_per_rank": row_tokens, "sequence_parallel": degrees[0]},
+        batch={"global_size": 6, "pack_tokens_per_rank": pack_tokens, "sequence_parallel": degrees[0]},
         model={"path": str(folder / "model"), "precision": "fp32"},
         data={
             "train_path": str(folder / "train.jsonl"),
@@ -132,7 +132,7 @@ def on_four_ranks(folder: Path) -> OfRank:
     for main, probe in DEGREES:
         resumed_runs.run_to_end(recipe(folder, f"{main}_{probe}", (main, probe)))
     # A row of a rank holds a quarter of the longest sequence.
-    resumed_runs.run_to_end(recipe(folder, "short_rows", ("auto", "auto"), row_tokens=32))
+    resumed_runs.run_to_end(recipe(folder, "short_rows", ("auto", "auto"), pack_tokens=32))
     resumed_runs.run_to_end(recipe(folder, "resumed", (4, 4)))
     return OfRank(
         [chosen_sequences(degree) for degree in (1, 2, 4)],

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from tests.unit.test_attention import LAYOUTS, SCALE, drawn_sinks, inputs, unfused, visible
-from vcore_ds.models.attention import RowLayout, training_attention
+from vcore_ds.models.attention import SequenceLayout, training_attention
 from vcore_ds.models.attention_kernels import _has_flash_4, can_use_flash_4
 
 
@@ -16,8 +16,8 @@ def test_the_flash_kernel_over_variable_lengths(name: str, sliding_window: int |
     primals, _ = inputs(60, head_dim=64)
     if with_sinks:
         primals = (*primals, drawn_sinks(4)[0])
-    layout = RowLayout.from_lengths(LAYOUTS[name], 1, torch.device("cuda"))
-    options = dict(scaling=SCALE, sliding_window=sliding_window, row_layout=layout)
+    layout = SequenceLayout.from_lengths(LAYOUTS[name], 1, torch.device("cuda"))
+    options = dict(scaling=SCALE, sliding_window=sliding_window, sequence_layout=layout)
     rounded = [x.bfloat16() for x in primals]
     leaves = [x.cuda().requires_grad_() for x in rounded]
     options["s_aux"] = leaves[3] if with_sinks else None

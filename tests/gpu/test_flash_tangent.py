@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visible
-from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.attention import SequenceLayout
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Relative to the norm of what is exact for inputs that are rounded already, as in the interpreter."""
@@ -29,7 +29,7 @@ def errors(
     from vcore_ds.models.flash_tangent import flash_tangent
 
     primals, tangents = inputs(260, head_dim=head_dim, dtype=dtype)
-    layout = RowLayout.from_lengths(LENGTHS, 1, torch.device("cuda"))
+    layout = SequenceLayout.from_lengths(LENGTHS, 1, torch.device("cuda"))
     sinks = drawn_sinks(4)
     given_sinks = tuple(x.cuda() for x in sinks) if with_sinks else None
     found = flash_tangent(

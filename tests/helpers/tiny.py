@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.experts import OUR_EXPERTS
 from vcore_ds.models.loading import checkpoint_activations
@@ -115,9 +115,9 @@ def rows(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = V
     return Batch(list(range(num_rows)), input_ids, labels)
 
 
-def inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowLayout]:
+def inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SequenceLayout]:
     """Arguments of `TokenLossModel` for a batch that is not shared among ranks."""
-    layout = RowLayout.from_lengths(batch.sequence_lengths(), 1, torch.device("cpu"))
+    layout = SequenceLayout.from_lengths(batch.sequence_lengths(), 1, torch.device("cpu"))
     return batch.input_ids, batch.targets(), batch.position_ids(), layout
 
 

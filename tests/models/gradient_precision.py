@@ -18,7 +18,7 @@ from tests.models.measurement import as_sequence, rank_correlation, relative
 from tests.models.reference import Text, mean_gradient, plain_model, token_losses
 from tests.models.routing import FAMILIES, random_texts, recorded, traces, write
 from vcore_ds.data.batches import pack
-from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import load_causal_lm
 
@@ -41,7 +41,7 @@ def errors(folder: Path, probes: Sequence[Text], main: Sequence[Text]) -> tuple[
             of_plain = mean_gradient(plain, [text])
         with recorded(model, choices):
             batch = pack([[as_sequence(0, text)]], 0, 1)
-            layout = RowLayout.from_lengths(batch.sequence_lengths(), 1, torch.device("cpu"))
+            layout = SequenceLayout.from_lengths(batch.sequence_lengths(), 1, torch.device("cpu"))
             loss = model(batch.input_ids, batch.targets(), batch.position_ids(), layout).mean()
         gradient = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         pairs = zip(parameters.items(), gradient, strict=True)

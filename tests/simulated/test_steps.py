@@ -218,7 +218,7 @@ def errors_of_fused_attention() -> dict[str, Any]:
     lengths, window = [[20, 13, 4], [37]], 11
     primals, tangents = inputs(37, dtype=torch.bfloat16)
     sinks = drawn_sinks(4)
-    layout = attention.RowLayout.from_lengths(lengths, 1, torch.device("cuda"))
+    layout = attention.SequenceLayout.from_lengths(lengths, 1, torch.device("cuda"))
     on_device = [[x.cuda() for x in tensors] for tensors in ((*primals, sinks[0]), (*tangents, sinks[1]))]
     given: list[bool] = []
 

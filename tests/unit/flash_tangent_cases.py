@@ -25,7 +25,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed.device import use_local_compile_caches
 from vcore_ds.models import flash_tangent as kernels
-from vcore_ds.models.attention import RowLayout, forward_mode_attention
+from vcore_ds.models.attention import SequenceLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
 from vcore_ds.models.flash_tangent import TILE_KEYS, TILES, _select_tiles, flash_tangent, launch
 
@@ -104,7 +104,7 @@ def errors(found, exact, tangent_terms: Tensor | None = None) -> list[float]:
 
 
 def cu_seqlens_of(lengths) -> Tensor:
-    return RowLayout.from_lengths(lengths, 1, CPU).cu_seqlens
+    return SequenceLayout.from_lengths(lengths, 1, CPU).cu_seqlens
 
 
 def check(
@@ -297,10 +297,10 @@ def test_more_sequences_than_are_searched_at_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: torch.dtype) -> None:
     lengths, (primals, tangents) = [[13, 7], [20]], drawn(2, 2, 1, 20, 16, dtype)
-    layout = RowLayout.from_lengths(lengths, 1, CPU)
+    layout = SequenceLayout.from_lengths(lengths, 1, CPU)
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
-        output, _ = forward_mode_attention(torch.nn.Module(), *duals, None, scaling=SCALE, row_layout=layout)
+        output, _ = forward_mode_attention(torch.nn.Module(), *duals, None, scaling=SCALE, sequence_layout=layout)
         found = forward_ad.unpack_dual(output)
     kernel = flash_tangent(*primals, tangents, cu_seqlens=layout.cu_seqlens, max_seqlen=20, scale=SCALE)
     for x, y in zip(found, kernel[:2], strict=True):

@@ -36,7 +36,7 @@ from vcore_ds.models.attention import (
     FORWARD_MODE_ATTENTION,
     FUSED_ATTENTION,
     TRAINING_ATTENTION,
-    RowLayout,
+    SequenceLayout,
     forward_mode_attention,
     training_attention,
 )
@@ -207,7 +207,7 @@ def test_all_attentions_keep_sequences_apart(
         primals, tangents = (*primals, sinks), (*tangents, d_sinks)
     seen = visible(60, sliding_window, LAYOUTS[name])
     options = dict(scaling=SCALE, sliding_window=sliding_window, softcap=softcap)
-    options["row_layout"] = RowLayout.from_lengths(LAYOUTS[name], 1, CPU)
+    options["sequence_layout"] = SequenceLayout.from_lengths(LAYOUTS[name], 1, CPU)
 
     def reference(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         return unfused(query, key, value, seen, sinks, softcap).transpose(1, 2)
@@ -250,7 +250,7 @@ def test_all_attentions_keep_sequences_apart(
 
 
 def test_rows_by_their_lengths() -> None:
-    layout = RowLayout.from_lengths([[3, 5], [8]], 1, CPU)
+    layout = SequenceLayout.from_lengths([[3, 5], [8]], 1, CPU)
     assert layout.cu_seqlens.tolist() == [0, 3, 8, 16] and layout.cu_seqlens.dtype == torch.int32
     assert (layout.max_seqlen, layout.is_unpacked) == (8, False)
     assert list(layout.iter_sequences()) == [
@@ -258,7 +258,7 @@ def test_rows_by_their_lengths() -> None:
         (slice(0, 1), slice(3, 8)),
         (slice(1, 2), slice(0, 8)),
     ]
-    assert list(RowLayout.from_lengths([[8], [8]], 1, CPU).iter_sequences()) == [(slice(None), slice(None))]
+    assert list(SequenceLayout.from_lengths([[8], [8]], 1, CPU).iter_sequences()) == [(slice(None), slice(None))]
     assert layout.split_into_chunks(8) is layout
     chunks = layout.split_into_chunks(3)
     assert (chunks.lengths, chunks.cu_seqlens.tolist()) == ([[3, 3, 2], [3, 3, 2]], [0, 3, 6, 8, 11, 14, 16])
@@ -268,7 +268,7 @@ def test_rows_by_their_lengths() -> None:
 def test_values_may_have_fewer_dimensions_than_keys(attend) -> None:
     (query, key, value), (d_query, d_key, d_value) = inputs(60)
     primals, tangents = (query, key, value[..., :5]), (d_query, d_key, d_value[..., :5])
-    options = dict(scaling=SCALE, row_layout=RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU))
+    options = dict(scaling=SCALE, sequence_layout=SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU))
     seen = visible(60, None, LAYOUTS["short ones"])
     expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), primals, tangents)
     with torch.no_grad(), forward_ad.dual_level():
@@ -287,7 +287,7 @@ def test_sinks_in_single_precision(sliding_window: int | None, softcap: float | 
     primals, _ = inputs(60, dtype=torch.float32)
     leaves = [x.clone().requires_grad_() for x in (*primals, drawn_sinks(4, torch.float32)[0])]
     options = dict(scaling=SCALE, sliding_window=sliding_window, softcap=softcap)
-    options["row_layout"] = RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
+    options["sequence_layout"] = SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
     output, _ = training_attention(torch.nn.Module(), *leaves[:3], None, s_aux=leaves[3], **options)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     seen = visible(60, sliding_window, LAYOUTS["short ones"])
@@ -302,7 +302,7 @@ def test_sinks_in_single_precision(sliding_window: int | None, softcap: float | 
 def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for the kernel and its backward, which have their layouts: tokens first, log-sum-exp last."""
     primals = (*inputs(60)[0], drawn_sinks(4)[0])
-    layout = RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
+    layout = SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
     seen = visible(60, sliding_window, LAYOUTS["short ones"])
 
     def scores_of(query: Tensor, key: Tensor) -> Tensor:
@@ -367,7 +367,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, tuple[in
 
         monkeypatch.setattr(flash_attention, "varlen_attn", end("varlen"))
         monkeypatch.setattr(attention_module, "scaled_dot_product_attention", end("one call a sequence"))
-        layout = RowLayout([[16]], 1, torch.zeros(2))
+        layout = SequenceLayout([[16]], 1, torch.zeros(2))
         with FakeTensorMode():
             query, key, value = (
                 torch.empty(1, n, 16, head_dim, dtype=dtype, device="cuda:0") for n in (*heads, heads[1])
@@ -427,7 +427,7 @@ def test_flash_attention_4_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins with the signatures of both; what else would be passed is a TypeError."""
-    primals, layout = inputs(60)[0], RowLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
+    primals, layout = inputs(60)[0], SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
 
     def attend(query, key, value, scale, window_size) -> tuple[Tensor, None]:
         assert window_size == (-1, 0) and scale == SCALE
@@ -459,12 +459,12 @@ def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypat
 
 def test_masks_and_lost_layouts_are_refused() -> None:
     primals, _ = inputs(4)
-    layout = RowLayout.from_lengths([[4], [4]], 1, CPU)
+    layout = SequenceLayout.from_lengths([[4], [4]], 1, CPU)
     for attend in (training_attention, forward_mode_attention):
         for mask, extra, words in (
-            (visible(4), dict(row_layout=layout), "builds its own attention mask"),
-            (None, dict(row_layout=layout, position_bias=visible(4)), "adds a bias of positions to its scores"),
-            (None, dict(row_layout=layout, block_indices=visible(4)), "selects the keys of each query"),
+            (visible(4), dict(sequence_layout=layout), "builds its own attention mask"),
+            (None, dict(sequence_layout=layout, position_bias=visible(4)), "adds a bias of positions to its scores"),
+            (None, dict(sequence_layout=layout, block_indices=visible(4)), "selects the keys of each query"),
             (None, {}, "does not pass the decoder"),
         ):
             with pytest.raises(UserError, match=words):

@@ -23,7 +23,7 @@ from vcore_ds.planning.memory import MemorySettings, estimate_memory, parameter_
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, fullest_rank
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import RowLimit, TimeModel, spread
+from vcore_ds.planning.spread import MicroBatchLimit, TimeModel, spread
 from vcore_ds.planning.step_cost import StepCost, StepModel, StepPasses
 from vcore_ds.train.console import Console
 
@@ -121,7 +121,11 @@ def cost_of(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8) -> 
     """A sequence of 16 tokens for each GPU, as main and as probe batch."""
     lengths = [16] * num_gpus
     found = spread(
-        range(num_gpus), lengths, parallel_sizes=[1], limit=RowLimit(None, 1), time_model=TimeModel(SMALL, num_gpus, 8)
+        range(num_gpus),
+        lengths,
+        parallel_sizes=[1],
+        limit=MicroBatchLimit(None, 1),
+        time_model=TimeModel(SMALL, num_gpus, 8),
     )
     cluster = Cluster(FAST, num_gpus, gpus_per_node, achieved=IDEAL)
     model = StepModel(SMALL, parameter_counts(SMALL), settings, cluster, reuse_distance=0)

@@ -96,8 +96,8 @@ def test_without_triton_attention_runs_in_blocks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention, "has_triton", attention.has_triton.__wrapped__)  # what this process found is cached
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     query = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
-    layout = attention.RowLayout.from_lengths([[4, 5]], 1, query.device)
-    output, _ = attention.forward_mode_attention(torch.nn.Module(), query, query, query, None, row_layout=layout)
+    layout = attention.SequenceLayout.from_lengths([[4, 5]], 1, query.device)
+    output, _ = attention.forward_mode_attention(torch.nn.Module(), query, query, query, None, sequence_layout=layout)
     assert output.shape == (1, 9, 2, 16)
 
 

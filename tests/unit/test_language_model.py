@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import IGNORED_LABEL
-from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.models.causal_lm import (
     DIVISORS,
     FACTORS,
@@ -109,7 +109,7 @@ def relative_error_of_losses(model: PreTrainedModel) -> float:
     """Of the token loss against the cross-entropy of the model's own logits."""
     ids = torch.randint(3, 80, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     targets = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORED_LABEL)], 1)
-    layout = RowLayout.from_lengths([[TOKENS]] * 2, 1, torch.device("cpu"))
+    layout = SequenceLayout.from_lengths([[TOKENS]] * 2, 1, torch.device("cpu"))
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
         expected = cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="none")

@@ -16,13 +16,13 @@ ROW_TOKENS = 16_384
 
 
 def all_rows(
-    lengths: list[int], num_ranks: int, row_tokens: int, attention: float, micro_step_cost: float = 0.0
+    lengths: list[int], num_ranks: int, pack_tokens: int, attention: float, micro_step_cost: float = 0.0
 ) -> list[list[list[int]]]:
     """By rank."""
     micro_steps = pack_batch(
         lengths,
         num_groups=num_ranks,
-        row_tokens=row_tokens,
+        pack_tokens=pack_tokens,
         work=lambda n: n * (1.0 + n / attention),
         micro_step_cost=micro_step_cost,
     )
@@ -38,13 +38,13 @@ def work(attention: float) -> Callable[[int], float]:
     st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 9), st.integers(0, 150), st.floats(1, 1e6)
 )
 def test_every_sequence_once_and_no_row_too_long(lengths, num_ranks, room, attention) -> None:
-    row_tokens = max(lengths) + room
-    per_rank = all_rows(lengths, num_ranks, row_tokens, attention)
+    pack_tokens = max(lengths) + room
+    per_rank = all_rows(lengths, num_ranks, pack_tokens, attention)
     assert len({len(rows) for rows in per_rank}) == 1
     packed = [i for rows in per_rank for row in rows for i in row]
     assert sorted(packed) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in row) <= row_tokens for rows in per_rank for row in rows)
-    assert per_rank == all_rows(lengths, num_ranks, row_tokens, attention)
+    assert all(sum(lengths[i] for i in row) <= pack_tokens for rows in per_rank for row in rows)
+    assert per_rank == all_rows(lengths, num_ranks, pack_tokens, attention)
 
 
 def test_by_hand() -> None:

@@ -16,7 +16,7 @@ from vcore_ds.planning.spread import (
     FREE_TOKENS,
     H100,
     LengthModel,
-    RowLimit,
+    MicroBatchLimit,
     Spread,
     TimeModel,
     list_sequence_parallel_sizes,
@@ -42,8 +42,8 @@ def test_degrees_divide_ranks_and_query_heads() -> None:
 
 
 def test_a_row_has_to_hold_the_longest_sequence() -> None:
-    assert select_sizes_with_room(40_000, [1, 2, 4, 8], RowLimit(16_384)) == [4, 8]
-    assert select_sizes_with_room(40_000, [1, 2, 4, 8], RowLimit(None, 2)) == [1, 2, 4, 8]
+    assert select_sizes_with_room(40_000, [1, 2, 4, 8], MicroBatchLimit(16_384)) == [4, 8]
+    assert select_sizes_with_room(40_000, [1, 2, 4, 8], MicroBatchLimit(None, 2)) == [1, 2, 4, 8]
 
 
 @settings(deadline=None)
@@ -57,8 +57,8 @@ def test_a_row_has_to_hold_the_longest_sequence() -> None:
 )
 def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads, room, num_rows, machine) -> None:
     parallel_sizes = list_sequence_parallel_sizes(num_ranks, num_heads)
-    row_tokens = -(-max(lengths) // parallel_sizes[-1]) + room
-    limit = RowLimit(row_tokens) if num_rows is None else RowLimit(None, num_rows)
+    pack_tokens = -(-max(lengths) // parallel_sizes[-1]) + room
+    limit = MicroBatchLimit(pack_tokens) if num_rows is None else MicroBatchLimit(None, num_rows)
     shape = ModelShape(2, num_heads, 1, 16, 50_000)
     time_model = TimeModel(shape, num_ranks, min(8, num_ranks), machine)
     ids = [100 + i // 2 for i in range(len(lengths))]  # an id may come twice in a batch
@@ -75,7 +75,7 @@ def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads,
     if num_rows is None:
         # By multiset of lengths, since ids repeat: each row's shortest possible sum of its ids' lengths fits.
         shortest = {i: min(n for j, n in zip(ids, lengths, strict=True) if i == j) for i in ids}
-        assert all(sum(shortest[i] for i in row) <= k * row_tokens for steps in per_group for row in steps)
+        assert all(sum(shortest[i] for i in row) <= k * pack_tokens for steps in per_group for row in steps)
     else:
         assert all(len(row) <= num_rows for steps in per_group for row in steps)
     waste = found.waste
@@ -85,16 +85,20 @@ def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads,
 
 
 @settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), row_tokens=st.integers(50, 200))
-def test_no_packed_row_is_longer_than_its_ranks_hold(lengths, row_tokens) -> None:
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), pack_tokens=st.integers(50, 200))
+def test_no_packed_row_is_longer_than_its_ranks_hold(lengths, pack_tokens) -> None:
     for size in (1, 2, 4):
         time_model = TimeModel(TINY, 4, 4)
         found = spread(
-            range(len(lengths)), lengths, parallel_sizes=[size], limit=RowLimit(row_tokens), time_model=time_model
+            range(len(lengths)),
+            lengths,
+            parallel_sizes=[size],
+            limit=MicroBatchLimit(pack_tokens),
+            time_model=time_model,
         )
         assert found.sequence_parallel == size
         rows = [row for groups in found.micro_steps for row in groups]
-        assert max(sum(lengths[i] for i in row) for row in rows) <= size * row_tokens
+        assert max(sum(lengths[i] for i in row) for row in rows) <= size * pack_tokens
         assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
 
 
@@ -103,7 +107,7 @@ def sizes_of_micro_batches(lengths: list[int], machine: Machine) -> list[int]:
         range(len(lengths)),
         lengths,
         parallel_sizes=[1],
-        limit=RowLimit(None, None),
+        limit=MicroBatchLimit(None, None),
         time_model=TimeModel(QWEN3_32B, 2, 2, machine),
     )
     return [len(groups[0]) for groups in found.micro_steps]
@@ -130,7 +134,7 @@ def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(
 ) -> None:
     time_model = TimeModel(TINY, num_ranks, num_ranks, machine)
     for size in list_sequence_parallel_sizes(num_ranks, TINY.num_heads):
-        limit = RowLimit(None, None, may_pack)
+        limit = MicroBatchLimit(None, None, may_pack)
         found = spread(range(len(lengths)), lengths, parallel_sizes=[size], limit=limit, time_model=time_model)
         assert found.is_packed == may_pack
         assert sorted(i for groups in found.micro_steps for row in groups for i in row) == list(range(len(lengths)))
@@ -147,7 +151,7 @@ def test_packing_leaves_less_padding_and_waiting_than_rows_of_similar_lengths() 
 
     def found(may_pack: bool) -> Spread:
         time_model = TimeModel(ModelShape(8, 6, 2, 64, 1_720_320), 2, 2, CPU)
-        lengths, limit = [111, 138, 164, 512], RowLimit(None, None, may_pack)
+        lengths, limit = [111, 138, 164, 512], MicroBatchLimit(None, None, may_pack)
         return spread(range(4), lengths, parallel_sizes=[1], limit=limit, time_model=time_model)
 
     rows, packed = found(may_pack=False), found(may_pack=True)
@@ -159,7 +163,7 @@ def test_packing_leaves_less_padding_and_waiting_than_rows_of_similar_lengths() 
 def chosen(lengths: list[int], num_ranks: int, **options) -> Spread:
     time_model = TimeModel(QWEN3_32B, num_ranks, min(8, num_ranks))
     parallel_sizes = list_sequence_parallel_sizes(num_ranks, QWEN3_32B.num_heads)
-    fixed = {"parallel_sizes": parallel_sizes, "limit": RowLimit(16_384), "time_model": time_model}
+    fixed = {"parallel_sizes": parallel_sizes, "limit": MicroBatchLimit(16_384), "time_model": time_model}
     return spread(range(len(lengths)), lengths, **fixed | options)
 
 

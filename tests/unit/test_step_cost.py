@@ -27,7 +27,7 @@ from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCoun
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import LengthModel, RowLimit, TimeModel, spread
+from vcore_ds.planning.spread import LengthModel, MicroBatchLimit, TimeModel, spread
 from vcore_ds.planning.step_cost import PassWork, StepCost, StepModel, StepPasses, forward_flops
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
@@ -46,7 +46,9 @@ def cost_of(settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int
     """One batch as main and as probe batch, each sequence in a row of its own; `changed`: fields of `Achieved`."""
     part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
     time_model = TimeModel(SHAPE.take_tensor_shard(part), num_gpus // part, min(8, num_gpus) // part)
-    found = spread(range(len(lengths)), lengths, parallel_sizes=[k], limit=RowLimit(None, 1), time_model=time_model)
+    found = spread(
+        range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1), time_model=time_model
+    )
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
     model = StepModel(SHAPE, counts, settings, cluster, reuse_distance=0)
     return model.step(StepPasses.of(settings), [(lengths, found)], [(lengths, found)])
@@ -88,7 +90,7 @@ def test_seconds_of_products_by_hand(
 def test_seconds_of_scoring_by_hand(adapters: AdapterShape | None, linear: int) -> None:
     """A forward with tangents, whatever the recipe's own step is."""
     time_model = TimeModel(SHAPE, 1, 1)
-    found = spread([0], [16], parallel_sizes=[1], limit=RowLimit(None, 1), time_model=time_model)
+    found = spread([0], [16], parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
     settings = replace(SFT, adapters=adapters, is_checkpointed=True)
     model = StepModel(SHAPE, COUNTS, settings, Cluster(FAST, 1, achieved=IDEAL))
     assert model.scoring_seconds([([16], found)]) == pytest.approx((linear * 5000 * 16 + 3 * 128 * 16**2) / 1e6)
@@ -171,7 +173,7 @@ def test_what_a_backward_finds_gathered_is_not_gathered_again(reuse_distance: in
     """Layers of 1,000 parameters, a head of 500: the last layer stays, the head up to twice its size, and the first
     layer where the second and the head are within the distance."""
     lengths, time_model = [16], TimeModel(SHAPE, 2, 2)
-    found = spread([0], lengths, parallel_sizes=[1], limit=RowLimit(None, 1), time_model=time_model)
+    found = spread([0], lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
     model = StepModel(SHAPE, COUNTS, SFT, Cluster(FAST, 2), reuse_distance=reuse_distance)
     cost = model.step(StepPasses.of(SFT), [(lengths, found)], [])
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
@@ -362,7 +364,7 @@ def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_pl
     cluster = Cluster(fast, num_gpus, achieved=achieved)
     time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
     lengths = [16] * num_gpus
-    found = spread(range(num_gpus), lengths, parallel_sizes=[1], limit=RowLimit(None, 1), time_model=time_model)
+    found = spread(range(num_gpus), lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
     model = StepModel(SHAPE, COUNTS, replace(JVP, num_ranks=num_gpus), cluster, 0, in_place)
     cost = model.step(StepPasses.of(JVP), [(lengths, found)], [(lengths, found)])
     gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus

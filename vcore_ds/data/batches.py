@@ -18,9 +18,9 @@ IGNORED_LABEL = -100
 class Batch:
     """One micro-batch of one rank, or of a sequence-parallel group: b rows, padded on the right to T tokens.
 
-    A row is one sequence or a pack of several, which do not attend to each other. There is no attention mask: attention
-    is causal, so no token attends to the padding that follows it, and position ids restart at 0 with each sequence of a
-    pack.
+    A row of the batch is a pack or an unpacked sequence. Sequences of a pack do not attend to each other. There is no
+    attention mask: attention is causal, so no token attends to the padding that follows it, and position ids restart at
+    0 with each sequence of a pack.
     """
 
     sequence_ids: list[int]  # [num_sequences]; empty in an idle batch
@@ -39,7 +39,7 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the ragged tensors of this batch; an idle row counts as one without tokens."""
+        """Sequences in the ragged tensors of this batch; an idle batch counts as one without tokens."""
         return self.labels.shape[0] if self.segments is None else int(self.segments.max()) + 1
 
     def position_ids(self) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Batch:
 
     def sequence_lengths(self) -> list[list[int]]:
         """Tokens of the sequences in each row, which sum to T: the padding of a pack counts as one more sequence, that
-        of an unpacked row as part of its sequence."""
+        of an unpacked sequence as part of it."""
         num_rows, num_tokens = self.labels.shape
         if self.segments is None:
             return [[num_tokens]] * num_rows
@@ -70,7 +70,7 @@ class Batch:
         return torch.nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
     def token_sequence_ids(self) -> torch.Tensor:
-        """int64 [b, T], sequence id of each token; -1 for the padding of packs and idle rows."""
+        """int64 [b, T], sequence id of each token; -1 for the padding of packs and idle batches."""
         ids = torch.tensor([*self.sequence_ids, -1], dtype=torch.int64)
         if self.segments is None:
             numbers = torch.arange(len(self.labels)) if self.sequence_ids else torch.full((len(self.labels),), -1)
@@ -143,25 +143,25 @@ def supervised_tokens(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torc
 
 
 def collate(sequences: Sequence[TokenizedSequence], pad_token_id: int, sequence_parallel: int = 1) -> Batch:
-    """Make a batch with one sequence a row; see `pack`."""
+    """Make a batch of unpacked sequences; see `pack`."""
     return pack([[sequence] for sequence in sequences], pad_token_id, sequence_parallel)
 
 
-def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequence_parallel: int = 1) -> Batch:
-    """Make a batch of rows with one or more sequences each; T is the longest row, rounded up to a multiple of 8 tokens
-    for each rank of the sequence-parallel group."""
-    sequences = [sequence for row in rows for sequence in row]
-    row_lengths = [sum(len(sequence) for sequence in row) for row in rows]
-    shape = (len(rows), padded_length(max(row_lengths), sequence_parallel))
+def pack(packs: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequence_parallel: int = 1) -> Batch:
+    """Make a batch of packs with one or more sequences each; T is the length of the longest pack, rounded up to a
+    multiple of 8 tokens for each rank of the sequence-parallel group."""
+    sequences = [sequence for members in packs for sequence in members]
+    row_lengths = [sum(len(sequence) for sequence in members) for members in packs]
+    shape = (len(packs), padded_length(max(row_lengths), sequence_parallel))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
     segments = torch.full(shape, -1, dtype=torch.int64)
     kept = torch.zeros(shape, dtype=torch.bool)
     loss_weights = torch.zeros(shape, dtype=torch.float32)
     number = 0
-    for i, row in enumerate(rows):
+    for i, members in enumerate(packs):
         start = 0
-        for sequence in row:
+        for sequence in members:
             columns = slice(start, start + len(sequence))
             tokens = torch.from_numpy(sequence.input_ids).long()
             input_ids[i, columns] = tokens
@@ -174,7 +174,7 @@ def pack(rows: Sequence[Sequence[TokenizedSequence]], pad_token_id: int, sequenc
             start, number = columns.stop, number + 1
     ids = [sequence.sequence_id for sequence in sequences]
     batch = Batch(ids, input_ids, labels, sequence_parallel=sequence_parallel, row_lengths=row_lengths)
-    if len(sequences) > len(rows):
+    if len(sequences) > len(packs):
         batch.segments = segments
     if sequences[0].kept is not None:
         batch.kept = kept

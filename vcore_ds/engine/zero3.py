@@ -35,7 +35,7 @@ from vcore_ds.engine.flat_shards import (
 )
 from vcore_ds.engine.muon import Muon, ShardedMatrix, find_hidden_matrices, find_matrices
 from vcore_ds.method.objective import GlobalCounts
-from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.experts import mark_padding, uses_our_experts
@@ -209,7 +209,7 @@ class Engine:
             input_ids=to_device(take_local_columns(batch.input_ids, k), self.device),
             targets=take_local_columns(batch.targets(), k),
             position_ids=to_device(take_local_columns(positions, k), self.device),
-            row_layout=RowLayout.from_lengths(batch.sequence_lengths(), k, self.device),
+            sequence_layout=SequenceLayout.from_lengths(batch.sequence_lengths(), k, self.device),
             **options,
         )
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
-from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
 from vcore_ds.models.configuration import can_replace_attention, find_causal_lm_class, read_config
 from vcore_ds.models.experts import can_replace_experts
@@ -111,7 +111,7 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
     model.eval()  # without dropout, which needs the keys of a batch
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
     is_ours = model.base.config.get_text_config()._attn_implementation == TRAINING_ATTENTION
-    options = {"row_layout": RowLayout.from_lengths([[2]], 1, row.device)} if is_ours else {}
+    options = {"sequence_layout": SequenceLayout.from_lengths([[2]], 1, row.device)} if is_ours else {}
     try:
         model.decoder(input_ids=row, position_ids=row, use_cache=False, **options)
     except UserError:

@@ -6,7 +6,8 @@ batch is such an argument, so a layer that is recomputed in the backward sees th
 No mask is built. For packs Hugging Face's attention builds one of `[T, T]`, 0.8 GB per call at 16,384 tokens, and
 cannot use the fused kernel.
 
-Shapes: b rows, A query heads, K key/value heads, t tokens of a row on this rank, T of the row, D head dimension.
+Shapes: b packs or unpacked sequences of T tokens, t of them on this rank, A query heads, K key/value heads, D head
+dimension.
 """
 
 import functools
@@ -38,11 +39,11 @@ from vcore_ds.models.sequence_exchange import exchange_with_tangents, heads_to_t
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """The sequences in the rows (packs) of a batch, and the sequence-parallel size; built once per pass."""
+class SequenceLayout:
+    """The sequences in each row of a batch (one if unpacked), and the sequence-parallel size; built once per pass."""
 
     lengths: Sequence[Sequence[int]]
-    """Tokens of the sequences in each row, in order; they sum to T. Padding counts as a sequence."""
+    """Tokens of the sequences in each row, in order; they sum to T. Padding of a pack counts as a sequence."""
     sequence_parallel: int
     """Sequence-parallel size: each rank of a group has `t = T / sequence_parallel` columns of its rows."""
     cu_seqlens: Tensor
@@ -51,7 +52,7 @@ class RowLayout:
     @classmethod
     def from_lengths(
         cls, lengths: Sequence[Sequence[int]], sequence_parallel: int, device: torch.device
-    ) -> "RowLayout":
+    ) -> "SequenceLayout":
         """Build the layout on the host, so that no layer needs a host-device synchronisation."""
         flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32)
         return cls(lengths, sequence_parallel, to_device(flat.cumsum(0, dtype=torch.int32), device))
@@ -63,17 +64,17 @@ class RowLayout:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether no row is packed."""
+        """Whether each row is one sequence."""
         return all(len(row) == 1 for row in self.lengths)
 
-    def split_into_chunks(self, num_tokens: int) -> "RowLayout":
+    def split_into_chunks(self, num_tokens: int) -> "SequenceLayout":
         """Cut sequences into chunks that do not see each other (Llama 4)."""
         if self.max_seqlen <= num_tokens:
             return self
         lengths = [
             [min(num_tokens, n - start) for n in row for start in range(0, n, num_tokens)] for row in self.lengths
         ]
-        return RowLayout.from_lengths(lengths, self.sequence_parallel, self.cu_seqlens.device)
+        return SequenceLayout.from_lengths(lengths, self.sequence_parallel, self.cu_seqlens.device)
 
     def iter_sequences(self) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of each sequence, or of the entire batch if it is unpacked."""
@@ -91,7 +92,7 @@ TRAINING_ATTENTION = "vcore_training"
 FORWARD_MODE_ATTENTION = "vcore_forward_mode"
 FUSED_ATTENTION = "vcore_fused"
 OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
-"""Names under which Hugging Face models find the implementations below, which take a `RowLayout`."""
+"""Names under which Hugging Face models find the implementations below, which take a `SequenceLayout`."""
 
 MAX_KERNEL_HEAD_DIM = 256
 """Largest head dimension of `flash_tangent`, whose accumulators have to fit into the registers."""
@@ -116,7 +117,7 @@ AttentionInputs = Sequence[Tensor | None]
 """Query `[b, A, T, D]`, key and value `[b, K, T, D]`, and attention sinks `[A]`: either their values, where None means
 no sinks, or their tangents, where None means zero."""
 
-Attend = Callable[[AttentionInputs, AttentionInputs, RowLayout, Scoring], tuple[Tensor, Tensor | None]]
+Attend = Callable[[AttentionInputs, AttentionInputs, SequenceLayout, Scoring], tuple[Tensor, Tensor | None]]
 """Maps values and tangents to the output `[b, A, T, D]` and its tangent, None if all tangents are None."""
 
 _UNSUPPORTED_ARGUMENTS = {
@@ -147,19 +148,19 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
-        row_layout: RowLayout | None = None,
+        sequence_layout: SequenceLayout | None = None,
         **others: object,
     ) -> tuple[Tensor, None]:
         ignored = next((words for name, words in _UNSUPPORTED_ARGUMENTS.items() if others.get(name) is not None), None)
-        if attention_mask is not None or row_layout is None or ignored is not None:
+        if attention_mask is not None or sequence_layout is None or ignored is not None:
             no_layout = "does not pass the decoder's keyword arguments on to its attention"
             reason = ignored or (no_layout if attention_mask is None else "builds its own attention mask")
             raise UserError(
                 f"model.path: {type(module).__name__} {reason}, so its attention cannot be replaced; expected "
                 "another architecture, or model.attention eager with a method without utilities (methods/sft.yaml)"
             )
-        row_layout = _find_layer_layout(module, row_layout)
-        k, value_dim = row_layout.sequence_parallel, value.shape[-1]
+        sequence_layout = _find_layer_layout(module, sequence_layout)
+        k, value_dim = sequence_layout.sequence_parallel, value.shape[-1]
         scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
         unpacked = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in (query, key, value, s_aux)]
         (*primals, sinks), (*tangents, d_sinks) = zip(*unpacked, strict=True)
@@ -171,7 +172,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
         sinks, d_sinks = (None if x is None else take_local_heads(x, k) for x in (sinks, d_sinks))
         # The function mode of the fused pass intercepts every call from Python: half of the time of a block of scores.
         with torch._C.DisableTorchFunction():
-            output, d_output = attend([*primals, sinks], [*tangents, d_sinks], row_layout, scoring)
+            output, d_output = attend([*primals, sinks], [*tangents, d_sinks], sequence_layout, scoring)
 
         def exchange_back(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [x.transpose(1, 2).contiguous() for x in heads_to_tokens([x[..., :value_dim] for x in tensors], k)]
@@ -182,7 +183,7 @@ def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, N
     return attention
 
 
-def _find_layer_layout(module: Any, layout: RowLayout) -> RowLayout:
+def _find_layer_layout(module: Any, layout: SequenceLayout) -> SequenceLayout:
     """Return the layout of chunks for a layer with chunked attention (Llama 4), which gets no argument for it."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
@@ -198,14 +199,14 @@ def _pad_head_dim(tensor: Tensor, dim: int) -> Tensor:
 
 
 def attend_with_graph(
-    primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of passes with a gradient: the fused kernels, which would lose tangents."""
     assert all(x is None for x in tangents)
     return causal_attention(primals, layout, scoring), None
 
 
-def causal_attention(primals: AttentionInputs, layout: RowLayout, scoring: Scoring) -> Tensor:
+def causal_attention(primals: AttentionInputs, layout: SequenceLayout, scoring: Scoring) -> Tensor:
     """Compute attention within each sequence, `[b, A, T, D]`, differentiable."""
     query, key, value, sinks = primals
     assert query is not None and key is not None and value is not None
@@ -224,7 +225,7 @@ def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
     return query.is_cuda and is_half and fits and scoring.softcap is None
 
 
-def _attend_on_gpu(primals: AttentionInputs, layout: RowLayout, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend_on_gpu(primals: AttentionInputs, layout: SequenceLayout, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Attention by the flash kernel, differentiable: output `[b, A, T, D]` and log-sum-exp `[b, A, T]`."""
     query, key, value, sinks = primals
     assert query is not None and key is not None and value is not None
@@ -242,7 +243,7 @@ def _repeat_kv_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def apply_per_sequence(
-    attend: Callable[..., Sequence[Tensor]], primals: Sequence[Tensor], layout: RowLayout
+    attend: Callable[..., Sequence[Tensor]], primals: Sequence[Tensor], layout: SequenceLayout
 ) -> Sequence[Tensor]:
     """Apply `attend` to query, key and value of each sequence, and concatenate its results along dimension 2."""
     if layout.is_unpacked:
@@ -269,7 +270,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sco
 
 
 def attend_with_tangents(
-    primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of forward-mode (JVP) passes without a gradient: the Triton kernel where it applies, else in blocks."""
     (query, key, value, sink), (d_query, d_key, d_value, d_sink) = primals, tangents
@@ -300,7 +301,7 @@ def attend_with_tangents(
 def _run_triton(
     primals: AttentionInputs,
     tangents: AttentionInputs,
-    layout: RowLayout,
+    layout: SequenceLayout,
     scoring: Scoring,
     given: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -346,7 +347,7 @@ AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
 
 
 def attend_with_graph_and_tangents(
-    primals: AttentionInputs, tangents: AttentionInputs, layout: RowLayout, scoring: Scoring
+    primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of passes with a gradient and tangents: autograd records the value but not the tangent.
 

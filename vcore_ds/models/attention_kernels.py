@@ -8,7 +8,7 @@ is 0. Attention with sinks follows from the output O and each query's log-sum-ex
 The backward is that of flash attention, called with O' and L': `exp(S - L')` are the weights next to the sink, and
 `delta = rowsum(dO' * O')` as without sinks. The gradient of s is `-sum exp(s - L') delta`.
 
-Shapes: b rows, A query heads, K key/value heads, T tokens, D head dimension.
+Shapes: b packs or unpacked sequences, A query heads, K key/value heads, T tokens, D head dimension.
 """
 
 import importlib.util
@@ -103,7 +103,7 @@ class CudaFlash:
     sliding_window: int | None
     """Number of keys that a query sees, itself included; None for all."""
     cu_seqlens: Tensor
-    """See `RowLayout`."""
+    """See `SequenceLayout`."""
     max_seqlen: int
 
     @property

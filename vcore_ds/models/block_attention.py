@@ -16,7 +16,7 @@ If a fused kernel has already computed O and each query's log-sum-exp L, the tan
 An attention sink (gpt-oss) is an additional score of each query, whose value vector is 0: it initialises the softmax
 sums, or is part of L.
 
-Passes without tangents use the fused kernels. Each row is one sequence: `vcore_ds.models.attention` splits packs.
+Passes without tangents use the fused kernels. Sequences are unpacked here: `vcore_ds.models.attention` splits packs.
 
 Shapes: B batch, A query heads, K key/value heads, G = A / K, T tokens, D head dimension.
 """
@@ -109,11 +109,11 @@ def block_attention_tangent(
         log_sum_exp: `[B, A, T]`, over each query's scaled scores and its sink.
     """
     d_output = torch.empty_like(query)
-    # Row by row, so that a block of scores has the heads of one row only.
-    for row in range(len(query)):
-        one = slice(row, row + 1)
+    # One sequence after the other, so that a block of scores has the heads of one only.
+    for index in range(len(query)):
+        one = slice(index, index + 1)
         d_qkv = [None if tangent is None else tangent[one] for tangent in tangents]
-        _write_row_tangent(  # frees this row's blocks before those of the next row are allocated
+        _write_sequence_tangent(  # frees this sequence's blocks before those of the next one are allocated
             d_output[one],
             _Blocks(query[one], key[one], value[one], d_qkv, scale, None),
             output[one],
@@ -123,7 +123,7 @@ def block_attention_tangent(
     return d_output
 
 
-def _write_row_tangent(
+def _write_sequence_tangent(
     d_output: Tensor,
     blocks: "_Blocks",
     output: Tensor,

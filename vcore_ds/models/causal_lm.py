@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import supervised_tokens
-from vcore_ds.models.attention import OUR_ATTENTION, RowLayout
+from vcore_ds.models.attention import OUR_ATTENTION, SequenceLayout
 from vcore_ds.models.dropout import use_token_dropout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
 from vcore_ds.models.pointwise import use_formulas
@@ -196,7 +196,7 @@ class TokenLossModel(nn.Module):
         input_ids: Tensor,
         targets: Tensor,
         position_ids: Tensor,
-        row_layout: RowLayout,
+        sequence_layout: SequenceLayout,
         *,
         statistic: PredictionStatistic | None = None,
         reference_hidden: Tensor | None = None,
@@ -224,12 +224,12 @@ class TokenLossModel(nn.Module):
         # Hugging Face's attention takes no layout, and detects packed sequences by their positions.
         attention = self.base.config.get_text_config()._attn_implementation
         is_ours = attention in OUR_ATTENTION
-        if not is_ours and row_layout.sequence_parallel > 1:
+        if not is_ours and sequence_layout.sequence_parallel > 1:
             raise UserError(
-                f"batch.sequence_parallel: found {row_layout.sequence_parallel} together with attention "
+                f"batch.sequence_parallel: found {sequence_layout.sequence_parallel} together with attention "
                 f"{attention}; expected 1, or model.attention auto with an architecture whose attention can be replaced"
             )
-        options = {"row_layout": row_layout} if is_ours else {}
+        options = {"sequence_layout": sequence_layout} if is_ours else {}
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.decoder(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **options

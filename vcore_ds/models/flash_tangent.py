@@ -3,7 +3,7 @@
 Importing this module needs Triton, which comes with PyTorch's CUDA wheels; only `vcore_ds.models.attention` imports it,
 on a GPU. With `TRITON_INTERPRET=1` Triton runs kernels on the CPU, as the tests do.
 
-Shapes: b rows, A query heads, K key/value heads, T tokens of a row, D head dimension.
+Shapes: b packs or unpacked sequences of T tokens, A query heads, K key/value heads, D head dimension.
 """
 
 import functools
@@ -84,7 +84,7 @@ def flash_tangent(
         key, value: `[b, K, T, D]` in the dtype of `query`; A is a multiple of K (grouped-query attention).
         tangents: of query, key and value, each shaped like it or None for zero.
         cu_seqlens: int32 `[num_sequences + 1]`, cumulative sequence lengths over the concatenated rows, starting at 0.
-            No sequence crosses the end of a row.
+            No sequence crosses the end of a row of the batch.
         max_seqlen: tokens of the longest sequence; only the choice of tiles depends on it.
         scale, sliding_window, sinks: as in `block_attention`.
         given: output and log-sum-exp from another kernel, as returned here; None to compute them.

@@ -1,7 +1,7 @@
 """Triton kernel of the JVP of causal flash attention; `vcore_ds.models.flash_tangent` launches it.
 
 The algorithms are those of `vcore_ds.models.block_attention`, which has the formulas. Here the score blocks stay on
-chip, and one launch covers all sequences of all rows. A program computes one block of queries of one head, and up to
+chip, and one launch covers all sequences of the batch. A program computes one block of queries of one head, and up to
 `VALUE_DIM` of the value dimensions. The kernel has two modes:
 
 - Value and tangent: an online softmax over blocks of keys, with all accumulators of the tangent rescaled together with

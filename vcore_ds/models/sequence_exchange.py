@@ -1,6 +1,6 @@
 """Ulysses sequence parallelism (https://arxiv.org/abs/2309.14509): all-to-alls around attention, all-gather of losses.
 
-Each rank of a sequence-parallel group computes a slice of the columns of the group's rows: embeddings, linear layers,
+Each rank of a sequence-parallel group computes a slice of the columns of the group's batch: embeddings, linear layers,
 norms and losses are per token. Before attention one all-to-all gives each rank all tokens of some heads; after it
 another one gives back all heads of the rank's tokens.
 

@@ -14,7 +14,7 @@ from vcore_ds.planning.spread import (
     H100,
     LengthModel,
     Member,
-    RowLimit,
+    MicroBatchLimit,
     Spread,
     TimeModel,
     Utilization,
@@ -103,7 +103,7 @@ def find_sequence_parallel_sizes(
         shape: of a rank's part.
 
     Raises:
-        RecipeError: the recipe's number does not fit, or the longest sequence would not fit into the largest row.
+        RecipeError: the recipe's number does not fit, or the longest sequence would not fit into the largest pack.
     """
     key, wanted = f"{section}.sequence_parallel", getattr(settings, section).sequence_parallel
     one, on = member_of(settings.parallel.tensor), f"on {count_ranks(num_ranks, settings.parallel.tensor)}"
@@ -132,26 +132,26 @@ def find_sequence_parallel_sizes(
         raise RecipeError(
             [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} {one}s{and_heads}: {nearest}"]
         )
-    longest, row = settings.cutoff_length, settings.batch.pack_tokens_per_rank
-    if row is not None and chosen[-1] * row < longest:
+    longest, pack = settings.cutoff_length, settings.batch.pack_tokens_per_rank
+    if pack is not None and chosen[-1] * pack < longest:
         raise RecipeError([_explain_too_short(settings, key, chosen[-1], possible, num_ranks)])
     return tuple(chosen)
 
 
 def _explain_too_short(settings: PlanSettings, key: str, size: int, possible: Sequence[int], num_ranks: int) -> str:
-    """That no row can hold the longest sequence, and what would."""
-    longest, row = settings.cutoff_length, settings.batch.pack_tokens_per_rank
-    assert row is not None
+    """Explain that no pack can hold the longest sequence, and which settings would do."""
+    longest, pack = settings.cutoff_length, settings.batch.pack_tokens_per_rank
+    assert pack is not None
     one = member_of(settings.parallel.tensor)
-    larger = [k for k in possible if k * row >= longest]
+    larger = [k for k in possible if k * pack >= longest]
     remedies = [
         f"batch.pack_tokens_per_rank {-(-longest // size)} or more",
-        f"data.cutoff_length {size * row} or less",
+        f"data.cutoff_length {size * pack} or less",
     ]
     if larger:
         remedies.insert(0, f"{key} {larger[0]} or auto")
     return (
-        f"batch.pack_tokens_per_rank: found {row} together with data.cutoff_length {longest}, where at most "
+        f"batch.pack_tokens_per_rank: found {pack} together with data.cutoff_length {longest}, where at most "
         f"{count(size, one)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
         f"sequence: {', or '.join(remedies)}"
     )
@@ -170,7 +170,7 @@ _SECTIONS: dict[Part, Literal["batch", "probe"]] = {"main": "batch", "probe": "p
 """The recipe's section for each of them."""
 
 _SEQUENCES_PER_GROUP = 8
-"""Sequences that each group of ranks should have, so that their rows can be made about equal."""
+"""Sequences that each group of ranks should have, so that their packs can be made about equal."""
 
 
 @dataclass(frozen=True)
@@ -178,14 +178,13 @@ class BatchPlan:
     """The arithmetic of one optimizer step on the ranks of a job; all sizes in sequences."""
 
     num_ranks: int
-    """Ranks that may have different rows; a tensor-parallel group counts as one."""
+    """Ranks that may have different micro-batches; a tensor-parallel group counts as one."""
     global_batch_size: int
     """|B|, over all ranks and micro-batches."""
     micro_batch_size_per_rank: int | None
     """None where the time model chooses it for each micro-batch."""
     pack_tokens_per_rank: int | None
-    """Most tokens of a row that holds several sequences, on each rank of a sequence-parallel group; None where the
-    recipe does not say."""
+    """Maximum tokens of a pack on each rank of a sequence-parallel group; None where the recipe does not say."""
     num_trusted_global: int
     """Sequences of |B| that are drawn from the pool in data.probe_path."""
     probe_batch_size_global: int | None
@@ -225,7 +224,7 @@ class BatchPlan:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Tokens of the longest sequence that a packed row of the main batch holds; None without packing."""
+        """Tokens of the longest sequence that a pack of the main batch holds; None without packing."""
         return None if self.pack_tokens_per_rank is None else self.main_parallel_sizes[-1] * self.pack_tokens_per_rank
 
     def spread_main(self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None) -> Spread:
@@ -242,12 +241,12 @@ class BatchPlan:
         limit = self._limit(self.probe_micro_batch_size_per_rank)
         return spread(ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model)
 
-    def _limit(self, micro_batch_size: int | None) -> RowLimit:
-        return RowLimit(self.pack_tokens_per_rank, micro_batch_size, self.may_pack)
+    def _limit(self, micro_batch_size: int | None) -> MicroBatchLimit:
+        return MicroBatchLimit(self.pack_tokens_per_rank, micro_batch_size, self.may_pack)
 
     @property
     def is_packed(self) -> bool:
-        """Whether the sequences of a main micro-batch are one row."""
+        """Whether the sequences of a main micro-batch are one pack."""
         return self._limit(self.micro_batch_size_per_rank).is_packed
 
     @property
@@ -328,11 +327,11 @@ def plan_batch(
     ranks_per_node: int = 8,
     machine: Machine = H100,
 ) -> BatchPlan:
-    """Spreads a recipe's batches over `num_ranks` ranks, a tensor-parallel group as one: it works on the same rows.
+    """Plan a recipe's batches on `num_ranks` ranks, a tensor-parallel group as one: its ranks share their sequences.
 
     Raises RecipeError where the recipe's tensor-, expert- or sequence-parallel sizes do not fit the ranks, the
-    nodes or the model, sequences share a row or a forward in which this model would let them change each other, the
-    longest sequence would not fit into the largest row, or finite differences are asked for with an MoE model.
+    nodes or the model, sequences share a forward in which this model would let them change each other, the longest
+    sequence would not fit into the largest pack, or finite differences are asked for with an MoE model.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -345,7 +344,7 @@ def plan_batch(
     ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.take_tensor_shard(tensor)
     shape = shape.for_sequences_of(settings.cutoff_length)
-    check_shared_rows(settings, shape)
+    check_shared_forwards(settings, shape)
     if model.attention != "auto":
         shape = replace(
             shape, no_sequence_parallelism="whose attention is not replaced"
@@ -354,7 +353,7 @@ def plan_batch(
     if batch.micro_batch_size_per_rank != "auto":
         micro = batch.micro_batch_size_per_rank
     elif batch.pack_tokens_per_rank is not None or settings.alpha_of_micro_batch or shape.is_alone:
-        micro = 1  # a row, and in the second case what shares a micro-batch would change alpha
+        micro = 1  # a pack; with alpha_scope micro_batch, sequences that share a micro-batch would change alpha
     has_probe = settings.estimator is not None
     probe_batch_size = None if probe.batch_size == "all" else probe.batch_size
     sections: tuple[Literal["batch", "probe"], ...] = ("batch", "probe") if has_probe else ("batch",)
@@ -375,8 +374,8 @@ def plan_batch(
     )
 
 
-def check_shared_rows(settings: PlanSettings, shape: ModelShape) -> None:
-    """Raises RecipeError where sequences would share a row or a forward in which they change each other's losses.
+def check_shared_forwards(settings: PlanSettings, shape: ModelShape) -> None:
+    """Raises RecipeError where sequences would share a forward in which they change each other's losses.
 
     Args:
         shape: for sequences of data.cutoff_length (`ModelShape.for_sequences_of`).

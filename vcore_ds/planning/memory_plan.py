@@ -12,8 +12,8 @@ from vcore_ds.planning.model_shape import fullest_rank
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import Utilization, list_sequence_parallel_sizes
 
-_FEWEST_ROW_TOKENS = 1024
-"""Shortest packed row that is offered as a remedy: below it passes consist of gathers."""
+_MIN_PACK_TOKENS = 1024
+"""Shortest pack that is offered as a remedy: passes over shorter ones spend their time on all-gathers."""
 
 _MOST_RANKS = 1024
 """Largest job that is offered as a remedy."""
@@ -122,7 +122,7 @@ class MemoryPlan:
         if not settings.is_checkpointed:
             yield _Change({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
         yield from self._fewer_experts()
-        yield from self._smaller_rows()
+        yield from self._shrink_micro_batches()
         if available.is_cpu:  # offloading moves nothing there
             return
         if settings.number_bytes == 2:
@@ -146,13 +146,13 @@ class MemoryPlan:
             changed = {"expert": size, "expert_load": fullest_rank(experts.num_experts, size)}
             yield _Change({"parallel.expert": str(size)}, changed)
 
-    def _smaller_rows(self) -> Iterator[_Change]:
+    def _shrink_micro_batches(self) -> Iterator[_Change]:
         """Fewer tokens on a rank: half a pack, one sequence, or a larger sequence-parallel size."""
-        plan, row = self.plan, self.plan.pack_tokens_per_rank
-        if row is not None:
-            half = row // 2
-            if half >= _FEWEST_ROW_TOKENS and plan.main_parallel_sizes[-1] * half >= self.cutoff_length:
-                yield _Change({"batch.pack_tokens_per_rank": str(half)}, self._fewer_tokens(half / row))
+        plan, pack = self.plan, self.plan.pack_tokens_per_rank
+        if pack is not None:
+            half = pack // 2
+            if half >= _MIN_PACK_TOKENS and plan.main_parallel_sizes[-1] * half >= self.cutoff_length:
+                yield _Change({"batch.pack_tokens_per_rank": str(half)}, self._fewer_tokens(half / pack))
             return
         if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
             share = 1 / plan.micro_batch_size_per_rank
@@ -200,8 +200,8 @@ def plan_memory(
 
     Args:
         deepspeed_config: complete, as `vcore_ds.planning.deepspeed_json.deepspeed_config` makes it.
-        passes: how the passes over the main and the probe batch use the ranks. Where one is missing, its rows are as
-            long as the recipe allows.
+        passes: how the passes over the main and the probe batch use the ranks. Where one is missing, its micro-batches
+            are as large as the recipe allows.
         counts: of the model itself, or of a rank's part with tensor parallelism; None, or zeros, for those of its
             shape.
         on_gpu: whether the ranks compute on GPUs.

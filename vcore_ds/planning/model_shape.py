@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vcore_ds.planning.packing import row_obstacles
+from vcore_ds.planning.packing import find_packing_obstacles
 
 # The experts of an MoE model, read from its configuration: their number, the number for each token, their width.
 #
@@ -189,7 +189,7 @@ class ModelShape:
     no_sequence_parallelism: str | None = None
     """Why sequence parallelism is not possible, such as `whose attention cannot be replaced`; None where it is."""
     unpackable: str | None = None
-    """Why a row cannot hold several sequences, in the same form; None where it can."""
+    """Why sequences cannot be packed, in the same form; None where they can."""
     rope: str = "default"
     """Kind of the rotary embedding where its frequencies depend on the largest position in a forward."""
     rope_limit: int | None = None
@@ -231,7 +231,7 @@ class ModelShape:
     def for_sequences_of(self, longest: int) -> "ModelShape":
         """The shape for data whose longest sequence has `longest` tokens. Where one of them makes the rotary embedding
         change its frequencies, another one in the same forward would be rotated by these too, and a rank that has only
-        the first columns of a row by others than the rest."""
+        the first tokens of a sequence by others than the rest."""
         if self.rope_limit is None or longest <= self.rope_limit:
             return self
         why = f"whose rotary embedding ({self.rope}) depends on the largest position in a forward"
@@ -320,7 +320,7 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
         mlp = experts.num_layers * (3 * experts.active_width + experts.num_experts)  # with the router
         mlp += (num_layers - experts.num_layers) * 3 * width
         parameters = attention + hidden * mlp // num_layers
-    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *row_obstacles(config))
+    shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *find_packing_obstacles(config))
     shape = replace(shape, max_positions=_max_positions(config))
     if vocabulary is None:
         return replace(shape, experts=experts)

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 _LENGTH_MULTIPLE = 8
-"""Rows are padded to a multiple of this many tokens, which suits matrix units."""
+"""Micro-batches are padded to a multiple of this many tokens, which suits matrix units."""
 
 _ROUNDING = 1e-9
 """Relative difference of two times that counts as none: sums of floats round as the version of Python does, and a
@@ -20,7 +20,8 @@ micro-step that saves nothing else is not worth its kernels."""
 
 
 def padded_length(num_tokens: int, sequence_parallel: int) -> int:
-    """Length in tokens of all rows of a batch whose longest row has `num_tokens`."""
+    """Return the padded length of a pack of `num_tokens`, or of the sequences of an unpacked micro-batch whose longest
+    has `num_tokens`."""
     multiple = _LENGTH_MULTIPLE * sequence_parallel
     return -(-num_tokens // multiple) * multiple
 
@@ -29,36 +30,35 @@ def pack_batch(
     lengths: Sequence[int],
     *,
     num_groups: int,
-    row_tokens: int,
+    pack_tokens: int,
     work: Callable[[int], float],
     micro_step_cost: float,
 ) -> list[list[list[int]]]:
-    """Micro-steps of one row per group, of a global batch whose sequence i has `lengths[i]` tokens.
+    """Pack a global batch, whose sequence i has `lengths[i]` tokens, into micro-steps of one pack per group.
 
-    Every group gets the same number of rows, and rows that run at the same time cost about the same: ZeRO-3 gathers the
-    layers together, so the slowest rank of a micro-step is waited for. A row is as long as what it holds, so packing
-    leaves no padding. Rows are empty where sequences run out.
+    Every group gets the same number of packs, and packs of a micro-step cost about the same: ZeRO-3 gathers each layer
+    on all ranks at once, so every rank waits for the slowest one of a micro-step. A pack is as long as its sequences
+    together, so packing leaves no padding. Packs are empty where sequences run out.
 
     Args:
-        row_tokens: most tokens of a row; no sequence is longer.
+        pack_tokens: maximum tokens of a pack; no sequence is longer.
         work: maps the tokens of a sequence to its cost, as `TimeModel.work`.
-        micro_step_cost: fixed cost of another micro-step, in units of one token's linear
-            layers; it has to save more.
+        micro_step_cost: fixed cost of another micro-step, in units of one token's linear layers; it has to save more.
 
     Returns:
         Sequences by micro-step and group, the same on every rank; together all of them, each once.
     """
     num_groups = min(num_groups, len(lengths))
     costs = [work(n) for n in lengths]
-    fewest = max(1, -(-sum(lengths) // (row_tokens * num_groups)))
+    fewest = max(1, -(-sum(lengths) // (pack_tokens * num_groups)))
     best: list[list[list[int]]] | None = None
     best_time = float("inf")
     for num_micro_steps in count(fewest):
         if best_time <= sum(costs) / num_groups + num_micro_steps * micro_step_cost:
-            break  # not even perfectly level rows would take less
-        micro_steps = _fill(lengths, costs, num_groups, row_tokens, num_micro_steps)
+            break  # not even packs of equal cost would take less
+        micro_steps = _fill(lengths, costs, num_groups, pack_tokens, num_micro_steps)
         if micro_steps is not None:
-            time = sum(max(sum(costs[i] for i in row) for row in rows) + micro_step_cost for rows in micro_steps)
+            time = sum(max(sum(costs[i] for i in pack) for pack in packs) + micro_step_cost for packs in micro_steps)
             if time > best_time * (1 - _ROUNDING):
                 break
             best, best_time = micro_steps, time
@@ -86,29 +86,30 @@ def group_batch(
     num_groups: int,
     sequence_parallel: int,
     most_tokens: int,
-    row_time: Callable[[int], float],
+    sequence_time: Callable[[int], float],
     micro_step_time: float,
 ) -> list[list[list[int]]]:
     """As `split_batch`, with the numbers of sequences per micro-batch that minimise the batch's time.
 
-    Sequences that share one save a micro-step and cost padding, since all rows are as long as the longest.
+    Sequences that share a micro-batch save a micro-step and cost padding to the longest of them.
 
     Args:
-        most_tokens: of a group's rows in a micro-step, with padding; a single row may have more.
-        row_time: maps the tokens of an unpacked sequence, padding included, to its time.
+        most_tokens: of a group's micro-batch, padding included; a single sequence may have more.
+        sequence_time: maps the tokens of an unpacked sequence, padding included, to its time.
         micro_step_time: what a further micro-step costs whatever it holds, in the same unit.
     """
     num_groups = min(num_groups, len(lengths))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    starts = range(0, len(lengths), num_groups)  # of a row for each group
-    # From the end, for each place: the shortest time of the sequences from there on, and the rows of its micro-batch.
+    starts = range(0, len(lengths), num_groups)  # of a sequence for each group
+    # From the end, for each place: the shortest time of the sequences from there on, and the size of its micro-batch.
     best: list[tuple[float, int]] = [(0.0, 0)] * (len(starts) + 1)
     for place in reversed(range(len(starts))):
         longest = padded_length(lengths[order[starts[place]]], sequence_parallel)
-        most_rows = min(max(1, most_tokens // longest), len(starts) - place)
-        one_row = row_time(longest)
+        most_sequences = min(max(1, most_tokens // longest), len(starts) - place)
+        one_sequence = sequence_time(longest)
         best[place] = min(
-            (rows * one_row + micro_step_time + best[place + rows][0], rows) for rows in range(1, most_rows + 1)
+            (size * one_sequence + micro_step_time + best[place + size][0], size)
+            for size in range(1, most_sequences + 1)
         )
     groups, place = [], 0
     while place < len(starts):
@@ -124,25 +125,25 @@ def _deal(run: list[int], num_groups: int) -> list[list[int]]:
 
 
 def _fill(
-    lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_tokens: int, num_micro_steps: int
+    lengths: Sequence[int], costs: Sequence[float], num_packs: int, pack_tokens: int, num_micro_steps: int
 ) -> list[list[list[int]]] | None:
-    """Positions by micro-step and row, or None where they do not fit that way.
+    """Pack sequences into `num_micro_steps`: positions by micro-step and pack, or None where they do not fit that way.
 
-    The longest sequence that is left sets the level of a micro-step, and its rows are filled up to that level with the
-    longest ones that fit, each into the row that costs least so far: so what stands alone in its row is not waited for
-    longer than it takes. The last micro-step takes what is left, levelled as well as that allows.
+    The longest remaining sequence sets the cost level of a micro-step, and its packs are filled up to that level with
+    the longest sequences that fit, each into the cheapest pack so far: so no rank waits longer than a sequence alone in
+    its pack takes. The last micro-step takes all remaining sequences, levelled as well as they allow.
     """
     left = sorted(range(len(lengths)), key=lambda i: -costs[i])
     cost_left = sum(costs)
     micro_steps = []
     for steps_left in range(num_micro_steps, 0, -1):
-        level = max([costs[i] for i in left[:1]] + [cost_left / (steps_left * num_rows)])
-        rows: list[list[int]] = [[] for _ in range(num_rows)]
-        by_cost = [(0.0, row, 0) for row in range(num_rows)]  # cost, row, tokens
+        level = max([costs[i] for i in left[:1]] + [cost_left / (steps_left * num_packs)])
+        packs: list[list[int]] = [[] for _ in range(num_packs)]
+        by_cost = [(0.0, pack, 0) for pack in range(num_packs)]  # cost, pack, tokens
         later = []
         place = 0
         while place < len(left):
-            if steps_left > 1:  # pass over those that are too costly for the cheapest row, and so for any
+            if steps_left > 1:  # pass over those that are too costly for the cheapest pack, and so for any
                 room = level - by_cost[0][0]
                 fits = bisect_left(left, -room, lo=place, key=lambda i: -costs[i])
                 later += left[place:fits]
@@ -152,22 +153,22 @@ def _fill(
             i = left[place]
             place += 1
             too_full = []
-            while by_cost and by_cost[0][2] + lengths[i] > row_tokens:
+            while by_cost and by_cost[0][2] + lengths[i] > pack_tokens:
                 too_full.append(heapq.heappop(by_cost))
             if by_cost and (steps_left == 1 or by_cost[0][0] + costs[i] <= level):
-                cost, row, tokens = heapq.heappop(by_cost)
-                rows[row].append(i)
+                cost, pack, tokens = heapq.heappop(by_cost)
+                packs[pack].append(i)
                 cost_left -= costs[i]
-                too_full.append((cost + costs[i], row, tokens + lengths[i]))
+                too_full.append((cost + costs[i], pack, tokens + lengths[i]))
             else:
                 later.append(i)
-                most_room = row_tokens - min(tokens for _, _, tokens in [*by_cost, *too_full])
+                most_room = pack_tokens - min(tokens for _, _, tokens in [*by_cost, *too_full])
                 fits = bisect_left(left, -most_room, lo=place, key=lambda i: -lengths[i])
-                later += left[place:fits]  # too long for any row
+                later += left[place:fits]  # too long for any pack
                 place = fits
             for entry in too_full:
                 heapq.heappush(by_cost, entry)
-        micro_steps.append(rows)
+        micro_steps.append(packs)
         left = later
     return micro_steps if not left else None
 
@@ -237,13 +238,13 @@ def measure_waste(
     for groups in micro_steps:
         works = []
         for group, positions in enumerate(groups):
-            own = [lengths[i] for i in positions]
-            if own:
+            unpadded = [lengths[i] for i in positions]
+            if unpadded:
                 busy.add(group)
-            rows = padded_rows(own, sequence_parallel, is_packed=is_packed)
-            num_tokens += sum(own)
-            num_computed += sum(rows)
-            works.append(sum(work(n) for n in (own if is_packed else rows)))  # attention stays within a sequence
+            padded = list_padded_lengths(unpadded, sequence_parallel, is_packed=is_packed)
+            num_tokens += sum(unpadded)
+            num_computed += sum(padded)
+            works.append(sum(work(n) for n in (unpadded if is_packed else padded)))  # attention stays in a sequence
         total += sum(works)
         slowest += max(works)
     num_idle = num_ranks - sequence_parallel * len(busy)
@@ -257,14 +258,14 @@ def most_tokens(
     most = 0
     for groups in micro_steps:
         for positions in groups:
-            rows = padded_rows([lengths[i] for i in positions], sequence_parallel, is_packed=is_packed)
-            most = max(most, sum(rows) // sequence_parallel)
+            padded = list_padded_lengths([lengths[i] for i in positions], sequence_parallel, is_packed=is_packed)
+            most = max(most, sum(padded) // sequence_parallel)
     return most
 
 
-def padded_rows(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bool) -> list[int]:
-    """Lengths of a micro-batch's rows, padding included: of one that holds all sequences, or of a row for each, as long
-    as the longest."""
+def list_padded_lengths(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bool) -> list[int]:
+    """List the lengths in a micro-batch, padding included: of the pack of all sequences, or of each unpacked sequence,
+    padded to the longest."""
     if is_packed:
         return [padded_length(sum(lengths), sequence_parallel)]
     return [padded_length(max(lengths), sequence_parallel)] * len(lengths) if lengths else []
@@ -277,7 +278,7 @@ def padded_rows(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bo
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse", "mlp"})
 """Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
-way; all other kinds may carry a state from one sequence of a row to the next. The last four say what follows the
+way; all other kinds may carry a state from one sequence of a pack to the next. The last four say what follows the
 attention."""
 
 OTHER_LAYERS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
@@ -291,11 +292,11 @@ _WORDS_OF_OTHER_LAYERS = frozenset({"mamba", "ssm", "conv", "conv1d"})
 not write down the kinds of their layers, but all of them write down such a size."""
 
 _ROPE_OF_THE_FORWARD = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
-"""Kinds of rotary embedding whose frequencies depend on the largest position in a forward, padding and other rows
+"""Kinds of rotary embedding whose frequencies depend on the largest position in a forward, padding and other sequences
 included, and the key of the position up to which they do not."""
 
 
-def row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, str, int | None]:
+def find_packing_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, str, int | None]:
     """`no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape`.
 
     Args:
@@ -306,9 +307,9 @@ def row_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, st
 
 
 def _why_unpackable(config: Mapping[str, Any]) -> str | None:
-    """Why a row cannot hold several sequences, as far as the layers go; None where it can."""
+    """Why sequences cannot be packed, as far as the layers go; None where they can."""
     if any(name.startswith("index_topk") and value for name, value in config.items()):
-        return "whose attention selects keys by their place in the row"
+        return "whose attention selects keys by their place in the pack"
     for name in _LAYER_LISTS:
         layers = config.get(name)
         if isinstance(layers, list | tuple) and layers:

@@ -20,11 +20,11 @@ from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import (
     Waste,
     group_batch,
+    list_padded_lengths,
     measure_waste,
     most_tokens,
     pack_batch,
     padded_length,
-    padded_rows,
     split_batch,
 )
 
@@ -102,30 +102,30 @@ memory for them."""
 
 
 @dataclass(frozen=True)
-class RowLimit:
+class MicroBatchLimit:
     """Limits of a micro-batch: one pack of at most N tokens per rank of a group, or N unpacked sequences."""
 
-    packed_tokens: int | None = None
-    """Most tokens of a packed row on each rank of a sequence-parallel group; None where the recipe does not say."""
+    pack_tokens_per_rank: int | None = None
+    """Maximum tokens of a pack on each rank of a sequence-parallel group; None where the recipe does not say."""
     num_sequences: int | None = 1
-    """Most sequences of a micro-batch, a row each, where they are not packed; None for whatever takes least time
-    without more tokens than the longest sequence has (or `FREE_TOKENS`)."""
+    """Maximum unpacked sequences of a micro-batch; None for the number that takes least time without more tokens than
+    the longest sequence has (or `FREE_TOKENS`)."""
     may_pack: bool = False
     """Whether sequences are packed, where `num_sequences` is None."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether a micro-batch is one row."""
-        return self.packed_tokens is not None or (self.num_sequences is None and self.may_pack)
+        """Whether a micro-batch is one pack."""
+        return self.pack_tokens_per_rank is not None or (self.num_sequences is None and self.may_pack)
 
-    def row_tokens(self, sequence_parallel: int, longest: int) -> int:
-        """Most tokens of a row, or of all rows of a micro-batch together where `num_sequences` is None.
+    def max_tokens(self, sequence_parallel: int, longest: int) -> int:
+        """Maximum tokens of a pack, or of a micro-batch of unpacked sequences where `num_sequences` is None.
 
         Args:
             longest: tokens of the batch's longest sequence.
         """
-        if self.packed_tokens is not None:
-            return sequence_parallel * self.packed_tokens
+        if self.pack_tokens_per_rank is not None:
+            return sequence_parallel * self.pack_tokens_per_rank
         return max(sequence_parallel * FREE_TOKENS, padded_length(longest, sequence_parallel))
 
 
@@ -165,13 +165,18 @@ def list_sequence_parallel_sizes(num_ranks: int, num_heads: int) -> list[int]:
     return sorted({*small, *(most // k for k in small)})
 
 
-def select_sizes_with_room(longest: int, sizes: Iterable[int], limit: RowLimit) -> list[int]:
-    """Those of the sizes whose rows have room for a sequence of `longest` tokens."""
-    return [k for k in sizes if limit.packed_tokens is None or k * limit.packed_tokens >= longest]
+def select_sizes_with_room(longest: int, sizes: Iterable[int], limit: MicroBatchLimit) -> list[int]:
+    """Select the sizes whose packs have room for a sequence of `longest` tokens."""
+    return [k for k in sizes if limit.pack_tokens_per_rank is None or k * limit.pack_tokens_per_rank >= longest]
 
 
 def spread(
-    ids: Sequence[int], lengths: Sequence[int], *, parallel_sizes: Sequence[int], limit: RowLimit, time_model: TimeModel
+    ids: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    parallel_sizes: Sequence[int],
+    limit: MicroBatchLimit,
+    time_model: TimeModel,
 ) -> Spread:
     """The global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, over the ranks of a job.
 
@@ -179,7 +184,7 @@ def spread(
     smaller one where two take the same time.
 
     Args:
-        parallel_sizes: candidates in ascending order; the longest sequence fits into the rows of at least the last one.
+        parallel_sizes: candidates in ascending order; the longest sequence fits into a pack of at least the last one.
     """
     best: tuple[int, list[list[list[int]]]] | None = None
     best_time = float("inf")
@@ -187,13 +192,13 @@ def spread(
     for k in select_sizes_with_room(max(lengths), parallel_sizes, limit):
         num_groups = time_model.num_ranks // k
         exchanges = time_model.exchanges(k)
-        row_time = partial(_row_time, k=k, work=time_model.work, exchange=time_model.exchange(k))
-        row_tokens = limit.row_tokens(k, max(lengths))
+        sequence_time = partial(_estimate_sequence_time, k=k, work=time_model.work, exchange=time_model.exchange(k))
+        max_tokens = limit.max_tokens(k, max(lengths))
         if limit.is_packed:
             positions = pack_batch(
                 lengths,
                 num_groups=num_groups,
-                row_tokens=row_tokens,
+                pack_tokens=max_tokens,
                 work=time_model.work,
                 micro_step_cost=k * (micro_step + exchanges),
             )
@@ -204,11 +209,14 @@ def spread(
                 lengths,
                 num_groups=num_groups,
                 sequence_parallel=k,
-                most_tokens=row_tokens,
-                row_time=row_time,
+                most_tokens=max_tokens,
+                sequence_time=sequence_time,
                 micro_step_time=exchanges + micro_step,
             )
-        time = sum(_slowest_time(groups, lengths, k, limit, row_time) + exchanges + micro_step for groups in positions)
+        time = sum(
+            _estimate_slowest_time(groups, lengths, k, limit, sequence_time) + exchanges + micro_step
+            for groups in positions
+        )
         if time < best_time:
             best, best_time = (k, positions), time
     assert best is not None  # `parallel_sizes` hold the longest sequence
@@ -222,25 +230,29 @@ def spread(
         is_packed=limit.is_packed,
     )
     most = most_tokens(micro_steps, lengths, sequence_parallel=size, is_packed=limit.is_packed)
-    in_ids = [[[ids[i] for i in row] for row in groups] for groups in micro_steps]
+    in_ids = [[[ids[i] for i in group] for group in groups] for groups in micro_steps]
     return Spread(size, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
 
 
-def _slowest_time(
-    groups: Sequence[Sequence[int]], lengths: Sequence[int], k: int, limit: RowLimit, row_time: Callable[[int], float]
+def _estimate_slowest_time(
+    groups: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    k: int,
+    limit: MicroBatchLimit,
+    sequence_time: Callable[[int], float],
 ) -> float:
-    """Time of the group with the most work, in units of one token's linear layers."""
+    """Estimate the time of the group with the most work, in units of one token's linear layers."""
     slowest = 0.0
     for positions in groups:
-        own = [lengths[i] for i in positions]
+        computed = [lengths[i] for i in positions]
         if not limit.is_packed:
-            own = padded_rows(own, k, is_packed=False)
-        slowest = max(slowest, sum(map(row_time, own)))
+            computed = list_padded_lengths(computed, k, is_packed=False)
+        slowest = max(slowest, sum(map(sequence_time, computed)))
     return slowest
 
 
-def _row_time(num_tokens: int, k: int, work: Callable[[int], float], exchange: float) -> float:
-    """Time of one sequence at sequence-parallel size k, in units of one token's linear layers."""
+def _estimate_sequence_time(num_tokens: int, k: int, work: Callable[[int], float], exchange: float) -> float:
+    """Estimate the time of one sequence at sequence-parallel size k, in units of one token's linear layers."""
     return (work(num_tokens) + exchange * num_tokens) / k
 
 

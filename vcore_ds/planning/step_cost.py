@@ -28,7 +28,7 @@ from vcore_ds.planning.memory import (
     mlps_without_routed_experts,
 )
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.packing import padded_rows
+from vcore_ds.planning.packing import list_padded_lengths
 from vcore_ds.planning.spread import Spread
 
 NUM_ITERATIONS = 5
@@ -373,12 +373,12 @@ class StepModel:
             seconds_before = sums.seconds[phase]
             linear = attention = tokens = 0.0
             for positions in groups:
-                own = [lengths[i] for i in positions]
-                rows = padded_rows(own, k, is_packed=spread.is_packed)
-                squares = sum(n * n for n in (own if spread.is_packed else rows))
-                row_linear, row_attention = per_token * sum(rows) / k, per_square * squares / k
-                if row_linear + row_attention > linear + attention:
-                    linear, attention, tokens = row_linear, row_attention, sum(rows) / k
+                unpadded = [lengths[i] for i in positions]
+                padded = list_padded_lengths(unpadded, k, is_packed=spread.is_packed)
+                squares = sum(n * n for n in (unpadded if spread.is_packed else padded))
+                group_linear, group_attention = per_token * sum(padded) / k, per_square * squares / k
+                if group_linear + group_attention > linear + attention:
+                    linear, attention, tokens = group_linear, group_attention, sum(padded) / k
             whatever = all_weights_flops * machine.half_speed_tokens / machine.flops  # a pass of no tokens
             compute = work.linear_time_multiple(shape) * (linear + whatever)
             compute += (work.attention + work.attention_again) * attention

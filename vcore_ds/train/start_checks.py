@@ -90,8 +90,8 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
     first, second = (ending(feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
     backwards = replace(first, input_ids=first.input_ids[::-1].copy())
     # With packing, the second sequence comes after each of two others; without, both are unpacked.
-    rows = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
-    together, alone = pack(rows, feed.pad_token_id), collate([second], feed.pad_token_id)
+    packs = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
+    together, alone = pack(packs, feed.pad_token_id), collate([second], feed.pad_token_id)
     engine.seed_dropout(0)
     with refuse_repeated_layers(engine):
         losses = engine.token_losses(together)

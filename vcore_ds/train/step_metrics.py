@@ -46,7 +46,7 @@ def sequences_of(
     alphas = torch.as_tensor(alpha).double().cpu().expand(tokens.num_sequences).tolist()
     shared = zip(batch.sequence_ids, shares.double().tolist(), uniform_shares.double().tolist(), alphas, strict=False)
     prompts = batch.prompts()
-    for number, columns in enumerate(shared):  # an idle batch has a row, and no id
+    for number, columns in enumerate(shared):  # an idle batch has one sequence, and no id
         own = index == number
         if own.any():
             yield SequenceTokens(

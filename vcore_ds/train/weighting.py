@@ -55,7 +55,7 @@ def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
         assert tokens.statistics is not None
         weights = baselines.deft_weights(tokens.losses, tokens.statistics, index, num_sequences)
     elif method.name == "iw_sft":
-        # An idle batch has one row without tokens, and no reference.
+        # An idle batch has one sequence without tokens, and no reference.
         reference = tokens.reference_log_probability
         reference = tokens.losses.new_zeros(num_sequences) if reference is None else reference
         weights = baselines.iw_sft_weights(tokens.losses, reference, index, num_sequences)
@@ -144,12 +144,12 @@ def sequence_factors(
     # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
     by_rank = layout.gather_objects("shards", own.cpu() if layout.rank("sequence", k) == 0 else own[:, :0].cpu())
     all_gains, all_shares = torch.cat(by_rank, 1)
-    there = all_shares > 0  # an idle row has no tokens, and no share
+    there = all_shares > 0  # an idle batch has no tokens, and no share
     tilted = sequence_weights(method, all_gains[there], all_shares[there])
     factors = torch.zeros_like(all_shares)
     factors[there] = tilted.weights / all_shares[there]
-    first_of_row = layout.rank("data", k) * k
-    start = sum(part.shape[1] for part in by_rank[:first_of_row])
+    first_of_group = layout.rank("data", k) * k
+    start = sum(part.shape[1] for part in by_rank[:first_of_group])
     sizes = [len(part) for part in gains]
     mine = factors[start : start + sum(sizes)].float().to(own.device)
     measured = {

@@ -158,7 +158,7 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
     columns = torch.arange(labels.shape[1])
     positions = batch.get("position_ids")
     if positions is not None and not bool((positions.cpu() == columns).all()):
-        raise UserError("batch: found position_ids of packed or shifted rows; expected one sequence a row, from 0")
+        raise UserError("batch: found position_ids of packed or shifted sequences; expected unpacked ones, from 0")
     lengths = None
     mask = batch.get("attention_mask")
     if mask is not None:

@@ -26,7 +26,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders with RMSNorm before attention and MLP, rotary positions and a gated MLP."""
 
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-"""Types of rotary embeddings whose frequencies do not depend on the row length."""
+"""Types of rotary embeddings whose frequencies do not depend on the length of the input."""
 
 
 def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtype: torch.dtype) -> TransformerConfig:
@@ -104,7 +104,7 @@ def _check_architecture(path: str, config: PretrainedConfig) -> None:
     if rotary not in ROTARY_TYPES:
         raise UserError(
             f"{conflict} with rotary positions of type {rotary}; expected {', '.join(ROTARY_TYPES)}, or huggingface: "
-            "other frequencies depend on the row length"
+            "other frequencies depend on the length of the input"
         )
     for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         value = getattr(config, key, expected)

@@ -11,8 +11,8 @@ On a GPU with TransformerEngine its kernels compute norms and their gradients, e
 rule for tangents: TransformerEngine's kernels have none, and PyTorch would differentiate one elementwise operation
 after the other.
 
-Shapes: n tensor-parallel ranks, t tokens, b rows, H hidden size, D head dimension, A query heads and K key/value heads
-of this rank.
+Shapes: n tensor-parallel ranks, t tokens, b packs or unpacked sequences, H hidden size, D head dimension, A query heads
+and K key/value heads of this rank.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import uses_gpu
-from vcore_ds.models.attention import RowLayout
+from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
 from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
@@ -140,14 +140,14 @@ class ParallelAttention(nn.Module):
             make_norm(config, self.head_dim) if config.qk_layernorm else nn.Identity() for _ in range(2)
         )
 
-    def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles, sequence_layout: SequenceLayout) -> Tensor:
         """Compute `[t / n, b, H]` from `[t / n, b, H]`; arguments as for `DecoderLayer`."""
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(hidden))  # [t, b, A or K, D]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (self.q_norm(query), self.k_norm(key), value))
         query, key = apply_rotary_pos_emb(query, key, *angles)
         attend = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
         output, _ = attend(
-            self, query, key, value, None, sliding_window=self._sliding_window, row_layout=row_layout
+            self, query, key, value, None, sliding_window=self._sliding_window, sequence_layout=sequence_layout
         )  # [b, t, A, D]
         # Contiguous: for strided inputs PyTorch chooses the matmul kernel by whether a gradient is needed. It is not in
         # a checkpointed forward with tangents, so the last bit of a loss would differ there.
@@ -183,11 +183,11 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.gradient_checkpointing = True
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
-    def forward(self, hidden: Tensor, angles: Angles, row_layout: RowLayout) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles, sequence_layout: SequenceLayout) -> Tensor:
         """Compute the hidden states of this rank's tokens after the layer. `hidden`: `[t / n, b, H]`, positional so
-        that ZeRO-3's hooks see it; `angles`: of all t tokens; `row_layout`: the sequences in the rows, and the
+        that ZeRO-3's hooks see it; `angles`: of all t tokens; `sequence_layout`: the sequences of the batch, and the
         sequence-parallel size."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, row_layout)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, sequence_layout)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

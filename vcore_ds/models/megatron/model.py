@@ -16,7 +16,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
-from vcore_ds.models.attention import TRAINING_ATTENTION, RowLayout
+from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
 from vcore_ds.models.megatron.adapters import (
     AdaptedLayer,
@@ -170,7 +170,7 @@ class ParallelTokenLossModel(nn.Module):
         input_ids: Tensor,
         targets: Tensor,
         position_ids: Tensor,
-        row_layout: RowLayout,
+        sequence_layout: SequenceLayout,
         *,
         statistic: PredictionStatistic | None = None,
         reference_hidden: Tensor | None = None,
@@ -184,7 +184,7 @@ class ParallelTokenLossModel(nn.Module):
         """
         if input_ids.shape[1] % layout.size("tensor"):
             raise UserError(
-                f"parallel.tensor: found {layout.size('tensor')} together with rows of {input_ids.shape[1]} tokens on "
+                f"parallel.tensor: found {layout.size('tensor')} together with packs of {input_ids.shape[1]} tokens on "
                 "each rank; expected a divisor of them"
             )
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
@@ -193,7 +193,7 @@ class ParallelTokenLossModel(nn.Module):
                 hidden.requires_grad_()  # for the reason given in `vcore_ds.models.lora.add_lora`
             angles = self.rotary(hidden, position_ids)
             for layer in self.layers:
-                hidden = layer(hidden, angles, row_layout)
+                hidden = layer(hidden, angles, sequence_layout)
         hidden, targets = supervised_tokens(gather_tokens(self.norm(hidden)).transpose(0, 1), targets)
         if hidden_only:
             return hidden

@@ -6,7 +6,7 @@ shard of the tokens, so that embeddings, norms and residual sums are computed on
 Values and tangents travel in one collective. Values are differentiable if gradients are enabled; tangents are not
 recorded. Forward mode needs no rule, since dual tensors are unpacked before a collective and made again after it.
 
-Shapes: n tensor-parallel ranks, t tokens of the row on this sequence-parallel rank, b rows.
+Shapes: n tensor-parallel ranks, b packs or unpacked sequences, of which this sequence-parallel rank has t tokens.
 """
 
 from typing import Any
