@@ -38,7 +38,7 @@ class Loop:
     def __init__(self, method: str, folder: str, dropout: float):
         model = {"path": folder, "precision": "bf16"}
         adapters = {"rank": 8, "alpha": 16, "dropout": dropout, "target_modules": "all-linear"}
-        self.recipe = step_runs.recipe(model=model, lora=adapters, **VARIANTS[method].sections)
+        self.recipe = step_runs.make_recipe(model=model, lora=adapters, **VARIANTS[method].sections)
         self.engine = build_engine(derive_engine_settings(self.recipe), deepspeed_config())
         self.estimator = step_runs.make_estimator(self.recipe, self.engine)
 

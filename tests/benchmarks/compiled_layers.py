@@ -193,7 +193,7 @@ def replace_parts(model: nn.Module) -> None:
 
 def make_engine(name: str, precision: str) -> tuple[Any, Engine]:
     variant = overhead.VARIANTS[name]
-    recipe = step_runs.recipe(model={"path": "none", "precision": precision}, **variant.sections)
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": precision}, **variant.sections)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = tiny.token_loss_model(
         tied=True, dtype=dtype, lora=variant.lora, checkpointing=variant.checkpointing, **overhead.MODEL

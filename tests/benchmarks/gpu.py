@@ -109,7 +109,7 @@ def build_engine(sizes: dict[str, Any], deepspeed_config: str = "zero3_bf16.json
 
 
 def make_recipe(method: str):
-    return step_runs.recipe(model={"path": "none", "precision": "bf16"}, **(METHODS | LOW_RANK)[method])
+    return step_runs.make_recipe(model={"path": "none", "precision": "bf16"}, **(METHODS | LOW_RANK)[method])
 
 
 def estimator_of(method: str, engine: Engine, direction: Direction) -> Estimator:

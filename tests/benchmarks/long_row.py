@@ -44,7 +44,7 @@ def main() -> None:
     start_process_group(timeout_minutes=30)
     batch = row()
     for name, sections in METHODS.items():
-        recipe = step_runs.recipe(model={"path": "none", "precision": "fp32"}, **sections)
+        recipe = step_runs.make_recipe(model={"path": "none", "precision": "fp32"}, **sections)
         model = tiny.token_loss_model(
             tied=True, checkpointing=True, vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN
         )

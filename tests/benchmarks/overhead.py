@@ -113,7 +113,7 @@ class Sequences(list[TokenizedSequence]):
 
 def make_feed(num_main: int = NUM_MAIN, num_probe: int = NUM_PROBE) -> Feed:
     """A run's feed on these ranks, with so many sequences a step. A collective."""
-    recipe = step_runs.recipe(
+    recipe = step_runs.make_recipe(
         model={"path": "none", "precision": "bf16"},
         batch={"global_size": num_main},
         probe={"batch_size": num_probe},
@@ -164,7 +164,7 @@ class BareLoop:
 
 class OurLoop:
     def __init__(self, variant: Variant):
-        self.recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"}, **variant.sections)
+        self.recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"}, **variant.sections)
         options = dict(lora=variant.lora, checkpointing=variant.checkpointing, moe_kind=variant.moe_kind)
         sizes = MODEL if variant.moe_kind is None else MODEL | EXPERTS
         model = tiny.token_loss_model(tied=True, dtype=torch.bfloat16, **options, **sizes)

@@ -91,7 +91,7 @@ class OurLoop:
 
     def __init__(self, folder: Path, traces: Traces, sections: dict[str, dict[str, Any]]):
         engine = {"deepspeed_config": "ds_configs/zero3_bf16.json"} | sections.get("engine", {})
-        self.recipe: Recipe = step_runs.recipe(
+        self.recipe: Recipe = step_runs.make_recipe(
             **{
                 **sections,
                 "model": {"path": str(folder / peer_fixture.MODEL), "precision": "bf16"},

@@ -57,7 +57,7 @@ def row(num_tokens: int, sequence_parallel: int) -> Batch:
 def memory_of_rank() -> dict[tuple[str, int, int], int]:
     """Peak bytes by pass, tokens and degree."""
     layout.make_sequence_groups(DEGREES)
-    recipe = step_runs.recipe()
+    recipe = step_runs.make_recipe()
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **SMALL), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     take_direction(estimator.direction, derive_step_settings(recipe), [row(256, 1)])
@@ -123,7 +123,7 @@ def times_of_rank(rounds: int) -> tuple[int, dict[str, list[tuple[float, float]]
     whole, (degree, shared) = rows_of_rank(1)[1], rows_of_rank(None)
     found: dict[str, list[tuple[float, float]]] = {}
     for name, method in {"sft": {"name": "sft"}, "vcore, jvp": {"kl_budget": 0.05}}.items():
-        recipe = step_runs.recipe(method=method)
+        recipe = step_runs.make_recipe(method=method)
         engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **MEDIUM), recipe)
         estimator = step_runs.make_estimator(recipe, engine)
 
@@ -158,7 +158,7 @@ def report_times(rounds: int) -> None:
 def long_step_of_rank() -> tuple[float, int, float]:
     """Loss, peak bytes and seconds of a step on one very long sequence."""
     layout.make_sequence_groups([NUM_RANKS])
-    recipe = step_runs.recipe(method={"name": "sft"})
+    recipe = step_runs.make_recipe(method={"name": "sft"})
     model = tiny.token_loss_model(checkpointing=True, num_hidden_layers=1, **SMALL)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 
 
 def make_engine(precision: str, communication_data_type: str | None) -> Engine:
-    recipe = step_runs.recipe(model={"path": "none", "precision": precision})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": precision})
     # The same weights, those of bf16, in both precisions.
     model = tiny.token_loss_model(dtype=torch.bfloat16).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     config = tiny.deepspeed_config(bf16=precision == "bf16")
@@ -31,7 +31,7 @@ def gradient(engine: Engine, batch: Batch) -> torch.Tensor:
 
 def deviations() -> dict[str, dict[str, float]]:
     """Relative distances of the reduced gradient, by the dtype of the reduction."""
-    own = step_runs.deal(tiny.rows(4 * layout.size("shards")), 4)[0]
+    own = step_runs.deal(tiny.make_batch(4 * layout.size("shards")), 4)[0]
     whole = make_engine("fp32", None)
     in_fp32 = gradient(whole, own)
     whole.close()

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.dist
 
 
 def engine(bf16: bool = False, offload: bool = False) -> Engine:
-    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16" if bf16 else "fp32"})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16" if bf16 else "fp32"})
     model = tiny.token_loss_model()
     config = tiny.deepspeed_config(bf16=bf16, gradient_clipping=1.0, persistence_threshold=500)
     config["zero_force_ds_cpu_optimizer"] = False
@@ -42,7 +42,7 @@ def engine(bf16: bool = False, offload: bool = False) -> Engine:
 
 
 def loss_on(e: Engine, seed: int = 0) -> torch.Tensor:
-    return e.token_losses(step_runs.deal(tiny.rows(4, seed=seed), 2)[0]).mean()
+    return e.token_losses(step_runs.deal(tiny.make_batch(4, seed=seed), 2)[0]).mean()
 
 
 def weight(e: Engine):
@@ -190,7 +190,7 @@ def gathers_and_reductions_have_the_streams_that_are_waited_for(e: Engine) -> bo
         model = tiny.token_loss_model()
         config = tiny.deepspeed_config()
         config["zero_optimization"]["overlap_comm"] = True
-        other = Engine(model, build_optimizer(model, step_runs.recipe().optimizer), config)
+        other = Engine(model, build_optimizer(model, step_runs.make_recipe().optimizer), config)
         offload = other.optimizer.parameter_offload
         streams = [
             offload._DeepSpeedZeRoOffload__allgather_stream,
@@ -292,7 +292,7 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     start_deepspeed()
     deepspeed.zero.Init(module=model, config_dict_or_path=tiny.deepspeed_config())
     partition_experts(model)
-    engine = step_runs.make_engine(model, step_runs.recipe())
+    engine = step_runs.make_engine(model, step_runs.make_recipe())
     blocks = [p for _, p in engine.trainable if is_expert_block(p)]
     others = [p for _, p in engine.trainable if not is_expert_block(p)]
     with engine.accumulation(1):
@@ -322,7 +322,7 @@ def groups_have_the_recipes_limit_of_time(e: Engine) -> bool:
 def what_is_not_in_shards_becomes_the_first_ranks(e: Engine) -> bool:
     model = tiny.token_loss_model()
     torch.nn.init.constant_(model.base.lm_head.weight, layout.rank("job") + 5.0)
-    engine = step_runs.make_engine(model, step_runs.recipe())
+    engine = step_runs.make_engine(model, step_runs.make_recipe())
     values = step_runs.gather_parameters(engine)["lm_head.weight"]
     engine.close()
     return bool((values == 5.0).all())

@@ -60,7 +60,7 @@ class Outcome:
 
 
 def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Recipe:
-    return step_runs.recipe(
+    return step_runs.make_recipe(
         model={"path": model, "precision": precision},
         engine={"deepspeed_config": json_file},
         batch={"global_size": 8, "micro_batch_size_per_rank": 2},
@@ -91,8 +91,8 @@ def train_two_steps(
     handle = partition_parameters.AllGatherCoalescedHandle
     with patch.object(handle, "wait", autospec=True, side_effect=handle.wait) as waits:
         for k in range(2):
-            main = step_runs.deal(tiny.rows(8, seed=k), 2, degrees[0])
-            batches = StepBatches(main, step_runs.deal(tiny.rows(4, seed=50 + k), 2, degrees[1]))
+            main = step_runs.deal(tiny.make_batch(8, seed=k), 2, degrees[0])
+            batches = StepBatches(main, step_runs.deal(tiny.make_batch(4, seed=50 + k), 2, degrees[1]))
             recorded = step_runs.Recorder(engine)
             metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
             losses.append(metrics.values["loss"])

@@ -62,7 +62,7 @@ def _model() -> TokenLossModel:
 
 def _count_batches() -> dict[str, dict[str, float]]:
     """The load of the three sequences, dealt to the ranks in different ways."""
-    engine = step_runs.make_engine(_model(), step_runs.recipe())
+    engine = step_runs.make_engine(_model(), step_runs.make_recipe())
     sequences = [
         TokenizedSequence(number, np.array(ids, np.int32), np.arange(len(ids)) > 0)
         for number, ids in enumerate(SEQUENCES)

@@ -171,7 +171,7 @@ def test_ranks_without_tokens_and_without_work_take_part(results):
 
 def start(folder: Path, degree: int) -> tuple[Engine, Estimator]:
     start_process_group(10, expert=degree)
-    recipe = step_runs.recipe()
+    recipe = step_runs.make_recipe()
     options = dict(dtype=torch.float32, attention="auto", gradient_checkpointing=False)
     model = TokenLossModel(load_sharded(str(folder / "model"), tiny.deepspeed_config(), **options))
     partition_experts(model)
@@ -190,8 +190,10 @@ def trained(folder: Path) -> None:
     """Two steps with experts divided in 2, and what is kept of them."""
     engine, estimator = start(folder, 2)
     for seed in (1, 2):
-        batches = StepBatches(step_runs.deal(tiny.rows(8, seed=seed), 2), step_runs.deal(tiny.rows(4, seed=9), 1))
-        step_runs.train_step(engine, step_runs.recipe(), batches, estimator, learning_rate=1e-2)
+        batches = StepBatches(
+            step_runs.deal(tiny.make_batch(8, seed=seed), 2), step_runs.deal(tiny.make_batch(4, seed=9), 1)
+        )
+        step_runs.train_step(engine, step_runs.make_recipe(), batches, estimator, learning_rate=1e-2)
     write(folder, engine, estimator, 2)
 
 

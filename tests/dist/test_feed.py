@@ -64,7 +64,7 @@ def feed_of(recipe: Recipe, num_ranks: int, probe_dataset: Sequences | None = No
 
 def ids_by_step(probe_every: int, trusted: bool) -> list[tuple[list[int], list[int], set[int]]]:
     """This rank's sequence ids in the main and the probe batch, and the tokens of the probe."""
-    recipe = step_runs.recipe(
+    recipe = step_runs.make_recipe(
         batch={"global_size": 4},
         probe={"batch_size": 2, "every": probe_every},
         method={"kl_budget": 0.1},
@@ -114,7 +114,7 @@ def test_a_trusted_probe_comes_from_its_own_file(found) -> None:
 def test_a_share_of_each_batch_is_trusted(monkeypatch) -> None:
     """With any method; ids of the pool's sequences follow those of the training data."""
     monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
-    recipe = step_runs.recipe(
+    recipe = step_runs.make_recipe(
         batch={"global_size": 8, "micro_batch_size_per_rank": 8},
         method={"name": "sft"},
         data={"train_path": "none", "probe_path": "none", "trusted_share": 0.25},
@@ -152,7 +152,7 @@ def test_ids_stay_different_where_a_store_has_dropped_rows() -> None:
 def test_the_whole_pool_is_a_probe_batch_and_sft_draws_none(monkeypatch) -> None:
     monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
     for method, size in (({"kl_budget": 0.1}, NUM_TRUSTED), ({"name": "sft"}, 0)):
-        recipe = step_runs.recipe(
+        recipe = step_runs.make_recipe(
             method=method,
             probe={"batch_size": "all"},
             data={"train_path": "none", "probe_path": "none"},
@@ -174,7 +174,7 @@ def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(
 
     def recipe(num_ranks: int) -> Recipe:
         degrees = (main_degree, probe_degree) if num_ranks > 1 else ("auto", "auto")
-        return step_runs.recipe(
+        return step_runs.make_recipe(
             batch={"global_size": 8, "pack_tokens_per_rank": pack_tokens_per_rank, "sequence_parallel": degrees[0]},
             probe={"batch_size": 4, "sequence_parallel": degrees[1]},
             data={"train_path": "none", "cutoff_length": 64},
@@ -218,7 +218,7 @@ def test_the_same_batches_in_the_same_order_at_1_2_4_and_8_ranks(
 
 def test_how_the_next_steps_use_the_ranks(monkeypatch) -> None:
     monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
-    recipe = step_runs.recipe(
+    recipe = step_runs.make_recipe(
         batch={"global_size": 2, "sequence_parallel": 1},
         probe={"batch_size": 4, "every": 4},
         model={"path": model_folder(), "precision": "fp32"},

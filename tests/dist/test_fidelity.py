@@ -299,7 +299,7 @@ def measure(
     upcast_relative_error = along_exact_gradient = None
     if reference is not None:
         copy_trained_parameters(engine, reference)
-        first = tiny.take(main, [0])
+        first = tiny.take_rows(main, [0])
         exact = exact_utilities(reference, whole_direction(engine, direction), first)
         upcast_relative_error = step_runs.relative_error(upcast[: len(exact)], exact)
         if not hasattr(reference, "peft_config"):  # one setting is enough
@@ -343,15 +343,15 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = tiny.with_lora(tiny.qwen3(tied=lora)) if lora else tiny.qwen3(tied=lora)
     model = model.to(dtype)  # as DeepSpeed makes it: adapters and buffers too
-    recipe = step_runs.recipe(model={"path": "none", "precision": precision})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": precision})
     reference = step_runs.make_reference(model, recipe).model.double().eval()
     # peft's hook there asks for gradients in place, which torch.func refuses; no value depends on it.
     reference.get_input_embeddings()._forward_hooks.clear()
     engine = step_runs.make_engine(TokenLossModel(model), recipe)
     direction = Direction(engine)
-    direction.compute(step_runs.deal(tiny.rows(3, seed=5), 2), normalization="sequence", clip=None)
+    direction.compute(step_runs.deal(tiny.make_batch(3, seed=5), 2), normalization="sequence", clip=None)
     whole = whole_direction(engine, direction)
-    batches = step_runs.deal(tiny.rows(4), 1)
+    batches = step_runs.deal(tiny.make_batch(4), 1)
 
     before = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
     with forward_mode(engine, direction, HIGHER_PRECISION[precision]):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 
 
 def make_engine(precision: str):
-    recipe = step_runs.recipe(
+    recipe = step_runs.make_recipe(
         model={"path": "none", "precision": precision},
         utility={"estimator": "finite_difference", "epsilon": "auto"},
     )
@@ -30,7 +30,7 @@ def make_engine(precision: str):
 
 def a_direction(engine) -> Direction:
     direction = Direction(engine)
-    direction.compute(step_runs.deal(tiny.rows(8, seed=9), 2), normalization="sequence", clip=None)
+    direction.compute(step_runs.deal(tiny.make_batch(8, seed=9), 2), normalization="sequence", clip=None)
     return direction
 
 
@@ -74,7 +74,7 @@ def check_stochastic_perturbation() -> dict[str, float]:
 def check_epsilon_search(precision: str) -> dict[str, float]:
     _, engine = make_engine(precision)
     direction = a_direction(engine)
-    batches = step_runs.deal(tiny.rows(8, seed=4), 2)
+    batches = step_runs.deal(tiny.make_batch(8, seed=4), 2)
     exact = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
 
     def agreement(epsilon: float) -> float:
@@ -101,7 +101,7 @@ def check_steps_with_auto() -> list[dict[str, float]]:
     estimator = step_runs.make_estimator(recipe, engine)
     steps = []
     for k in range(3):
-        main, probe = tiny.rows(8, seed=k), tiny.rows(4, seed=80 + k)
+        main, probe = tiny.make_batch(8, seed=k), tiny.make_batch(4, seed=80 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2))
         metrics = step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-3, measure_noise=k == 0)
         steps.append({key: metrics.values[key] for key in ("epsilon", "direction_norm", "signal_to_noise")})

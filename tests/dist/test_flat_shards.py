@@ -49,7 +49,7 @@ CASES = [
 
 
 def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: bool) -> Engine:
-    recipe = step_runs.recipe(
+    recipe = step_runs.make_recipe(
         model={"path": "none", "precision": "bf16" if bf16 else "fp32"},
         optimizer={"name": optimizer, "learning_rate": 1e-2, "weight_decay": 0.1},
     )
@@ -64,7 +64,7 @@ def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: 
 
 def accumulate(engine: Engine, seed: int) -> None:
     """Two micro-batches on each rank."""
-    batches = step_runs.deal(tiny.rows(2 * layout.size("shards"), seed=seed), 1)
+    batches = step_runs.deal(tiny.make_batch(2 * layout.size("shards"), seed=seed), 1)
     with engine.accumulation(len(batches)):
         for batch in batches:
             engine.backward(engine.token_losses(batch).mean())
@@ -161,7 +161,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     one_by_one, shards = OneByOne(engine), engine.shards
     accumulate(engine, seed=0)
     engine.step(1e-2)  # masters that are no longer values of the parameter dtype, and moments
-    probe = step_runs.deal(tiny.rows(4, seed=9), 2)
+    probe = step_runs.deal(tiny.make_batch(4, seed=9), 2)
     direction, errors = Direction(engine), {}
     for name in ("sgd", *{"adamw": ["adam"], "muon": ["muon"]}.get(optimizer, [])):
         direction.compute(probe, normalization="sequence", clip=CLIP, optimizer=name)

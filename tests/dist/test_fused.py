@@ -85,15 +85,15 @@ PASSES = {
 def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
     """One micro-batch forwards and backwards, and a step after it."""
     precision = {"path": "none", "precision": case.precision}
-    recipe = step_runs.recipe(model=precision, utility={"fused": fused}, probe={"rank": case.rank})
+    recipe = step_runs.make_recipe(model=precision, utility={"fused": fused}, probe={"rank": case.rank})
     engine = step_runs.make_engine(case.model(), recipe)
     estimator = build_estimator(derive_step_settings(recipe), engine)
-    rows = tiny.rows(4, num_tokens=NUM_TOKENS)
+    rows = tiny.make_batch(4, num_tokens=NUM_TOKENS)
     batch = step_runs.deal(rows, 2, case.sequence_parallel, packed=case.packed)[0]
     take_direction(
         estimator.direction,
         derive_step_settings(recipe),
-        step_runs.deal(tiny.rows(2, num_tokens=NUM_TOKENS, seed=9), 1),
+        step_runs.deal(tiny.make_batch(2, num_tokens=NUM_TOKENS, seed=9), 1),
     )
     found: dict[str, Any] = {"why not": why_not_fused(engine)}
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
@@ -143,7 +143,7 @@ def check(of_ranks: list[dict[bool, dict[str, Any]]], *, exact: bool) -> None:
 def places_of_tangents(rank: int | None) -> list[tuple[int, int]]:
     """Where the tangent of each layer's first weight, of its first norm with a low rank, lies in a forward on one rank,
     and where the direction has it."""
-    recipe, found = step_runs.recipe(probe={"rank": rank}), []
+    recipe, found = step_runs.make_recipe(probe={"rank": rank}), []
     engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
     direction = build_estimator(derive_step_settings(recipe), engine).direction
 
@@ -156,7 +156,7 @@ def places_of_tangents(rank: int | None) -> list[tuple[int, int]]:
     with forward_mode(engine, direction):
         for layer in engine.module.layers:
             (layer.self_attn.q_proj if rank is None else layer.input_layernorm).register_forward_pre_hook(look)
-        compute_losses_and_utilities(engine, step_runs.deal(tiny.rows(2), 2)[0])
+        compute_losses_and_utilities(engine, step_runs.deal(tiny.make_batch(2), 2)[0])
     engine.close()
     return found
 
@@ -181,12 +181,14 @@ def both_modes() -> dict[str, tuple[float, float]]:
     loses the tangents of some activations."""
     found = {}
     for name in ("right", "wrong"):
-        recipe = step_runs.recipe()
+        recipe = step_runs.make_recipe()
         model = tiny.token_loss_model(moe_kind="qwen3_moe")
         if name == "wrong":
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
-        found[name] = along_own_gradient(engine, build_estimator(derive_step_settings(recipe), engine), tiny.rows(1))
+        found[name] = along_own_gradient(
+            engine, build_estimator(derive_step_settings(recipe), engine), tiny.make_batch(1)
+        )
         engine.close()
     return found
 
@@ -201,13 +203,13 @@ def test_reverse_mode_checks_forward_mode(found_on_one_rank) -> None:
 
 def outside_its_module() -> str:
     """What is said where a parent outside the layers reads the weight of a child that never runs."""
-    recipe, model = step_runs.recipe(), tiny.token_loss_model()
+    recipe, model = step_runs.make_recipe(), tiny.token_loss_model()
     model.decoder.scale = torch.nn.Conv1d(1, 1, 1, bias=False)
     model.decoder.norm.register_forward_hook(lambda *of: of[-1] * model.decoder.scale.weight.squeeze())
     engine = step_runs.make_engine(model, recipe, persistence_threshold=100)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     try:
-        along_own_gradient(engine, estimator, tiny.rows(1))
+        along_own_gradient(engine, estimator, tiny.make_batch(1))
     except UserError as error:
         return str(error)
     finally:
@@ -233,7 +235,7 @@ def test_on_one_rank_tangents_are_the_direction_itself(found_on_one_rank) -> Non
 
 def other_attention_and_dropout() -> list[str | None]:
     """Reasons why two models need a separate utility pass."""
-    recipe, reasons = step_runs.recipe(), []
+    recipe, reasons = step_runs.make_recipe(), []
     eager = tiny.token_loss_model()
     eager.base.config._attn_implementation = "eager"
     for model in (eager, tiny.token_loss_model(lora=True, dropout=0.1)):
@@ -251,13 +253,13 @@ def test_other_attention_and_dropout_take_a_pass_of_their_own(found_on_one_rank)
 
 def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
     """The most that a main pass allocates, without utilities and with them; `changes` of the model's sizes."""
-    recipe = step_runs.recipe(model={"path": "none", "precision": case.precision})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": case.precision})
     sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=16, head_dim=16)
     # Parameters that are gathered ahead are as many in both, whenever that is; here they would be half of the model.
     engine = step_runs.make_engine(case.model(**sizes | changes), recipe, zero={"stage3_prefetch_bucket_size": 50_000})
     estimator, plain = build_estimator(derive_step_settings(recipe), engine), NoUtilities(engine)
-    batch = step_runs.deal(tiny.rows(4, num_tokens=512), 2)[0]
-    take_direction(estimator.direction, derive_step_settings(recipe), step_runs.deal(tiny.rows(2, seed=9), 1))
+    batch = step_runs.deal(tiny.make_batch(4, num_tokens=512), 2)[0]
+    take_direction(estimator.direction, derive_step_settings(recipe), step_runs.deal(tiny.make_batch(2, seed=9), 1))
     found = {}
     for name, forward in (("plain", plain), ("fused", estimator)):
         allocations = Allocations()

@@ -40,7 +40,7 @@ def optimizer_bytes(engine) -> bytes:
 
 
 def batches_of_step(estimator, seed: int) -> StepBatches:
-    main, probe = tiny.rows(8, seed=seed), tiny.rows(4, seed=seed + 100)
+    main, probe = tiny.make_batch(8, seed=seed), tiny.make_batch(4, seed=seed + 100)
     return StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if estimator.direction is not None else [])
 
 
@@ -52,7 +52,7 @@ def a_step(engine, recipe, estimator, seed: int = 7, learning_rate: float = 1e-3
 def make_engine(folder: str | None, bf16: bool, lora: bool):
     """A model from memory, or loaded from `folder` straight into shards as in a run (adapters then stay in fp32)."""
     model = {"path": folder or "none", "precision": "bf16" if bf16 else "fp32"}
-    recipe = step_runs.recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None)
+    recipe = step_runs.make_recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None)
     if folder is not None:
         return recipe, build_engine(
             derive_engine_settings(recipe), tiny.deepspeed_config(bf16=bf16, persistence_threshold=500)
@@ -73,7 +73,7 @@ def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, 
     estimator = step_runs.make_estimator(recipe, engine)
     direction = estimator.direction
     a_step(engine, recipe, estimator)  # masters that are no longer values of the parameter dtype
-    batch = step_runs.deal(tiny.rows(4), 2)[0]
+    batch = step_runs.deal(tiny.make_batch(4), 2)[0]
     before = shard_bytes(engine)
     with engine.without_gradient():
         losses_before = engine.token_losses(batch)
@@ -100,7 +100,7 @@ def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, 
 
 def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
     """An engine with a probe and forward-mode passes in its steps goes through the same states as one without."""
-    recipe = step_runs.recipe(method={"name": "sft"})
+    recipe = step_runs.make_recipe(method={"name": "sft"})
     results = {}
     for coalesce in (False, True):
         states = []
@@ -109,7 +109,7 @@ def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
             direction = Direction(engine)
             for k in range(2):
                 if with_probe:
-                    probe = step_runs.deal(tiny.rows(4, seed=60 + k), 2)
+                    probe = step_runs.deal(tiny.make_batch(4, seed=60 + k), 2)
                     before = optimizer_bytes(engine) if k else b""
                     direction.compute(probe, normalization="sequence", clip=None)
                     compute_jvp_utilities(engine, direction, probe, 1)
@@ -138,7 +138,7 @@ FOLLOWING: dict[str, dict] = {
 
 def check_following(name: str) -> dict[str, bool]:
     """A run that follows traces goes through the same states as one that does not; dropout is on in the last case."""
-    recipe = step_runs.recipe(**FOLLOWING[name])
+    recipe = step_runs.make_recipe(**FOLLOWING[name])
     is_bf16, has_lora = recipe.model.precision == "bf16", recipe.lora is not None
     states, directions = [], []
     for follows in (False, True):
@@ -148,7 +148,7 @@ def check_following(name: str) -> dict[str, bool]:
         engine = step_runs.make_engine(model, recipe)
         estimator = step_runs.make_estimator(recipe, engine)
         torch.manual_seed(5)
-        followed = step_runs.deal(tiny.rows(3, seed=90), 2) if follows else []
+        followed = step_runs.deal(tiny.make_batch(3, seed=90), 2) if follows else []
         for k in range(2):  # a finite difference searches in the first step, and keeps what it has found
             batches = replace(batches_of_step(estimator, seed=k), followed=followed)
             options = dict(learning_rate=1e-3, measure_noise=k == 0 and "finite" in name, seed=k)
@@ -189,7 +189,7 @@ def check_zero_temperature_is_sft() -> dict[str, bool]:
     for normalization in ("sequence", "token"):
         states = []
         for method in ({"name": "sft"}, {"temperature": 0.0, "alpha": "none"}):
-            recipe = step_runs.recipe(method={**method, "normalization": normalization})
+            recipe = step_runs.make_recipe(method={**method, "normalization": normalization})
             engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
             estimator = step_runs.make_estimator(recipe, engine)
             losses = [a_step(engine, recipe, estimator, seed=k).values["loss"] for k in range(2)]
@@ -209,12 +209,12 @@ class HookedByModule(TokenLossModel):
 def check_gathers_by_module() -> dict[str, float]:
     """Relative differences to decoder layers that are gathered whole. The hooks change the order in which bf16
     gradients are summed, and nothing else."""
-    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"})
     measured = []
     for wrapper in (TokenLossModel, HookedByModule):
         engine = step_runs.make_engine(wrapper(tiny.with_lora(tiny.qwen3())).train(), recipe)
         direction = Direction(engine)
-        batch = step_runs.deal(tiny.rows(4), 2)[0]
+        batch = step_runs.deal(tiny.make_batch(4), 2)[0]
         direction.compute([batch], normalization="sequence", clip=None)
         gradient = torch.cat(step_runs.without_padding(engine, engine.shards.gradients()))
         (utilities,) = compute_jvp_utilities(engine, direction, [batch])
@@ -240,8 +240,8 @@ def live_tensor_bytes() -> int:
 def check_persistent_bytes(bf16: bool, rank: int | None = None) -> dict[str, int]:
     """Bytes that stay alive between steps: after two steps of SFT, then two of VCORE, on the same engine."""
     precision = {"path": "none", "precision": "bf16" if bf16 else "fp32"}
-    sft = step_runs.recipe(model=precision, method={"name": "sft"})
-    vcore = step_runs.recipe(model=precision, probe={"rank": rank})
+    sft = step_runs.make_recipe(model=precision, method={"name": "sft"})
+    vcore = step_runs.make_recipe(model=precision, probe={"rank": rank})
     model = tiny.token_loss_model(hidden_size=64, intermediate_size=256)
     engine = step_runs.make_engine(model, sft)
     for k in range(2):
@@ -339,11 +339,11 @@ def test_a_low_rank_direction_keeps_no_shard(checks):
 
 def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:
     """Two VCORE steps over the same global batches of 4 sequences; returns the parameters."""
-    recipe = step_runs.recipe(optimizer={"learning_rate": 1e-3})
+    recipe = step_runs.make_recipe(optimizer={"learning_rate": 1e-3})
     engine = step_runs.make_engine(tiny.token_loss_model(tied=True), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     for k in range(2):
-        main, probe = tiny.rows(4, seed=k), tiny.rows(4, seed=200 + k)
+        main, probe = tiny.make_batch(4, seed=k), tiny.make_batch(4, seed=200 + k)
         batches = StepBatches(step_runs.deal(main, micro_batch_size), step_runs.deal(probe, micro_batch_size))
         assert len(batches.main) == 4 // layout.size("shards")
         step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-4)

@@ -76,16 +76,16 @@ CASES = {
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """`folder`: for a checkpoint of the direction."""
     probe_section = {"rank": case.rank, "rank_passes": case.passes}
-    recipe = step_runs.recipe(probe=probe_section, utility={"fused": case.fused})
+    recipe = step_runs.make_recipe(probe=probe_section, utility={"fused": case.fused})
     start_process_group(10, case.tensor, case.expert)
     layout.make_sequence_groups([case.sequence_parallel])
     model, plain = make_model(case), case.plain_model()
     engine = step_runs.make_engine(model, recipe)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     direction = estimator.direction
-    probe = step_runs.deal(tiny.rows(2, seed=9), 1)
+    probe = step_runs.deal(tiny.make_batch(2, seed=9), 1)
     taken = take_direction(direction, derive_step_settings(recipe), probe, seed=SEED)
-    batches = step_runs.deal(tiny.rows(NUM_ROWS), 2, case.sequence_parallel, packed=case.packed)
+    batches = step_runs.deal(tiny.make_batch(NUM_ROWS), 2, case.sequence_parallel, packed=case.packed)
     utilities: dict[int, torch.Tensor] = {}
     forward = estimator.begin(batches)
     with engine.accumulation(len(batches)):
@@ -233,7 +233,7 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
             model.set_experts_implementation("eager")
         reference = Reference(model, torch.optim.SGD(model.parameters()))
         along = {key: tangent.double() for key, tangent in ranks[0][name]["along"].items()}
-        expected = reference.utilities(tiny.rows(NUM_ROWS), along)
+        expected = reference.utilities(tiny.make_batch(NUM_ROWS), along)
         measured: dict[int, torch.Tensor] = {}
         for result in ranks:
             measured |= result[name]["utilities"]

@@ -262,7 +262,7 @@ def test_exchanges_are_those_of_the_formula(layers):
 
 def test_exchanges_of_adapters_are_of_their_rank(layers):
     passes, hidden, num_layers = layers[0].exchanged_adapted
-    num_tokens, rank = hidden // 32, tiny.lora().rank
+    num_tokens, rank = hidden // 32, tiny.make_lora_config().rank
     # What the adapters of q, k and v make of the tokens, and those of gate and up, beside what there is without.
     added = [3 * rank * num_tokens, 2 * rank * num_tokens] * num_layers
     for name, factor in (("forward", 1), ("tangents", 2)):
@@ -286,7 +286,7 @@ def test_exchanges_are_those_that_a_plan_counts(layers, name: str):
         tensor=2,
         number_bytes=4,
         estimator="jvp",
-        adapters=AdapterShape(tiny.lora().rank) if "lora" in options else None,
+        adapters=AdapterShape(tiny.make_lora_config().rank) if "lora" in options else None,
         is_checkpointed="checkpointing" in options,
     )
     shape = ModelShape(2, 4, 2, 8, 10_000, hidden_size=32, intermediate_size=64, vocabulary_size=128)

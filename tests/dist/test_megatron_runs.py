@@ -111,7 +111,7 @@ def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[s
         target = folder / "untrained" / f"{name}_{kind}"
         save_hugging_face(engine, load_tokenizer(recipe.model.path), recipe.model.path, target, max_file_bytes=20_000)
         with engine.without_gradient():
-            found[name] = engine.token_losses(tiny.rows(3)).float()
+            found[name] = engine.token_losses(tiny.make_batch(3)).float()
         found[f"{name}, frequencies"] = [b for n, b in engine.module.named_buffers() if n.endswith("rotary.inv_freq")]
         engine.close()
     for precision in FIDELITY:
@@ -147,7 +147,7 @@ def resume_on_two(folder: Path) -> tuple[str, torch.Tensor]:
         derive_engine_settings(recipe), deepspeed_config(settings, shared.plan_ranks(settings))
     )
     with engine.without_gradient():
-        losses = engine.token_losses(tiny.rows(3))
+        losses = engine.token_losses(tiny.make_batch(3))
     engine.close()
     resumed_runs.run_to_end(make_recipe(folder, "on_two", **PARALLEL))
     return refusal, losses
@@ -194,8 +194,8 @@ def test_an_untrained_export_is_the_other_providers_byte_for_byte(folder, untrai
 
 
 def losses_of(plain: nn.Module) -> torch.Tensor:
-    """Of the supervised tokens of `tiny.rows(3)`, by Hugging Face's own forward."""
-    batch = tiny.rows(3)
+    """Of the supervised tokens of `tiny.make_batch(3)`, by Hugging Face's own forward."""
+    batch = tiny.make_batch(3)
     targets = batch.targets()
     with torch.no_grad():
         logits = plain(input_ids=batch.input_ids).logits

@@ -71,7 +71,9 @@ def row() -> Batch:
 def make_recipe(folder: str, precision: str, lora: bool, is_checkpointed: bool, tensor: int = 1) -> Recipe:
     provider = "huggingface" if tensor == 1 else "megatron"
     model = {"path": folder, "precision": precision, "gradient_checkpointing": is_checkpointed, "provider": provider}
-    return step_runs.recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None, parallel={"tensor": tensor})
+    return step_runs.make_recipe(
+        model=model, lora={"rank": 4, "alpha": 8} if lora else None, parallel={"tensor": tensor}
+    )
 
 
 def measure(recipe: Recipe) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 def bytes_between_forward_and_backward(num_layers: int, lora: bool, is_fused: bool) -> int:
     """Bytes that a forward saves for its backward, without activation checkpoints, if ZeRO-3 keeps no layer
     gathered."""
-    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"})
     model = tiny.token_loss_model(
         lora=lora, dtype=torch.bfloat16, **{**SIZES, "intermediate_size": 1024, "num_hidden_layers": num_layers}
     )
@@ -124,7 +126,7 @@ def bytes_between_forward_and_backward(num_layers: int, lora: bool, is_fused: bo
     )
     engine = Engine(model, build_optimizer(model, recipe.optimizer), config)
     forward = step_runs.make_estimator(recipe, engine) if is_fused else NoUtilities(engine)
-    batch = tiny.rows(1, num_tokens=16)
+    batch = tiny.make_batch(1, num_tokens=16)
     if is_fused:
         take_direction(forward.direction, derive_step_settings(recipe), [batch])
     live_bytes = []

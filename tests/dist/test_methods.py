@@ -31,7 +31,7 @@ NUM_STEPS = 2
 def make_recipe(method: str, lora: bool, normalization: str):
     section = {"name": method, "normalization": normalization} | SECTIONS.get(method, {})
     files = {"iw_sft": {} if lora else {"reference_log_probabilities": "none"}, "stored": {"token_weights": "none"}}
-    return step_runs.recipe(
+    return step_runs.make_recipe(
         method=section,
         probe={"direction": "adam"},
         data={"train_path": "none", **files.get(method, {})},
@@ -50,20 +50,20 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     num_rows = 2 * num_micro_batches * layout.size("shards")
-    mains = [tiny.rows(num_rows, seed=30 + k) for k in range(NUM_STEPS)]
+    mains = [tiny.make_batch(num_rows, seed=30 + k) for k in range(NUM_STEPS)]
     if method == "iw_sft" and not lora:
         for main in mains:  # what `vcore-ds reference` does, row by row: each rank has all rows here
-            rows = [tiny.take(main, [row]) for row in range(num_rows)]
+            rows = [tiny.take_rows(main, [row]) for row in range(num_rows)]
             main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
-    followed = tiny.rows(3, seed=90)
+    followed = tiny.make_batch(3, seed=90)
     followed_masks = PREPARE[method](followed) if method in PREPARE else None
     if method == "iw_sft" and not lora:
-        alone = [tiny.take(followed, [row]) for row in range(3)]
+        alone = [tiny.take_rows(followed, [row]) for row in range(3)]
         followed.reference_log_probability = torch.cat(compute_log_probabilities(engine, alone))
     worst: dict[str, float] = dict.fromkeys(("weights", "alpha", "gradient", "parameters", "loss", "base_kl"), 0.0)
     for k, main in enumerate(mains):
         masks = PREPARE[method](main) if method in PREPARE else None
-        probe = tiny.rows(4, seed=70 + k)
+        probe = tiny.make_batch(4, seed=70 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if method == "vcore" else [])
         if k == NUM_STEPS - 1:
             batches = replace(batches, followed=step_runs.deal(followed, 2))

@@ -55,7 +55,7 @@ ATTENTIONS = (TRAINING_ATTENTION, "sdpa", *soak({"eager": "eager"}))
 
 
 def run_layout(section: str, arrangement: str, batches_per_pass: int, attention: str) -> dict[str, torch.Tensor]:
-    recipe = step_runs.recipe(**SECTIONS[section])
+    recipe = step_runs.make_recipe(**SECTIONS[section])
     model = tiny.token_loss_model(lora=recipe.lora is not None)
     model.base.config._attn_implementation = attention
     engine = step_runs.make_engine(model, recipe)

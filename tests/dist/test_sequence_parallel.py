@@ -137,7 +137,7 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
     utilities: dict[int, Tensor] = {}
     direction = {key: torch.randn_like(value) for key, value in model.named_parameters()}
     for k in list_sequence_parallel_sizes(layout.size("shards"), model.base.config.num_attention_heads):
-        batch = tiny.packed(tiny.rows(3), [0, 1, 2], k)
+        batch = tiny.pack_rows(tiny.make_batch(3), [0, 1, 2], k)
         targets = batch.targets()
         arguments = (
             take_local_columns(batch.input_ids, k),
@@ -173,10 +173,12 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
 
 def agreement_in_bf16() -> dict[int, float]:
     """Spearman of utilities in bf16 with those of one rank's rows in fp32, along one direction, by size."""
-    recipe = step_runs.recipe(model={"path": "none", "precision": "bf16"})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"})
     engine = step_runs.make_engine(tiny.token_loss_model(dtype=torch.bfloat16), recipe)
     direction = Direction(engine)
-    direction.compute(step_runs.deal(tiny.rows(8, num_tokens=128, seed=5), 2), normalization="sequence", clip=None)
+    direction.compute(
+        step_runs.deal(tiny.make_batch(8, num_tokens=128, seed=5), 2), normalization="sequence", clip=None
+    )
     result: dict[int, Tensor] = {}
 
     def in_order(batches: list[Batch], utilities: list[Tensor]) -> Tensor:
@@ -189,9 +191,9 @@ def agreement_in_bf16() -> dict[int, float]:
         return torch.cat([together[i] for i in sorted(together)])
 
     for k in (1, 2, 4):
-        batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, k)
+        batches = step_runs.deal(tiny.make_batch(16, num_tokens=128), 2, k)
         result[k] = in_order(batches, compute_jvp_utilities(engine, direction, batches))
-    batches = step_runs.deal(tiny.rows(16, num_tokens=128), 2, 1)
+    batches = step_runs.deal(tiny.make_batch(16, num_tokens=128), 2, 1)
     with forward_mode(engine, direction, torch.float32):
         exact = in_order(batches, [compute_losses_and_utilities(engine, batch)[1] for batch in batches])
     engine.close()
@@ -203,12 +205,12 @@ def agreement_in_bf16() -> dict[int, float]:
 
 def losses_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
     """Loss of each of two steps with adapters under dropout and activation checkpoints."""
-    recipe = step_runs.recipe(method={"name": "sft"})
+    recipe = step_runs.make_recipe(method={"name": "sft"})
     model = tiny.token_loss_model(lora=True, dropout=0.3, checkpointing=True)
     engine = step_runs.make_engine(model, recipe)
     estimator, result = step_runs.make_estimator(recipe, engine), []
     for k in range(2):
-        main = step_runs.deal(tiny.rows(8, seed=10 + k), 2, sequence_parallel, packed=packed)
+        main = step_runs.deal(tiny.make_batch(8, seed=10 + k), 2, sequence_parallel, packed=packed)
         metrics = step_runs.train_step(
             engine, recipe, StepBatches(main, []), estimator, learning_rate=1e-3, seed=100 + k
         )
@@ -238,10 +240,10 @@ def counted() -> Iterator[dict[str, list[int]]]:
 
 def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
     """Elements that one row of 32 tokens exchanges, by pass."""
-    recipe = step_runs.recipe(utility={"fused": False})
+    recipe = step_runs.make_recipe(utility={"fused": False})
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    row = replace(tiny.take(tiny.rows(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
+    row = replace(tiny.take_rows(tiny.make_batch(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
     result = {}
     with engine.accumulation(1):
         with counted() as result["forward"]:

@@ -147,7 +147,7 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
 
     (For the good data afterwards: whether the same engine continues to learn.)
     """
-    vcore, sft = step_runs.recipe(), step_runs.recipe(method={"name": "sft"})
+    vcore, sft = step_runs.make_recipe(), step_runs.make_recipe(method={"name": "sft"})
     found = {}
 
     model = tiny.token_loss_model()
@@ -177,7 +177,7 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
         model.causal_lm.lm_head.weight.mul_(1e37)
         model.causal_lm.model.embed_tokens.weight.mul_(0.01)
     engine = step_runs.make_engine(model, sft)
-    batches = step_runs.deal(tiny.rows(4), 1)
+    batches = step_runs.deal(tiny.make_batch(4), 1)
     found["gradient"] = attempt(engine, sft, StepBatches(batches, []), step_runs.make_estimator(sft, engine))
     probing = step_runs.make_estimator(vcore, engine)
     found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), probing)
@@ -205,7 +205,7 @@ def state_bytes(engine: Engine) -> bytes:
 
 def with_bad_token(rows: list[int]) -> Batch:
     """Four sequences; those of `rows` hold the token in their prompt."""
-    batch = tiny.rows(4)
+    batch = tiny.make_batch(4)
     batch.input_ids[batch.input_ids == BAD_TOKEN] = 0
     batch.labels[batch.labels == BAD_TOKEN] = 0
     batch.input_ids[rows, 1] = BAD_TOKEN

@@ -80,12 +80,12 @@ def step(made: type[nn.Module], precision: str, *, fused: bool = True, **options
     and what forward mode in fp64 has for one micro-batch."""
     from tests.helpers import megatron  # here alone, as megatron-core takes seconds to import
 
-    recipe = step_runs.recipe(model={"path": "none", "precision": precision}, utility={"fused": fused})
+    recipe = step_runs.make_recipe(model={"path": "none", "precision": precision}, utility={"fused": fused})
     plain = tiny.qwen3(dtype=torch.bfloat16)  # the same weights in both precisions
     model = megatron.parallel_model(plain.float() if precision == "fp32" else plain, norm_class=made, **options)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    batches = StepBatches(step_runs.deal(tiny.rows(8), 2), step_runs.deal(tiny.rows(4, seed=9), 2))
+    batches = StepBatches(step_runs.deal(tiny.make_batch(8), 2), step_runs.deal(tiny.make_batch(4, seed=9), 2))
     recorded = step_runs.Recorder(engine)
     metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
     of_sequences = recorded.by_sequence(batches.main)

@@ -46,7 +46,7 @@ def parallel_model(
     weights = plain.state_dict()
     copy_weights(model, model.trained_slices(**place), lambda piece: piece.take(weights[piece.name]))
     if lora:
-        model.add_lora("tiny", tiny.lora(dropout))
+        model.add_lora("tiny", tiny.make_lora_config(dropout))
         adapters = tiny.with_lora(copy.deepcopy(plain), dropout=dropout).state_dict()
         copy_weights(model, model.trained_slices(**place), lambda piece: piece.take(adapters[piece.name]))
     model.train()
@@ -128,7 +128,7 @@ def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
     for name, parameter in plain.named_parameters():
         if name.endswith("bias"):  # initialized to zero
             torch.nn.init.normal_(parameter, std=0.1)
-    batch = tiny.rows(3, vocabulary=config.vocab_size)
+    batch = tiny.make_batch(3, vocabulary=config.vocab_size)
     targets = batch.targets()
     supervised = targets != -100
     logits = plain(input_ids=batch.input_ids).logits
@@ -156,7 +156,7 @@ def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
 def compare_adapters() -> dict[str, float]:
     """Deviations from the adapters of the Hugging Face provider, under dropout: of the losses, of the gradient of their
     weighted sum, and of the losses without adapters. Also how much dropout and adapters change the losses."""
-    plain, batch = tiny.qwen3(), tiny.rows(3)
+    plain, batch = tiny.qwen3(), tiny.make_batch(3)
     model = parallel_model(plain, lora=True, dropout=0.3)
     alone = TokenLossModel(tiny.with_lora(copy.deepcopy(plain), dropout=0.3))
     alone.base.set_attn_implementation(TRAINING_ATTENTION)
@@ -191,11 +191,11 @@ def compare_adapters() -> dict[str, float]:
 def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
     """Differences between replicas after two bf16 steps with stochastically rounded finite differences: in their master
     weights, in a perturbation, and in the losses under it. Also how much the perturbation changes."""
-    recipe = step_runs.recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
+    recipe = step_runs.make_recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
     model = parallel_model(tiny.qwen3(dtype=torch.bfloat16), lora=lora)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    batches = StepBatches(step_runs.deal(tiny.rows(8), 2), step_runs.deal(tiny.rows(4, seed=9), 2))
+    batches = StepBatches(step_runs.deal(tiny.make_batch(8), 2), step_runs.deal(tiny.make_batch(4, seed=9), 2))
     for seed in range(2):
         step_runs.train_step(engine, recipe, batches, estimator, seed=seed)
     before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
@@ -224,7 +224,7 @@ def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
 def exchanged_numels(*, lora: bool = False, checkpointing: bool = False) -> tuple[dict[str, list[int]], int, int]:
     """Number of elements of every collective over the tensor axis, by pass of the tiny Qwen3 (`forward`, `backward`,
     and `tangents` for the JVP pass); number of elements of all tokens' hidden states; number of layers."""
-    model, batch = parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.rows(3)
+    model, batch = parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.make_batch(3)
     gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
 
     def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:

@@ -68,7 +68,7 @@ class Case:
 def run_case(case: Case) -> dict[str, float]:
     """Worst deviation of each quantity over all steps."""
     gc.freeze()  # DeepSpeed keeps every engine and collects garbage at each start, which would traverse all of them
-    recipe = step_runs.recipe(**case.sections)
+    recipe = step_runs.make_recipe(**case.sections)
     start_process_group(10, case.tensor, case.expert)
     layout.make_sequence_groups(case.sequence_parallel)
     sizes = dict(
@@ -117,11 +117,11 @@ def run_case(case: Case) -> dict[str, float]:
     mains = [make_batch(case, 10 + k) for k in range(case.num_steps)]
     if recipe.method.name == "iw_sft" and not case.lora:  # as `vcore-ds reference`, but all rows on every rank
         for main in mains:
-            rows = [tiny.take(main, [row]) for row in range(case.num_main)]
+            rows = [tiny.take_rows(main, [row]) for row in range(case.num_main)]
             main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
     worst = dict.fromkeys(("utilities", "weights", "alpha", "gradient", "parameters", "loss"), 0.0)
     for k, main in enumerate(mains):
-        probe = tiny.rows(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
+        probe = tiny.make_batch(case.num_probe, seed=50 + k, vocabulary=case.vocabulary)
         masks = PREPARE[recipe.method.name](main) if recipe.method.name in PREPARE else None
         if k % case.probe_every != 0 or recipe.method.name != "vcore":
             probe = None
@@ -169,7 +169,7 @@ def run_case(case: Case) -> dict[str, float]:
 
 
 def make_batch(case: Case, seed: int) -> Batch:
-    batch = copy.copy(tiny.rows(case.num_main, seed=seed, vocabulary=case.vocabulary))
+    batch = copy.copy(tiny.make_batch(case.num_main, seed=seed, vocabulary=case.vocabulary))
     for row in case.without_tokens:
         batch.labels[row] = -100
     return batch

@@ -70,8 +70,8 @@ class Steps:
 
     def take(self) -> StepMetrics:
         """Take a step, always on the same data: two micro-batches and, with a direction, two of the probe."""
-        probe = step_runs.deal(tiny.rows(4, seed=100), 1) if self.estimator.direction is not None else []
-        main = tiny.rows(4)
+        probe = step_runs.deal(tiny.make_batch(4, seed=100), 1) if self.estimator.direction is not None else []
+        main = tiny.make_batch(4)
         if self.recipe.method.name == "random":
             keep_some(main)
         batches = StepBatches(step_runs.deal(main, 1), probe)
@@ -81,7 +81,7 @@ class Steps:
 @contextmanager
 def steps(case: str, *, num_layers: int, overlap: bool) -> Iterator[Steps]:
     """An engine whose layers are prefetched, and not kept gathered for reuse. `overlap`: DeepSpeed's `overlap_comm`."""
-    recipe = step_runs.recipe(**CASES[case])
+    recipe = step_runs.make_recipe(**CASES[case])
     config = tiny.deepspeed_config(bf16=recipe.model.precision == "bf16", gradient_clipping=1.0)
     config["zero_optimization"] |= {
         "overlap_comm": overlap,

@@ -26,7 +26,7 @@ LEARNING_RATE = 1e-4
 its rounding error moves the parameter by a good part of the learning rate."""
 
 
-def recipe(**sections: dict[str, Any]) -> Recipe:
+def make_recipe(**sections: dict[str, Any]) -> Recipe:
     """A recipe whose files are never read; `sections` replace the defaults below."""
     base: dict[str, Any] = {
         "model": {"path": "none", "precision": "fp32"},
@@ -69,7 +69,7 @@ def deal(batch: Batch, micro_batch_size: int, sequence_parallel: int = 1, *, pac
     indices = list(range(layout.rank("data", k), batch.num_sequences, layout.size("data", k)))
     most = -(-batch.num_sequences // layout.size("data", k))
     parts = [indices[start : start + micro_batch_size] for start in range(0, most, micro_batch_size)]
-    take = tiny.packed if packed else tiny.take
+    take = tiny.pack_rows if packed else tiny.take_rows
     return [take(batch, part, k) if part else idle_batch(0, k) for part in parts]
 
 

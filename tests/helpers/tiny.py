@@ -64,7 +64,7 @@ def moe_model(
     return model
 
 
-def lora(dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") -> LoraConfig:
+def make_lora_config(dropout: float = 0.0, targets: str | tuple[str, ...] = "all-linear") -> LoraConfig:
     return LoraConfig(rank=4, alpha=8, dropout=dropout, target_modules=targets)
 
 
@@ -73,7 +73,7 @@ def with_lora(model: PreTrainedModel, *, dropout: float = 0.0, seed: int = 1, on
     gradients vanish."""
     torch.manual_seed(seed)
     with_experts = on_experts and any(name.endswith(".experts") for name, _ in model.named_modules())
-    adapted = add_lora(model, lora(dropout, ("all-linear", "experts") if with_experts else "all-linear"))
+    adapted = add_lora(model, make_lora_config(dropout, ("all-linear", "experts") if with_experts else "all-linear"))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -102,7 +102,7 @@ def token_loss_model(
     return wrapped
 
 
-def rows(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = VOCABULARY) -> Batch:
+def make_batch(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = VOCABULARY) -> Batch:
     """Random sequences of different lengths, right-padded, with prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
@@ -121,26 +121,26 @@ def inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequ
     return batch.input_ids, batch.targets(), batch.position_ids(), layout
 
 
-def take(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
+def take_rows(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
     """Some rows of a batch, padded so that `sequence_parallel` ranks can share them."""
     padding = -batch.labels.shape[1] % sequence_parallel
 
-    def rows(tensor: torch.Tensor | None, fill: float = 0) -> torch.Tensor | None:
+    def select(tensor: torch.Tensor | None, fill: float = 0) -> torch.Tensor | None:
         return None if tensor is None else pad(tensor[indices], (0, padding), value=fill)
 
     reference = batch.reference_log_probability
     return Batch(
         [batch.sequence_ids[i] for i in indices],
-        rows(batch.input_ids),
-        rows(batch.labels, IGNORED_LABEL),
-        rows(batch.kept),
+        select(batch.input_ids),
+        select(batch.labels, IGNORED_LABEL),
+        select(batch.kept),
         None if reference is None else reference[indices],
-        rows(batch.loss_weights),
+        select(batch.loss_weights),
         sequence_parallel=sequence_parallel,
     )
 
 
-def packed(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
+def pack_rows(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
     """Some rows of a batch, packed into a single row."""
     references = batch.reference_log_probability
     sequences = [

@@ -213,7 +213,7 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     model = {"path": str(folder), "precision": "fp32", **sections.pop("model", {})}
     rows = {"global_size": 4, "micro_batch_size_per_rank": "auto"}
     data = {"train_path": "none", "cutoff_length": LONGEST}
-    return step_runs.recipe(model=model, data=data, batch=rows, **sections)
+    return step_runs.make_recipe(model=model, data=data, batch=rows, **sections)
 
 
 JVP: dict[str, Any] = {}

@@ -92,7 +92,7 @@ def run_method(name: str, lora: bool, num_steps: int) -> Trajectory:
     data = {"train_path": "none"}
     if name == "iw_sft" and not lora:
         data["reference_log_probabilities"] = "none"
-    recipe = step_runs.recipe(
+    recipe = step_runs.make_recipe(
         **METHODS[name],
         data=data,
         lora={"rank": 4, "alpha": 8} if lora else None,
@@ -108,7 +108,7 @@ def run_method(name: str, lora: bool, num_steps: int) -> Trajectory:
         if name == "random":
             keep_some(main)
         if "reference_log_probabilities" in data:
-            rows = [tiny.take(main, [row]) for row in range(NUM_MAIN)]
+            rows = [tiny.take_rows(main, [row]) for row in range(NUM_MAIN)]
             main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
     trajectory = []
     for k, main in enumerate(mains):

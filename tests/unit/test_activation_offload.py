@@ -34,7 +34,7 @@ def gradients_and_inputs_kept(*, activation_offload: bool) -> tuple[list[torch.T
     handles = [layer.register_forward_pre_hook(remember) for layer in model.layers]
     copies: AbstractContextManager = mock.patch.object(causal_lm, "save_on_cpu", copying)
     with copies if activation_offload else nullcontext():
-        losses = model(*tiny.inputs(tiny.rows(3)))
+        losses = model(*tiny.inputs(tiny.make_batch(3)))
     kept = [not storage.expired() for storage in inputs]
     for handle in handles:
         handle.remove()

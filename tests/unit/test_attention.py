@@ -534,9 +534,9 @@ def test_models_give_the_losses_and_gradients_of_eager_attention(name: str) -> N
     config: PreTrainedConfig = CONFIGS[name]()
     torch.manual_seed(0)
     model = TokenLossModel(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
-    rows = tiny.rows(3, num_tokens=24)
+    rows = tiny.make_batch(3, num_tokens=24)
     trained = list(model.parameters())
-    for batch, unpacked in ((rows, rows), (tiny.packed(rows, [1, 2]), tiny.take(rows, [1, 2]))):
+    for batch, unpacked in ((rows, rows), (tiny.pack_rows(rows, [1, 2]), tiny.take_rows(rows, [1, 2]))):
         found = {}
         for attention in ("eager", TRAINING_ATTENTION, FORWARD_MODE_ATTENTION):
             model.base.config._attn_implementation = attention
@@ -570,7 +570,7 @@ def test_models_with_sinks_and_capped_scores_have_the_utilities_of_eager_attenti
         model.base.config._attn_implementation = attention
         with torch.no_grad(), forward_ad.dual_level():
             duals = {key: forward_ad.make_dual(value, direction[key]) for key, value in point.items()}
-            losses = torch.func.functional_call(model, duals, tiny.inputs(tiny.rows(3, num_tokens=24)))
+            losses = torch.func.functional_call(model, duals, tiny.inputs(tiny.make_batch(3, num_tokens=24)))
             found[attention] = tuple(forward_ad.unpack_dual(losses))
     for attention in (FORWARD_MODE_ATTENTION, FUSED_ATTENTION):
         of_parts = zip(found[attention], found["eager"], strict=True)

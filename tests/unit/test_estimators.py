@@ -73,8 +73,8 @@ def token_gradients(model: TokenLossModel, batch: Batch) -> Iterator[tuple[float
 
 
 def test_forward_mode_is_the_direction_times_each_tokens_gradient(model: TokenLossModel) -> None:
-    batch = tiny.rows(3, num_tokens=16)
-    direction = uniform_gradient(model, tiny.rows(4, seed=8))
+    batch = tiny.make_batch(3, num_tokens=16)
+    direction = uniform_gradient(model, tiny.make_batch(4, seed=8))
     losses, utilities = forward_mode(model, direction, batch)
     model.base.config._attn_implementation = "eager"
     found = list(token_gradients(model, batch))
@@ -88,8 +88,8 @@ def test_forward_mode_is_the_direction_times_each_tokens_gradient(model: TokenLo
 
 
 def test_the_finite_difference_converges_linearly_to_forward_mode(model: TokenLossModel) -> None:
-    batch = tiny.rows(4)
-    direction = uniform_gradient(model, tiny.rows(4, seed=8))
+    batch = tiny.make_batch(4)
+    direction = uniform_gradient(model, tiny.make_batch(4, seed=8))
     losses, utilities = forward_mode(model, direction, batch)
     model.base.config._attn_implementation = FORWARD_MODE_ATTENTION  # for the losses too: it is fp64 throughout
     errors, correlations = [], []
@@ -108,8 +108,8 @@ def test_the_finite_difference_converges_linearly_to_forward_mode(model: TokenLo
 
 
 def test_a_step_against_the_direction_lowers_tokens_of_positive_utility(model: TokenLossModel) -> None:
-    batch = tiny.rows(4)
-    direction = uniform_gradient(model, tiny.rows(4, seed=8))
+    batch = tiny.make_batch(4)
+    direction = uniform_gradient(model, tiny.make_batch(4, seed=8))
     losses, utilities = forward_mode(model, direction, batch)
     with torch.no_grad():
         stepped = losses_at(model, {name: p - 1e-4 * direction[name] for name, p in trained(model).items()}, batch)

@@ -214,6 +214,6 @@ def test_a_saved_adapter_is_the_one_that_peft_saves(tmp_path) -> None:
         setting["target_modules"] = sorted(setting["target_modules"])  # a set of peft's, in any order
     assert settings[0] == settings[1]
 
-    loaded, ids = PeftModel.from_pretrained(tiny.qwen3(), tmp_path / "ours"), tiny.rows(2).input_ids
+    loaded, ids = PeftModel.from_pretrained(tiny.qwen3(), tmp_path / "ours"), tiny.make_batch(2).input_ids
     assert not any(isinstance(module, LoraLinear) for module in loaded.modules())
     assert torch.equal(loaded(input_ids=ids).logits, ours.eval()(input_ids=ids).logits)

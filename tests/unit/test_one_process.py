@@ -49,7 +49,10 @@ def make_model(kind: str) -> Model:
 
 
 def make_batches() -> list[dict[str, Tensor]]:
-    return [{"input_ids": rows.input_ids, "labels": rows.labels} for rows in (tiny.rows(3), tiny.rows(2, seed=5))]
+    return [
+        {"input_ids": rows.input_ids, "labels": rows.labels}
+        for rows in (tiny.make_batch(3), tiny.make_batch(2, seed=5))
+    ]
 
 
 def reference(model: Model) -> tuple[Model, dict[str, Tensor]]:

@@ -222,7 +222,7 @@ def test_the_longest_sequence_of_a_forward_rotates_all_of_them() -> None:
 
 
 def test_cross_entropy_is_that_of_supervised_tokens_alone() -> None:
-    batch = tiny.rows(3)
+    batch = tiny.make_batch(3)
     logits = torch.randn(*batch.input_ids.shape, tiny.VOCABULARY, dtype=torch.float64)
     every = -torch.log_softmax(logits, -1).gather(-1, batch.input_ids.roll(-1, 1)[..., None])[..., 0]
     torch.testing.assert_close(cross_entropy(logits, batch), every[:, :-1][batch.supervised()])
