@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.helpers.browser import missing_requirement, open_page, started_browser
+from tests.helpers.browser import find_missing_requirement, open_page, started_browser
 from tests.helpers.report_runs import random_sequence, step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.report import write_report
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    missing = missing_requirement()
+    missing = find_missing_requirement()
     if missing:
         raise SystemExit(missing)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,6 @@
 """A run of a tiny model that is disturbed and started again until it has finished, and an undisturbed one."""
 
 import json
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from tests.chaos import inject
 from tests.chaos.inject import Fault
 from tests.helpers.jobs import ForkedJob, Job
-from tests.helpers.resumed_runs import tensors_of, token_records
+from tests.helpers.resumed_runs import drop_machine_keys, load_checkpoint_tensors, read_token_records
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from vcore_ds.commands import cli
 
@@ -83,31 +82,29 @@ class TinyRun:
         return sorted(int(mark.parent.name.removeprefix("step_")) for mark in marks)
 
     def steps_taken(self) -> list[int]:
-        return [line["step"] for line in timeless_lines(self.folder / "metrics.jsonl")]
+        return [line["step"] for line in read_deterministic_lines(self.folder / "metrics.jsonl")]
 
     def steps_lost(self) -> list[int]:
         """Steps that had to be taken again; one that was lost twice comes twice."""
-        return [line["step"] for line in timeless_lines(self.folder / "metrics_lost.jsonl")]
+        return [line["step"] for line in read_deterministic_lines(self.folder / "metrics_lost.jsonl")]
 
     def differences(self, undisturbed: "TinyRun") -> list[str]:
         """Whatever is not equal bit for bit: tensors of the last checkpoint, exported files, records of tokens, metrics
         of the steps, and of those that were lost and taken again."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            here, there = (tensors_of(run.folder, self.num_steps) for run in (self, undisturbed))
+        here, there = (load_checkpoint_tensors(run.folder, self.num_steps) for run in (self, undisturbed))
         found = sorted(here.keys() ^ there.keys())
         found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
         exported = {path.name for run in (self, undisturbed) for path in (run.folder / "adapter").iterdir()}
         exported.remove("README.md")  # the model card says how long the run took, and where it was
         found += [name for name in sorted(exported) if self._exported(name) != undisturbed._exported(name)]
-        records, records_there = token_records(self.folder), token_records(undisturbed.folder)
+        records, records_there = read_token_records(self.folder), read_token_records(undisturbed.folder)
         names = records.keys() | records_there.keys()
         found += sorted(name for name in names if records.get(name) != records_there.get(name))
         if self.steps_taken() != list(range(1, self.num_steps + 1)):
             found.append(f"metrics.jsonl holds steps {self.steps_taken()}")
-        expected = {line["step"]: line for line in timeless_lines(undisturbed.folder / "metrics.jsonl")}
+        expected = {line["step"]: line for line in read_deterministic_lines(undisturbed.folder / "metrics.jsonl")}
         for name in ("metrics.jsonl", "metrics_lost.jsonl"):
-            for line in timeless_lines(self.folder / name):
+            for line in read_deterministic_lines(self.folder / name):
                 other = expected.get(line["step"], {})
                 keys = [key for key in line.keys() | other.keys() if line.get(key) != other.get(key)]
                 found += [f"{name}: step {line['step']}: {key}" for key in keys]
@@ -118,16 +115,11 @@ class TinyRun:
         return path.read_bytes() if path.is_file() else None
 
 
-def timeless_lines(path: Path) -> list[dict[str, Any]]:
+def read_deterministic_lines(path: Path) -> list[dict[str, Any]]:
     """The lines without the keys that depend on the machine, and without a line that a kill has left incomplete."""
     if not path.exists():
         return []
-    lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
-    machine = (
-        "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
-        "checkpoint_bytes",
-    )  # fmt: skip
-    return [{k: v for k, v in line.items() if not k.startswith(machine)} for line in lines]
+    return [drop_machine_keys(json.loads(text)) for text in path.read_text().splitlines() if text.endswith("}")]
 
 
 def make_setup(folder: Path, pairs: list[tuple[str, str]]) -> TinySetup:

@@ -1,7 +1,6 @@
 """Steps with the experts of each layer divided among ranks, against one process; and their checkpoints and results,
 which do not depend on how experts were divided."""
 
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -19,6 +17,7 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.moe_models import write_moe_model
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
+from tests.helpers.resumed_runs import load_state_tensors
 from tests.helpers.soak import soak
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import StepBatches
@@ -203,18 +202,9 @@ def read_and_written(folder: Path, degree: int) -> None:
     write(folder, engine, estimator, degree)
 
 
-def tensors_of(state: Path) -> dict[str, torch.Tensor]:
-    stored = dcp.FileSystemReader(state).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, checkpoint_id=state, no_dist=True)
-    return tensors
-
-
 @pytest.mark.parametrize("degree", [1, 4])
 def test_a_checkpoint_is_read_whatever_the_division_and_is_the_same_again(results, folder: Path, degree: int):
-    expected, again = tensors_of(folder / "state_2"), tensors_of(folder / f"state_{degree}")
+    expected, again = load_state_tensors(folder / "state_2"), load_state_tensors(folder / f"state_{degree}")
     assert expected.keys() == again.keys()
     assert {name.split(".")[0] for name in expected} == {"master", "exp_avg", "exp_avg_sq", "direction"}
     for name, tensor in expected.items():

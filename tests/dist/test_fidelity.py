@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from tests.helpers import step_runs, tiny
 from tests.helpers.conversations import tokenize
 from tests.helpers.ranks import run_ranks
-from tests.helpers.setups import pretrained_model, write_first_layers
+from tests.helpers.setups import prepare_pretrained_model, write_first_layers
 from tests.helpers.soak import IS_SOAK, soak_only
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate
@@ -114,7 +114,7 @@ def on_one_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]:
     part = None if IS_SOAK else write_first_layers(tmp_path_factory.mktemp("model"), NUM_LAYERS)
-    return run_ranks(measure_all, 1, str(pretrained_model()), part and str(part))
+    return run_ranks(measure_all, 1, str(prepare_pretrained_model()), part and str(part))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def fidelity(on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]
 
 @soak_only
 def test_an_adapter_just_off_zero_is_not_lost_in_rounding() -> None:
-    (found,) = run_ranks(measure_off_zero, 1, str(pretrained_model()), timeout_seconds=500)
+    (found,) = run_ranks(measure_off_zero, 1, str(prepare_pretrained_model()), timeout_seconds=500)
     print(
         f"\nlora just off 0: jvp {found.jvp:.4f}, relative error {found.jvp_relative_error:.3f}; mean loss "
         f"{found.loss:.4f}, exact {found.exact_loss:.4f}; {found.num_tokens} tokens"

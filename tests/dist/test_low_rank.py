@@ -164,7 +164,7 @@ def count_kept_bytes(engine: Engine, direction: Direction) -> dict[str, int]:
 def make_model(case: Case) -> torch.nn.Module:
     options = dict(checkpointing=case.checkpointing)
     if case.tensor > 1:
-        return megatron.parallel_model(case.plain_model(), **options)
+        return megatron.make_parallel_model(case.plain_model(), **options)
     model = tiny.token_loss_model(tied=case.tied, moe_kind=case.moe_kind, **options)
     if case.expert > 1:
         start_deepspeed()

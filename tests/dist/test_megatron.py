@@ -198,7 +198,7 @@ def run_all() -> Results:
     layout.make_sequence_groups([2])
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
     bf16 = {name: (bf16_alone[name], run_case(replace(case, tensor=2))) for name, case in BF16_CASES.items()}
-    rounding = {lora: megatron.stochastic_rounding(lora=lora) for lora in (False, True)}
+    rounding = {lora: megatron.measure_stochastic_rounding(lora=lora) for lora in (False, True)}
     layout.arrange(tensor=4)
     return Results(cases, bf16, rounding, run_case(OF_FOUR))
 
@@ -208,9 +208,9 @@ def compare_layers() -> Layers:
 
     layout.arrange(tensor=2)
     architectures = {
-        name: megatron.compare_with(config, **options) for name, (config, options) in ARCHITECTURES.items()
+        name: megatron.compare_with_hugging_face(config, **options) for name, (config, options) in ARCHITECTURES.items()
     }
-    exchanged = [megatron.exchanged_numels(**options) for options in EXCHANGED.values()]
+    exchanged = [megatron.count_exchanged_elements(**options) for options in EXCHANGED.values()]
     return Layers(architectures, megatron.compare_adapters(), *exchanged)
 
 

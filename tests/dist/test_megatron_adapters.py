@@ -107,7 +107,7 @@ def losses(outcomes: tuple[Outcome, Outcome]) -> dict[str, torch.Tensor]:
 
 def deviations(folder: Path, found: str, expected: str) -> dict[str, float]:
     """The largest of each metric over the steps of two runs, relative."""
-    lines = (resumed_runs.timeless_metrics(folder / "runs" / name) for name in (found, expected))
+    lines = (resumed_runs.read_deterministic_metrics(folder / "runs" / name) for name in (found, expected))
     largest: dict[str, float] = {}
     for a, b in zip(*lines, strict=True):
         for key in COMPARED & {key for key in b if b[key] is not None}:
@@ -134,7 +134,7 @@ def test_runs_in_bf16_are_within_the_rounding_that_the_other_provider_has_too(fo
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(folder, losses):
     runs = folder / "runs"
-    assert resumed_runs.differences(runs / "untied_stopped", runs / "untied_parallel", NUM_STEPS) == []
+    assert resumed_runs.find_differences(runs / "untied_stopped", runs / "untied_parallel", NUM_STEPS) == []
 
 
 def base_of(folder: Path, name: str) -> PreTrainedModel:

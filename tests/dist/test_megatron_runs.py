@@ -161,12 +161,12 @@ def runs(folder: Path) -> Path:
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(runs):
-    assert resumed_runs.differences(runs / "stopped", runs / "whole", NUM_STEPS) == []
+    assert resumed_runs.find_differences(runs / "stopped", runs / "whole", NUM_STEPS) == []
 
 
 @pytest.mark.parametrize(("parallel", "alone"), [("whole", "alone"), ("tied", "tied_alone")])
 def test_losses_are_those_of_hugging_faces_layers(runs, parallel, alone):
-    found, expected = (resumed_runs.timeless_metrics(runs / name) for name in (parallel, alone))
+    found, expected = (resumed_runs.read_deterministic_metrics(runs / name) for name in (parallel, alone))
     for a, b in zip(found, expected, strict=True):
         assert a.keys() == b.keys()
         for key in COMPARED & {key for key in b if b[key] is not None}:
@@ -270,7 +270,7 @@ def test_resuming_with_layers_divided_otherwise_is_refused_with_the_way_to_them(
 
 
 def test_resuming_on_fewer_ranks(resumed, runs):
-    on_two, whole = (resumed_runs.tensors_of(runs / name, NUM_STEPS) for name in ("on_two", "whole"))
+    on_two, whole = (resumed_runs.load_checkpoint_tensors(runs / name, NUM_STEPS) for name in ("on_two", "whole"))
     assert on_two.keys() == whole.keys()
     for name, tensor in whole.items():
         if name.startswith("master"):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
-from tests.helpers.scores import write_scores_of
+from tests.helpers.scores import write_scores_folder
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
@@ -221,7 +221,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cache_folder=str(folder / "cache"),
     )
     means = {"right": [1.0 + i if i in KEPT else -1.0 for i in range(12)]}
-    write_scores_of(folder / "scores", TokenStore(store), folder / "model", means)
+    write_scores_folder(folder / "scores", TokenStore(store), folder / "model", means)
     for kind in ("fp32", "bf16", *OFFLOADED):
         config = tiny.deepspeed_config(bf16=kind != "fp32", persistence_threshold=500)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
@@ -250,7 +250,7 @@ def run_case(folder: Path, name: str) -> list[str]:
 def differences(folder: Path, expected: Path, name: str) -> list[str]:
     """Differences between two runs of a case."""
     num_steps = CASES[name].get("schedule", {}).get("num_steps", NUM_STEPS)
-    return resumed_runs.differences(folder, expected, num_steps)
+    return resumed_runs.find_differences(folder, expected, num_steps)
 
 
 def copy_on_first_rank(folder: Path, copy: Path) -> None:
@@ -286,7 +286,7 @@ def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
         checkpoint_write.write_state = write_state
     left = sorted(path.name for path in saved.iterdir())
     resumed_runs.run_to_end(stopped)
-    differing = resumed_runs.differences(saved.parent, folder / "sft_lora_straight")
+    differing = resumed_runs.find_differences(saved.parent, folder / "sft_lora_straight")
     return {"message": message, "left": left, "differing": differing}
 
 
@@ -324,7 +324,7 @@ def beside_the_steps(folder: Path) -> dict[str, Any]:
             run.train(recipe(folder, killed.name, CASES["bf16_offload_all"]))
     finally:
         checkpoint_write.write_state, Checkpoints.collect, Console.say = write_state, collect, say
-    held, directly = (resumed_runs.tensors_of(path, 2) for path in (finished, killed))
+    held, directly = (resumed_runs.load_checkpoint_tensors(path, 2) for path in (finished, killed))
     straight = folder / "bf16_offload_all_straight"
     return seen | {
         "held": [key for key in held.keys() | directly.keys() if not torch.equal(held[key], directly[key])],
@@ -405,9 +405,9 @@ def damaged(folder: Path) -> dict[str, Any]:
         "said": said,
         "refusal": refusal,
         "lost": [json.loads(line)["step"] for line in lost],
-        "steps": [line["step"] for line in resumed_runs.timeless_metrics(run_folder)],
-        "records": resumed_runs.token_records(run_folder),
-        "lost_records": resumed_runs.token_records(run_folder, "tokens_lost"),
+        "steps": [line["step"] for line in resumed_runs.read_deterministic_metrics(run_folder)],
+        "records": resumed_runs.read_token_records(run_folder),
+        "lost_records": resumed_runs.read_token_records(run_folder, "tokens_lost"),
     }
 
 
@@ -513,11 +513,11 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
     return {
         "said": said,
         "finished": left,
-        "branch": resumed_runs.differences(folder / "branch", expected, 7),
-        "longer": resumed_runs.differences(longer, expected, 7),
+        "branch": resumed_runs.find_differences(folder / "branch", expected, 7),
+        "longer": resumed_runs.find_differences(longer, expected, 7),
         "set aside": sorted(path.name for path in longer.glob("*_step_*")),
         "lost": [path.name for path in (folder / "branch").glob("*lost*")],
-        "rates": [line["learning_rate"] for line in resumed_runs.timeless_metrics(expected)],
+        "rates": [line["learning_rate"] for line in resumed_runs.read_deterministic_metrics(expected)],
     }
 
 
@@ -540,7 +540,7 @@ def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
     finally:
         Console.say = say
     path = Path(own.run.output_dir)
-    losses = {line["step"]: line["validation_loss"] for line in resumed_runs.timeless_metrics(path)[:-1]}
+    losses = {line["step"]: line["validation_loss"] for line in resumed_runs.read_deterministic_metrics(path)[:-1]}
     losses[NUM_STEPS] = json.loads((path / "held_out.json").read_text())["after"][""]
     return {"losses": losses, "said": said, "left": sorted(one.name for one in (path / "checkpoints").iterdir())}
 
@@ -568,12 +568,12 @@ def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
         message = str(error)
     finally:
         Stops.record_save = record_save
-    left = [line["step"] for line in resumed_runs.timeless_metrics(disk / "run")]
+    left = [line["step"] for line in resumed_runs.read_deterministic_metrics(disk / "run")]
     layout.gather_objects("job", None)
     filler.unlink(missing_ok=True)
     layout.gather_objects("job", None)
     resumed_runs.run_to_end(stopped)
-    differing = resumed_runs.differences(disk / "run", folder / "sft_lora_straight")
+    differing = resumed_runs.find_differences(disk / "run", folder / "sft_lora_straight")
     return {"message": message, "left": left, "differing": differing}
 
 
@@ -582,7 +582,7 @@ def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
     own = recipe(folder, name, DRAWN_IN_STEPS[name])
     measure_noise_every, settings.MEASURE_NOISE_EVERY = settings.MEASURE_NOISE_EVERY, 4
     try:
-        expected = resumed_runs.tensors_of(resumed_runs.run_to_end(own))
+        expected = resumed_runs.load_checkpoint_tensors(resumed_runs.run_to_end(own))
         plan_settings, step_settings, seed = derive_plan_settings(own), derive_step_settings(own), own.run.seed
         plan = plan_ranks(plan_settings)
         reader = DataReader(own.data, own.model.path, load_tokenizer(own.model.path), Console(enabled=False))
@@ -710,7 +710,7 @@ def test_a_profile_has_the_phases_and_operations_of_a_step(
 def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(outcomes: dict[str, Any], setup: Path):
     said = (setup / "bf16_offload_all_stopped" / "start.txt").read_text()
     energy, correlation = re.search(r"probe.rank 4 keeps ([\d.]+)% of .* correlate with ([\d.]+) ", said).groups()
-    lines = resumed_runs.timeless_metrics(setup / "bf16_offload_all_stopped")
+    lines = resumed_runs.read_deterministic_metrics(setup / "bf16_offload_all_stopped")
     assert float(energy) == pytest.approx(100 * lines[0]["direction_energy"], abs=2.0)  # another random sketch
     assert 0.5 < float(correlation) < 1
 
@@ -884,15 +884,15 @@ def test_the_fidelity_command_trains_as_a_run_does_bit_for_bit(outcomes: dict[st
 def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resumed_at_one(setup: Path, outcomes):
     run_ranks(at_four_ranks, 4, setup)
     run_ranks(at_one_rank, 1, setup)
-    expected = resumed_runs.timeless_metrics(setup / "across_straight")
-    tensors = resumed_runs.tensors_of(setup / "across_straight")
+    expected = resumed_runs.read_deterministic_metrics(setup / "across_straight")
+    tensors = resumed_runs.load_checkpoint_tensors(setup / "across_straight")
     num_resumed = NUM_STEPS - ACROSS_STOP
     degrees = {
         "across_4_to_4": [(2, 4)] * ACROSS_STOP + [(4, 1)] * num_resumed,
         "across_2_to_4": [(1, 2)] * num_resumed,
     }
     for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1", "across_4_to_4"):
-        lines = resumed_runs.timeless_metrics(setup / name)
+        lines = resumed_runs.read_deterministic_metrics(setup / name)
         used = [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
         for found_degrees, wanted in zip(used[::-1], degrees.get(name, [])[::-1], strict=False):
             assert found_degrees[0] == wanted[0] and found_degrees[1] in (wanted[1], None)
@@ -900,6 +900,6 @@ def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resume
             assert all(main == 1 for main, _ in used[ACROSS_STOP:])
         for key in ("loss", "weighted_loss", "grad_norm", "direction_norm"):
             assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-5), name
-        for tensor, values in resumed_runs.tensors_of(setup / name).items():
+        for tensor, values in resumed_runs.load_checkpoint_tensors(setup / name).items():
             # A few updates of 1e-3, whose rounding Adam magnifies where a gradient is about as small as its eps.
             torch.testing.assert_close(values, tensors[tensor], rtol=1e-4, atol=1e-5, msg=f"{name}: {tensor}")

@@ -256,7 +256,7 @@ class Reference:
 
     def adam_jacobian(self, gradient: Tensor) -> Tensor:
         """The diagonal Jacobian of Adam's next update, by differentiating that update."""
-        state = resumed_runs.tensors_of(self.folder / self.case.target, self.step)
+        state = resumed_runs.load_checkpoint_tensors(self.folder / self.case.target, self.step)
         m, v = (
             torch.cat([state[f"{key}.{PREFIX}{name}"].double() for name in self.trained])
             for key in ("exp_avg", "exp_avg_sq")
@@ -289,7 +289,7 @@ def expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, An
     result: dict[str, Any] = {}
     rates = {2: 0.0, 4: 0.0}
     if len(case.steps) > 1:
-        lines = {line["step"]: line for line in resumed_runs.timeless_metrics(folder / case.target)}
+        lines = {line["step"]: line for line in resumed_runs.read_deterministic_metrics(folder / case.target)}
         rates = {k: np.mean([lines[i]["learning_rate"] for i in (k - 1, k)]) for k in case.steps}
     for step in case.steps or (None,):
         reference, weight = Reference(folder, case, step), rates[step] if len(case.steps) > 1 else 1.0

@@ -170,7 +170,7 @@ def folder(found: Found) -> Path:
 
 @pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
 def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
-    expected, found = (resumed_runs.timeless_metrics(folder / run) for run in ("alone", name))
+    expected, found = (resumed_runs.read_deterministic_metrics(folder / run) for run in ("alone", name))
     assert len(found) == NUM_STEPS
     for key in ("loss", "weighted_loss", "grad_norm", "direction_norm", "effective_sample_size"):
         assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-5), key
@@ -179,8 +179,8 @@ def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
         assert here == pytest.approx(there, rel=1e-5) and len(here) == num_lines, key
     for key in ("sequences", "supervised_tokens"):
         assert [line[key] for line in found] == [line[key] for line in expected]
-    tensors = resumed_runs.tensors_of(folder / "alone")
-    for tensor, values in resumed_runs.tensors_of(folder / name).items():
+    tensors = resumed_runs.load_checkpoint_tensors(folder / "alone")
+    for tensor, values in resumed_runs.load_checkpoint_tensors(folder / name).items():
         # A few updates of 1e-3, whose rounding Adam magnifies where a gradient is about as small as its eps.
         assert values.allclose(tensors[tensor], rtol=1e-4, atol=1e-5), tensor
 
@@ -224,7 +224,7 @@ def test_a_record_that_cannot_be_written_is_a_warning_of_one_rank(found: Found) 
 
 def test_the_metrics_say_how_many_ranks_share_a_row(folder: Path) -> None:
     def degrees(name: str) -> list[tuple[Any, Any]]:
-        lines = resumed_runs.timeless_metrics(folder / name)
+        lines = resumed_runs.read_deterministic_metrics(folder / name)
         return [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
 
     assert degrees("2_4") == [(2, 4 if k % 2 == 0 else None) for k in range(NUM_STEPS)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.helpers.browser import missing_requirement, started_browser
+from tests.helpers.browser import find_missing_requirement, started_browser
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
-    missing = missing_requirement()
+    missing = find_missing_requirement()
     if missing:
         pytest.skip(f"REPORTS ARE NOT TESTED IN A BROWSER HERE: {missing}")
     with started_browser() as browser:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.jobs import ForkedJob
-from tests.helpers.setups import pretrained_model, sums, write_conversations, write_model
+from tests.helpers.setups import prepare_pretrained_model, sums, write_conversations, write_model
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,7 @@ def test_the_twenty_lines_print_what_the_page_shows(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```\n\nprints", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (shown,) = re.findall(r"prints\n\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "HuggingFaceTB").mkdir()
-    model = pretrained_model()
+    model = prepare_pretrained_model()
     (tmp_path / "HuggingFaceTB" / model.name).symlink_to(model)
     with ForkedJob(run_code, [code, str(tmp_path)], tmp_path / "log") as job:
         assert job.wait() == 0, job.output

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import tiny
 from tests.helpers.browser import open_page
-from tests.helpers.scores import write_scores_of
+from tests.helpers.scores import write_scores_folder
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.commands.score.page import write_page
 from vcore_ds.data.store import TokenStore, write_store
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_store(path / "store", sequences, tokenizer)
     means = {"right": [40.0 - i - 0.5 for i in range(NUM_TRACES)], HOSTILE: [float(i % 3) for i in range(NUM_TRACES)]}
     sources = ["a.jsonl"] * 45 + [HOSTILE] * 15
-    write_scores_of(path / "scores", TokenStore(path / "store"), path / "model", means, sources)
+    write_scores_folder(path / "scores", TokenStore(path / "store"), path / "model", means, sources)
     write_page(path / "scores")
     return path / "scores"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, num_steps_done, read_metrics, run_command
+from tests.helpers.commands import HANG_SECONDS, count_finished_steps, read_metrics, run_command
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 from tests.helpers.sweeps import write_sweep
@@ -49,6 +49,6 @@ def test_a_sweep_ends_with_all_runs_done(setup: TinySetup, tmp_path: Path, capsy
 
 def wait_for_step(job: Job, run: Path, step: int) -> None:
     deadline = time.monotonic() + HANG_SECONDS
-    while num_steps_done(run) < step:
+    while count_finished_steps(run) < step:
         assert job.launcher.poll() is None and time.monotonic() < deadline, job.output
         time.sleep(0.02)

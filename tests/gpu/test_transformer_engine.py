@@ -82,7 +82,7 @@ def step(made: type[nn.Module], precision: str, *, fused: bool = True, **options
 
     recipe = step_runs.make_recipe(model={"path": "none", "precision": precision}, utility={"fused": fused})
     plain = tiny.qwen3(dtype=torch.bfloat16)  # the same weights in both precisions
-    model = megatron.parallel_model(plain.float() if precision == "fp32" else plain, norm_class=made, **options)
+    model = megatron.make_parallel_model(plain.float() if precision == "fp32" else plain, norm_class=made, **options)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     batches = StepBatches(step_runs.deal(tiny.make_batch(8), 2), step_runs.deal(tiny.make_batch(4, seed=9), 2))

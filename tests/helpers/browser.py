@@ -17,7 +17,7 @@ HANG_MILLISECONDS = 1000 * HANG_SECONDS
 """Playwright's defaults are 30 s, and a browser on a slow disk takes that long to start."""
 
 
-def missing_requirement() -> str | None:
+def find_missing_requirement() -> str | None:
     """The program or package that this machine lacks for a browser, and how to install it; None if there is none."""
     if find_spec("playwright") is None:
         return "playwright not found; pip install -e '.[test]' -c constraints.txt"

@@ -124,7 +124,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def num_steps_done(folder: Path) -> int:
+def count_finished_steps(folder: Path) -> int:
     """Number of complete lines of metrics.jsonl in a run's folder; 0 before the file exists. The run may be writing
     it."""
     path = folder / "metrics.jsonl"

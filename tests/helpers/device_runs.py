@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import resumed_runs, tiny
+from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import sums, write_conversations
 from tests.helpers.step_cases import CASES, steps
 from tests.helpers.tokenizer import make_tokenizer
@@ -24,7 +25,6 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.distributed.process_group import start_process_group
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEP_NUMBERS = ("loss", "weighted_loss", "alpha", "grad_norm", "utility_std")
 RUN_NUMBERS = ("loss", "grad_norm")
 NUM_STEPS = 6
@@ -115,7 +115,7 @@ def measure_runs(folder: Path) -> dict[str, Any]:
 
 
 def read_numbers(folder: Path) -> list[dict[str, float]]:
-    return [{name: line[name] for name in RUN_NUMBERS} for line in resumed_runs.timeless_metrics(folder)]
+    return [{name: line[name] for name in RUN_NUMBERS} for line in resumed_runs.read_deterministic_metrics(folder)]
 
 
 def measure_on_device(kind: str, what: str, folder: Path, *, timeout_seconds: float = 540) -> dict[str, Any]:

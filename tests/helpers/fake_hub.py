@@ -32,7 +32,7 @@ class FakeHub:
         self.url = ""
 
 
-def card_problems(text: str) -> list[str]:
+def find_card_problems(text: str) -> list[str]:
     """Problems for which the hub would refuse a model card's metadata, as far as its rules are documented."""
     header = _CARD.match(text)
     metadata = yaml.safe_load(header[1]) if header else None
@@ -142,7 +142,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 hub.visibility[repository] = wanted.get("visibility", "the owner's default")
                 self.answer(200, {"url": f"{hub.url}/{repository}"})
             elif path == "/api/validate-yaml":
-                errors = [{"message": problem} for problem in card_problems(json.loads(content)["content"])]
+                errors = [{"message": problem} for problem in find_card_problems(json.loads(content)["content"])]
                 self.answer(400 if errors else 200, {"errors": errors, "warnings": []})
             elif "/preupload/" in path:
                 is_large = re.compile(r".*\.safetensors|tokenizer\.json")

@@ -25,7 +25,7 @@ from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.utility.finite_difference import perturb_parameters
 
 
-def parallel_model(
+def make_parallel_model(
     plain: PreTrainedModel,
     *,
     lora: bool = False,
@@ -105,7 +105,7 @@ def assemble(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[s
     return assembled
 
 
-def drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) -> float:
+def measure_drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) -> float:
     """Largest difference between the ranks of a tensor group in replicated parameters."""
     names = [
         name
@@ -116,11 +116,11 @@ def drift(model: ParallelTokenLossModel, tensors: Mapping[str, Tensor]) -> float
     return max(float((replica[name] - by_rank[0][name]).abs().max()) for replica in by_rank for name in names)
 
 
-def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
+def compare_with_hugging_face(config: PretrainedConfig, **options: bool) -> dict[str, float]:
     """Deviations of the losses, and of the gradient of their weighted sum, from those of the Hugging Face model.
 
     Args:
-        options: options of `parallel_model`.
+        options: options of `make_parallel_model`.
     """
     torch.manual_seed(0)
     config._attn_implementation = "eager"
@@ -136,7 +136,7 @@ def compare_with(config: PretrainedConfig, **options: bool) -> dict[str, float]:
     upstream = torch.linspace(-1, 1, len(expected))
     (upstream * expected).sum().backward()
 
-    model = parallel_model(plain, **options)
+    model = make_parallel_model(plain, **options)
     losses = model(*tiny.inputs(batch))
     (upstream * losses).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -157,7 +157,7 @@ def compare_adapters() -> dict[str, float]:
     """Deviations from the adapters of the Hugging Face provider, under dropout: of the losses, of the gradient of their
     weighted sum, and of the losses without adapters. Also how much dropout and adapters change the losses."""
     plain, batch = tiny.qwen3(), tiny.make_batch(3)
-    model = parallel_model(plain, lora=True, dropout=0.3)
+    model = make_parallel_model(plain, lora=True, dropout=0.3)
     alone = TokenLossModel(tiny.with_lora(copy.deepcopy(plain), dropout=0.3))
     alone.base.set_attn_implementation(TRAINING_ATTENTION)
     keys = make_token_keys(5, batch.token_sequence_ids(), batch.position_ids())
@@ -188,18 +188,18 @@ def compare_adapters() -> dict[str, float]:
     }
 
 
-def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
+def measure_stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
     """Differences between replicas after two bf16 steps with stochastically rounded finite differences: in their master
     weights, in a perturbation, and in the losses under it. Also how much the perturbation changes."""
     recipe = step_runs.make_recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
-    model = parallel_model(tiny.qwen3(dtype=torch.bfloat16), lora=lora)
+    model = make_parallel_model(tiny.qwen3(dtype=torch.bfloat16), lora=lora)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     batches = StepBatches(step_runs.deal(tiny.make_batch(8), 2), step_runs.deal(tiny.make_batch(4, seed=9), 2))
     for seed in range(2):
         step_runs.train_step(engine, recipe, batches, estimator, seed=seed)
     before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
-    masters = drift(model, step_runs.gather_parameters(engine))
+    masters = measure_drift(model, step_runs.gather_parameters(engine))
     with perturb_parameters(engine, estimator.direction, 1.0, stochastic_rounding_seed=3) as changed_fraction:
         shifted = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
         with engine.without_gradient():
@@ -212,7 +212,7 @@ def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
     ]
     measured = {
         "masters": masters,
-        "perturbed": drift(model, shifted),
+        "perturbed": measure_drift(model, shifted),
         "losses": max(float((replica - by_rank[0]).abs().max()) for replica in by_rank),
         "changed": changed_fraction,
         "changed replicas": sum(float((shifted[name] != before[name]).sum()) for name in replicas),
@@ -221,10 +221,12 @@ def stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
     return measured
 
 
-def exchanged_numels(*, lora: bool = False, checkpointing: bool = False) -> tuple[dict[str, list[int]], int, int]:
+def count_exchanged_elements(
+    *, lora: bool = False, checkpointing: bool = False
+) -> tuple[dict[str, list[int]], int, int]:
     """Number of elements of every collective over the tensor axis, by pass of the tiny Qwen3 (`forward`, `backward`,
     and `tangents` for the JVP pass); number of elements of all tokens' hidden states; number of layers."""
-    model, batch = parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.make_batch(3)
+    model, batch = make_parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.make_batch(3)
     gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
 
     def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:

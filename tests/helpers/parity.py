@@ -88,7 +88,7 @@ def run_case(case: Case) -> dict[str, float]:
 
         norm_class = megatron.KernelNorm if case.kernel_norm else None
         options = dict(lora=case.lora, checkpointing=case.checkpointing, norm_class=norm_class)
-        model = megatron.parallel_model(plain, **options)
+        model = megatron.make_parallel_model(plain, **options)
     else:
         model = tiny.token_loss_model(
             lora=case.lora,
@@ -163,7 +163,7 @@ def run_case(case: Case) -> dict[str, float]:
         if case.tensor > 1:
             norm = float(torch.cat([g.flatten() for g in expected["gradient"].values()]).norm())
             note("norm", abs(metrics.values["grad_norm"] / norm - 1))
-            note("drift", megatron.drift(model, parameters))
+            note("drift", megatron.measure_drift(model, parameters))
     engine.close()
     return worst
 

@@ -33,7 +33,7 @@ def write_yaml(path: Path, content: dict[str, Any] | str) -> Path:
     return path
 
 
-def problems_of(recipe: str | Path, *words: str) -> tuple[str, ...]:
+def find_problems(recipe: str | Path, *words: str) -> tuple[str, ...]:
     """The problems of a recipe that does not load."""
     with pytest.raises(RecipeError) as error:
         load_recipe(recipe, words)
@@ -41,7 +41,7 @@ def problems_of(recipe: str | Path, *words: str) -> tuple[str, ...]:
     return error.value.problems
 
 
-def problem_of(recipe: str | Path, *words: str) -> str:
+def find_problem(recipe: str | Path, *words: str) -> str:
     """The only problem of a recipe that does not load."""
-    (problem,) = problems_of(recipe, *words)
+    (problem,) = find_problems(recipe, *words)
     return problem

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.helpers.browser import missing_requirement, open_page, started_browser
+from tests.helpers.browser import find_missing_requirement, open_page, started_browser
 from vcore_ds.commands.report import write_report
 from vcore_ds.train.profile_folder import read_profiles
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--output", type=Path, default=Path("docs/pictures"), metavar="FOLDER")
     arguments = parser.parse_args()
-    missing = missing_requirement()
+    missing = find_missing_requirement()
     if missing:
         raise SystemExit(missing)
     (report,) = write_report([arguments.run])

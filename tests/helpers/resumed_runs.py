@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,52 +103,58 @@ def run_until(recipe: Recipe, *steps: int) -> Path:
     raise AssertionError(f"the run did not stop after step {steps[-1]}")
 
 
-def tensors_of(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+def load_checkpoint_tensors(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
     """Unsharded tensors of a run's checkpoint at `step`, by default the last."""
-    name = (
-        max(path.name for path in (folder / "checkpoints").glob("step_????????"))
-        if step is None
-        else f"step_{step:08d}"
-    )
-    state = folder / "checkpoints" / name / "state"
+    checkpoints = folder / "checkpoints"
+    checkpoint = max(checkpoints.glob("step_????????")) if step is None else checkpoints / f"step_{step:08d}"
+    return load_state_tensors(checkpoint / "state")
+
+
+def load_state_tensors(state: Path) -> dict[str, torch.Tensor]:
+    """Unsharded tensors in a folder written by torch.distributed.checkpoint."""
     metadata = dcp.FileSystemReader(state).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in metadata.items()}
-    dcp.load(tensors, checkpoint_id=state, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, checkpoint_id=state, no_dist=True)
     return tensors
 
 
-def timeless_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_deterministic_metrics(folder: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl without the keys that depend on the machine."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [drop_machine_keys(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def drop_machine_keys(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl without times, rates and bytes, which differ between machines and between runs."""
     machine = (
         "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
         "checkpoint_bytes",
     )  # fmt: skip
-    return [{k: v for k, v in line.items() if not k.startswith(machine)} for line in lines]
+    return {key: value for key, value in line.items() if not key.startswith(machine)}
 
 
-def token_records(folder: Path, name: str = "tokens") -> dict[str, bytes]:
+def read_token_records(folder: Path, name: str = "tokens") -> dict[str, bytes]:
     """Name -> content of each token record in a run's folder."""
     return {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}
 
 
-def differences(folder: Path, expected: Path, num_steps: int = NUM_STEPS) -> list[str]:
-    """Names of tensors in the last checkpoint, of metrics of the steps, and of token records that are not equal bit for
-    bit."""
-    tensors, expected_tensors = tensors_of(folder, num_steps), tensors_of(expected, num_steps)
+def find_differences(folder: Path, expected: Path, num_steps: int = NUM_STEPS) -> list[str]:
+    """Names of tensors in the last checkpoint, metrics and token records that are not equal bit for bit."""
+    tensors, expected_tensors = load_checkpoint_tensors(folder, num_steps), load_checkpoint_tensors(expected, num_steps)
     differing = sorted(tensors.keys() ^ expected_tensors.keys())
     differing += [
         name
         for name in tensors.keys() & expected_tensors.keys()
         if not torch.equal(tensors[name], expected_tensors[name])
     ]
-    records, expected_records = token_records(folder), token_records(expected)
+    records, expected_records = read_token_records(folder), read_token_records(expected)
     # With so few steps, each has a token record, and measures followed traces if the run has any.
     assert sum(name.startswith("step_") for name in expected_records) == num_steps
     assert sum(name.startswith("followed_") for name in expected_records) in (0, num_steps)
     names = sorted(records.keys() | expected_records.keys())
     differing += [name for name in names if records.get(name) != expected_records.get(name)]
-    lines, expected_lines = timeless_metrics(folder), timeless_metrics(expected)
+    lines, expected_lines = read_deterministic_metrics(folder), read_deterministic_metrics(expected)
     differing += [f"{len(lines)} lines"] if [line["step"] for line in lines] != list(range(1, num_steps + 1)) else []
     differing += [
         f"step {a['step']}: {key}"

@@ -20,7 +20,7 @@ from vcore_ds.data.store import TokenStore
 from vcore_ds.models.model_identity import compute_model_digest
 
 
-def write_scores_of(
+def write_scores_folder(
     folder: Path,
     store: TokenStore,
     model: Path,

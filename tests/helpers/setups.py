@@ -70,7 +70,7 @@ def sums(numbers: Sequence[int]) -> list[tuple[str, str]]:
     return [(f"what is {n} plus {n}?", f"{n} and {n} " * (1 + n % 5) + f"is {2 * n}.") for n in numbers]
 
 
-def pretrained_model() -> Path:
+def prepare_pretrained_model() -> Path:
     """The quickstart's model; the folder is kept between runs of the tests."""
     return prepare_model(REPOSITORY / "runs" / "quickstart_data")
 
@@ -78,7 +78,7 @@ def pretrained_model() -> Path:
 def write_first_layers(folder: Path, num_layers: int) -> Path:
     """Write the quickstart's model with the first of its 30 layers: real weights and tokens in a fraction of the
     time."""
-    full_model = pretrained_model()
+    full_model = prepare_pretrained_model()
     model = AutoModelForCausalLM.from_pretrained(full_model, num_hidden_layers=num_layers, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     load_tokenizer(str(full_model)).save_pretrained(folder)

@@ -31,7 +31,7 @@ WORDS = (
 
 
 @lru_cache
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+def make_template_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with the model's special tokens and chat template."""
     begin, end, markers = (SPECIAL | WITH_CHANNELS)[name]
     return make_tokenizer(
@@ -45,8 +45,8 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     )
 
 
-def supervised_runs(name: str, sequence) -> list[str]:
+def decode_supervised_spans(name: str, sequence) -> list[str]:
     """Texts of the contiguous runs of supervised tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.supervised, [0]]).astype(int)))
     pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [tokenizer_of(name).decode(sequence.input_ids[start:end]) for start, end in pairs]
+    return [make_template_tokenizer(name).decode(sequence.input_ids[start:end]) for start, end in pairs]

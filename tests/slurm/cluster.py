@@ -82,7 +82,7 @@ LogLevel ERROR
 """
 
 
-def missing_requirement(*programs: str) -> str | None:
+def find_missing_requirement(*programs: str) -> str | None:
     """What this machine lacks for a cluster, and for `programs`; None where it has everything."""
     missing = [name for name in (*NEEDED, *programs) if shutil.which(name) is None]
     if missing:
@@ -119,13 +119,13 @@ class Cluster:
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
         (self.folder / "ssh_config").write_text(SSH_CONFIG.format(folder=self.folder))
-        if not missing_requirement("sshd"):
+        if not find_missing_requirement("sshd"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "ssh_key"], check=True)
         try:
             self._start("munged", ["bash", "-c", MUNGED.format(folder=self.folder)])
             wait_until((self.folder / "munge.socket").exists, "munged")
             self._start_host("controller", "slurmctld -D &")
-            daemons = SLURMD if missing_requirement("sshd") else SLURMD + SSHD
+            daemons = SLURMD if find_missing_requirement("sshd") else SLURMD + SSHD
             chosen = " ".join(f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ)
             kernels = f' -o "SetEnv={chosen}"' if chosen else ""
             for name in NODES:

@@ -7,14 +7,14 @@ import pytest
 
 from tests.e2e.conftest import setup
 from tests.helpers.commands import REPOSITORY
-from tests.slurm.cluster import Cluster, missing_requirement
+from tests.slurm.cluster import Cluster, find_missing_requirement
 
 __all__ = ["checkout", "cluster", "setup"]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    missing = missing_requirement()
+    missing = find_missing_requirement()
     if missing is not None:
         pytest.skip(f"THE SLURM SCRIPTS ARE NOT TESTED HERE: {missing}")
     with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:

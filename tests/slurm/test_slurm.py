@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import REPOSITORY, free_port, num_steps_done, read_metrics, run_command
+from tests.helpers.commands import REPOSITORY, count_finished_steps, free_port, read_metrics, run_command
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import IS_SOAK, soak_only
-from tests.slurm.cluster import Cluster, missing_requirement, wait_until
+from tests.slurm.cluster import Cluster, find_missing_requirement, wait_until
 from vcore_ds.config.load import load_recipe
 
 pytestmark = pytest.mark.dist
@@ -41,7 +41,7 @@ class Undisturbed:
 def undisturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("undisturbed")
     overrides = " ".join(setup.overrides(folder / "run", *CHANGES))
-    missing = missing_requirement("sshd", "pdsh")
+    missing = find_missing_requirement("sshd", "pdsh")
     if missing is not None:
         done = run_command(f"torchrun --nproc_per_node 2 launch_scripts/train_32b.sh {overrides}")
         assert done.returncode == 0, done.stdout
@@ -113,7 +113,7 @@ def wait_for(cluster: Cluster, job: str, run: Path, *, step: int, restarts: int)
         if next(num_polls) % 20 == 0:  # the job is looked at less often than the file
             output = run.parents[1] / f"slurm-{job}.out"
             assert cluster.state(job) in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}, output.read_text()
-        return num_steps_done(run) >= step and cluster.field(job, "Restarts") == str(restarts)
+        return count_finished_steps(run) >= step and cluster.field(job, "Restarts") == str(restarts)
 
     wait_until(holds, f"step {step} after {restarts} restarts")
 
@@ -145,9 +145,9 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
         return (cluster.field(last, "Restarts"), cluster.state(last)) == ("1", "RUNNING")
 
     try:
-        wait_until(lambda: num_steps_done(runs[0]) > 0, "step of task 1")
+        wait_until(lambda: count_finished_steps(runs[0]) > 0, "step of task 1")
         cluster.run(f"scontrol suspend {first}")  # it only has to be there
-        wait_until(lambda: num_steps_done(runs[1]) > 0, "step of task 2")
+        wait_until(lambda: count_finished_steps(runs[1]) > 0, "step of task 2")
         assert cluster.field(last, "JobId") == array
         cluster.run(f"scancel --signal=USR1 {last}")
         wait_until(last_is_back, "restart of the last task", every_seconds=1)

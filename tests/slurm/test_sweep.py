@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, num_steps_done, read_metrics, run_command
+from tests.helpers.commands import HANG_SECONDS, count_finished_steps, read_metrics, run_command
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import soak_only
@@ -114,7 +114,7 @@ def test_a_job_array_gives_the_same_table(
     assert sweep(options).startswith("nothing to submit: all 4 runs are done, running or queued")
     last, tasks = folder / "runs" / RUNS[-1], [f"{array}_{task}" for task in (1, 3)]
     try:
-        wait_until(lambda: num_steps_done(last) >= 5, "step 5 of the last task", 900)
+        wait_until(lambda: count_finished_steps(last) >= 5, "step 5 of the last task", 900)
         assert cluster.field(tasks[-1], "JobId") == array
         cluster.run(f"scancel --signal=USR1 {tasks[-1]}")
         # A run is done where its result is there, a little before its job ends.
@@ -130,7 +130,7 @@ def test_a_job_array_gives_the_same_table(
 
 def wait_for_step(job: Job, run: Path, step: int) -> None:
     deadline = time.monotonic() + HANG_SECONDS
-    while num_steps_done(run) < step:
+    while count_finished_steps(run) < step:
         assert job.launcher.poll() is None and time.monotonic() < deadline, job.output
         time.sleep(0.02)
 

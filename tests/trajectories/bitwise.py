@@ -93,7 +93,7 @@ def read(folder: Path) -> Run:
     files = [*sorted((folder / "tokens").iterdir()), *folder.glob("[ma]*/*.safetensors")]
     hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     held_out = json.loads((folder / "held_out.json").read_text())
-    return [*(exact(line) for line in resumed_runs.timeless_metrics(folder)), hashes, exact(held_out)]
+    return [*(exact(line) for line in resumed_runs.read_deterministic_metrics(folder)), hashes, exact(held_out)]
 
 
 def run_cases(folder: Path, provider: str) -> dict[str, Run]:

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.recipes import problem_of, problems_of, smallest_recipe
+from tests.helpers.recipes import find_problem, find_problems, smallest_recipe
 from tests.helpers.recipes import write_yaml as write
 from vcore_ds.commands.cli import launch, main
 from vcore_ds.commands.quickstart import session
@@ -68,7 +68,7 @@ def test_lists_and_null_replace_what_was_there(folder: Path) -> None:
     write(folder / "again.yaml", {"base": "full.yaml", "lora": {"rank": 4, "alpha": 4}})
     assert load_recipe("again.yaml").lora == LoraConfig(rank=4, alpha=4)  # nothing is left of the first adapters
     write(folder / "half.yaml", {"base": "full.yaml", "lora": {"rank": 4}})
-    assert problem_of("half.yaml").startswith("half.yaml:2: lora.alpha: found nothing")
+    assert find_problem("half.yaml").startswith("half.yaml:2: lora.alpha: found nothing")
 
 
 def test_a_section_within_a_section_merges_key_by_key(folder: Path) -> None:
@@ -182,9 +182,9 @@ def test_a_deepspeed_json_is_looked_up_from_the_file_that_names_it(folder: Path)
     lab = write(folder / "lab" / "lab.json", "{}")
     write(folder / "mine.yaml", {"base": ["whole.yaml", "lab/engine.yaml"]})
     assert load_recipe("mine.yaml").engine.deepspeed_config == str(lab)
-    problem = problem_of("mine.yaml", "engine.deepspeed_config=lab.json")  # an override's is the recipe's folder
+    problem = find_problem("mine.yaml", "engine.deepspeed_config=lab.json")  # an override's is the recipe's folder
     assert str(lab) not in problem and str(folder / "lab.json") in problem
-    assert "no file" in problem_of(SHIPPED_RECIPES / "qwen3_4b_math_lora.yaml", "engine.deepspeed_config=lab.json")
+    assert "no file" in find_problem(SHIPPED_RECIPES / "qwen3_4b_math_lora.yaml", "engine.deepspeed_config=lab.json")
 
 
 # ---------------------------------------------------------------- problems
@@ -196,7 +196,7 @@ def test_every_problem_names_the_file_and_line_where_the_value_stands(folder: Pa
     write(folder / "mine.yaml", "base:\n  - whole.yaml\n  - parts/b.yaml\nutility: {epsilon: 1}\nlora: {rank: 8}\n")
     write(folder / "fragment.yaml", "data:\n  cutoff_length: 1\nlora: null\n")
     write(folder / "last.yaml", "\n\nlora: {rank: 8}\n")
-    problems = problems_of("mine.yaml", "fragment.yaml", "last.yaml", "batch.global_size=0")
+    problems = find_problems("mine.yaml", "fragment.yaml", "last.yaml", "batch.global_size=0")
     assert sorted(problem.split(": found")[0] for problem in problems) == [
         "fragment.yaml:2: data.cutoff_length",
         "last.yaml:3: lora.alpha",  # the lines of the section that null replaced are forgotten
@@ -209,13 +209,13 @@ def test_every_problem_names_the_file_and_line_where_the_value_stands(folder: Pa
     ]
     iw_sft = SHIPPED_RECIPES / "methods" / "iw_sft.yaml"  # a shipped file is named in full
     line = iw_sft.read_text().splitlines().index("  name: iw_sft") + 1
-    assert problem_of("whole.yaml", "methods/iw_sft.yaml").startswith(f"{iw_sft}:{line}: data.reference_log_prob")
+    assert find_problem("whole.yaml", "methods/iw_sft.yaml").startswith(f"{iw_sft}:{line}: data.reference_log_prob")
 
 
 def test_duplicate_keys_in_several_files_are_all_reported(folder: Path) -> None:
     write(folder / "a.yaml", "run:\n  seed: 1\n  seed: 2\n")
     write(folder / "b.yaml", "base: [whole.yaml, a.yaml, a.yaml]\nlora: null\nlora: null\n")
-    assert sorted(problems_of("b.yaml")) == [  # a.yaml is read twice and reported once
+    assert sorted(find_problems("b.yaml")) == [  # a.yaml is read twice and reported once
         "a.yaml:3: run.seed: found a second time (first in line 2); expected once",
         "b.yaml:3: lora: found a second time (first in line 2); expected once",
     ]
@@ -224,10 +224,10 @@ def test_duplicate_keys_in_several_files_are_all_reported(folder: Path) -> None:
 def test_a_base_that_is_no_file_name(folder: Path) -> None:
     for base in (3, None, {"a": 1}, ["whole.yaml", 3], [""], ""):
         write(folder / "mine.yaml", {"run": {"seed": 1}, "base": base})
-        problem = problem_of("mine.yaml")
+        problem = find_problem("mine.yaml")
         assert problem.startswith("mine.yaml:3: base: found ")
         assert problem.endswith("; expected a file name, or a list of file names")
-    assert problem_of("whole.yaml", "base=methods/dft.yaml") == (
+    assert find_problem("whole.yaml", "base=methods/dft.yaml") == (
         'override base=methods/dft.yaml: base: found "methods/dft.yaml"; expected the name of the file alone, FILE.yaml'
     )
 
@@ -235,7 +235,7 @@ def test_a_base_that_is_no_file_name(folder: Path) -> None:
 def test_missing_files_are_reported_together_and_not_what_they_leave_out(folder: Path) -> None:
     write(folder / "deep" / "b.yaml", {"base": ["nowhere.yaml", "../whole.yml"]})
     write(folder / "mine.yaml", "run: {seed: 1}\nbase:\n- deep/b.yaml\n- gone.yaml\n")
-    first, second, third, override = problems_of("mine.yaml", "run.seed")
+    first, second, third, override = find_problems("mine.yaml", "run.seed")
     assert first == (
         "deep/b.yaml:1: base: nowhere.yaml: found no such file; expected a recipe file (YAML); tried "
         f"{folder}/deep/nowhere.yaml, {SHIPPED_RECIPES}/nowhere.yaml"
@@ -262,7 +262,7 @@ def test_a_misspelt_file_gets_the_nearest_name(folder: Path, word: str, hint: st
         f"{word}: found no such file; expected a recipe file (YAML); tried {folder / word}, {SHIPPED_RECIPES / word}"
     )
     for place, words in (("", ["whole.yaml", word]), ("", [word]), ("mine.yaml:1: base: ", ["mine.yaml"])):
-        assert problem_of(*words).startswith(f'{place}{tried}; did you mean "{hint}"')
+        assert find_problem(*words).startswith(f'{place}{tried}; did you mean "{hint}"')
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_misspelt_file_gets_the_nearest_name(folder: Path, word: str, hint: st
 )
 def test_a_word_that_is_neither_fragment_nor_override(folder: Path, word: str, hint: str) -> None:
     expected = f'override {word}: found "{word}"; expected section.key=value or FILE.yaml{hint}'
-    assert problem_of("whole.yaml", word) == expected
+    assert find_problem("whole.yaml", word) == expected
 
 
 def test_yaml_may_be_left_out_of_every_name(folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_yaml_may_be_left_out_of_every_name(folder: Path) -> None:
         (["mine", "methods/dft", "run.seed=1"], ["mine.yaml", "methods/dft.yaml", "run.seed=1"]),
     ):
         assert load_recipe(short[0], short[1:]) == load_recipe(full[0], full[1:])
-    problem = problem_of("qwen3_1.7b_math_lroa")
+    problem = find_problem("qwen3_1.7b_math_lroa")
     assert problem.startswith("qwen3_1.7b_math_lroa: found no such file; expected a recipe file (YAML); tried ")
     assert '; did you mean "qwen3_1.7b_math_lora" or "paper/qwen3_1.7b_math_lora"' in problem
 
@@ -297,13 +297,13 @@ def test_a_cycle_names_its_chain(folder: Path) -> None:
     for names in (["0.yaml"], ["0.yaml", "1.yaml", "2.yaml"]):
         for name, base in zip(names, [*names[1:], names[0]], strict=True):
             write(folder / name, {"base": ["whole.yaml", f"./{base}"]})
-        assert problem_of("0.yaml") == (
+        assert find_problem("0.yaml") == (
             f'{names[-1]}:1: base: found "./0.yaml", which is based on itself ({" -> ".join([*names, "0.yaml"])}); '
             "expected no cycle of bases"
         )
     write(folder / "a.yaml", {"base": "link.yaml"})
     (folder / "link.yaml").symlink_to(folder / "a.yaml")
-    assert "which is based on itself" in problem_of("a.yaml")
+    assert "which is based on itself" in find_problem("a.yaml")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_cycle_names_its_chain(folder: Path) -> None:
 def test_a_part_that_is_no_recipe(folder: Path, content: str, words: str) -> None:
     write(folder / "part.yaml", content)
     write(folder / "mine.yaml", {"base": ["whole.yaml", "part.yaml"]})
-    assert words in problem_of("mine.yaml") and words in problem_of("whole.yaml", "part.yaml")
+    assert words in find_problem("mine.yaml") and words in find_problem("whole.yaml", "part.yaml")
 
 
 # ---------------------------------------------------------------- the commands

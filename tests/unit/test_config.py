@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.helpers.recipes import problem_of, problems_of, smallest_recipe, write_yaml
+from tests.helpers.recipes import find_problem, find_problems, smallest_recipe, write_yaml
 from vcore_ds.config.files import dump_yaml, parse_yaml
 from vcore_ds.config.load import dump_recipe, load_recipe, make_override
 from vcore_ds.config.problems import NAMES_ELSEWHERE, RecipeError, recipe_keys
@@ -110,7 +110,7 @@ def test_an_override_has_quotes_only_where_it_needs_them() -> None:
 def test_every_key_says_what_it_expects_in_the_words_of_the_command_keys(recipe_file: Path) -> None:
     for key in recipe_keys():
         override = f"{key.dotted}=[{{}}]"  # which no key takes
-        problems = problems_of(recipe_file, override, *(["data.keep.scores=s"] if key.name == "keep.top" else []))
+        problems = find_problems(recipe_file, override, *(["data.keep.scores=s"] if key.name == "keep.top" else []))
         found = f"override {override}: {key.dotted}: found [{{}}]; expected "
         if (key.section, key.name) in SUBSECTIONS:
             keys = ", ".join(SUBSECTIONS[key.section, key.name].key_names())
@@ -155,7 +155,7 @@ FIELD_PROBLEMS = [
 
 def test_a_value_of_a_key(recipe_file: Path) -> None:
     for override, words in FIELD_PROBLEMS:
-        problem = problem_of(recipe_file, override)
+        problem = find_problem(recipe_file, override)
         assert problem.startswith(f"override {override}: {override.partition('=')[0]}: found "), problem
         assert words in problem, problem
 
@@ -163,13 +163,13 @@ def test_a_value_of_a_key(recipe_file: Path) -> None:
 def test_a_section_that_is_none_and_keys_that_are_missing(recipe_file: Path) -> None:
     for section, kind in SECTIONS.items():
         for value in ["8"] if section == "lora" else ["8", "null"]:
-            problem = problem_of(recipe_file, f"{section}={value}")
+            problem = find_problem(recipe_file, f"{section}={value}")
             keys = ", ".join(kind.key_names())
             assert f"{section}={value}: {section}: found {value}; expected a section with keys {keys}" in problem
-    assert problem_of(recipe_file, "lora={alpha: 16}").startswith(
+    assert find_problem(recipe_file, "lora={alpha: 16}").startswith(
         "override lora={alpha: 16}: lora.rank: found nothing; expected a whole number of at least 1 (Rank r"
     )
-    assert problem_of(recipe_file, "lora.rank=8").startswith("override lora.rank=8: lora.alpha: found nothing")
+    assert find_problem(recipe_file, "lora.rank=8").startswith("override lora.rank=8: lora.alpha: found nothing")
     for key in (
         "model.path",
         "data.train_path",
@@ -180,9 +180,9 @@ def test_a_section_that_is_none_and_keys_that_are_missing(recipe_file: Path) -> 
         section = key.partition(".")[0]
         path = write(recipe_file.parent, smallest_recipe() | {section: {}})
         line = path.read_text().splitlines().index(f"{section}: {{}}") + 1
-        assert problem_of(path).startswith(f"{path}:{line}: {key}: found nothing; expected ")
+        assert find_problem(path).startswith(f"{path}:{line}: {key}: found nothing; expected ")
         without = {name: keys for name, keys in smallest_recipe().items() if name != section}
-        assert problem_of(write(recipe_file.parent, without)).startswith(f"{path}: {key}: found nothing; expected ")
+        assert find_problem(write(recipe_file.parent, without)).startswith(f"{path}: {key}: found nothing; expected ")
 
 
 def test_unknown_keys_name_the_nearest(recipe_file: Path) -> None:
@@ -197,31 +197,33 @@ def test_unknown_keys_name_the_nearest(recipe_file: Path) -> None:
         "metod.name=sft": '"method"',
         "learning_rate=1": '"optimizer.learning_rate"',  # no section
     }.items():
-        problem = problem_of(recipe_file, override)
+        problem = find_problem(recipe_file, override)
         assert "under an unknown name; expected a " in problem and problem.endswith(f"; did you mean {nearest}?")
-    assert "expected a section among method, utility, " in problem_of(recipe_file, "utillity={}")
-    assert "expected a key among name, normalization, " in problem_of(recipe_file, "method.zzzzzz=1")
-    assert "did you mean" not in problem_of(recipe_file, "method.zzzzzz=1")
+    assert "expected a section among method, utility, " in find_problem(recipe_file, "utillity={}")
+    assert "expected a key among name, normalization, " in find_problem(recipe_file, "method.zzzzzz=1")
+    assert "did you mean" not in find_problem(recipe_file, "method.zzzzzz=1")
 
 
 def test_names_of_other_trainers_and_versions_are_understood(recipe_file: Path) -> None:
     keys = {key.dotted: key for key in recipe_keys()}
     for name, dotted in NAMES_ELSEWHERE.items():
         assert dotted in keys and name not in {key.rpartition(".")[2] for key in keys}, name
-    problem = problem_of(recipe_file, "optimizer.lr=1e-4")
+    problem = find_problem(recipe_file, "optimizer.lr=1e-4")
     assert '; did you mean "optimizer.learning_rate"? (a number above 0: ' in problem
     assert keys["optimizer.learning_rate"].meaning.rstrip(".") in problem
-    assert '; did you mean "batch.global_size"? (a whole number' in problem_of(
+    assert '; did you mean "batch.global_size"? (a whole number' in find_problem(
         recipe_file, "gradient_accumulation_steps=4"
     )
-    assert 'did you mean "lora.rank=VALUE"?' in problem_of(recipe_file, "lora_r")
-    assert '; did you mean "batch.pack_tokens_per_rank"? (' in problem_of(recipe_file, "batch.packed_row_tokens=16384")
+    assert 'did you mean "lora.rank=VALUE"?' in find_problem(recipe_file, "lora_r")
+    assert '; did you mean "batch.pack_tokens_per_rank"? (' in find_problem(
+        recipe_file, "batch.packed_row_tokens=16384"
+    )
 
 
 def test_keys_are_text_as_written(recipe_file: Path) -> None:
-    assert "run.1: found 2 under an unknown name" in problem_of(recipe_file, "run={output_dir: out, 1: 2}")
+    assert "run.1: found 2 under an unknown name" in find_problem(recipe_file, "run={output_dir: out, 1: 2}")
     path = write(recipe_file.parent, recipe_file.read_text() + "null: 1e-4\n")
-    assert problem_of(path).startswith(f"{path}:15: null: found 0.0001 under an unknown name")
+    assert find_problem(path).startswith(f"{path}:15: null: found 0.0001 under an unknown name")
 
 
 # ---------------------------------------------------------------- rules over several keys
@@ -452,7 +454,7 @@ RULES: list[tuple[list[str], str, list[str]]] = [
 
 def test_every_rule_names_the_users_key_and_a_remedy_that_helps(recipe_file: Path) -> None:
     for overrides, words, remedies in RULES:
-        problem = problem_of(recipe_file, *overrides)
+        problem = find_problem(recipe_file, *overrides)
         assert words in problem, problem
         assert problem.split(": ")[0].startswith(tuple(f"override {override.split(': ')[0]}" for override in overrides))
         for remedy in remedies:
@@ -485,7 +487,7 @@ def test_all_problems_are_reported_at_once_with_their_places(tmp_path: Path) -> 
     path = write(tmp_path, yaml.safe_dump(broken, sort_keys=False) + "lora: null\nlora: {rnk: 3}\n")
     lines = path.read_text().splitlines()
     num = {word: next(i for i, line in enumerate(lines, 1) if word in line) for word in ("precision", "epsilon", "kl_")}
-    problems = problems_of(path, "optimizer.lr", "optimizer.learning_rate=fast")
+    problems = find_problems(path, "optimizer.lr", "optimizer.learning_rate=fast")
     assert sorted(re.sub(r"(; expected|: found) .*", "", problem) for problem in problems) == sorted(
         [
             "override optimizer.lr",
@@ -520,12 +522,12 @@ def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
         ("method:\n  kl_budget: 1\n  kl_budget: 2\n", r":3: method.kl_budget: found a second time \(first in line 2\)"),
     ):
         path.write_text(content)
-        problem = problems_of(path)[0]
+        problem = find_problems(path)[0]
         assert problem.startswith(str(path)) and re.search(words, problem), problem
     path.write_bytes("a: ä".encode("latin-1"))
-    assert "bytes that are not UTF-8" in problem_of(path)
-    assert "cannot be read: Is a directory; expected a recipe" in problem_of(tmp_path)
-    assert problem_of(tmp_path / "recip.yaml").endswith(f'; did you mean "{path}"?')
+    assert "bytes that are not UTF-8" in find_problem(path)
+    assert "cannot be read: Is a directory; expected a recipe" in find_problem(tmp_path)
+    assert find_problem(tmp_path / "recip.yaml").endswith(f'; did you mean "{path}"?')
 
 
 VALUES = [
@@ -582,9 +584,9 @@ def test_overrides_apply_in_order_and_open_sections(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, [*words, LORA]).lora == LoraConfig(rank=8, alpha=16)  # nothing of before is left
     assert load_recipe(recipe_file, [LORA, "lora=null"]).lora is None
     section = "lora={rank: -1, alpha: 1}"
-    assert problem_of(recipe_file, "lora.rank=0", section).startswith(f"override {section}: lora.rank: found -1")
+    assert find_problem(recipe_file, "lora.rank=0", section).startswith(f"override {section}: lora.rank: found -1")
     broken = write(recipe_file.parent, smallest_recipe() | {"run": 5})
-    assert "run: found 5; expected a section with keys output_dir" in problem_of(broken, "run.seed=1")
+    assert "run: found 5; expected a section with keys output_dir" in find_problem(broken, "run.seed=1")
     keep = write(recipe_file.parent, smallest_recipe() | {"data": {"train_path": "t", "keep": 3}})
     assert load_recipe(keep, ["data.keep.scores=s", "data.keep.top=0.5"]).data.keep == KeepConfig(scores="s", top=0.5)
 
@@ -605,7 +607,7 @@ def test_overrides_apply_in_order_and_open_sections(recipe_file: Path) -> None:
     ],
 )
 def test_malformed_override(recipe_file: Path, override: str, words: str) -> None:
-    problem = problem_of(recipe_file, override)
+    problem = find_problem(recipe_file, override)
     assert problem.startswith(f"override {override}: ") and words in problem
 
 
@@ -638,6 +640,6 @@ def test_deepspeed_config_is_looked_up_in_three_places(recipe_file: Path, monkey
         str(repository / "ds_configs" / "zero3_fp32.json"): "ds_configs/zero3_fp32.json",
     }.items():
         assert load_recipe(recipe_file, [f"engine.deepspeed_config={written}"]).engine.deepspeed_config == resolved
-    problem = problem_of(recipe_file, "engine.deepspeed_config=nowhere.json")
+    problem = find_problem(recipe_file, "engine.deepspeed_config=nowhere.json")
     assert all(str(place / "nowhere.json") in problem for place in (folder, cwd, repository))
     assert '"ds_configs/zero3_bf16.json"' in problem

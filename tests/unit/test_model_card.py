@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.helpers.fake_hub import card_problems
+from tests.helpers.fake_hub import find_card_problems
 from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
@@ -70,7 +70,7 @@ def evaluated(folder: Path) -> Path:
 def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -> None:
     evaluation = evaluated(tmp_path / "evaluation")
     card, text = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
-    assert card_problems(text) == []
+    assert find_card_problems(text) == []
     assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.base_model_relation == "adapter"
     assert card.data.library_name == "peft" and card.data.pipeline_tag == "text-generation"
     assert card.data.license == "apache-2.0" and card.data.datasets == ["owner/wrong"]
@@ -116,7 +116,7 @@ def test_a_result_without_metrics_has_a_card(run: Path) -> None:
     for name in ("metrics.jsonl", "held_out.json", "data.json", "environment.json"):
         (run / name).unlink()
     _, text = read_card(run, "model", base=QWEN)
-    assert card_problems(text) == [] and "## Training" not in text and "## Data" not in text
+    assert find_card_problems(text) == [] and "## Training" not in text and "## Data" not in text
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_an_adapter_is_pushed_with_its_card(run: Path, base: Path, tmp_path: Pat
 
 
 def test_the_hubs_rules_refuse_the_card_that_peft_writes(run: Path) -> None:
-    assert "is not valid" in fake_hub.card_problems("---\nbase_model: /home/me/model\n---\n")[0]
+    assert "is not valid" in fake_hub.find_card_problems("---\nbase_model: /home/me/model\n---\n")[0]
 
 
 def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.recipes import problem_of, problems_of
+from tests.helpers.recipes import find_problem, find_problems
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
@@ -123,7 +123,7 @@ def test_a_preset_means_the_same_over_every_recipe() -> None:
 
 def test_the_trusted_preset_asks_for_the_pool() -> None:
     for path in recipe_kinds():
-        probe, share = problems_of(path, "presets/trusted.yaml")
+        probe, share = find_problems(path, "presets/trusted.yaml")
         assert "probe.batch_size: found all together with data.probe_path null" in probe
         assert "data.trusted_share: found 0.2 together with data.probe_path null" in share
         recipe = load_recipe(path, preset_words("trusted"))
@@ -137,21 +137,23 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
         words = [*presets, f"methods/{name}.yaml"]
         shares_batch = "presets/trusted.yaml" in presets and name in ("random", "iw_sft", "stored")
         if shares_batch:
-            problem = problems_of(path, *words)[0]
+            problem = find_problems(path, *words)[0]
             assert f"data.trusted_share: found 0.2 together with method.name {name}; expected 0" in problem
             words.append("data.trusted_share=0.0")  # the remedy
         if name == "iw_sft" and load(path).lora is None:
-            problem = problem_of(path, *words)
+            problem = find_problem(path, *words)
             assert "methods/iw_sft.yaml:" in problem and "data.reference_log_probabilities: found null" in problem
             assert "expected the file that `vcore-ds reference RECIPE --output FILE` writes before training" in problem
             words.append("data.reference_log_probabilities=reference.npz")  # the remedy
         changed = {"method", "data"} if name in ("iw_sft", "stored") or shares_batch else {"method"}
         if name == "asft" and load(path).lora is None:
-            assert "lora: found null together with method.name asft; expected LoRA adapters" in problem_of(path, *words)
+            assert "lora: found null together with method.name asft; expected LoRA adapters" in find_problem(
+                path, *words
+            )
             words += ["lora.rank=4", "lora.alpha=8"]  # the remedy
             changed |= {"lora"}
         if name == "stored":
-            assert "data.token_weights: found null together with method.name stored" in problem_of(path, *words)
+            assert "data.token_weights: found null together with method.name stored" in find_problem(path, *words)
             words.append("data.token_weights=weights.parquet")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
@@ -166,10 +168,10 @@ def test_muon_is_merged_over_every_recipe_of_all_parameters_and_refused_with_ada
     for path in recipe_kinds():
         recipe, words = load(path), ["parts/training/muon.yaml"]
         if recipe.lora is not None:
-            assert "muon.yaml:6: optimizer.name: found muon together with lora.rank" in problem_of(path, *words)
+            assert "muon.yaml:6: optimizer.name: found muon together with lora.rank" in find_problem(path, *words)
             continue
         if recipe.model.provider == "megatron":
-            assert "found muon together with model.provider megatron" in problem_of(path, *words)
+            assert "found muon together with model.provider megatron" in find_problem(path, *words)
             continue
         muon = load_recipe(path, words)
         assert muon.optimizer.name == muon.probe.direction == "muon"
@@ -187,7 +189,7 @@ def test_a_method_removes_the_reference_of_iw_sft(tmp_path: Path) -> None:
         remedy = {"stored": ["data.token_weights=weights.parquet"], "asft": ["lora.rank=4", "lora.alpha=8"]}
         words = [f"methods/{name}.yaml", *remedy.get(name, [])]
         assert load_recipe(mine, words).data.reference_log_probabilities == kept
-    problem = problem_of(mine, "presets/paper.yaml")
+    problem = find_problem(mine, "presets/paper.yaml")
     assert "found reference.npz together with method.name vcore and lora null; expected null" in problem
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers.templates import tokenizer_of
+from tests.helpers.templates import make_template_tokenizer
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.cache import find_or_make_store
@@ -229,9 +229,9 @@ def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(
 def test_thinking_that_a_template_leaves_out_of_earlier_turns_is_counted() -> None:
     thought = {**ANSWER, "reasoning_content": "hm"}
     messages = [QUESTION, thought, QUESTION, thought]
-    rendered = render_conversation(Conversation(1, messages), tokenizer_of("llama3_1"))
+    rendered = render_conversation(Conversation(1, messages), make_template_tokenizer("llama3_1"))
     assert rendered.num_without_thinking == 1 and rendered.text.count("hm") == 1
-    rendered = render_conversation(Conversation(1, messages), tokenizer_of("qwen3"))
+    rendered = render_conversation(Conversation(1, messages), make_template_tokenizer("qwen3"))
     assert rendered.num_without_thinking == 0 and rendered.spans.count(None) == 1  # counted as not supervised
 
 

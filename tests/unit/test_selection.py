@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
-from tests.helpers.scores import write_scores_of
+from tests.helpers.scores import write_scores_folder
 from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
@@ -77,8 +77,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     opened = TokenStore(folder / "store", tokenizer)
     means = {"right": [float(i % 5) - 2 for i in range(12)], "short": [float(-i) for i in range(12)]}
     sources = ["a.jsonl"] * 8 + ["b.jsonl"] * 4
-    write_scores_of(folder / "both", opened, folder / "model", means, sources)
-    write_scores_of(folder / "one", opened, folder / "model", {"right": means["right"]}, sources)
+    write_scores_folder(folder / "both", opened, folder / "model", means, sources)
+    write_scores_folder(folder / "one", opened, folder / "model", {"right": means["right"]}, sources)
     return folder
 
 
@@ -325,7 +325,7 @@ def two_files(tmp_path: Path, setup: Path) -> Path:
     )
     store = TokenStore(folder)
     sources, numbers = store.origins()
-    write_scores_of(
+    write_scores_folder(
         tmp_path / "scores", store, setup / "model", {"right": [0.5, -1, 2, -3, 4, -0.0]}, sources, numbers.tolist()
     )
     return tmp_path
@@ -375,7 +375,7 @@ def scored(folder: Path, setup: Path, sources: list[Path]) -> Path:
     store = TokenStore(folder / "store")
     found, rows = store.origins()
     utilities = [float(i) for i in range(len(store))]
-    return write_scores_of(folder / "scores", store, setup / "model", {"right": utilities}, found, rows.tolist())
+    return write_scores_folder(folder / "scores", store, setup / "model", {"right": utilities}, found, rows.tolist())
 
 
 def chat_row(number: int) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def test_rows_that_an_earlier_version_numbered_on(
     scores = scored(tmp_path, setup, [file])
     shutil.rmtree(scores)
     store = TokenStore(tmp_path / "store")
-    write_scores_of(scores, store, setup / "model", {"right": [0, 1]}, [str(file)] * 2, [1, 3])
+    write_scores_folder(scores, store, setup / "model", {"right": [0, 1]}, [str(file)] * 2, [1, 3])
     assert main(["keep", str(scores), "--top", "1", "--output", str(tmp_path / "kept.jsonl")]) == 2
     message = capsys.readouterr().err
     assert f"SCORES: found row 4 of {file}, which has 2" in message and "Prepare and score again" in message

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import conversations
-from tests.helpers.templates import SPECIAL, supervised_runs, tokenizer_of
+from tests.helpers.templates import SPECIAL, decode_supervised_spans, make_template_tokenizer
 from vcore_ds.data.answers import code_prompt, math_prompt
 from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
 
@@ -19,17 +19,17 @@ OPENED_BY_PROMPT = {"qwen3_5_think", "deepseek_r1_distill"}
 def tokenize(name: str, *messages: tuple[str, str], **of_last: str):
     turns = [{"role": role, "content": content} for role, content in messages]
     turns[-1] |= of_last
-    (sequence,) = conversations.tokenize([Conversation(1, turns, "chat.jsonl")], tokenizer_of(name))
+    (sequence,) = conversations.tokenize([Conversation(1, turns, "chat.jsonl")], make_template_tokenizer(name))
     return sequence
 
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_thinking_and_the_end_of_turn_are_supervised_with_exactly_one_pair(name: str) -> None:
     sequence = tokenize(name, ("user", "2 + 2?"), ("assistant", THINKING))
-    (target,) = supervised_runs(name, sequence)
+    (target,) = decode_supervised_spans(name, sequence)
     expected = THINKING + SPECIAL[name][1]
     assert target == (expected.removeprefix("<think>\n") if name in OPENED_BY_PROMPT else expected)
-    whole = tokenizer_of(name).decode(sequence.input_ids)
+    whole = make_template_tokenizer(name).decode(sequence.input_ids)
     assert (whole.count("<think>"), whole.count("</think>")) == (1, 1)
 
 
@@ -46,7 +46,7 @@ def test_thinking_in_a_field_of_its_own_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", SPECIAL)
 def test_the_training_prompt_is_the_evaluation_prompt(name: str, prompt: str) -> None:
     """Text and ids, against the call that vLLM's `LLM.chat` makes with the paper's `enable_thinking=True`."""
-    tokenizer, messages = tokenizer_of(name), [{"role": "user", "content": prompt}]
+    tokenizer, messages = make_template_tokenizer(name), [{"role": "user", "content": prompt}]
     sequence = tokenize(name, ("user", prompt), ("assistant", THINKING))
     num_prompt_tokens = int(np.flatnonzero(sequence.supervised)[0])
     in_training = sequence.input_ids[:num_prompt_tokens]
@@ -63,15 +63,15 @@ def test_the_training_prompt_is_the_evaluation_prompt(name: str, prompt: str) ->
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
 def test_thinking_of_earlier_turns_is_removed_and_they_are_context(name: str) -> None:
     sequence = tokenize(name, ("user", "1?"), ("assistant", THINKING), ("user", "2?"), ("assistant", THINKING))
-    assert len(supervised_runs(name, sequence)) == 1
-    assert tokenizer_of(name).decode(sequence.input_ids).count("Okay, 2 and 2") == 1
+    assert len(decode_supervised_spans(name, sequence)) == 1
+    assert make_template_tokenizer(name).decode(sequence.input_ids).count("Okay, 2 and 2") == 1
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "mistral_nemo", "smollm2"])
 def test_all_turns_of_templates_without_thinking_are_supervised(name: str) -> None:
     sequence = tokenize(name, ("user", "1?"), ("assistant", "one"), ("user", "2?"), ("assistant", "two"))
     end = SPECIAL[name][1]
-    assert supervised_runs(name, sequence) == [f"one{end}", f"two{end}"]
+    assert decode_supervised_spans(name, sequence) == [f"one{end}", f"two{end}"]
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_a_system_message_reaches_the_prompt_in_training_as_in_evaluation(name: 
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     sequence = tokenize(name, ("system", "Be brief."), ("user", "2 + 2?"), ("assistant", answer))
     first = int(np.flatnonzero(sequence.supervised)[0])
-    ids = tokenizer_of(name).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = make_template_tokenizer(name).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert sequence.input_ids[:first].tolist() == ids
-    assert "Be brief." in tokenizer_of(name).decode(ids)
+    assert "Be brief." in make_template_tokenizer(name).decode(ids)
 
 
 def test_the_space_that_mistral_7b_puts_before_an_answer_is_kept() -> None:
     """Its template differs from Nemo's in two spaces; with a system message the turn is written by us."""
-    of_nemo = tokenizer_of("mistral_nemo")
+    of_nemo = make_template_tokenizer("mistral_nemo")
     template = of_nemo.chat_template.replace('{{- message["content"] + eos', '{{- " " + message["content"] + eos')
     spaced = copy.deepcopy(of_nemo)
     spaced.chat_template = template.replace('"[INST]"', '"[INST] "')
@@ -102,7 +102,7 @@ def test_the_space_that_mistral_7b_puts_before_an_answer_is_kept() -> None:
 
 
 def test_an_answer_without_thinking_gets_the_empty_block_of_its_template() -> None:
-    (target,) = supervised_runs("qwen3", tokenize("qwen3", ("user", "2 + 2?"), ("assistant", "4")))
+    (target,) = decode_supervised_spans("qwen3", tokenize("qwen3", ("user", "2 + 2?"), ("assistant", "4")))
     assert target == "<think>\n\n</think>\n\n4<|im_end|>"
 
 
@@ -111,10 +111,10 @@ def test_an_answer_without_thinking_is_no_target_behind_a_prompt_that_opens_it()
 
 
 def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:
-    prompt = render_prompt([{"role": "user", "content": "q"}], tokenizer_of("llama3_1"))
+    prompt = render_prompt([{"role": "user", "content": "q"}], make_template_tokenizer("llama3_1"))
     assert "Today Date: 26 Jul 2024" in prompt
     dated = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of("llama3_1").backend_tokenizer,
+        tokenizer_object=make_template_tokenizer("llama3_1").backend_tokenizer,
         chat_template="{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}",
     )
     assert render_prompt([{"role": "user", "content": "q"}], dated) == "26 Jul 2024"

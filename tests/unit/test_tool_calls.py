@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers.templates import supervised_runs, tokenizer_of
+from tests.helpers.templates import decode_supervised_spans, make_template_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
 from vcore_ds.data.prepare.curation import PrepareRequest
@@ -52,14 +52,15 @@ def sequence_of(template: str, row: dict[str, Any], supervise: Any = "all") -> T
     chat = read_chat_row(row)
     conversation = Conversation(1, chat.messages, "rows.jsonl", chat.tools, chat.context_turns)
     (sequence,) = tokenize_rendered(
-        [render_conversation(conversation, tokenizer_of(template), supervise)], tokenizer_of(template)
+        [render_conversation(conversation, make_template_tokenizer(template), supervise)],
+        make_template_tokenizer(template),
     )
     return sequence
 
 
 def reference_ids(template: str, messages: list[dict[str, Any]], tools: Any = TOOLS, **options: Any) -> list[int]:
     """Token ids by transformers alone; of gpt-oss's, which prints today's date, with ours."""
-    tokenizer = tokenizer_of(template)
+    tokenizer = make_template_tokenizer(template)
     if template == "gpt_oss":
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         text = re.sub(r"Current date: [0-9-]+", "Current date: 2024-07-26", text)
@@ -124,7 +125,7 @@ def test_tools_and_calls_are_rendered_as_by_transformers_and_calls_are_supervise
 ) -> None:
     sequence = sequence_of(template, {"messages": copy.deepcopy(messages), "tools": TOOLS})
     assert sequence.input_ids.tolist() == reference_ids(template, messages)
-    assert supervised_runs(template, sequence) == turns
+    assert decode_supervised_spans(template, sequence) == turns
     # Each is predicted from the prompt that the model is given at inference.
     starts = np.flatnonzero(np.diff(sequence.supervised.astype(int)) == 1) + 1
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -141,7 +142,7 @@ def test_thinking_before_a_call_of_gpt_oss_is_context_of_its_answer_as_at_infere
     prompt = reference_ids("gpt_oss", messages[:-1], add_generation_prompt=True)
     assert sequence.input_ids[: len(prompt)].tolist() == prompt
     analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
-    assert supervised_runs("gpt_oss", sequence) == [analysis + GPT_OSS_CALL, GPT_OSS_FINAL]
+    assert decode_supervised_spans("gpt_oss", sequence) == [analysis + GPT_OSS_CALL, GPT_OSS_FINAL]
 
 
 def test_thinking_of_gpt_oss_without_tools_goes_to_its_channel() -> None:
@@ -153,16 +154,16 @@ def test_thinking_of_gpt_oss_without_tools_goes_to_its_channel() -> None:
         sequence = sequence_of("gpt_oss", {"messages": [ASK, turn]})
         expected = reference_ids("gpt_oss", [ASK, {**FINAL, "thinking": "So 18."}], None)
         assert sequence.input_ids.tolist() == expected
-        (target,) = supervised_runs("gpt_oss", sequence)
+        (target,) = decode_supervised_spans("gpt_oss", sequence)
         assert target == f"<|channel|>analysis<|message|>So 18.<|end|><|start|>assistant{GPT_OSS_FINAL}"
-    assert "Current date: 2024-07-26" in render_prompt([ASK], tokenizer_of("gpt_oss"))
+    assert "Current date: 2024-07-26" in render_prompt([ASK], make_template_tokenizer("gpt_oss"))
 
 
 def test_a_question_that_follows_takes_thinking_out_of_calls_and_these_are_context() -> None:
     messages = [ASK, call(**THOUGHT), result(), FINAL | THOUGHT, ASK, FINAL | THOUGHT]
     sequence = sequence_of("qwen3", {"messages": copy.deepcopy(messages), "tools": TOOLS})
     assert sequence.input_ids.tolist() == reference_ids("qwen3", messages)
-    assert supervised_runs("qwen3", sequence) == [f"<think>\nLook it up.\n</think>\n\n{QWEN3_FINAL}"]
+    assert decode_supervised_spans("qwen3", sequence) == [f"<think>\nLook it up.\n</think>\n\n{QWEN3_FINAL}"]
 
 
 FUNCTION = {"name": "weather", "arguments": '{"city":"Paris"}'}
@@ -224,7 +225,7 @@ def test_calls_in_sharegpt_and_several_calls_of_a_turn() -> None:
     messages = [ASK, both, result(), result("12:00"), FINAL]
     sequence = sequence_of("qwen3", {"conversations": turns, "tools": json.dumps(TOOLS)})
     assert sequence.input_ids.tolist() == reference_ids("qwen3", messages)
-    first, _ = supervised_runs("qwen3", sequence)
+    first, _ = decode_supervised_spans("qwen3", sequence)
     assert first.startswith("Let me see.\n<tool_call>") and first.count("<tool_call>") == 2
 
 
@@ -286,7 +287,7 @@ def test_malformed_calls_and_tools_say_what_was_found(messages: Any, tools: Any,
 
 def test_tools_in_parquet_and_json_lines_are_the_same(tmp_path: Path) -> None:
     """Parquet gives every object the keys of all, with null where a row has none; in JSON a null is an argument."""
-    tokenizer_of("qwen3").save_pretrained(tmp_path / "tokenizer")
+    make_template_tokenizer("qwen3").save_pretrained(tmp_path / "tokenizer")
     rows = [
         {"messages": [ASK, call("weather", {"city": "Paris"}), result(), FINAL], "tools": TOOLS},
         {"messages": [ASK, call("now", {"zone": "UTC"}), result("12:00"), FINAL], "tools": TOOLS[1:]},
@@ -298,7 +299,7 @@ def test_tools_in_parquet_and_json_lines_are_the_same(tmp_path: Path) -> None:
         request = PrepareRequest("chat", (str(tmp_path / source),), str(tmp_path / "tokenizer"), "train")
         prepare(request, tmp_path / f"{source}.store", say=lambda _: None)
         store = TokenStore(tmp_path / f"{source}.store")
-        texts.append([tokenizer_of("qwen3").decode(sequence.input_ids) for sequence in store])
+        texts.append([make_template_tokenizer("qwen3").decode(sequence.input_ids) for sequence in store])
     assert texts[0] == texts[1] and '{"name": "now", "arguments": {"zone": "UTC"}}' in texts[0][1]
     with_null = sequence_of("qwen3", {"messages": [ASK, call(arguments={"city": None}), result(), FINAL]})
-    assert '"arguments": {"city": null}' in tokenizer_of("qwen3").decode(with_null.input_ids)
+    assert '"arguments": {"city": null}' in make_template_tokenizer("qwen3").decode(with_null.input_ids)

@@ -20,7 +20,7 @@ from tests.benchmarks.gpu import SHAPES
 from tests.gpu.calibrate import make_settings, write_inputs
 from tests.gpu.node.launch import device_variables
 from tests.gpu.results import results_folder, write_results
-from tests.helpers.commands import num_steps_done, read_metrics
+from tests.helpers.commands import count_finished_steps, read_metrics
 from tests.helpers.jobs import Job
 
 DEAD_SECONDS = 10.0
@@ -44,7 +44,7 @@ def make_command(folder: Path, shape: str, num_ranks: int) -> str:
 
 def inject(job: Job, folder: Path, num_ranks: int, fault: signal.Signals) -> dict[str, Any]:
     """Signal the last rank in the middle of a run, and measure when the others have ended and what they said."""
-    first = num_steps_done(folder / "run")
+    first = count_finished_steps(folder / "run")
     job.wait_for(f"step {first + STEPS_BETWEEN + 1}/{NUM_STEPS} ")
     ranks = [job.rank(rank) for rank in range(num_ranks)]
     victim, others = ranks[-1], ranks[:-1]

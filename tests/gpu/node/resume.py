@@ -74,7 +74,7 @@ def compare(folder: Path, name: str, num_before: int, num_after: int) -> dict[st
     resumed = run_folder(folder, name, f"on {num_after} ranks")
     pairs = zip(read_numbers(resumed), read_numbers(straight), strict=True)
     difference = max(largest_difference(*pair) for pair in pairs)
-    tensors, expected = resumed_runs.tensors_of(resumed), resumed_runs.tensors_of(straight)
+    tensors, expected = resumed_runs.load_checkpoint_tensors(resumed), resumed_runs.load_checkpoint_tensors(straight)
     differing = [key for key in tensors.keys() | expected.keys() if not torch.equal(tensors[key], expected[key])]
     bound = bound_of(name, num_after == num_before)
     is_equal = bound > 0 or not differing
