@@ -1,8 +1,8 @@
-"""`make chaos`: runs of a tiny model on two ranks, or on two tensor-parallel pairs, killed at random again and
-again, against an undisturbed run.
+"""`make chaos`: runs of a tiny model on two ranks, or on two tensor-parallel pairs, killed at random again and again,
+against an undisturbed run.
 
-The real command is hit at any moment from its first seconds on, and given again. The exit code is 1 where a run does
-not end, does not resume from its newest intact checkpoint, or ends with other results than the undisturbed one.
+The real command is killed at any moment from its first seconds on, and started again. The exit code is 1 where a run
+does not end, does not resume from its newest intact checkpoint, or ends with other results than the undisturbed one.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from vcore_ds.common.errors import EXIT_STOPPED
 
 NUM_STEPS = 60
 NUM_STEPS_BETWEEN_KILLS = 10
-"""At most, by the pace of the undisturbed run: more kills fall into a run than it can do without."""
+"""At most, at the pace of the undisturbed run, so that most runs are killed several times."""
 SHARE_DURING_START_UP = 0.2
 
 KILLED_RANK, KILLED_LAUNCHER, TERMINATED = "SIGKILL to a rank", "SIGKILL to the launcher", "SIGTERM to the launcher"
@@ -37,7 +37,7 @@ HUNG_RANK, DAMAGED = "SIGSTOP to a rank", "SIGKILL to a rank, then damage to the
 EXIT_CODES = {
     KILLED_RANK: {1},
     KILLED_LAUNCHER: {-signal.SIGKILL},
-    TERMINATED: {EXIT_STOPPED, -signal.SIGTERM},  # the second: before Python had got so far as to listen
+    TERMINATED: {EXIT_STOPPED, -signal.SIGTERM},  # the second: before Python listened to signals
     HUNG_RANK: {1},
     DAMAGED: {1},
 }
@@ -55,7 +55,7 @@ class Campaign:
     num_runs: int = 0
     num_resumes: int = 0
     num_steps_lost: int = 0
-    """Written to metrics.jsonl and taken again."""
+    """Steps that were written to metrics.jsonl and taken again."""
     differences: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -65,16 +65,16 @@ class Campaign:
         return replace(self.undisturbed, folder=folder, logs=[])
 
     def attempt(self, run: TinyRun, kind: str | None) -> str | None:
-        """Starts the run and hits it. Returns a description, or None where the run finished before.
+        """Start the run and kill it. Returns a description, or None where the run finished before.
 
         Args:
             kind: a key of EXIT_CODES; None to let it finish.
         """
-        expected = newest_intact_step(run)
+        expected = find_newest_intact_step(run)
         with run.start() as job:
             hit = None if kind is None else self._hit(run, job, kind)
             try:
-                code = job.wait(180)  # until nothing of it is left
+                code = job.wait(180)  # until all of its processes have ended
             except AssertionError as error:
                 self.problems.append(f"{run.logs[-1]}: {hit or 'not hit'}: {str(error).splitlines()[0]}")
                 return hit
@@ -91,17 +91,17 @@ class Campaign:
         return hit + self._damage(run) if hit is not None and kind == DAMAGED else hit
 
     def finish(self, run: TinyRun) -> None:
-        """Compares a finished run with the undisturbed one."""
+        """Compare a finished run with the undisturbed one."""
         self.num_steps_lost += len(run.steps_lost())
         self.differences += [f"{run.folder}: {difference}" for difference in run.differences(self.undisturbed)]
 
     def _hit(self, run: TinyRun, job: Job, kind: str) -> str | None:
-        """Waits for a random moment. None where the run ends before."""
+        """Wait for a random moment and send the signal. Returns a description, or None where the run ends before."""
         rank = self.random.randrange(run.num_ranks) if kind in (KILLED_RANK, HUNG_RANK, DAMAGED) else None
-        # While models are loaded, silence is normal for minutes, and nobody would end a rank that hangs.
+        # While models are loaded, silence for minutes is normal, and no rank would end one that hangs.
         if kind != HUNG_RANK and self.random.random() < SHARE_DURING_START_UP:
             seconds = self.random.uniform(0, self.seconds_start_up)
-            began = rank is None or wait_until(lambda: process_of(job, rank) is not None, job)
+            began = rank is None or wait_until(lambda: find_process(job, rank) is not None, job)
         else:
             seconds = self.random.uniform(0, NUM_STEPS_BETWEEN_KILLS * self.seconds_step)
             began = wait_until(lambda: re.search(rf"step \d+/{NUM_STEPS} ", job.output), job)
@@ -109,8 +109,8 @@ class Campaign:
         if not began or not wait_until(lambda: time.monotonic() > ends_at, job):
             return None
         number = {TERMINATED: signal.SIGTERM, HUNG_RANK: signal.SIGSTOP}.get(kind, signal.SIGKILL)
-        # All are looked up, so that the job knows whom to wait for when its launcher is dead.
-        processes = [process_of(job, each) for each in range(run.num_ranks)]
+        # Look up all processes, so that the job can wait for them when its launcher is dead.
+        processes = [find_process(job, each) for each in range(run.num_ranks)]
         process = job.launcher if rank is None else processes[rank]
         try:
             assert process is not None
@@ -118,33 +118,33 @@ class Campaign:
         except (AssertionError, psutil.NoSuchProcess):
             return None
         if kind == HUNG_RANK and (run.folder / "adapter").is_dir():
-            # The result is there, and ranks that leave do not watch each other any more.
+            # The result is written, and ranks that exit no longer watch each other.
             process.resume()
             return None
         return kind if rank is None else kind.replace("a rank", f"rank {rank}")
 
     def _damage(self, run: TinyRun) -> str:
-        """Damages a file of the newest checkpoint, unless it is the last intact one. Returns a description."""
-        newest = newest_intact_step(run)
-        if newest is None or newest_intact_step(run, below=newest) is None:
-            return " (there is none to spare)"
+        """Damage a file of the newest checkpoint, unless it is the last intact one. Returns a description."""
+        newest = find_newest_intact_step(run)
+        if newest is None or find_newest_intact_step(run, below=newest) is None:
+            return " (no checkpoint damaged: it is the last intact one)"
         path = self.random.choice(sorted(path for path in run.checkpoint(newest).rglob("*") if path.is_file()))
         what = self.random.choice(["bit flipped", "truncated", "deleted"])
         if what == "deleted":
             path.unlink()
         else:
             content = bytearray(path.read_bytes())
-            at = self.random.randrange(len(content) - 1)  # the last byte is the line feed of COMPLETE
+            position = self.random.randrange(len(content) - 1)  # the last byte is the line feed of COMPLETE
             if what == "bit flipped":
-                content[at] ^= 1 << self.random.randrange(8)
+                content[position] ^= 1 << self.random.randrange(8)
             else:
-                del content[at:]
+                del content[position:]
             path.write_bytes(content)
-        assert newest_intact_step(run) != newest
+        assert find_newest_intact_step(run) != newest
         return f" ({path.relative_to(run.folder / 'checkpoints')} {what})"
 
 
-def process_of(job: Job, rank: int) -> psutil.Process | None:
+def find_process(job: Job, rank: int) -> psutil.Process | None:
     try:
         return job.rank(rank)
     except AssertionError:
@@ -152,7 +152,7 @@ def process_of(job: Job, rank: int) -> psutil.Process | None:
 
 
 def wait_until(condition: Callable[[], object], job: Job) -> bool:
-    """Whether the condition came to hold before the job ended and three minutes were over."""
+    """Wait until the condition holds; returns whether it did before the job ended or three minutes had passed."""
     deadline = time.monotonic() + 180
     while not condition():
         if job.launcher.poll() is not None or time.monotonic() > deadline:
@@ -161,8 +161,8 @@ def wait_until(condition: Callable[[], object], job: Job) -> bool:
     return True
 
 
-def newest_intact_step(run: TinyRun, below: int = NUM_STEPS + 1) -> int | None:
-    """By a reading of the manifests independent of the package's; None where no checkpoint is intact."""
+def find_newest_intact_step(run: TinyRun, below: int = NUM_STEPS + 1) -> int | None:
+    """Find the newest intact checkpoint, without the package's reader of manifests; None where none is intact."""
     return max((step for step in run.marked_steps() if step < below and is_intact(run.checkpoint(step))), default=None)
 
 
@@ -180,14 +180,14 @@ def is_intact(checkpoint: Path) -> bool:
         return False
 
 
-def begin(folder: Path, generator: random.Random, sequence_parallel: str, tensor: int) -> Campaign:
-    """Makes the undisturbed run and measures its pace."""
+def start_campaign(folder: Path, generator: random.Random, sequence_parallel: str, tensor: int) -> Campaign:
+    """Train the undisturbed run and measure its pace."""
     setup = make_setup(folder, sums(range(32)))
-    degrees = [f"{section}.sequence_parallel={sequence_parallel}" for section in ("batch", "probe")]
-    changes = ("engine.lost_rank_seconds=5", *degrees)
+    parallel_sizes = [f"{section}.sequence_parallel={sequence_parallel}" for section in ("batch", "probe")]
+    changes = ("engine.lost_rank_seconds=5", *parallel_sizes)
     run = TinyRun(folder / "undisturbed", setup, NUM_STEPS, changes, tensor)
     with run.start() as job:
-        wait_until(lambda: process_of(job, 0) is not None, job)
+        wait_until(lambda: find_process(job, 0) is not None, job)
         ranks_began = time.monotonic()
         wait_until(lambda: f"step 1/{NUM_STEPS} " in job.output, job)
         first_step_done = time.monotonic()
@@ -201,21 +201,21 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument(
-        "--sequence-parallel", choices=("auto", "1", "2"), default="auto", help="degree of sequence parallelism"
+        "--sequence-parallel", choices=("auto", "1", "2"), default="auto", help="sequence-parallel size"
     )
     parser.add_argument(
-        "--tensor", type=int, choices=(1, 2), default=1, help="degree of tensor parallelism; with 2, a run has 4 ranks"
+        "--tensor", type=int, choices=(1, 2), default=1, help="tensor-parallel size; with 2, a run has 4 ranks"
     )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="vcore_ds_chaos_"))
     print(f"{arguments.kills} kills, SEED={arguments.seed}, in {folder}", flush=True)
     generator = random.Random(arguments.seed)
-    # Each kind as often as the others.
+    # Every kind occurs equally often.
     kinds = [kind for _ in range(0, arguments.kills, len(EXIT_CODES)) for kind in EXIT_CODES][: arguments.kills]
     generator.shuffle(kinds)
 
     started = time.monotonic()
-    campaign = begin(folder, generator, arguments.sequence_parallel, arguments.tensor)
+    campaign = start_campaign(folder, generator, arguments.sequence_parallel, arguments.tensor)
     print(
         f"undisturbed: a start of {campaign.seconds_start_up:.0f} s, {NUM_STEPS} steps of {campaign.seconds_step:.2f} s"
     )
@@ -231,13 +231,14 @@ def main() -> int:
         else:
             kinds.pop()
             num_kills += 1
-            at = f"{max(run.steps_taken(), default=0)} of {NUM_STEPS} steps done, {newest_intact_step(run) or 0} saved"
-            print(f"{where}: kill {num_kills}/{arguments.kills}: {hit}: {at}", flush=True)
+            num_done, num_saved = max(run.steps_taken(), default=0), find_newest_intact_step(run) or 0
+            progress = f"{num_done} of {NUM_STEPS} steps done, {num_saved} saved"
+            print(f"{where}: kill {num_kills}/{arguments.kills}: {hit}: {progress}", flush=True)
 
     print("\n".join(campaign.problems + campaign.differences))
     print(
         f"{num_kills} kills, {campaign.num_resumes} resumes, {campaign.num_runs} runs of {NUM_STEPS} steps, "
-        f"{campaign.num_steps_lost} steps lost and taken again, {len(campaign.differences)} differences found, "
+        f"{campaign.num_steps_lost} steps lost and taken again, {len(campaign.differences)} differences, "
         f"{len(campaign.problems)} other problems, {(time.monotonic() - started) / 60:.1f} minutes"
     )
     if campaign.problems or campaign.differences:

@@ -1,6 +1,6 @@
-"""`python -m tests.chaos.inject ARGUMENTS`: `vcore-ds ARGUMENTS`, hit by what the environment variable FAULT says.
+"""`python -m tests.chaos.inject ARGUMENTS`: run `vcore-ds ARGUMENTS` with the fault in the environment variable FAULT.
 
-No result is replaced: the function at which the fault strikes runs unchanged, before the fault or after it.
+No result is replaced: the function at which the fault strikes runs unchanged before or after it.
 """
 
 import json
@@ -58,7 +58,7 @@ def fill_disk(filler: Path) -> None:
 
 
 def patch(fault: Fault) -> None:
-    """Wraps the function at the fault's place."""
+    """Wrap the function at the fault's place."""
     owner, name, is_after, concerns = PLACES[fault.place]()
     original = getattr(owner, name)
     num_calls = 0
@@ -82,7 +82,7 @@ Place = tuple[Any, str, bool, Callable[..., bool]]
 
 
 def _forward() -> Place:
-    """In a layer, whose own forward must stay what it is: wrapped, it would not be checkpointed on this rank alone."""
+    """Inside a layer. The layer's forward itself must not be wrapped, or it would not be checkpointed on this rank."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
     return Qwen3MLP, "forward", False, _always
@@ -96,14 +96,14 @@ def _backward() -> Place:
 
 
 def _optimizer_step() -> Place:
-    """The fp32 parameters are updated, those that the model computes with are not yet."""
+    """After the fp32 masters are updated, before the model's parameters are."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     return DeepSpeedZeroOptimizer_Stage3, "_optimizer_step", True, _always
 
 
 def _checkpoint_file() -> Place:
-    """A rank's file contains some of its tensors."""
+    """While a rank's file contains only some of its tensors."""
     from torch.distributed.checkpoint import filesystem
 
     return filesystem, "_write_item", False, _always

@@ -1,15 +1,13 @@
 """Failures of clusters, inflicted on one run in turn: after each fault the same command resumes from the newest intact
 checkpoint, and in the end the run equals, bit for bit, an undisturbed one.
 
-The command is typed where it has to be a launcher's, with wandb's process beside it and at the end. Elsewhere its ranks
-are forked.
+The test with a wandb process and the last one start the command with its launcher; the others fork its ranks.
 """
 
 import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +19,13 @@ from tests.chaos.inject import Fault
 from tests.chaos.tiny_run import TinyRun, make_setup
 from tests.helpers.jobs import AnyJob, ForkedJob
 from tests.helpers.setups import sums
+from tests.helpers.small_disk import mount_small_disk
 from tests.helpers.soak import soak_only
 
 pytestmark = [pytest.mark.e2e, soak_only]
 
 NUM_STEPS = 8
-NUM_SEQUENCES = 32  # each comes once
+NUM_SEQUENCES = 32  # one epoch
 DISK_BYTES = 96 * 2**20
 WITH_WANDB = "track.trackers=[wandb]"
 NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": 40 * "0", "WANDB_INIT_TIMEOUT": "3"}
@@ -44,13 +43,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small disk of its own, where this process may mount one."""
+    """A small disk where this process may mount one, otherwise an ordinary folder."""
     folder = tmp_path_factory.mktemp("disk")
-    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    is_mounted = os.geteuid() == 0 and subprocess.run(["mount", *options], capture_output=True).returncode == 0
-    yield folder
-    if is_mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+    with mount_small_disk(folder, DISK_BYTES):
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +54,26 @@ def run(undisturbed: TinyRun, disk: Path) -> TinyRun:
     return TinyRun(disk / "run", undisturbed.setup, NUM_STEPS, undisturbed.changes)
 
 
-def run_into(run: TinyRun, fault: Fault, *, resumed_after: int | None) -> ForkedJob:
-    """Runs until the fault has ended it."""
+def run_until_struck(run: TinyRun, fault: Fault, *, resumed_after: int | None) -> ForkedJob:
+    """Run until the fault has ended it."""
     with run.fork(fault) as job:
         check_struck(run, job, fault, resumed_after)
     return job
 
 
 def check_struck(run: TinyRun, job: AnyJob, fault: Fault, resumed_after: int | None) -> None:
-    """It has to end by itself with a message that names the killed rank."""
+    """Check that the run ends by itself with a message that names the killed rank."""
     assert job.wait() == 1, job.output
     check_resumed(run, job, resumed_after)
     struck = re.search(rf"FAULT: SIGKILL: {fault.place} of rank {fault.rank} \(pid (\d+)\) at: (.*)", job.output)
     assert struck and struck[2] == f"step {fault.step}, {fault.phase}", job.output
     named = re.escape(f"rank {1 - fault.rank}: rank {fault.rank} (host {socket.gethostname()}, pid {struck[1]})")
-    # The place may be a second old.
+    # The reported place may be a second old.
     assert re.search(named + r", last seen at: [\w, ]+: its process is dead", job.output), job.output
 
 
 def check_offline(run: TinyRun, job: AnyJob) -> None:
-    """Checks that what would have been sent is kept on disk."""
+    """Check that wandb keeps on disk what it could not send."""
     assert job.output.count("warning: track.trackers: Weights & Biases cannot be reached (") == 1, job.output
     assert list((run.folder / "wandb").glob("offline-run-*/run-*.wandb")), job.output
 
@@ -89,23 +85,23 @@ def check_resumed(run: TinyRun, job: AnyJob, step: int | None) -> None:
         assert f"Resumed after step {step} from {run.checkpoint(step)}" in job.output, job.output
 
 
-def own_file(run: TinyRun, step: int, rank: int) -> Path:
-    """A rank's tensors in a checkpoint."""
+def find_rank_file(run: TinyRun, step: int, rank: int) -> Path:
+    """Find the file with a rank's tensors in a checkpoint."""
     (path,) = (run.checkpoint(step) / "state").glob(f"__{rank}_*")
     return path
 
 
-def test_kill_in_the_forward(run: TinyRun):
-    run_into(run, Fault("forward", rank=1, step=3, phase="main", call=2), resumed_after=None)
+def test_a_rank_killed_in_the_forward_is_named(run: TinyRun):
+    run_until_struck(run, Fault("forward", rank=1, step=3, phase="main", call=2), resumed_after=None)
     assert run.marked_steps() == [2] and run.steps_taken() == [1, 2]
 
 
-def test_kill_in_the_backward(run: TinyRun):
-    run_into(run, Fault("backward", rank=0, step=3, phase="main", call=9), resumed_after=2)
+def test_a_resumed_run_names_a_rank_killed_in_the_backward(run: TinyRun):
+    run_until_struck(run, Fault("backward", rank=0, step=3, phase="main", call=9), resumed_after=2)
     assert run.marked_steps() == [2] and run.steps_taken() == [1, 2]
 
 
-def test_kill_in_the_optimizer_step_after_the_data_has_vanished(run: TinyRun):
+def test_a_run_continues_without_its_cache_until_a_kill_in_the_optimizer_step(run: TinyRun):
     """Mapped files stay readable after they are deleted, so the ranks continue."""
     fault = Fault("optimizer step", rank=1, step=5, phase="step")
     with run.fork(fault) as job:
@@ -116,22 +112,22 @@ def test_kill_in_the_optimizer_step_after_the_data_has_vanished(run: TinyRun):
     assert run.marked_steps() == [2, 4] and run.steps_taken() == [1, 2, 3, 4]
 
 
-def test_flipped_bit_then_kill_while_files_are_written(run: TinyRun):
-    path = own_file(run, 4, rank=1)
+def test_a_checkpoint_with_a_flipped_bit_is_skipped_before_a_kill_while_files_are_written(run: TinyRun):
+    path = find_rank_file(run, 4, rank=1)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
-    job = run_into(run, Fault("checkpoint file", rank=1, step=6, phase="checkpoint", call=5), resumed_after=2)
+    job = run_until_struck(run, Fault("checkpoint file", rank=1, step=6, phase="checkpoint", call=5), resumed_after=2)
     skipped = f"skipped checkpoint step_00000004: state/{path.name}: its SHA-256 differs from manifest.json"
     assert job.output.count(skipped) == 1, job.output
     partial = run.folder / "checkpoints" / "step_00000006.unfinished"
     assert list((partial / "state").iterdir()) and not (partial / "manifest.json").exists()
-    assert run.marked_steps() == [2, 4]  # 4 was made again
+    assert run.marked_steps() == [2, 4]  # step 4 was saved again
 
 
-def test_truncated_file_then_kill_before_the_rename_without_a_wandb_server(run: TinyRun):
-    """The process that wandb starts beside rank 0 ends with it."""
-    path = own_file(run, 4, rank=0)
+def test_a_truncated_checkpoint_is_skipped_before_a_kill_before_the_rename_without_a_wandb_server(run: TinyRun):
+    """The process that wandb starts for rank 0 ends with it."""
+    path = find_rank_file(run, 4, rank=0)
     size = path.stat().st_size
     os.truncate(path, size - 100)
     fault = Fault("before the rename", rank=0, step=6, phase="checkpoint")
@@ -145,15 +141,15 @@ def test_truncated_file_then_kill_before_the_rename_without_a_wandb_server(run: 
     assert run.marked_steps() == [2, 4]
 
 
-def test_missing_rank_file_then_kill_after_the_rename(run: TinyRun):
-    path = own_file(run, 4, rank=1)
+def test_a_checkpoint_without_a_file_is_skipped_before_a_kill_after_the_rename(run: TinyRun):
+    path = find_rank_file(run, 4, rank=1)
     path.unlink()
-    job = run_into(run, Fault("after the rename", rank=0, step=6, phase="checkpoint"), resumed_after=2)
+    job = run_until_struck(run, Fault("after the rename", rank=0, step=6, phase="checkpoint"), resumed_after=2)
     assert job.output.count(f"skipped checkpoint step_00000004: state/{path.name}: missing") == 1, job.output
     assert (run.checkpoint(6) / "manifest.json").is_file() and run.marked_steps() == [2, 4]
 
 
-def test_full_disk(run: TinyRun, disk: Path):
+def test_a_full_disk_is_reported_and_earlier_checkpoints_are_kept(run: TinyRun, disk: Path):
     if not os.path.ismount(disk):
         pytest.skip(
             "NOT TESTED: a full disk while a checkpoint is written, as no tmpfs can be mounted here (not root?)"
@@ -165,13 +161,13 @@ def test_full_disk(run: TinyRun, disk: Path):
     check_resumed(run, job, 4)
     filler.unlink()
     assert job.output.count("skipped checkpoint step_00000006: no COMPLETE: its writing was interrupted") == 1
-    said = rf"the checkpoint of step 6 could not be written: .*rank 1 on host {re.escape(socket.gethostname())}: "
-    assert re.search(rf"{said}{run.folder}.* No space left on device \(0 bytes free", job.output), job.output
+    message = rf"the checkpoint of step 6 could not be written: .*rank 1 on host {re.escape(socket.gethostname())}: "
+    assert re.search(rf"{message}{run.folder}.* No space left on device \(0 bytes free", job.output), job.output
     assert "Earlier checkpoints are untouched" in job.output
     assert run.marked_steps() == [2, 4]
 
 
-def test_data_that_is_not_there(run: TinyRun):
+def test_missing_data_is_reported_without_a_traceback(run: TinyRun):
     away = run.setup.train.with_suffix(".away")
     run.setup.train.rename(away)
     with run.fork() as job:
@@ -181,7 +177,7 @@ def test_data_that_is_not_there(run: TinyRun):
     assert job.output.count(f"vcore-ds: {run.setup.train}: there is no such file") == 1, job.output
 
 
-def test_corrupt_mark_then_another_base_model_then_kill_in_the_probe(run: TinyRun):
+def test_a_corrupt_complete_file_and_another_base_model_are_reported_before_a_kill_in_the_last_step(run: TinyRun):
     """The base model of the adapters is changed between two attempts, and restored."""
     (run.checkpoint(4) / "COMPLETE").write_bytes(b"\xff" * 10)
     path = run.setup.untied / "model.safetensors"
@@ -194,7 +190,7 @@ def test_corrupt_mark_then_another_base_model_then_kill_in_the_probe(run: TinyRu
     path.write_bytes(good)
     assert job.output.count(f"found other weights than {run.checkpoint(2)} has adapters of") == 1, job.output
     assert job.output.count("skipped checkpoint step_00000004: COMPLETE cannot be read") == 1, job.output
-    run_into(run, Fault("forward", rank=0, step=NUM_STEPS, phase="main"), resumed_after=2)
+    run_until_struck(run, Fault("forward", rank=0, step=NUM_STEPS, phase="main"), resumed_after=2)
     assert run.marked_steps() == [2, 4, 6] and run.steps_taken() == list(range(1, NUM_STEPS))
 
 

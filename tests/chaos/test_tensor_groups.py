@@ -28,8 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return TinyRun(folder / "run", make_setup(folder, sums(range(32))), NUM_STEPS, tensor=2)
 
 
-def test_kill_in_the_backward(run: TinyRun):
-    """The rank with which it shares layers waits for its part of their gradients, the others for its shards."""
+def test_a_rank_killed_in_the_backward_is_named(run: TinyRun):
+    """The rank of its tensor-parallel group waits for its part of the gradients, the others for its shards."""
     with run.fork(Fault("backward", rank=3, step=3, phase="main", call=9)) as job:
         assert job.wait() == 1, job.output
     struck = re.search(r"FAULT: SIGKILL: backward of rank 3 \(pid (\d+)\) at: step 3, main\n", job.output)
@@ -39,7 +39,7 @@ def test_kill_in_the_backward(run: TinyRun):
     assert run.marked_steps() == [2] and run.steps_taken() == [1, 2]
 
 
-def test_stop_request_to_one_rank(run: TinyRun):
+def test_a_stop_request_to_one_rank_stops_and_saves_the_run(run: TinyRun):
     with run.fork() as job:
         job.wait_for(f"step 3/{NUM_STEPS} ")
         job.rank(1).send_signal(signal.SIGUSR1)
@@ -59,5 +59,5 @@ def train_each(*runs: TinyRun) -> None:
 def test_the_finished_run_equals_an_undisturbed_one(run: TinyRun):
     undisturbed = replace(run, folder=run.folder.with_name("undisturbed"))
     run_ranks(train_each, run.num_ranks, run, undisturbed)
-    assert run.steps_lost() == []  # all of them were resumed
+    assert run.steps_lost() == []  # the run resumed after its last step each time
     assert run.differences(undisturbed) == []

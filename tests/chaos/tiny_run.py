@@ -1,4 +1,4 @@
-"""A run of a tiny model that is disturbed and started again until it has finished, and an undisturbed one."""
+"""Runs of a tiny model that are killed and started again until they have finished, and their comparison."""
 
 import json
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from vcore_ds.commands import cli
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 NUM_SHARDS = 2
-"""Ranks that ZeRO-3 divides the states among."""
+"""Number of ranks over which ZeRO-3 shards the states."""
 SAVE_EVERY = 2
 
 
@@ -30,7 +30,7 @@ class TinyRun:
     num_steps: int
     changes: tuple[str, ...] = ()
     tensor: int = 1
-    """Tensor-parallel degree, in parallel layers."""
+    """Tensor-parallel size, in parallel layers."""
     logs: list[Path] = field(default_factory=list)
 
     @property
@@ -57,7 +57,7 @@ class TinyRun:
         return ["train", RECIPE, *self.overrides]
 
     def start(self, fault: Fault | None = None, **environment: str) -> Job:
-        """Starts the run on all of its ranks, as it is typed; `fault` strikes in it."""
+        """Start the run on all of its ranks, as a user types it; `fault` strikes in it."""
         module = "vcore_ds.commands.cli"
         if fault is not None:
             module, environment = "tests.chaos.inject", environment | fault.environment
@@ -65,7 +65,7 @@ class TinyRun:
         return Job(f"{launcher} {' '.join(self.arguments)}", self._next_log(), **environment)
 
     def fork(self, fault: Fault | None = None) -> ForkedJob:
-        """The same ranks without launcher and imports."""
+        """Start the same ranks without launcher and imports."""
         main, environment = (cli.main, {}) if fault is None else (inject.main, fault.environment)
         return ForkedJob(main, self.arguments, self._next_log(), num_ranks=self.num_ranks, **environment)
 
@@ -85,45 +85,45 @@ class TinyRun:
         return [line["step"] for line in read_deterministic_lines(self.folder / "metrics.jsonl")]
 
     def steps_lost(self) -> list[int]:
-        """Steps that had to be taken again; one that was lost twice comes twice."""
+        """Steps that had to be taken again; one that was lost twice is listed twice."""
         return [line["step"] for line in read_deterministic_lines(self.folder / "metrics_lost.jsonl")]
 
     def differences(self, undisturbed: "TinyRun") -> list[str]:
-        """Whatever is not equal bit for bit: tensors of the last checkpoint, exported files, records of tokens, metrics
-        of the steps, and of those that were lost and taken again."""
+        """List everything that is not equal bit for bit: tensors of the last checkpoint, exported files, token records,
+        metrics of the steps, and of those that were lost and taken again."""
         here, there = (load_checkpoint_tensors(run.folder, self.num_steps) for run in (self, undisturbed))
-        found = sorted(here.keys() ^ there.keys())
-        found += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
+        differing = sorted(here.keys() ^ there.keys())
+        differing += [name for name in here.keys() & there.keys() if not torch.equal(here[name], there[name])]
         exported = {path.name for run in (self, undisturbed) for path in (run.folder / "adapter").iterdir()}
         exported.remove("README.md")  # the model card says how long the run took, and where it was
-        found += [name for name in sorted(exported) if self._exported(name) != undisturbed._exported(name)]
+        differing += [name for name in sorted(exported) if self._read_export(name) != undisturbed._read_export(name)]
         records, records_there = read_token_records(self.folder), read_token_records(undisturbed.folder)
         names = records.keys() | records_there.keys()
-        found += sorted(name for name in names if records.get(name) != records_there.get(name))
+        differing += sorted(name for name in names if records.get(name) != records_there.get(name))
         if self.steps_taken() != list(range(1, self.num_steps + 1)):
-            found.append(f"metrics.jsonl holds steps {self.steps_taken()}")
+            differing.append(f"metrics.jsonl holds steps {self.steps_taken()}")
         expected = {line["step"]: line for line in read_deterministic_lines(undisturbed.folder / "metrics.jsonl")}
         for name in ("metrics.jsonl", "metrics_lost.jsonl"):
             for line in read_deterministic_lines(self.folder / name):
                 other = expected.get(line["step"], {})
                 keys = [key for key in line.keys() | other.keys() if line.get(key) != other.get(key)]
-                found += [f"{name}: step {line['step']}: {key}" for key in keys]
-        return found
+                differing += [f"{name}: step {line['step']}: {key}" for key in keys]
+        return differing
 
-    def _exported(self, name: str) -> bytes | None:
+    def _read_export(self, name: str) -> bytes | None:
         path = self.folder / "adapter" / name
         return path.read_bytes() if path.is_file() else None
 
 
 def read_deterministic_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines without the keys that depend on the machine, and without a line that a kill has left incomplete."""
+    """Read metrics without the keys that depend on the machine, and without a line that a kill has left incomplete."""
     if not path.exists():
         return []
     return [drop_machine_keys(json.loads(text)) for text in path.read_text().splitlines() if text.endswith("}")]
 
 
 def make_setup(folder: Path, pairs: list[tuple[str, str]]) -> TinySetup:
-    """Writes model and data; `pairs` are the questions and answers to train on."""
+    """Write model and data; `pairs` are the questions and answers to train on."""
     model = write_model(folder / "model")
     return TinySetup(
         untied=model,

@@ -22,46 +22,48 @@ def make_engine(precision: str, communication_data_type: str | None) -> Engine:
     return Engine(model, build_optimizer(model, recipe.optimizer), config)
 
 
-def gradient(engine: Engine, batch: Batch) -> torch.Tensor:
-    """This rank's shard of the reduced gradient, in fp64."""
+def reduce_gradient(engine: Engine, batch: Batch) -> torch.Tensor:
+    """Compute this rank's shard of the reduced gradient, in fp64."""
     with engine.accumulation(1):
         engine.backward(engine.token_losses(batch).sum())
     return torch.cat(engine.shards.gradients()).double()
 
 
-def deviations() -> dict[str, dict[str, float]]:
-    """Relative distances of the reduced gradient, by the dtype of the reduction."""
-    own = step_runs.deal(tiny.make_batch(4 * layout.size("shards")), 4)[0]
-    whole = make_engine("fp32", None)
-    in_fp32 = gradient(whole, own)
-    whole.close()
-    found: dict[str, dict[str, float]] = {}
+def measure_deviations() -> dict[str, dict[str, float]]:
+    """Relative distances of the reduced gradient from two references, by the dtype of the reduction."""
+    batch = step_runs.deal(tiny.make_batch(4 * layout.size("shards")), 4)[0]
+    fp32_engine = make_engine("fp32", None)
+    in_fp32 = reduce_gradient(fp32_engine, batch)
+    fp32_engine.close()
+    distances: dict[str, dict[str, float]] = {}
     for dtype in (None, "fp32"):
         engine = make_engine("bf16", dtype)
-        reduced = gradient(engine, own)
+        reduced = reduce_gradient(engine, batch)
         # A sum with zeros is exact, so these are the gradients of single ranks as they go into the reduction.
         single = [
-            gradient(engine, own if rank == layout.rank("shards") else idle_batch(0))
+            reduce_gradient(engine, batch if rank == layout.rank("shards") else idle_batch(0))
             for rank in range(layout.size("shards"))
         ]
         references = {"sum of the ranks' gradients": torch.stack(single).sum(0), "gradient in fp32": in_fp32}
-        found[dtype or "default"] = {name: distance(reduced, reference) for name, reference in references.items()}
+        distances[dtype or "default"] = {
+            name: relative_distance(reduced, reference) for name, reference in references.items()
+        }
         engine.close()
-    return found
+    return distances
 
 
-def distance(found: torch.Tensor, reference: torch.Tensor) -> float:
+def relative_distance(reduced: torch.Tensor, reference: torch.Tensor) -> float:
     """Relative 2-norm over all shards."""
-    squares = [float((found - reference).square().sum()), float(reference.square().sum())]
+    squares = [float((reduced - reference).square().sum()), float(reference.square().sum())]
     error, norm = layout.sum_over("shards", squares)
     return (error / norm) ** 0.5
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_an_fp32_reduction_is_exact_where_the_default_rounds(num_ranks: int) -> None:
-    for found in run_ranks(deviations, num_ranks):
-        print(found)
-        of_sum = {dtype: errors["sum of the ranks' gradients"] for dtype, errors in found.items()}
-        of_fp32 = {dtype: errors["gradient in fp32"] for dtype, errors in found.items()}
-        assert of_sum["fp32"] < 1e-7 < 1e-3 < of_sum["default"] < 1e-2  # bf16 has 8 bits
-        assert of_fp32["fp32"] < of_fp32["default"]
+    for distances in run_ranks(measure_deviations, num_ranks):
+        print(distances)
+        from_sum = {dtype: errors["sum of the ranks' gradients"] for dtype, errors in distances.items()}
+        from_fp32 = {dtype: errors["gradient in fp32"] for dtype, errors in distances.items()}
+        assert from_sum["fp32"] < 1e-7 < 1e-3 < from_sum["default"] < 1e-2  # bf16 has 8 bits
+        assert from_fp32["fp32"] < from_fp32["default"]

@@ -1,4 +1,5 @@
-"""The DeepSpeed internals that docs/zero3.md lists, one test per row: an upgrade that changes one fails by its name."""
+"""The DeepSpeed internals that docs/zero3.md lists, one check per row: an upgrade that changes one fails by
+its name."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,7 +30,7 @@ from vcore_ds.engine.zero3 import Engine, build_optimizer
 pytestmark = pytest.mark.dist
 
 
-def engine(bf16: bool = False, offload: bool = False) -> Engine:
+def make_engine(bf16: bool = False, offload: bool = False) -> Engine:
     recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16" if bf16 else "fp32"})
     model = tiny.token_loss_model()
     config = tiny.deepspeed_config(bf16=bf16, gradient_clipping=1.0, persistence_threshold=500)
@@ -41,81 +42,81 @@ def engine(bf16: bool = False, offload: bool = False) -> Engine:
     return Engine(model, build_optimizer(model, recipe.optimizer), config)
 
 
-def loss_on(e: Engine, seed: int = 0) -> torch.Tensor:
+def compute_loss(e: Engine, seed: int = 0) -> torch.Tensor:
     return e.token_losses(step_runs.deal(tiny.make_batch(4, seed=seed), 2)[0]).mean()
 
 
-def weight(e: Engine):
+def get_weight(e: Engine):
     return dict(e.trainable)["causal_lm.model.layers.0.mlp.up_proj.weight"]
 
 
 def the_flat_gradient_is_the_rank_average_and_stays(e: Engine) -> bool:
-    loss = loss_on(e)
+    loss = compute_loss(e)
     e.deepspeed.set_gradient_accumulation_boundary(True)
     e.deepspeed.backward(loss, scale_wrt_gas=False)
     first = e.optimizer.grad_partitions_flat_buffer.clone()
     with e.without_gradient():
-        loss_on(e, seed=1)
+        compute_loss(e, seed=1)
     stays = torch.equal(first, e.optimizer.grad_partitions_flat_buffer)
     e.optimizer.zero_grad()
     with e.accumulation(1):  # ours sums over ranks
-        e.backward(loss_on(e))
+        e.backward(compute_loss(e))
     summed = first * layout.size("shards")
     return stays and torch.allclose(e.optimizer.grad_partitions_flat_buffer, summed, rtol=1e-5, atol=1e-9)
 
 
-def flat_tensors_hold_every_shard_where_grad_position_says(e: Engine) -> bool:
+def flat_tensors_hold_every_shard_at_its_grad_position(e: Engine) -> bool:
     """The gradients of all sub-groups follow each other in one tensor; other kinds have one tensor for each."""
     with e.accumulation(1):
-        e.backward(loss_on(e))
+        e.backward(compute_loss(e))
     e.step(1e-3)
     with e.accumulation(1):
-        e.backward(loss_on(e, seed=1))
+        e.backward(compute_loss(e, seed=1))
     zero = e.optimizer
     numels = zero.fp16_partitioned_groups_flat_numel
     gradients = zero.grad_partitions_flat_buffer.split(numels)
     masters = zero.fp32_partitioned_groups_flat
     moments = [zero.optimizer.state[master]["exp_avg"] for master in masters]
 
-    def is_at_its_place(parameter: nn.Parameter) -> bool:
+    def is_at_grad_position(parameter: nn.Parameter) -> bool:
         sub_group, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
-        own = slice(offset, offset + numel)
+        shard = slice(offset, offset + numel)
         return (
             numel == parameter.ds_tensor.numel()
-            and torch.equal(gradients[sub_group][own], safe_get_local_grad(parameter))
-            and torch.equal(masters[sub_group][own], safe_get_local_fp32_param(parameter))
-            and torch.equal(moments[sub_group][own], safe_get_local_optimizer_state(parameter, "exp_avg"))
-            and zero.fp16_partitioned_groups_flat[sub_group][own].data_ptr() == parameter.ds_tensor.data_ptr()
+            and torch.equal(gradients[sub_group][shard], safe_get_local_grad(parameter))
+            and torch.equal(masters[sub_group][shard], safe_get_local_fp32_param(parameter))
+            and torch.equal(moments[sub_group][shard], safe_get_local_optimizer_state(parameter, "exp_avg"))
+            and zero.fp16_partitioned_groups_flat[sub_group][shard].data_ptr() == parameter.ds_tensor.data_ptr()
         )
 
-    return len(numels) > 2 and all(is_at_its_place(parameter) for _, parameter in e.trainable)
+    return len(numels) > 2 and all(is_at_grad_position(parameter) for _, parameter in e.trainable)
 
 
-def an_offloaded_gradient_is_that_of_the_masters_and_has_norms_of_its_own(e: Engine) -> bool:
+def an_offloaded_gradient_is_in_the_masters_beside_its_norms(e: Engine) -> bool:
     with e.accumulation(1):
-        e.backward(loss_on(e))
+        e.backward(compute_loss(e))
     zero = e.optimizer
     gradients = [master.grad for master in zero.fp32_partitioned_groups_flat]
 
-    def is_there(parameter: nn.Parameter) -> bool:
+    def is_in_master(parameter: nn.Parameter) -> bool:
         param_id = zero.get_param_id(parameter)
         sub_group, offset, numel = zero.grad_position[param_id]
         gradient = gradients[sub_group][offset : offset + numel]
         norm = zero.norm_for_param_grads[param_id]
         return torch.equal(gradient, safe_get_local_grad(parameter)) and torch.allclose(gradient.double().norm(), norm)
 
-    return zero.offload_optimizer is True and all(is_there(parameter) for _, parameter in e.trainable)
+    return zero.offload_optimizer is True and all(is_in_master(parameter) for _, parameter in e.trainable)
 
 
-def the_master_is_another_tensor_than_the_shard_in_fp32_too(e: Engine) -> bool:
+def the_master_is_a_separate_tensor_in_fp32_too(e: Engine) -> bool:
     pairs = zip(e.optimizer.fp16_partitioned_groups_flat, e.optimizer.fp32_partitioned_groups_flat, strict=True)
     return all(shard.dtype == torch.float32 and shard.data_ptr() != master.data_ptr() for shard, master in pairs)
 
 
-def cast_of_the_master_is_the_shard(e: Engine) -> bool:
+def the_shard_is_the_cast_of_the_master(e: Engine) -> bool:
     for k in range(2):
         with e.accumulation(1):
-            e.backward(loss_on(e, seed=k))
+            e.backward(compute_loss(e, seed=k))
         e.step(1e-2)
     return all(
         torch.equal(safe_get_local_fp32_param(p).detach().view(-1).to(p.dtype), p.ds_tensor.data.view(-1))
@@ -125,32 +126,36 @@ def cast_of_the_master_is_the_shard(e: Engine) -> bool:
 
 def the_optimizer_counts_its_steps_and_keeps_local_moments(e: Engine) -> bool:
     none_yet = e.num_updates == 0
-    counts, moment = [], torch.zeros_like(safe_get_local_grad(weight(e)))
+    counts, moment = [], torch.zeros_like(safe_get_local_grad(get_weight(e)))
     for k in range(2):
         with e.accumulation(1):
-            e.backward(loss_on(e, seed=k))
-        clipped = safe_get_local_grad(weight(e)) * min(1.0, 1.0 / e.gradient_norm())  # the recipe's gradient_clipping
+            e.backward(compute_loss(e, seed=k))
+        clipped = safe_get_local_grad(get_weight(e)) * min(
+            1.0, 1.0 / e.gradient_norm()
+        )  # the recipe's gradient_clipping
         moment = 0.9 * moment + 0.1 * clipped
         e.step(1e-3)
         counts.append(e.num_updates)
-    same = torch.allclose(e.shards.shard(e.shards.optimizer_state("exp_avg"), weight(e)), moment, rtol=1e-5, atol=1e-9)
+    same = torch.allclose(
+        e.shards.shard(e.shards.optimizer_state("exp_avg"), get_weight(e)), moment, rtol=1e-5, atol=1e-9
+    )
     return none_yet and counts == [1, 2] and same
 
 
 def a_changed_shard_is_read_only_after_the_cache_is_emptied(e: Engine) -> bool:
-    with e.accumulation(1):  # from the first backward on, ZeRO-3 knows what is used again and keeps it
-        e.backward(loss_on(e))
+    with e.accumulation(1):  # from the first backward on, ZeRO-3 keeps parameters that are used again
+        e.backward(compute_loss(e))
     with e.without_gradient():
-        before = loss_on(e)
+        before = compute_loss(e)
         shard = dict(e.trainable)["causal_lm.model.norm.weight"].ds_tensor.data  # small, so it is never released
         kept = shard.clone()
         shard.mul_(3.0)
-        stale = loss_on(e)
+        stale = compute_loss(e)
         e.optimizer.empty_partition_cache()
-        fresh = loss_on(e)
+        fresh = compute_loss(e)
         shard.copy_(kept)
         e.optimizer.empty_partition_cache()
-        after = loss_on(e)
+        after = compute_loss(e)
     # Stale reads are the only reason why `changing_shards` empties the cache.
     return torch.equal(stale, before) and not torch.equal(fresh, before) and torch.equal(after, before)
 
@@ -160,18 +165,18 @@ def zero_grad_resets_overwrite_or_add(e: Engine) -> bool:
         if reset:
             e.optimizer.zero_grad()
         e.deepspeed.set_gradient_accumulation_boundary(True)
-        e.deepspeed.backward(loss_on(e), scale_wrt_gas=False)
-        return safe_get_local_grad(weight(e)).clone()
+        e.deepspeed.backward(compute_loss(e), scale_wrt_gas=False)
+        return safe_get_local_grad(get_weight(e)).clone()
 
     once, twice, again = gradient(True), gradient(False), gradient(True)
     return torch.allclose(twice, 2 * once, rtol=1e-5) and torch.allclose(again, once, rtol=1e-5)
 
 
-def a_non_finite_gradient_is_not_applied_and_said_so(e: Engine) -> bool:
+def a_non_finite_gradient_is_reported_and_not_applied(e: Engine) -> bool:
     before = [p.ds_tensor.data.clone() for _, p in e.trainable]
     with e.accumulation(1):
-        e.backward(loss_on(e))
-    safe_get_local_grad(weight(e))[:1] = torch.nan
+        e.backward(compute_loss(e))
+    safe_get_local_grad(get_weight(e))[:1] = torch.nan
     e.deepspeed.step()
     same = all(torch.equal(a, p.ds_tensor.data) for a, (_, p) in zip(before, e.trainable, strict=True))
     return same and bool(e.optimizer.overflow)
@@ -184,8 +189,8 @@ def a_layer_is_a_leaf_with_identity_functions(e: Engine) -> bool:
     return z3_leaf_module(layer) and all(torch.equal(f.apply(x), x) for f in wrappers)
 
 
-def gathers_and_reductions_have_the_streams_that_are_waited_for(e: Engine) -> bool:
-    """With `overlap_comm`, on an accelerator that has streams; which stream a gather runs on: dist/test_overlap.py."""
+def all_gathers_and_reductions_use_the_streams_that_are_waited_for(e: Engine) -> bool:
+    """With `overlap_comm`, on an accelerator that has streams; test_overlap.py says which all-gather runs on which."""
     with accelerator_with_streams() as accelerator:
         model = tiny.token_loss_model()
         config = tiny.deepspeed_config()
@@ -202,46 +207,46 @@ def gathers_and_reductions_have_the_streams_that_are_waited_for(e: Engine) -> bo
 
 
 def a_later_hook_sees_the_gathered_parameter(e: Engine) -> bool:
-    seen = []
+    shapes = []
     handle = e.module.layers[0].mlp.up_proj.register_forward_pre_hook(
-        lambda module, _: seen.append(tuple(module.weight.shape))
+        lambda module, _: shapes.append(tuple(module.weight.shape))
     )
     with e.without_gradient():
-        loss_on(e)
+        compute_loss(e)
     handle.remove()
-    return seen == [(64, 32)]
+    return shapes == [(64, 32)]
 
 
-def the_optimizers_own_shards_are_reached_without_a_copy(e: Engine) -> bool:
+def optimizer_shards_are_reached_without_a_copy(e: Engine) -> bool:
     with e.accumulation(1):
-        e.backward(loss_on(e))
+        e.backward(compute_loss(e))
     e.step(1e-3)
-    parameter, shards = weight(e), []
+    parameter, shards = get_weight(e), []
     for key in (None, "exp_avg", "exp_avg_sq"):
         shard, group = e.optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=key
         )
         shards.append(shard.detach())
     flat = e.optimizer.fp32_partitioned_groups_flat[group]
-    own = [flat, *(e.optimizer.optimizer.state[flat][key] for key in ("exp_avg", "exp_avg_sq"))]
+    flat_tensors = [flat, *(e.optimizer.optimizer.state[flat][key] for key in ("exp_avg", "exp_avg_sq"))]
     before = e.optimizer.grad_position[e.optimizer.get_param_id(parameter)]
     return before[0] == group and all(
-        shard.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        shard.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         and shard.numel() == parameter.ds_tensor.numel()
-        for shard, whole in zip(shards, own, strict=True)
+        for shard, tensor in zip(shards, flat_tensors, strict=True)
     )
 
 
-def moments_made_at_the_start_are_those_of_the_first_step(e: Engine) -> bool:
+def zero_moments_made_at_the_start_give_the_same_first_step(e: Engine) -> bool:
     made = {master: dict(state) for master, state in e.optimizer.optimizer.state.items()}
     zeros = not any(state[key].any() for state in made.values() for key in ("exp_avg", "exp_avg_sq"))
     states = []
     for keep in (True, False):
-        other = engine()
+        other = make_engine()
         if not keep:
             other.optimizer.optimizer.state.clear()  # as DeepSpeed leaves it
         with other.accumulation(1):
-            other.backward(loss_on(other))
+            other.backward(compute_loss(other))
         other.step(1e-2)
         step_states = list(other.optimizer.optimizer.state.values())
         states.append([{k: (v.dtype, v.device, v.clone()) for k, v in state.items()} for state in step_states])
@@ -259,12 +264,12 @@ def moments_made_at_the_start_are_those_of_the_first_step(e: Engine) -> bool:
 
 
 def a_shard_is_a_chunk_of_the_flat_parameter(e: Engine) -> bool:
-    whole = dict(tiny.token_loss_model().named_parameters())
+    unsharded = dict(tiny.token_loss_model().named_parameters())
     return all(
         torch.equal(
             e.shards.shard(e.shards.masters(), parameter)[: e.shards.numel(parameter)],
             # `Shard(0)` of a DTensor is torch.chunk's part; of a small tensor the last ranks may have none.
-            [*whole[name].detach().flatten().chunk(layout.size("shards")), torch.empty(0)][layout.rank("shards")],
+            [*unsharded[name].detach().flatten().chunk(layout.size("shards")), torch.empty(0)][layout.rank("shards")],
         )
         for name, parameter in e.trainable
     )
@@ -286,7 +291,7 @@ def zero_init_divides_by_one_method_and_parameters_keep_it(e: Engine) -> bool:
     return divided == [(5, 3), (5,), (7,)] and later.ds_tensor.numel() == -(-7 // layout.size("shards"))
 
 
-def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool:
+def expert_blocks_are_sharded_and_reduced_over_their_group(e: Engine) -> bool:
     start_process_group(10, expert=2)
     model = tiny.token_loss_model(moe_kind="qwen3_moe")
     start_deepspeed()
@@ -296,10 +301,12 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     blocks = [p for _, p in engine.trainable if is_expert_block(p)]
     others = [p for _, p in engine.trainable if not is_expert_block(p)]
     with engine.accumulation(1):
-        engine.backward(loss_on(engine))
+        engine.backward(compute_loss(engine))
     gradients = engine.shards.gradients()
-    own = torch.cat([engine.shards.shard(gradients, p)[: engine.shards.numel(p)] for p in (*blocks, *others)])
-    norm = layout.sum_over("job", [float(own.double().square().sum())])[0] ** 0.5
+    local_gradients = torch.cat(
+        [engine.shards.shard(gradients, p)[: engine.shards.numel(p)] for p in (*blocks, *others)]
+    )
+    norm = layout.sum_over("job", [float(local_gradients.double().square().sum())])[0] ** 0.5
     norm_of_step = engine.step(0.0)
     engine.close()
     start_process_group(10)
@@ -311,7 +318,7 @@ def marked_parameters_have_shards_and_reductions_of_their_own(e: Engine) -> bool
     )
 
 
-def groups_have_the_recipes_limit_of_time(e: Engine) -> bool:
+def groups_have_the_recipes_timeout(e: Engine) -> bool:
     start_process_group(10, expert=2)
     groups = [e.optimizer.dp_process_group, layout.group("tensor"), layout.group("expert_shards")]
     start_process_group(10)
@@ -319,7 +326,7 @@ def groups_have_the_recipes_limit_of_time(e: Engine) -> bool:
     return torch.distributed.group.WORLD not in groups and set(limits) == {timedelta(minutes=10)}
 
 
-def what_is_not_in_shards_becomes_the_first_ranks(e: Engine) -> bool:
+def unsharded_parameters_become_the_first_ranks(e: Engine) -> bool:
     model = tiny.token_loss_model()
     torch.nn.init.constant_(model.base.lm_head.weight, layout.rank("job") + 5.0)
     engine = step_runs.make_engine(model, step_runs.make_recipe())
@@ -328,46 +335,46 @@ def what_is_not_in_shards_becomes_the_first_ranks(e: Engine) -> bool:
     return bool((values == 5.0).all())
 
 
-def the_functions_of_muon_are_not_compiled(e: Engine) -> bool:
+def muons_functions_are_not_compiled(e: Engine) -> bool:
     from deepspeed.runtime.zero.muon import original_muon
 
     def is_compiled(function: object) -> bool:
         return hasattr(function, "_torchdynamo_orig_callable")
 
     functions = (original_muon.zeropower_via_newtonschulz5, original_muon.zeropower_via_gram_newtonschulz)
-    return is_compiled(torch.compile(loss_on)) and not any(is_compiled(function) for function in functions)
+    return is_compiled(torch.compile(compute_loss)) and not any(is_compiled(function) for function in functions)
 
 
 CHECKS: list[Callable[[Engine], bool]] = [
     the_flat_gradient_is_the_rank_average_and_stays,
-    flat_tensors_hold_every_shard_where_grad_position_says,
-    an_offloaded_gradient_is_that_of_the_masters_and_has_norms_of_its_own,
-    the_master_is_another_tensor_than_the_shard_in_fp32_too,
-    cast_of_the_master_is_the_shard,
+    flat_tensors_hold_every_shard_at_its_grad_position,
+    an_offloaded_gradient_is_in_the_masters_beside_its_norms,
+    the_master_is_a_separate_tensor_in_fp32_too,
+    the_shard_is_the_cast_of_the_master,
     the_optimizer_counts_its_steps_and_keeps_local_moments,
     a_changed_shard_is_read_only_after_the_cache_is_emptied,
     zero_grad_resets_overwrite_or_add,
-    a_non_finite_gradient_is_not_applied_and_said_so,
+    a_non_finite_gradient_is_reported_and_not_applied,
     a_layer_is_a_leaf_with_identity_functions,
-    gathers_and_reductions_have_the_streams_that_are_waited_for,
+    all_gathers_and_reductions_use_the_streams_that_are_waited_for,
     a_later_hook_sees_the_gathered_parameter,
-    the_optimizers_own_shards_are_reached_without_a_copy,
-    moments_made_at_the_start_are_those_of_the_first_step,
+    optimizer_shards_are_reached_without_a_copy,
+    zero_moments_made_at_the_start_give_the_same_first_step,
     a_shard_is_a_chunk_of_the_flat_parameter,
     zero_init_divides_by_one_method_and_parameters_keep_it,
-    marked_parameters_have_shards_and_reductions_of_their_own,
-    groups_have_the_recipes_limit_of_time,
-    what_is_not_in_shards_becomes_the_first_ranks,
-    the_functions_of_muon_are_not_compiled,
+    expert_blocks_are_sharded_and_reduced_over_their_group,
+    groups_have_the_recipes_timeout,
+    unsharded_parameters_become_the_first_ranks,
+    muons_functions_are_not_compiled,
 ]
 
 
 def run_checks() -> dict[str, bool]:
     results = {}
     for check in CHECKS:
-        e = engine(
-            bf16=check is cast_of_the_master_is_the_shard,
-            offload=check is an_offloaded_gradient_is_that_of_the_masters_and_has_norms_of_its_own,
+        e = make_engine(
+            bf16=check is the_shard_is_the_cast_of_the_master,
+            offload=check is an_offloaded_gradient_is_in_the_masters_beside_its_norms,
         )
         results[check.__name__] = check(e)
         e.close()
@@ -380,7 +387,7 @@ def results() -> list[dict[str, bool]]:
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
-def test_deepspeed_still_behaves(results, name):
+def test_deepspeed_behaves_as_docs_zero3_describes(results, name):
     assert all(result[name] for result in results), f"{name}: {results}"
 
 
@@ -407,9 +414,9 @@ def test_gathered_parameters_are_copied_as_deepspeed_copies_them(num_groups: int
                     data=None,
                 )
             )
-        part = sum(parameter.ds_tensor.ds_numel * num_groups for parameter in parameters)
-        buffer = torch.arange(3.0 + num_ranks * part)[3:]  # not at the beginning of its storage
-        parts = [buffer.narrow(0, part * i, part) for i in range(num_ranks)]
+        numel_per_rank = sum(parameter.ds_tensor.ds_numel * num_groups for parameter in parameters)
+        buffer = torch.arange(3.0 + num_ranks * numel_per_rank)[3:]  # not at the beginning of its storage
+        parts = [buffer.narrow(0, numel_per_rank * i, numel_per_rank) for i in range(num_ranks)]
         handle = AllGatherCoalescedHandle(
             SimpleNamespace(wait=lambda: None), parameters, parts, num_ranks, use_secondary_tensor=num_groups > 1
         )

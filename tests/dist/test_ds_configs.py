@@ -1,5 +1,4 @@
-"""Every file of ds_configs/ trains, as it is shipped, and gives what the plain file gives: where shards lie decides
-nothing about the result."""
+"""Training with every shipped file of ds_configs/ against the plain one: where shards lie changes no result."""
 
 import json
 from dataclasses import dataclass
@@ -34,14 +33,14 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.json"))
 PLAIN = {"bf16": "zero3_bf16", "fp32": "zero3_fp32"}
 ESTIMATORS = {"jvp": {}, "finite_difference": {"estimator": "finite_difference", "epsilon": 5.0}}
 CASES = [("jvp", False), ("finite_difference", True)]
-"""Estimator, and whether adapters are trained. `make soak` has the other two combinations."""
+"""Estimator, and whether adapters are trained. `make soak` runs the other two combinations too."""
 if IS_SOAK:
     CASES += [("jvp", True), ("finite_difference", False)]
 BF16_ALONE = ("zero3_bf16", "zero3_bf16_large", "zero3_bf16_sequential")
-"""Files whose shards lie where the plain file has them: they are not trained in fp32."""
+"""Files that put shards where the plain file does: training them in fp32 would show nothing more."""
 BF16_CASES = CASES if IS_SOAK else CASES[:1]
 SIZES = dict(hidden_size=128, intermediate_size=1024, vocab_size=1024)
-"""Matrices above and below `stage3_param_persistence_threshold`: the large ones are gathered and released."""
+"""Matrices above and below `stage3_param_persistence_threshold`: the large ones are all-gathered and released."""
 
 
 @dataclass
@@ -51,12 +50,12 @@ class Outcome:
     utilities: torch.Tensor
     parameters: dict[str, torch.Tensor]
     offloads: tuple[str, str]
-    """Devices of optimizer and parameters, as DeepSpeed has taken them."""
+    """Devices of optimizer and parameters that DeepSpeed uses."""
     num_ranks_in_node: int
     num_persistent: int
     num_trainable: int
     num_coalesced: int
-    """All-gathers of several parameters, whose parts DeepSpeed copies to their places in Python."""
+    """All-gathers of several parameters, which DeepSpeed copies out of the gathered buffer in Python."""
 
 
 def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora: bool) -> Recipe:
@@ -64,7 +63,7 @@ def make_recipe(model: str, json_file: str, precision: str, estimator: str, lora
         model={"path": model, "precision": precision},
         engine={"deepspeed_config": json_file},
         batch={"global_size": 8, "micro_batch_size_per_rank": 2},
-        # Clipping that is in effect: with an offloaded optimizer DeepSpeed keeps norms of its own, which alpha changes.
+        # Clipping that is in effect: with an offloaded optimizer DeepSpeed clips by norms that alpha must change too.
         optimizer={"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.05},
         probe={"direction": "adam"},  # reads the optimizer's moments
         utility=ESTIMATORS[estimator],
@@ -78,11 +77,11 @@ def train_two_steps(
     precision: str,
     estimator: str,
     lora: bool,
-    degrees: tuple[int, int] = (1, 1),
+    sequence_parallel: tuple[int, int] = (1, 1),
 ) -> Outcome:
-    """`degrees`: degrees of sequence parallelism of the main batch and of the probe."""
+    """`sequence_parallel`: sequence-parallel sizes of the main batch and of the probe."""
     recipe = make_recipe(model, json_file, precision, estimator, lora)
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, and here are many engines
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, which here starts many engines
     settings = derive_plan_settings(recipe)
     config = deepspeed_config(settings, plan_batch(settings, layout.size("shards"), QWEN3_32B))
     engine = build_engine(derive_engine_settings(recipe), config)
@@ -91,8 +90,8 @@ def train_two_steps(
     handle = partition_parameters.AllGatherCoalescedHandle
     with patch.object(handle, "wait", autospec=True, side_effect=handle.wait) as waits:
         for k in range(2):
-            main = step_runs.deal(tiny.make_batch(8, seed=k), 2, degrees[0])
-            batches = StepBatches(main, step_runs.deal(tiny.make_batch(4, seed=50 + k), 2, degrees[1]))
+            main = step_runs.deal(tiny.make_batch(8, seed=k), 2, sequence_parallel[0])
+            batches = StepBatches(main, step_runs.deal(tiny.make_batch(4, seed=50 + k), 2, sequence_parallel[1]))
             recorded = step_runs.Recorder(engine)
             metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
             losses.append(metrics.values["loss"])
@@ -103,7 +102,7 @@ def train_two_steps(
         norms,
         torch.cat(utilities),
         step_runs.gather_parameters(engine),
-        offloads(engine),
+        find_offload_devices(engine),
         engine.trainable[0][1].ds_secondary_tensor_group_size,
         sum(parameter.ds_persist for _, parameter in engine.trainable),
         len(engine.trainable),
@@ -113,13 +112,13 @@ def train_two_steps(
     return outcome
 
 
-def offloads(engine: Engine) -> tuple[str, str]:
+def find_offload_devices(engine: Engine) -> tuple[str, str]:
     sections = (engine.deepspeed.zero_offload_optimizer(), engine.deepspeed.zero_offload_param())
     return tuple("none" if section is None else OffloadDeviceEnum(section.device).value for section in sections)
 
 
 def train_with_every_file(model: str, json_files: dict[tuple[str, str], str]) -> dict[tuple, Outcome]:
-    """In every case; in bf16 in one, as fp32 has the others and shows more."""
+    """Train in every case; in bf16 in one of them, as fp32 has the others and shows more."""
     return {
         (name, precision, estimator, lora): train_two_steps(model, json_file, precision, estimator, lora)
         for (name, precision), json_file in json_files.items()
@@ -134,9 +133,9 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def shipped_and_in_fp32(folder: Path) -> dict[tuple[str, str], str]:
-    """(name, precision) -> file: as shipped, and in fp32, where differences cannot drown in rounding, those that put
-    shards elsewhere."""
+def list_files(folder: Path) -> dict[tuple[str, str], str]:
+    """(name, precision) -> file: every file as shipped, and those that put shards elsewhere also in fp32, where
+    differences cannot drown in rounding."""
     files = {}
     for name in FILES:
         path = FOLDER / f"{name}.json"
@@ -152,22 +151,27 @@ def shipped_and_in_fp32(folder: Path) -> dict[tuple[str, str], str]:
 
 @pytest.fixture(scope="module")
 def outcomes(model, tmp_path_factory) -> dict[tuple, Outcome]:
-    files = shipped_and_in_fp32(tmp_path_factory.mktemp("json"))
+    files = list_files(tmp_path_factory.mktemp("json"))
     return run_ranks(train_with_every_file, 2, model, files)[0]
 
 
-def assert_same(found: Outcome, plain: Outcome, precision: str) -> None:
-    """The arithmetic is the same, but for norms: with an offloaded optimizer DeepSpeed sums them in another order, and
+def assert_same(outcome: Outcome, plain: Outcome, precision: str) -> None:
+    """Compare with the plain file's outcome.
+
+    The arithmetic is the same, but for norms: with an offloaded optimizer DeepSpeed sums them in another order, and
     the clipping factor's last bit changes. Adam's first update is nearly the gradient's sign, so where a gradient is
     near zero the parameter moves by more than a bit. A copy that a perturbation did not reach gives utilities that are
-    0, a norm that alpha did not reach another update: deviations of 0.1 and more."""
+    0, a norm that alpha did not reach another update: deviations of 0.1 and more.
+    """
     tolerance = {"fp32": 2e-3, "bf16": 1e-2}[precision]
     assert float(plain.utilities.abs().max()) > 0.1
     deviations = {
-        "losses": max(abs(a / b - 1) for a, b in zip(found.losses, plain.losses, strict=True)),
-        "gradient norms": max(abs(a / b - 1) for a, b in zip(found.gradient_norms, plain.gradient_norms, strict=True)),
-        "utilities": step_runs.relative_error(found.utilities, plain.utilities),
-        "parameters": max(step_runs.relative_error(found.parameters[n], p) for n, p in plain.parameters.items()),
+        "losses": max(abs(a / b - 1) for a, b in zip(outcome.losses, plain.losses, strict=True)),
+        "gradient norms": max(
+            abs(a / b - 1) for a, b in zip(outcome.gradient_norms, plain.gradient_norms, strict=True)
+        ),
+        "utilities": step_runs.relative_error(outcome.utilities, plain.utilities),
+        "parameters": max(step_runs.relative_error(outcome.parameters[n], p) for n, p in plain.parameters.items()),
     }
     print({quantity: f"{deviation:.1e}" for quantity, deviation in deviations.items()})
     assert max(deviations.values()) < tolerance, deviations
@@ -177,7 +181,7 @@ def assert_same(found: Outcome, plain: Outcome, precision: str) -> None:
     ("name", "estimator", "lora"),
     [(name, *case) for name in FILES for case in (BF16_CASES if name in BF16_ALONE else CASES)],
 )
-def test_a_file_gives_what_the_plain_one_gives(outcomes, name, estimator, lora):
+def test_every_file_trains_as_the_plain_one_does(outcomes, name, estimator, lora):
     precisions = [precision for precision in PLAIN if (name, precision, estimator, lora) in outcomes]
     assert precisions
     for precision in precisions:
@@ -186,13 +190,13 @@ def test_a_file_gives_what_the_plain_one_gives(outcomes, name, estimator, lora):
 
 
 @pytest.mark.parametrize(("estimator", "lora"), BF16_CASES)
-def test_sequential_gathers_change_no_bit(outcomes, estimator, lora):
-    found, plain = (outcomes[f"zero3_bf16_{name}", "bf16", estimator, lora] for name in ("sequential", "large"))
-    assert found.num_coalesced == 0 < plain.num_coalesced
-    assert (found.losses, found.gradient_norms) == (plain.losses, plain.gradient_norms)
-    assert torch.equal(found.utilities, plain.utilities)
-    assert found.parameters.keys() == plain.parameters.keys()
-    assert all(torch.equal(found.parameters[name], parameter) for name, parameter in plain.parameters.items())
+def test_sequential_all_gathers_change_no_bit(outcomes, estimator, lora):
+    sequential, plain = (outcomes[f"zero3_bf16_{name}", "bf16", estimator, lora] for name in ("sequential", "large"))
+    assert sequential.num_coalesced == 0 < plain.num_coalesced
+    assert (sequential.losses, sequential.gradient_norms) == (plain.losses, plain.gradient_norms)
+    assert torch.equal(sequential.utilities, plain.utilities)
+    assert sequential.parameters.keys() == plain.parameters.keys()
+    assert all(torch.equal(sequential.parameters[name], parameter) for name, parameter in plain.parameters.items())
 
 
 @pytest.mark.parametrize(
@@ -204,33 +208,35 @@ def test_sequential_gathers_change_no_bit(outcomes, estimator, lora):
     ],
 )
 def test_offloading_is_in_effect(outcomes, name, optimizer, parameters):
-    found = outcomes[name, "bf16", "jvp", False]
-    assert found.offloads == (optimizer, parameters)
-    assert 0 < found.num_persistent < found.num_trainable
-    assert min(found.gradient_norms) > 0.05  # clipped
+    outcome = outcomes[name, "bf16", "jvp", False]
+    assert outcome.offloads == (optimizer, parameters)
+    assert 0 < outcome.num_persistent < outcome.num_trainable
+    assert min(outcome.gradient_norms) > 0.05  # clipped
 
 
-DEGREES = ((2, 4), *([(1, 1)] if IS_SOAK else []))
-"""Degrees of sequence parallelism of the main batch and of the probe."""
+SEQUENCE_PARALLEL_SIZES = ((2, 4), *([(1, 1)] if IS_SOAK else []))
+"""Of the main batch and of the probe."""
 
 
 def train_hierarchically(model: str, json_files: dict[str, str]) -> dict[tuple[str, tuple[int, int]], Outcome]:
     layout.make_sequence_groups([2, 4])
     return {
-        (name, degrees): train_two_steps(model, json_file, "fp32", "finite_difference", lora=False, degrees=degrees)
+        (name, sizes): train_two_steps(
+            model, json_file, "fp32", "finite_difference", lora=False, sequence_parallel=sizes
+        )
         for name, json_file in json_files.items()
-        for degrees in DEGREES
+        for sizes in SEQUENCE_PARALLEL_SIZES
     }
 
 
-def test_hierarchical_partitioning_over_two_nodes_of_two(model, tmp_path):
-    """The shipped file says 8, which on 2 ranks is one node; here are two groups that each hold the whole model."""
+def test_hierarchical_partitioning_over_two_nodes_trains_as_the_plain_file_does(model, tmp_path):
+    """The shipped file says 8, which on 2 ranks is one node; here two groups each hold the whole model."""
     content: dict[str, Any] = json.loads((FOLDER / "zero3_bf16_hierarchical.json").read_text())
     del content["bf16"]
     content["zero_optimization"]["zero_hpz_partition_size"] = 2
     (tmp_path / "ds.json").write_text(json.dumps(content))
     files = {"plain": str(FOLDER / "zero3_fp32.json"), "hierarchical": str(tmp_path / "ds.json")}
     for outcomes in run_ranks(train_hierarchically, 4, model, files):
-        for degrees in DEGREES:
-            assert outcomes["hierarchical", degrees].num_ranks_in_node == 2
-            assert_same(outcomes["hierarchical", degrees], outcomes["plain", degrees], "fp32")
+        for sizes in SEQUENCE_PARALLEL_SIZES:
+            assert outcomes["hierarchical", sizes].num_ranks_in_node == 2
+            assert_same(outcomes["hierarchical", sizes], outcomes["plain", sizes], "fp32")

@@ -1,4 +1,4 @@
-"""The exports of a run on 2 ranks, at its end and from its checkpoint, compute what its engine computed."""
+"""Exports of a run on 2 ranks, at its end and from its checkpoint: they compute what its engine computed."""
 
 import json
 import shutil
@@ -12,11 +12,11 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers import tiny
+from tests.helpers import resumed_runs, tiny
 from tests.helpers.exports import load_tensors
 from tests.helpers.moe_models import write_moe_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.setups import sums, write_conversations
+from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
 from tests.helpers.soak import soak
 from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.commands.export.write import export_run
@@ -41,8 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "full, tied, bf16": {"precision": "bf16", "base": "tied"},
     "lora, untied, fp32": {"precision": "fp32", "base": "untied", "lora": LORA},
     "lora, tied, bf16": {"precision": "bf16", "base": "tied", "lora": LORA},
-    "full, mixture, bf16": {"precision": "bf16", "base": "mixture"},
-    "lora, mixture, fp32": {"precision": "fp32", "base": "mixture", "lora": ON_EXPERTS},
+    "full, MoE model, bf16": {"precision": "bf16", "base": "moe_model"},
+    "lora, MoE model, fp32": {"precision": "fp32", "base": "moe_model", "lora": ON_EXPERTS},
 } | soak(
     {
         "full, tied, fp32": {"precision": "fp32", "base": "tied"},
@@ -63,7 +63,7 @@ class Outcome:
     written: list[str] = field(default_factory=list)
     """Files of the export in small files that this rank wrote."""
     held_bytes: int = 0
-    """Most bytes of weights that this rank kept for one file."""
+    """Bytes of weights that this rank held for one file, at most."""
     failure: str = ""
     """The messages of all ranks when one of them cannot write its file."""
 
@@ -88,7 +88,7 @@ def make_recipe(folder: Path, name: str, *, precision: str, base: str, lora: dic
     )
 
 
-def engine_logits(engine: Engine) -> Tensor:
+def compute_engine_logits(engine: Engine) -> Tensor:
     row = SequenceLayout.from_lengths([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
     with engine.without_gradient():
         hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False, sequence_layout=row).last_hidden_state
@@ -96,7 +96,7 @@ def engine_logits(engine: Engine) -> Tensor:
 
 
 def export_in_small_files(engine: Engine, recipe: Recipe, outcome: Outcome) -> None:
-    """Export completely, and once more with a disk that is full for the last rank's file."""
+    """Export once completely, and once with a full disk for the last rank's file."""
     write_file, tokenizer = files.write_file, load_tokenizer(recipe.model.path)
     max_file_bytes = MAX_FILE_BYTES[recipe.model.precision]
 
@@ -126,20 +126,16 @@ def export_in_small_files(engine: Engine, recipe: Recipe, outcome: Outcome) -> N
 def train(folder: Path, name: str) -> Outcome:
     """Train as the command does, and inspect the engine before it is closed."""
     recipe = make_recipe(folder, name, **CASES[name])
-    close, outcomes = Engine.close, []
+    outcomes = []
 
-    def look_and_close(engine: Engine) -> None:
-        outcome = Outcome(Path(recipe.run.output_dir), engine_logits(engine))
+    def inspect(engine: Engine) -> None:
+        outcome = Outcome(Path(recipe.run.output_dir), compute_engine_logits(engine))
         if recipe.lora is None:
             export_in_small_files(engine, recipe, outcome)
         outcomes.append(outcome)
-        close(engine)
 
-    Engine.close = look_and_close
-    try:
+    with resumed_runs.inspecting_engines(inspect):
         run.train(recipe)
-    finally:
-        Engine.close = close
     return outcomes[0]
 
 
@@ -158,28 +154,25 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
         model.save_pretrained(folder / kind)
         tokenizer.save_pretrained(folder / kind)
         (folder / kind / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
-    write_moe_model(folder / "mixture", "deepseek_v3", torch.bfloat16)
-    (folder / "mixture" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    write_moe_model(folder / "moe_model", "deepseek_v3", torch.bfloat16)
+    (folder / "moe_model" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "held_out.jsonl", sums(range(12, 16)))
     for precision in ("fp32", "bf16"):
-        config = tiny.deepspeed_config(bf16=precision == "bf16", persistence_threshold=500)
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
-            del config[key]  # the recipe's
-        (folder / f"{precision}.json").write_text(json.dumps(config))
+        write_deepspeed_config(folder / f"{precision}.json", bf16=precision == "bf16")
     return run_ranks(train_all, 2, folder)
 
 
-def logits(model) -> Tensor:
+def compute_logits(model) -> Tensor:
     with torch.no_grad():
         return model.eval()(PROMPT).logits
 
 
-def base_of(name: str, folder: Path, dtype: torch.dtype):
+def load_base(name: str, folder: Path, dtype: torch.dtype):
     return AutoModelForCausalLM.from_pretrained(folder.parent / CASES[name]["base"], dtype=dtype)
 
 
-def largest_difference(actual: Tensor, expected: Tensor) -> float:
+def find_largest_difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).abs().max())
 
 
@@ -188,37 +181,37 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 0.02}
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_the_result_computes_what_the_engine_computed(outcomes, name):
+def test_an_exported_model_computes_what_the_engine_computed(outcomes, name):
     outcome, precision = outcomes[0][name], CASES[name]["precision"]
-    untrained = logits(base_of(name, outcome.folder, torch.float32))
-    assert largest_difference(untrained, outcome.logits) > 0.1
+    untrained = compute_logits(load_base(name, outcome.folder, torch.float32))
+    assert find_largest_difference(untrained, outcome.logits) > 0.1
     for folder in ("model", "small"):
         model = AutoModelForCausalLM.from_pretrained(outcome.folder / folder)
         assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-        difference = largest_difference(logits(model), outcome.logits)
+        difference = find_largest_difference(compute_logits(model), outcome.logits)
         print(f"{folder}: {difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
         assert difference < TOLERANCE[precision]
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_small_files_come_from_both_ranks_and_hold_the_same(outcomes, name):
+def test_small_files_are_written_by_both_ranks_and_hold_the_same_weights(outcomes, name):
     folder, max_file_bytes = outcomes[0][name].folder, MAX_FILE_BYTES[CASES[name]["precision"]]
     names = sorted(path.name for path in (folder / "small").glob("*.safetensors"))
     assert [result[name].written for result in outcomes] == [names[0::2], names[1::2]]
     assert len(names) >= 4
     held_bytes = max(result[name].held_bytes for result in outcomes)
-    assert held_bytes <= 1.2 * max_file_bytes  # the embedding is larger than a file may be, and has one of its own
-    whole, small = load_tensors(folder / "model"), load_tensors(folder / "small")
-    assert whole.keys() == small.keys()
-    assert all(torch.equal(whole[key], small[key]) for key in whole)
-    assert whole.keys() == load_tensors(folder.parent / CASES[name]["base"]).keys()
+    assert held_bytes <= 1.2 * max_file_bytes  # the embedding exceeds the limit and has a file to itself
+    one_file, small = load_tensors(folder / "model"), load_tensors(folder / "small")
+    assert one_file.keys() == small.keys()
+    assert all(torch.equal(one_file[key], small[key]) for key in one_file)
+    assert one_file.keys() == load_tensors(folder.parent / CASES[name]["base"]).keys()
     index = json.loads((folder / "small" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == whole.keys()
-    assert ("lm_head.weight" in whole) is not (CASES[name]["base"] == "tied")
+    assert index["weight_map"].keys() == one_file.keys()
+    assert ("lm_head.weight" in one_file) is not (CASES[name]["base"] == "tied")
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_a_checkpoint_of_2_ranks_gives_the_same_bytes(outcomes, name):
+def test_the_export_of_a_checkpoint_has_the_same_bytes(outcomes, name):
     folder = outcomes[0][name].folder
     exported = export_run(folder)
     assert exported.parent.name == f"step_{NUM_STEPS:08d}"
@@ -239,7 +232,7 @@ def test_a_rank_that_cannot_write_ends_the_export_on_all_ranks(outcomes, name):
 
 
 @pytest.mark.parametrize("name", [*FULL, *ADAPTED])
-def test_tokenizer_and_settings_are_beside_the_weights(outcomes, name):
+def test_tokenizer_and_generation_settings_are_exported_with_the_weights(outcomes, name):
     folder = outcomes[0][name].folder / ("adapter" if "lora" in CASES[name] else "model")
     assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
     if "lora" not in CASES[name]:
@@ -249,35 +242,35 @@ def test_tokenizer_and_settings_are_beside_the_weights(outcomes, name):
     assert not list(folder.parent.glob("*.unfinished"))
 
 
-def test_a_mixture_says_at_its_start_what_is_not_trained(outcomes):
+def test_a_run_of_an_moe_model_says_that_it_has_no_auxiliary_loss(outcomes):
     for name in CASES:
-        said = "2 of 4 experts for a token; no auxiliary loss" in (outcomes[0][name].folder / "start.txt").read_text()
-        assert said is (CASES[name]["base"] == "mixture")
+        start = (outcomes[0][name].folder / "start.txt").read_text()
+        assert ("2 of 4 experts for a token; no auxiliary loss" in start) is (CASES[name]["base"] == "moe_model")
 
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_an_adapter_computes_what_the_engine_computed(outcomes, name):
     outcome, precision = outcomes[0][name], CASES[name]["precision"]
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    untrained = logits(base_of(name, outcome.folder, torch.float32))
-    assert largest_difference(untrained, outcome.logits) > 0.02
+    untrained = compute_logits(load_base(name, outcome.folder, torch.float32))
+    assert find_largest_difference(untrained, outcome.logits) > 0.02
     from_checkpoint = export_run(outcome.folder)
     live, later = load_tensors(outcome.folder / "adapter"), load_tensors(from_checkpoint)
     assert live.keys() == later.keys()
     assert all(torch.equal(live[key].float(), later[key]) for key in live)
     for folder in (outcome.folder / "adapter", from_checkpoint):
-        adapted = PeftModel.from_pretrained(base_of(name, outcome.folder, dtype), folder)
-        difference = largest_difference(logits(adapted), outcome.logits)
+        adapted = PeftModel.from_pretrained(load_base(name, outcome.folder, dtype), folder)
+        difference = find_largest_difference(compute_logits(adapted), outcome.logits)
         print(f"{folder.name}: {difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
         assert difference < TOLERANCE[precision]
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_merged_computes_what_the_engine_computed(outcomes, name):
+def test_a_merged_adapter_computes_what_the_engine_computed(outcomes, name):
     outcome, precision = outcomes[0][name], CASES[name]["precision"]
     merged = export_run(outcome.folder, merge=True)
     model = AutoModelForCausalLM.from_pretrained(merged)
-    difference = largest_difference(logits(model), outcome.logits)
+    difference = find_largest_difference(compute_logits(model), outcome.logits)
     print(f"{difference:.1e} of {float(outcome.logits.abs().max()):.2f}")
     assert difference < TOLERANCE[precision]
     shutil.rmtree(outcome.folder / "checkpoints")

@@ -1,21 +1,22 @@
 """Accuracy of the two estimators in bf16 on a real pretrained model, through the real engine.
 
 The reference is the derivative of the plain Hugging Face model in fp64 along the direction that the engine holds, so
-that the estimator alone is compared; for full parameters also along the exact model's own probe gradient, which adds
-the error of the engine's bf16 probe. fp64 is slow, so it holds, on one sequence and the first layers, the sharded model
-computed in fp32 (`forward_mode(..., precision)`, also what `vcore-ds fidelity` measures against), and that holds the
+that the estimator alone is compared; for full parameters also along the exact model's probe gradient, which adds the
+error of the engine's bf16 probe. fp64 is slow, so it checks, on one sequence and the first layers, the sharded model
+computed in fp32 (`forward_mode(..., precision)`, also the reference of `vcore-ds fidelity`); that model checks the
 estimators on all sequences, with all parameters also on all layers.
-The same on a tiny model on one and two ranks, from bf16 and from fp32. `pytest -s` prints the table.
+A tiny model on one and two ranks, in bf16 and in fp32, is checked in the same way. `pytest -s` prints the table.
 
-What is left between forward mode and the reference is the bf16 model itself, whose losses differ as well. It was worst
-for adapters just off B = 0, whose output was lost when it was added to a base output that was already rounded: 0.986
-of the correlation and 0.14 nats of mean loss after one step at 1e-3 (0.988 after three at 3e-4, no other fault). One
-token whose utility is far off costs 0.003 in the 371 tokens of the other settings, so this is measured on 742.
+The remaining difference between forward mode and the reference is the bf16 model itself, whose losses differ as well.
+It was worst for adapters just off B = 0, whose output was lost when it was added to a base output that was already
+rounded: a correlation of 0.986 and 0.14 nats of mean loss after one step at 1e-3 (0.988 after three at 3e-4, no other
+fault). One token whose utility is far off costs 0.003 in the 371 tokens of the other settings, so this is measured on
+742.
 
-How far off such tokens are is a matter of the last bit: one of 1,487 had an error of 0.2 to 1.7 with the products of
-four kinds of CPUs, up to 72% of the sum of squares, and with it the relative error of all tokens was 0.030 to 0.064.
-That of 99% of the tokens was 0.020 to 0.023, and 0.18 and 0.20 with the adapter's output lost. So that one is bounded;
-the correlation is over all tokens.
+The error of such tokens is a matter of the last bit: one of 1,487 had an error of 0.2 to 1.7 with the matrix
+multiplications of four kinds of CPUs, up to 72% of the sum of squares, and with it the relative error of all tokens was
+0.030 to 0.064. That of 99% of the tokens was 0.020 to 0.023, and 0.18 and 0.20 with the adapter's output lost. So the
+error of those 99% is bounded; the correlation is over all tokens.
 """
 
 import copy
@@ -57,11 +58,11 @@ pytestmark = pytest.mark.dist
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EPSILONS = (1e-2, 1e-4) if IS_SOAK else (1e-4,)
-"""All parameters have both. README's table is `make soak`'s."""
+"""Full fine-tuning is measured with both. README's table comes from `make soak`."""
 NUM_LAYERS = 8
-"""Of 30: the fp64 model's, and adapters'. All layers are for the estimators with all parameters, which need the whole
-model's gradient (with the first layers alone it is so large that a finite difference of 1e-4 is not all rounding), and
-for `make soak`."""
+"""Layers of the fp64 model and of the model with adapters, of 30. The estimators with all parameters take all layers,
+since the gradient of the first layers alone is so large that a finite difference of 1e-4 is not all rounding; `make
+soak` takes them everywhere."""
 NUM_SEQUENCES = 4 if IS_SOAK else 2
 """Of the main batch, of the probe and of each training step."""
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -76,7 +77,7 @@ OFF_ZERO_RATE = 1e-3
 
 @dataclass
 class Fidelity:
-    """Correlations are Spearman's, over the tokens of the batch."""
+    """Accuracy of both estimators in one setting; correlations are Spearman's, over the tokens of the batch."""
 
     num_tokens: int
     exact_spread: float
@@ -86,10 +87,10 @@ class Fidelity:
     with_fp8_tangents: float
     """Correlation of forward mode with `utility.tangent_precision: fp8`."""
     upcast_relative_error: float | None
-    """Error of forward mode with the parameters of each module in fp32, which the others are compared with, against the
-    reference in fp64; over the tokens of the first sequence. None where it was not computed."""
+    """Error, against fp64, of the fp32 reference that the other fields compare with; over the tokens of the first
+    sequence. None where it was not computed."""
     jvp_along_exact_gradient: float | None
-    """Correlation with the utilities along the reference's own probe gradient; None where it was not computed."""
+    """Correlation with the utilities along the reference's probe gradient; None where it was not computed."""
     finite_difference: dict[float, float]
     """By epsilon."""
     changed_fraction: dict[float, float]
@@ -103,7 +104,7 @@ class OffZero:
     num_tokens: int
     jvp: float
     jvp_relative_error: float
-    """Over all tokens but the hundredth with the largest errors."""
+    """Over the 99% of the tokens with the smallest errors."""
     loss: float
     """Mean of the training forward's, nats."""
     exact_loss: float
@@ -113,8 +114,8 @@ class OffZero:
 def on_one_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]]:
-    part = None if IS_SOAK else write_first_layers(tmp_path_factory.mktemp("model"), NUM_LAYERS)
-    return run_ranks(measure_all, 1, str(prepare_pretrained_model()), part and str(part))
+    first_layers = None if IS_SOAK else write_first_layers(tmp_path_factory.mktemp("model"), NUM_LAYERS)
+    return run_ranks(measure_all, 1, str(prepare_pretrained_model()), first_layers and str(first_layers))
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +123,19 @@ def fidelity(on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]
     ((measured, _),) = on_one_rank
     columns = "".join(f"{f'eps {epsilon:g}':>18s}" for epsilon in measured["full"].finite_difference)
     print(f"\n{'Spearman with the exact utilities':34s}{'jvp':>8s}{columns}")
-    for setting, found in measured.items():
+    for setting, result in measured.items():
         differences = [
-            f"{value:.3f} ({found.changed_fraction[epsilon]:.2%})" for epsilon, value in found.finite_difference.items()
+            f"{value:.3f} ({result.changed_fraction[epsilon]:.2%})"
+            for epsilon, value in result.finite_difference.items()
         ]
         print(
-            f"{setting:34s}{found.jvp:8.4f} (FP8 tangents {found.with_fp8_tangents:.4f})"
+            f"{setting:34s}{result.jvp:8.4f} (FP8 tangents {result.with_fp8_tangents:.4f})"
             + "".join(f"{difference:>18s}" for difference in differences)
         )
         print(
-            f"    {found.num_tokens} tokens, spread {found.exact_spread:.3g}; relative error of jvp "
-            f"{found.jvp_relative_error:.3f}, of the fp32 reference {found.upcast_relative_error}; jvp along the "
-            f"exact gradient {found.jvp_along_exact_gradient}"
+            f"    {result.num_tokens} tokens, spread {result.exact_spread:.3g}; relative error of jvp "
+            f"{result.jvp_relative_error:.3f}, of the fp32 reference {result.upcast_relative_error}; jvp along the "
+            f"exact gradient {result.jvp_along_exact_gradient}"
         )
     print("in brackets: share of the trainable parameters that the perturbation changed")
     return measured
@@ -141,14 +143,14 @@ def fidelity(on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]
 
 @soak_only
 def test_an_adapter_just_off_zero_is_not_lost_in_rounding() -> None:
-    (found,) = run_ranks(measure_off_zero, 1, str(prepare_pretrained_model()), timeout_seconds=500)
+    (result,) = run_ranks(measure_off_zero, 1, str(prepare_pretrained_model()), timeout_seconds=500)
     print(
-        f"\nlora just off 0: jvp {found.jvp:.4f}, relative error {found.jvp_relative_error:.3f}; mean loss "
-        f"{found.loss:.4f}, exact {found.exact_loss:.4f}; {found.num_tokens} tokens"
+        f"\nlora just off 0: jvp {result.jvp:.4f}, relative error {result.jvp_relative_error:.3f}; mean loss "
+        f"{result.loss:.4f}, exact {result.exact_loss:.4f}; {result.num_tokens} tokens"
     )
-    assert found.jvp >= 0.996
-    assert found.jvp_relative_error < 0.03
-    assert abs(found.loss - found.exact_loss) < 0.01
+    assert result.jvp >= 0.996
+    assert result.jvp_relative_error < 0.03
+    assert abs(result.loss - result.exact_loss) < 0.01
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -162,33 +164,37 @@ def test_fp8_tangents_order_tokens_almost_as_well(fidelity: dict[str, Fidelity],
     assert fidelity[setting].with_fp8_tangents >= 0.98
 
 
-def test_the_bf16_probe_gradient_is_as_good_as_the_exact_one(fidelity: dict[str, Fidelity]) -> None:
+def test_utilities_along_the_bf16_probe_gradient_agree_with_those_along_the_exact_one(
+    fidelity: dict[str, Fidelity],
+) -> None:
     along_exact_gradient = fidelity[EXACT_FULL].jvp_along_exact_gradient
     assert along_exact_gradient is not None and along_exact_gradient >= 0.99
 
 
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != "full, first layers"])
-def test_a_finite_difference_at_the_papers_epsilon_is_rounding(fidelity: dict[str, Fidelity], setting: str) -> None:
+def test_a_finite_difference_at_the_papers_epsilon_is_mostly_rounding(
+    fidelity: dict[str, Fidelity], setting: str
+) -> None:
     assert abs(fidelity[setting].finite_difference[1e-4]) < 0.5
 
 
-def test_a_finite_difference_that_stands_clear_of_rounding_is_right(fidelity: dict[str, Fidelity]) -> None:
+def test_a_finite_difference_with_a_large_epsilon_is_accurate(fidelity: dict[str, Fidelity]) -> None:
     # Without this, the test above would pass for a perturbation that never reaches the model.
     assert fidelity["full"].finite_difference[1e-2] > 0.85
 
 
 @pytest.mark.parametrize("setting", WITH_EXACT)
-def test_the_upcast_reference_is_the_exact_derivative(fidelity: dict[str, Fidelity], setting: str) -> None:
+def test_the_fp32_reference_is_the_exact_derivative(fidelity: dict[str, Fidelity], setting: str) -> None:
     error = fidelity[setting].upcast_relative_error
     assert error is not None and error < 2e-5
 
 
-def test_the_upcast_reference_on_one_and_two_ranks(
+def test_the_higher_precision_reference_is_exact_on_one_and_two_ranks(
     on_one_rank: list[tuple[dict[str, "Fidelity"], dict[str, "Upcast"]]],
 ) -> None:
     (_, single), *double = on_one_rank[0], *run_ranks(measure_upcasts, 2)
-    for found in (single, *double):
-        for setting, upcast in found.items():
+    for result in (single, *double):
+        for setting, upcast in result.items():
             assert upcast.dtype == HIGHER_PRECISION[setting.split()[0]]
             # Hugging Face's norms compute in fp32, also in the fp64 model that is compared with.
             assert upcast.loss_error < 1e-5 and upcast.relative_error < 2e-6, (setting, upcast)
@@ -199,19 +205,19 @@ def test_the_upcast_reference_on_one_and_two_ranks(
 # ---- on the rank ---------------------------------------------------------------------------------------------------
 
 
-def measure_all(whole: str, part: str | None) -> tuple[dict[str, Fidelity], dict[str, "Upcast"]]:
-    """`part`: folder of the model's first layers, which alone are computed in fp64; None: all of them are."""
+def measure_all(model: str, first_layers: str | None) -> tuple[dict[str, Fidelity], dict[str, "Upcast"]]:
+    """`first_layers`: folder of the model's first layers, which alone are computed in fp64; None: all layers are."""
     keep_freed_memory()
-    tokenizer = load_tokenizer(whole)
+    tokenizer = load_tokenizer(model)
     measured = {}
-    if part is not None:
-        engine = make_engine(whole, lora=False)
+    if first_layers is not None:
+        engine = make_engine(model, lora=False)
         measured["full"] = measure(engine, Direction(engine), None, tokenizer, (1e-2, 1e-4))
         engine.close()
     for lora in (False, True):
-        engine = make_engine(part or whole, lora)
+        engine = make_engine(first_layers or model, lora)
         direction = Direction(engine)
-        reference = exact_model(part or whole, lora)
+        reference = load_exact_model(first_layers or model, lora)
         if not lora:
             measured[EXACT_FULL] = measure(engine, direction, reference, tokenizer, (1e-2, 1e-4) if IS_SOAK else ())
         if lora and "lora at init" in SETTINGS:
@@ -224,16 +230,16 @@ def measure_all(whole: str, part: str | None) -> tuple[dict[str, Fidelity], dict
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory. It would return that of large tensors at once, and page faults in new memory took
-    a fifth of the time."""
+    """Make glibc keep freed memory. It would return that of large tensors at once, and page faults in new memory took a
+    fifth of the time."""
     libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4
     assert libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def measure_off_zero(model_folder: str) -> OffZero:
     tokenizer = load_tokenizer(model_folder)
-    probe = arithmetic(tokenizer, range(100, 108))
-    mains = [arithmetic(tokenizer, range(start, start + 4)) for start in range(0, 8, 4)]
+    probe = make_problems(tokenizer, range(100, 108))
+    mains = [make_problems(tokenizer, range(start, start + 4)) for start in range(0, 8, 4)]
     engine = make_engine(model_folder, lora=True)
     direction = Direction(engine)
     take_steps(engine, direction, tokenizer, num_steps=1, learning_rate=OFF_ZERO_RATE)
@@ -248,8 +254,8 @@ def measure_off_zero(model_folder: str) -> OffZero:
     engine.close()
     return OffZero(
         num_tokens=len(exact),
-        jvp=spearman(jvp, exact),
-        jvp_relative_error=relative_error_of_most(jvp, exact),
+        jvp=compute_spearman(jvp, exact),
+        jvp_relative_error=relative_error_without_outliers(jvp, exact),
         loss=float(losses.mean()),
         exact_loss=float(exact_losses.mean()),
     )
@@ -267,10 +273,10 @@ def make_engine(model_folder: str, lora: bool) -> Engine:
 def take_steps(
     engine: Engine, direction: Direction, tokenizer: PreTrainedTokenizerBase, *, num_steps: int, learning_rate: float
 ) -> None:
-    """Adapters leave B = 0, where A has no gradient."""
+    """Train for some steps, so that adapters leave B = 0, where A has no gradient."""
     for step in range(num_steps):
         first = 200 + NUM_SEQUENCES * step
-        batch = arithmetic(tokenizer, range(first, first + NUM_SEQUENCES))
+        batch = make_problems(tokenizer, range(first, first + NUM_SEQUENCES))
         direction.compute([batch], normalization="sequence", clip=None)
         engine.step(learning_rate=learning_rate)
 
@@ -282,7 +288,10 @@ def measure(
     tokenizer: PreTrainedTokenizerBase,
     epsilons: tuple[float, ...] = EPSILONS,
 ) -> Fidelity:
-    probe, main = arithmetic(tokenizer, range(100, 100 + NUM_SEQUENCES)), arithmetic(tokenizer, range(NUM_SEQUENCES))
+    probe, main = (
+        make_problems(tokenizer, range(100, 100 + NUM_SEQUENCES)),
+        make_problems(tokenizer, range(NUM_SEQUENCES)),
+    )
     direction.compute([probe], normalization="sequence", clip=None)
     (jvp,) = compute_jvp_utilities(engine, direction, [main], 1)
     (with_fp8_tangents,) = compute_jvp_utilities(engine, direction.with_rank(None, fp8_tangents=True), [main], 1)
@@ -300,26 +309,28 @@ def measure(
     if reference is not None:
         copy_trained_parameters(engine, reference)
         first = tiny.take_rows(main, [0])
-        exact = exact_utilities(reference, whole_direction(engine, direction), first)
+        exact = compute_exact_utilities(reference, gather_direction(engine, direction), first)
         upcast_relative_error = step_runs.relative_error(upcast[: len(exact)], exact)
         if not hasattr(reference, "peft_config"):  # one setting is enough
-            along_exact_gradient = spearman(jvp, along_the_exact_gradient(reference, probe, main))
+            along_exact_gradient = compute_spearman(jvp, compute_utilities_along_exact_gradient(reference, probe, main))
     return Fidelity(
         num_tokens=len(upcast),
         exact_spread=float(upcast.std()),
-        jvp=spearman(jvp, upcast),
+        jvp=compute_spearman(jvp, upcast),
         jvp_relative_error=step_runs.relative_error(jvp, upcast),
-        with_fp8_tangents=spearman(with_fp8_tangents, upcast),
+        with_fp8_tangents=compute_spearman(with_fp8_tangents, upcast),
         upcast_relative_error=upcast_relative_error,
         jvp_along_exact_gradient=along_exact_gradient,
-        finite_difference={epsilon: spearman(found, upcast) for epsilon, found in differences.items()},
+        finite_difference={
+            epsilon: compute_spearman(difference, upcast) for epsilon, difference in differences.items()
+        },
         changed_fraction=changed,
     )
 
 
 @dataclass
 class Upcast:
-    """Forward mode in the next higher precision on a tiny model, with the exact derivative; of one rank's rows."""
+    """Forward mode in the next higher precision against the exact derivative, for a tiny model and one rank's rows."""
 
     dtype: torch.dtype
     loss_error: float
@@ -331,7 +342,7 @@ class Upcast:
 
 
 def measure_upcasts() -> dict[str, Upcast]:
-    """By precision and what is trained."""
+    """Measure every precision, with adapters and without."""
     return {
         f"{precision} {'lora' if lora else 'full'}": measure_upcast(precision, lora)
         for precision in HIGHER_PRECISION
@@ -342,7 +353,7 @@ def measure_upcasts() -> dict[str, Upcast]:
 def measure_upcast(precision: str, lora: bool) -> Upcast:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = tiny.with_lora(tiny.qwen3(tied=lora)) if lora else tiny.qwen3(tied=lora)
-    model = model.to(dtype)  # as DeepSpeed makes it: adapters and buffers too
+    model = model.to(dtype)  # DeepSpeed converts adapters and buffers too
     recipe = step_runs.make_recipe(model={"path": "none", "precision": precision})
     reference = step_runs.make_reference(model, recipe).model.double().eval()
     # peft's hook there asks for gradients in place, which torch.func refuses; no value depends on it.
@@ -350,7 +361,7 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
     engine = step_runs.make_engine(TokenLossModel(model), recipe)
     direction = Direction(engine)
     direction.compute(step_runs.deal(tiny.make_batch(3, seed=5), 2), normalization="sequence", clip=None)
-    whole = whole_direction(engine, direction)
+    exact_direction = gather_direction(engine, direction)
     batches = step_runs.deal(tiny.make_batch(4), 1)
 
     before = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
@@ -360,8 +371,8 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
         )
     after = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
     parameters = {name: parameter.detach() for name, parameter in trained(reference).items()}
-    expected_losses = torch.cat([exact_losses(reference, parameters, batch) for batch in batches]).detach()
-    expected = torch.cat([exact_utilities(reference, whole, batch) for batch in batches])
+    expected_losses = torch.cat([compute_exact_losses(reference, parameters, batch) for batch in batches]).detach()
+    expected = torch.cat([compute_exact_utilities(reference, exact_direction, batch) for batch in batches])
     engine.close()
     return Upcast(
         dtype=losses.dtype if losses.dtype == utilities.dtype else torch.float16,
@@ -372,18 +383,18 @@ def measure_upcast(precision: str, lora: bool) -> Upcast:
     )
 
 
-def spearman(left: Tensor, right: Tensor) -> float:
+def compute_spearman(left: Tensor, right: Tensor) -> float:
     return float(spearmanr(left, right).statistic)
 
 
-def relative_error_of_most(found: Tensor, exact: Tensor) -> float:
-    """Without the hundredth of the entries with the largest errors."""
-    most = (found - exact).abs().argsort()[: len(exact) - len(exact) // 100]
-    return step_runs.relative_error(found[most], exact[most])
+def relative_error_without_outliers(measured: Tensor, exact: Tensor) -> float:
+    """Relative error of all entries but the 1% with the largest errors."""
+    kept = (measured - exact).abs().argsort()[: len(exact) - len(exact) // 100]
+    return step_runs.relative_error(measured[kept], exact[kept])
 
 
-def arithmetic(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
-    """One written-out word problem a seed."""
+def make_problems(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
+    """Write out one word problem per seed."""
     conversations = []
     for row, seed in enumerate(seeds, start=1):
         a, b, c = random.Random(seed).choices(range(3, 61), k=3)
@@ -401,7 +412,7 @@ def arithmetic(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
 # ---- the reference: Hugging Face's model alone, in fp64 ------------------------------------------------------------
 
 
-def exact_model(model_folder: str, lora: bool) -> nn.Module:
+def load_exact_model(model_folder: str, lora: bool) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
     return (get_peft_model(model, LORA) if lora else model).double().eval()
 
@@ -419,14 +430,14 @@ def copy_trained_parameters(engine: Engine, reference: nn.Module) -> None:
             parameter.copy_(sharded.ds_tensor[: parameter.numel()].view_as(parameter))
 
 
-def whole_direction(engine: Engine, direction: Direction) -> dict[str, Tensor]:
-    whole = {}
+def gather_direction(engine: Engine, direction: Direction) -> dict[str, Tensor]:
+    gathered = {}
     for group in range(len(direction.groups)):
-        whole.update(direction.finish_gather(direction.start_gather(group)))
-    return {name.removeprefix("causal_lm."): whole[id(parameter)] for name, parameter in engine.trainable}
+        gathered.update(direction.finish_gather(direction.start_gather(group)))
+    return {name.removeprefix("causal_lm."): gathered[id(parameter)] for name, parameter in engine.trainable}
 
 
-def exact_losses(model: nn.Module, parameters: dict[str, Tensor], batch: Batch) -> Tensor:
+def compute_exact_losses(model: nn.Module, parameters: dict[str, Tensor], batch: Batch) -> Tensor:
     call = dict(input_ids=batch.input_ids, use_cache=False)
     logits = torch.func.functional_call(model, parameters, (), call, tie_weights=True).logits[:, :-1]
     targets = batch.labels[:, 1:]
@@ -434,20 +445,20 @@ def exact_losses(model: nn.Module, parameters: dict[str, Tensor], batch: Batch) 
     return nn.functional.cross_entropy(logits[supervised], targets[supervised], reduction="none")
 
 
-def exact_utilities(model: nn.Module, direction: dict[str, Tensor], batch: Batch) -> Tensor:
+def compute_exact_utilities(model: nn.Module, direction: dict[str, Tensor], batch: Batch) -> Tensor:
     parameters = {name: parameter.detach() for name, parameter in trained(model).items()}
     tangents = {name: direction[name].to(parameter.dtype) for name, parameter in parameters.items()}
-    losses, utilities = torch.func.jvp(lambda p: exact_losses(model, p, batch), (parameters,), (tangents,))
+    losses, utilities = torch.func.jvp(lambda p: compute_exact_losses(model, p, batch), (parameters,), (tangents,))
     assert losses.dtype == next(iter(parameters.values())).dtype
     return utilities.detach()
 
 
-def along_the_exact_gradient(model: nn.Module, probe: Batch, main: Batch) -> Tensor:
-    """Utilities along the gradient of the mean over sequences of the mean token loss; in fp32, which is exact enough
-    beside bf16 and sooner done."""
+def compute_utilities_along_exact_gradient(model: nn.Module, probe: Batch, main: Batch) -> Tensor:
+    """Utilities along the gradient of the mean over sequences of the mean token loss; in fp32, which is exact
+    enough for a comparison with bf16, and faster."""
     model = copy.deepcopy(model).float()
     parameters = trained(model)
-    losses, index = exact_losses(model, dict(parameters), probe), probe.sequence_index()
+    losses, index = compute_exact_losses(model, dict(parameters), probe), probe.sequence_index()
     loss = (losses / probe.num_supervised_tokens()[index]).sum() / probe.num_sequences
     gradient = torch.autograd.grad(loss, list(parameters.values()))
-    return exact_utilities(model, dict(zip(parameters, gradient, strict=True)), main)
+    return compute_exact_utilities(model, dict(zip(parameters, gradient, strict=True)), main)

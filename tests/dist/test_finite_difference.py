@@ -28,33 +28,33 @@ def make_engine(precision: str):
     return recipe, step_runs.make_engine(tiny.token_loss_model(hidden_size=64, intermediate_size=128), recipe)
 
 
-def a_direction(engine) -> Direction:
+def take_direction(engine) -> Direction:
     direction = Direction(engine)
     direction.compute(step_runs.deal(tiny.make_batch(8, seed=9), 2), normalization="sequence", clip=None)
     return direction
 
 
-def shards(engine) -> torch.Tensor:
+def join_shards(engine) -> torch.Tensor:
     return torch.cat([p.ds_tensor.data[: engine.shards.numel(p)].float() for _, p in engine.trainable])
 
 
 def check_stochastic_perturbation() -> dict[str, float]:
-    """Mean of many perturbed parameters against the exact one, in units of what rounding to nearest leaves."""
+    """Compare the mean of many stochastic perturbations, and the nearest-rounded one, with the exact perturbation."""
     _, engine = make_engine("bf16")
-    direction = a_direction(engine)
-    before = shards(engine)
+    direction = take_direction(engine)
+    before = join_shards(engine)
     v = torch.cat([direction.shard(p)[: engine.shards.numel(p)].float() for _, p in engine.trainable])
     epsilon = 1e-3
     exact_shift = -epsilon * v.double()
     total, num_draws, changed = torch.zeros_like(exact_shift), 400, []
     for seed in range(num_draws):
         with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=seed) as changed_fraction:
-            total += shards(engine).double() - before.double()
+            total += join_shards(engine).double() - before.double()
         changed.append(changed_fraction)
     with perturb_parameters(engine, direction, epsilon) as nearest:
-        shift_of_nearest = shards(engine).double() - before.double()
+        shift_of_nearest = join_shards(engine).double() - before.double()
     with perturb_parameters(engine, direction, epsilon, stochastic_rounding_seed=0):
-        first = shards(engine)
+        first = join_shards(engine)
     with perturb_parameters(engine, direction, 0.0, stochastic_rounding_seed=3) as nothing:
         pass
     result = dict(
@@ -64,7 +64,7 @@ def check_stochastic_perturbation() -> dict[str, float]:
         changed=sum(changed) / num_draws,
         changed_by_nearest=nearest,
         changed_by_nothing=nothing,
-        restored=bool(torch.equal(shards(engine), before)),
+        restored=bool(torch.equal(join_shards(engine), before)),
         first_numbers=first[:500].tolist(),
     )
     engine.close()
@@ -72,8 +72,9 @@ def check_stochastic_perturbation() -> dict[str, float]:
 
 
 def check_epsilon_search(precision: str) -> dict[str, float]:
+    """Correlations with the exact utilities at the chosen epsilon, at the best of a grid, and at the paper's."""
     _, engine = make_engine(precision)
-    direction = a_direction(engine)
+    direction = take_direction(engine)
     batches = step_runs.deal(tiny.make_batch(8, seed=4), 2)
     exact = torch.cat(compute_jvp_utilities(engine, direction, batches, 1))
 
@@ -127,7 +128,7 @@ def checks() -> list[dict]:
     return results
 
 
-def test_rounding_is_to_a_neighbour_and_unbiased() -> None:
+def test_stochastic_rounding_is_unbiased_and_goes_to_a_neighbour() -> None:
     generator = torch.Generator().manual_seed(0)
     # bf16 numbers near 1 are 1/128 apart: a fifth of the way up, and the same below zero; and bf16 numbers themselves.
     values = torch.tensor([1 + 0.2 / 128, -1 - 0.2 / 128, 0.0, -3.0, 1e-30])
@@ -154,7 +155,7 @@ def test_ranks_round_independently(checks) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_chosen_epsilon_is_about_the_best_there_is(checks, precision: str) -> None:
+def test_the_chosen_epsilon_is_about_the_best_of_a_grid(checks, precision: str) -> None:
     for result in checks:
         measured = result["search"][precision]
         assert measured["chosen"] == checks[0]["search"][precision]["chosen"]
@@ -163,7 +164,7 @@ def test_the_chosen_epsilon_is_about_the_best_there_is(checks, precision: str) -
             assert measured["agreement"] > measured["at_the_papers"] + 0.3
 
 
-def test_the_displacement_is_kept_from_step_to_step(checks) -> None:
+def test_the_length_of_the_perturbation_stays_the_same_between_steps(checks) -> None:
     for result in checks:
         displacements = [step["epsilon"] * step["direction_norm"] for step in result["steps"]]
         assert displacements == pytest.approx([displacements[0]] * 3, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Work on flat shards against the same work on one parameter at a time, through DeepSpeed's public functions.
+"""Operations on flat shards against the same on one parameter at a time, through DeepSpeed's public functions.
 
 Odd sizes give the last ranks padding, weight decay gives two parameter groups, and small sub-groups divide those.
 """
@@ -57,7 +57,9 @@ def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: 
     config = tiny.deepspeed_config(bf16=bf16, gradient_clipping=0.05, persistence_threshold=500)
     config["zero_force_ds_cpu_optimizer"] = False
     config["zero_optimization"] |= {"sub_group_size": 3000, **{key: {"device": "cpu"} for key in OFFLOADS[offload]}}
-    if optimizer == "muon":  # DeepSpeed's own was silently inactive on a model built so, whose parameters have no shape
+    if (
+        optimizer == "muon"
+    ):  # DeepSpeed's Muon was silently inactive on a model built without zero.Init, whose parameters have no shape
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     return Engine(model, build_optimizer(model, recipe.optimizer), config, coalesce_gradient_reduction=coalesce)
 
@@ -76,7 +78,7 @@ class OneByOne:
     def __init__(self, engine: Engine):
         self._engine = engine
 
-    def _own(self, shards: dict[int, Tensor]) -> list[Tensor]:
+    def _without_padding(self, shards: dict[int, Tensor]) -> list[Tensor]:
         parameters = [parameter for _, parameter in self._engine.trainable]
         measured = []
         for parameter in parameters:
@@ -84,16 +86,16 @@ class OneByOne:
             measured.append(shards[id(parameter)].detach().view(-1)[: max(0, parameter.ds_numel - start)])
         return measured
 
-    def of(self, getter, *arguments: Any) -> list[Tensor]:
-        return self._own({id(p): getter(p, *arguments) for _, p in self._engine.trainable})
+    def get(self, getter, *arguments: Any) -> list[Tensor]:
+        return self._without_padding({id(p): getter(p, *arguments) for _, p in self._engine.trainable})
 
     def norm(self, tensors: list[Tensor]) -> float:
         square = sum(float(tensor.double().square().sum()) for tensor in tensors)
         return layout.sum_over("shards", [square])[0] ** 0.5
 
     def direction(self, optimizer: str) -> list[Tensor]:
-        """The direction of the gradient in the shards, clipped."""
-        engine, gradients = self._engine, self.of(safe_get_local_grad)
+        """Direction of the gradient in the shards, clipped."""
+        engine, gradients = self._engine, self.get(safe_get_local_grad)
         factor = min(1.0, CLIP / self.norm(gradients))
         dtype = engine.trainable[0][1].dtype
         if optimizer == "sgd":
@@ -105,17 +107,17 @@ class OneByOne:
             if optimizer == "muon" and is_hidden_matrix(name):
                 g, m = (get(parameter, *key).float() for get, *key in GRADIENT_AND_MOMENTUM)
                 blend = blend_momentum(g * factor, m, beta).to(dtype)
-                shards[id(parameter)] = own_part(parameter, muon_direction(blend, (g * factor).to(dtype), beta))
+                shards[id(parameter)] = take_shard(parameter, muon_direction(blend, (g * factor).to(dtype), beta))
                 continue
             g, m, v = (get(parameter, *key) for get, *key in LOCAL_GRADIENT_AND_MOMENTS)
             shards[id(parameter)] = adam_direction(g * factor, m, v, step=step, betas=betas, eps=eps).to(dtype)
-        return self._own(shards)
+        return self._without_padding(shards)
 
     def muon_update(self) -> dict[str, Tensor]:
-        """The hidden matrices after a step with the gradients in the shards, whole, by name. A collective."""
+        """Gathered hidden matrices after a step with the gradients in the shards, by name. A collective."""
         engine = self._engine
         dtype, group = engine.trainable[0][1].dtype, engine.optimizer.param_groups[0]
-        factor = 1 / max(1.0, (self.norm(self.of(safe_get_local_grad)) + 1e-6) / 0.05)  # the clipping of the engine
+        factor = 1 / max(1.0, (self.norm(self.get(safe_get_local_grad)) + 1e-6) / 0.05)  # the clipping of the engine
         expected = {}
         for name, parameter in filter(lambda item: is_hidden_matrix(item[0]), engine.trainable):
             g, m = (get(parameter, *key).float() for get, *key in GRADIENT_AND_MOMENTUM)
@@ -124,13 +126,13 @@ class OneByOne:
             expected[name] = master * (1 - 1e-2 * 0.1) - 1e-2 * update
         return expected
 
-    def whole_masters(self) -> dict[str, Tensor]:
-        """The hidden matrices, whole, by name. A collective."""
+    def gather_masters(self) -> dict[str, Tensor]:
+        """Gather the hidden matrices' masters, by name. A collective."""
         return {n: safe_get_full_fp32_param(p).clone() for n, p in self._engine.trainable if is_hidden_matrix(n)}
 
     def shards(self) -> list[Tensor]:
-        """Copies of the parameters in their own dtype."""
-        return self._own({id(p): p.ds_tensor.data.clone() for _, p in self._engine.trainable})
+        """Copies of the parameters in the parameter dtype."""
+        return self._without_padding({id(p): p.ds_tensor.data.clone() for _, p in self._engine.trainable})
 
 
 GRADIENT_AND_MOMENTUM = ((safe_get_full_grad,), (safe_get_full_optimizer_state, "momentum_buffer"))
@@ -145,13 +147,13 @@ def is_hidden_matrix(name: str) -> bool:
     return ".layers." in name and name.endswith("_proj.weight")
 
 
-def own_part(parameter: torch.nn.Parameter, whole: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor."""
+def take_shard(parameter: torch.nn.Parameter, unsharded: Tensor) -> Tensor:
+    """Take this rank's shard of an unsharded tensor."""
     numel = parameter.ds_tensor.numel()
-    return whole.reshape(-1)[layout.rank("shards") * numel :][:numel]
+    return unsharded.reshape(-1)[layout.rank("shards") * numel :][:numel]
 
 
-def error(measured: list[Tensor], expected: list[Tensor]) -> float:
+def compute_error(measured: list[Tensor], expected: list[Tensor]) -> float:
     assert [tensor.shape for tensor in measured] == [tensor.shape for tensor in expected]
     return step_runs.relative_error(torch.cat(measured), torch.cat(expected))
 
@@ -165,42 +167,42 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
     direction, errors = Direction(engine), {}
     for name in ("sgd", *{"adamw": ["adam"], "muon": ["muon"]}.get(optimizer, [])):
         direction.compute(probe, normalization="sequence", clip=CLIP, optimizer=name)
-        errors[f"direction, {name}"] = error(
+        errors[f"direction, {name}"] = compute_error(
             step_runs.without_padding(engine, direction.buffers), one_by_one.direction(name)
         )
         expected = one_by_one.norm(one_by_one.direction(name))
         errors[f"direction's norm, {name}"] = abs(direction.norm / expected - 1)
 
     before, v = one_by_one.shards(), step_runs.without_padding(engine, direction.buffers)
-    masters = one_by_one.of(safe_get_local_fp32_param)
+    masters = one_by_one.get(safe_get_local_fp32_param)
     epsilon = 0.3 * one_by_one.norm(masters) / direction.norm
     with perturb_parameters(engine, direction, epsilon) as changed_fraction:
         shifted = [m.sub(d.float(), alpha=epsilon).to(b.dtype) for m, d, b in zip(masters, v, before, strict=True)]
-        errors["perturbed"] = error(one_by_one.shards(), shifted)
+        errors["perturbed"] = compute_error(one_by_one.shards(), shifted)
         counts = [float(sum(map(torch.count_nonzero, map(torch.ne, one_by_one.shards(), before))))]
     counts.append(float(sum(tensor.numel() for tensor in before)))
     changed, total = layout.sum_over("shards", counts)
     restored = all(map(torch.equal, one_by_one.shards(), before))
 
     accumulate(engine, seed=1)
-    gradients = one_by_one.of(safe_get_local_grad)
-    errors["gradient"] = error(step_runs.without_padding(engine, shards.gradients()), gradients)
+    gradients = one_by_one.get(safe_get_local_grad)
+    errors["gradient"] = compute_error(step_runs.without_padding(engine, shards.gradients()), gradients)
     errors["gradient's norm"] = abs(engine.gradient_norm() / one_by_one.norm(gradients) - 1)
     errors["parameters' norm"] = abs(engine.parameter_norm() / one_by_one.norm(masters) - 1)
     expected_gradients = [gradient * 0.7 for gradient in gradients]
     engine.scale_gradient(0.7)
-    errors["scaled gradient"] = error(one_by_one.of(safe_get_local_grad), expected_gradients)
+    errors["scaled gradient"] = compute_error(one_by_one.get(safe_get_local_grad), expected_gradients)
     vectors = [shards.parameters(), shards.masters(), shards.gradients(), direction.buffers]
     if optimizer == "adamw":
         vectors += [shards.optimizer_state(key) for key in ("exp_avg", "exp_avg_sq")]
-    whole = [sum(map(torch.count_nonzero, vector)) for vector in vectors]
+    with_padding = [sum(map(torch.count_nonzero, vector)) for vector in vectors]
     without_padding = [sum(map(torch.count_nonzero, step_runs.without_padding(engine, vector))) for vector in vectors]
     if optimizer == "muon":
-        before_step, expected_after = one_by_one.whole_masters(), one_by_one.muon_update()
+        before_step, expected_after = one_by_one.gather_masters(), one_by_one.muon_update()
     norm_clipped_with = engine.step(1e-2)
     if optimizer == "muon":
-        after = one_by_one.whole_masters()
-        errors["moved matrices"] = error(
+        after = one_by_one.gather_masters()
+        errors["moved matrices"] = compute_error(
             [matrix.flatten() for matrix in after.values()], [matrix.flatten() for matrix in expected_after.values()]
         )
         assert len(after) == 14 and not any(torch.allclose(after[name], before_step[name]) for name in after)
@@ -209,7 +211,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
         norm_of_step=abs(norm_clipped_with / one_by_one.norm(expected_gradients) - 1),
         changed_fraction=(changed_fraction, changed / total),
         restored=restored,
-        padding_nonzero=[int(a - b) for a, b in zip(whole, without_padding, strict=True)],
+        padding_nonzero=[int(a - b) for a, b in zip(with_padding, without_padding, strict=True)],
         num_padding=sum(p.ds_tensor.numel() - engine.shards.numel(p) for _, p in engine.trainable),
         num_sub_groups=len(shards.parameters()),
         parameters_are_views=all(
@@ -224,7 +226,7 @@ def check_case(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: b
 
 
 def check_scaled_update(offload: str) -> bool:
-    """Whether a step after `scale_gradient` is, to rounding, the step after DeepSpeed's own `safe_set_local_grad`."""
+    """Whether a step after `scale_gradient` is, to rounding, the step after DeepSpeed's `safe_set_local_grad`."""
     parameters = []
     for one_by_one in (False, True):
         engine = make_engine(False, False, offload, "adamw", False)
@@ -250,7 +252,7 @@ def checked(request: pytest.FixtureRequest) -> list[dict[tuple, dict[str, Any]]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_flat_work_is_the_work_on_each_parameter(checked, case) -> None:
+def test_flat_shards_give_the_results_of_single_parameters(checked, case) -> None:
     for result in checked:
         measured = result[case]
         rounded = ("perturbed", "moved matrices")
@@ -281,7 +283,7 @@ def test_padding_is_zero(checked, case) -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_a_scaled_gradient_is_clipped_and_applied_as_deepspeed_would(offload: str) -> None:
+def test_a_scaled_gradient_is_clipped_and_applied_as_by_deepspeed(offload: str) -> None:
     assert run_ranks(check_scaled_update, 2, offload) == [True, True]
 
 

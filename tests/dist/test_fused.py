@@ -1,4 +1,4 @@
-"""One forward for losses and utilities against two."""
+"""One fused forward for losses and utilities against two separate ones."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ class Pass:
     rank: int | None = None
     """Rank of the direction's factors."""
     kernel_norm: bool = False
-    """With norms of a kernel, as TransformerEngine's, in the parallel layers."""
+    """Whether the parallel layers' norms are a kernel, like those of TransformerEngine."""
 
-    def model(self, **sizes: int) -> torch.nn.Module:
+    def make_model(self, **sizes: int) -> torch.nn.Module:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         if self.tensor > 1:
             from tests.helpers import megatron  # only here: megatron-core takes seconds to import
@@ -61,9 +61,9 @@ PASSES = {
     "full, tied, checkpointed, packed, row of 2 ranks": Pass(
         tied=True, checkpointing=True, packed=True, sequence_parallel=2
     ),
-    "mixture, packed": Pass(moe_kind="qwen3_moe", packed=True),
-    "mixture, rank 4": Pass(moe_kind="qwen3_moe", rank=4),
-    "mixture, bf16, checkpointed": Pass(moe_kind="deepseek_v3", precision="bf16", checkpointing=True),
+    "MoE model, packed": Pass(moe_kind="qwen3_moe", packed=True),
+    "MoE model, rank 4": Pass(moe_kind="qwen3_moe", rank=4),
+    "MoE model, bf16, checkpointed": Pass(moe_kind="deepseek_v3", precision="bf16", checkpointing=True),
     "lora, tied, packed, row of 2 ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
     "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
 } | soak(
@@ -82,11 +82,11 @@ PASSES = {
 )
 
 
-def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
-    """One micro-batch forwards and backwards, and a step after it."""
+def run_main_pass(case: Pass, fused: bool) -> dict[str, Any]:
+    """Run one micro-batch forward and backward, then take a step."""
     precision = {"path": "none", "precision": case.precision}
     recipe = step_runs.make_recipe(model=precision, utility={"fused": fused}, probe={"rank": case.rank})
-    engine = step_runs.make_engine(case.model(), recipe)
+    engine = step_runs.make_engine(case.make_model(), recipe)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     rows = tiny.make_batch(4, num_tokens=NUM_TOKENS)
     batch = step_runs.deal(rows, 2, case.sequence_parallel, packed=case.packed)[0]
@@ -95,55 +95,62 @@ def main_pass(case: Pass, fused: bool) -> dict[str, Any]:
         derive_step_settings(recipe),
         step_runs.deal(tiny.make_batch(2, num_tokens=NUM_TOKENS, seed=9), 1),
     )
-    found: dict[str, Any] = {"why not": why_not_fused(engine)}
+    results: dict[str, Any] = {"why not": why_not_fused(engine)}
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with engine.accumulation(1):
             result = estimator.begin([batch])(0)
             engine.backward((torch.softmax(0.3 * result.utilities, 0) * result.losses).sum())
-        found |= {"losses": result.losses.detach(), "utilities": result.utilities}
-        found["gradient"] = torch.cat([g.flatten().float() for g in engine.shards.gradients()])
-    # What follows is as before: nothing of the dual forward stays.
+        results |= {"losses": result.losses.detach(), "utilities": result.utilities}
+        results["gradient"] = torch.cat([g.flatten().float() for g in engine.shards.gradients()])
+    # Nothing of the dual forward may stay behind for later passes.
     assert not any(
         (module._parameters.keys() | {"forward"}) & module.__dict__.keys() for module in engine.module.modules()
     )
     metrics = step_runs.train_step(engine, recipe, StepBatches([batch], []), estimator)
-    found["loss"] = metrics.values["loss"]
+    results["loss"] = metrics.values["loss"]
     engine.close()
-    return found
+    return results
 
 
 def run_all() -> dict[str, dict[bool, dict[str, Any]]]:
     layout.make_sequence_groups([1, 2])
-    return {name: {fused: main_pass(case, fused) for fused in (True, False)} for name, case in PASSES.items()}
+    return {name: run_both_passes(case) for name, case in PASSES.items()}
+
+
+def run_both_passes(case: Pass) -> dict[bool, dict[str, Any]]:
+    """Results of `run_main_pass`, fused (True) and separate (False)."""
+    return {fused: run_main_pass(case, fused) for fused in (True, False)}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict]:
+def results() -> list[dict]:
     return run_ranks(run_all, 2)
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_one_forward_gives_what_two_give(found, name: str) -> None:
-    check([of_rank[name] for of_rank in found], exact=PASSES[name].precision == "fp32")
+def test_a_fused_forward_equals_two_separate_ones(results, name: str) -> None:
+    assert_fused_equals_separate([rank_results[name] for rank_results in results], PASSES[name].precision)
 
 
-def check(of_ranks: list[dict[bool, dict[str, Any]]], *, exact: bool) -> None:
-    for of_rank in of_ranks:
-        one, two = of_rank[True], of_rank[False]
-        assert one["why not"] is None
-        deviations = {k: step_runs.relative_error(one[k], two[k]) for k in ("losses", "utilities", "gradient")}
+def assert_fused_equals_separate(results: list[dict[bool, dict[str, Any]]], precision: str) -> None:
+    """`results`: of `run_main_pass` on each rank, fused and separate."""
+    exact = precision == "fp32"
+    for rank_results in results:
+        fused, separate = rank_results[True], rank_results[False]
+        assert fused["why not"] is None
+        deviations = {k: step_runs.relative_error(fused[k], separate[k]) for k in ("losses", "utilities", "gradient")}
         print(deviations)
         assert deviations["losses"] == 0.0  # those of the plain forward
-        # In bf16 a pass of its own has other activations: its attention is another kernel.
+        # In bf16 a separate pass has other activations: its attention is another kernel.
         assert deviations["utilities"] <= (1e-6 if exact else 1e-2)
         assert deviations["gradient"] <= (1e-5 if exact else 3e-2)
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5 if exact else 1e-2)
+        assert fused["loss"] == pytest.approx(separate["loss"], rel=1e-5 if exact else 1e-2)
 
 
-def places_of_tangents(rank: int | None) -> list[tuple[int, int]]:
-    """Where the tangent of each layer's first weight, of its first norm with a low rank, lies in a forward on one rank,
-    and where the direction has it."""
-    recipe, found = step_runs.make_recipe(probe={"rank": rank}), []
+def find_tangents(rank: int | None) -> list[tuple[int, int]]:
+    """Addresses of each layer's first tangent in a forward on one rank, and of the direction's copy: of the first
+    weight, or with a low rank of the first norm."""
+    recipe, addresses = step_runs.make_recipe(probe={"rank": rank}), []
     engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
     direction = build_estimator(derive_step_settings(recipe), engine).direction
 
@@ -151,61 +158,63 @@ def places_of_tangents(rank: int | None) -> list[tuple[int, int]]:
         tangent = forward_ad.unpack_dual(module.weight).tangent
         parameter = module._parameters["weight"]
         kept = direction.shard(parameter) if rank is None else direction.low_rank_tangents()[id(parameter)]
-        found.append((tangent.data_ptr(), kept.data_ptr()))
+        addresses.append((tangent.data_ptr(), kept.data_ptr()))
 
     with forward_mode(engine, direction):
         for layer in engine.module.layers:
             (layer.self_attn.q_proj if rank is None else layer.input_layernorm).register_forward_pre_hook(look)
         compute_losses_and_utilities(engine, step_runs.deal(tiny.make_batch(2), 2)[0])
     engine.close()
-    return found
+    return addresses
 
 
-def on_one_rank() -> dict[str, Any]:
+def run_on_one_rank() -> dict[str, Any]:
     return {
-        "why not": other_attention_and_dropout(),
-        "places": places_of_tangents(None) + places_of_tangents(4),
-        "modes": both_modes(),
-        "message": outside_its_module(),
-        "low rank": {fused: main_pass(Pass(rank=4), fused) for fused in (True, False)},
+        "why not": find_reasons_for_separate_passes(),
+        "addresses": find_tangents(None) + find_tangents(4),
+        "modes": compare_modes(),
+        "message": read_outside_module(),
+        "low rank": run_both_passes(Pass(rank=4)),
     }
 
 
 @pytest.fixture(scope="module")
-def found_on_one_rank() -> dict[str, Any]:
-    return run_ranks(on_one_rank, 1)[0]
+def results_on_one_rank() -> dict[str, Any]:
+    return run_ranks(run_on_one_rank, 1)[0]
 
 
-def both_modes() -> dict[str, tuple[float, float]]:
-    """The squared norm of a gradient, and the derivative along it, of a right model and of one in which forward mode
-    loses the tangents of some activations."""
-    found = {}
-    for name in ("right", "wrong"):
+def compare_modes() -> dict[str, tuple[float, float]]:
+    """Squared norm of a gradient, and derivative along it: of a correct model, and of one in which forward mode loses
+    the tangents of some activations."""
+    modes = {}
+    for name in ("correct", "wrong"):
         recipe = step_runs.make_recipe()
         model = tiny.token_loss_model(moe_kind="qwen3_moe")
         if name == "wrong":
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
-        found[name] = along_own_gradient(
+        modes[name] = along_own_gradient(
             engine, build_estimator(derive_step_settings(recipe), engine), tiny.make_batch(1)
         )
         engine.close()
-    return found
+    return modes
 
 
-def test_reverse_mode_checks_forward_mode(found_on_one_rank) -> None:
-    modes = found_on_one_rank["modes"]
-    expected, found = modes["right"]
-    assert found == pytest.approx(expected, rel=1e-6)
-    expected, found = modes["wrong"]
-    assert abs(found / expected - 1) > 100 * TOLERANCE[torch.float32]
+def test_the_gradients_norm_shows_a_wrong_forward_mode(results_on_one_rank) -> None:
+    modes = results_on_one_rank["modes"]
+    expected, measured = modes["correct"]
+    assert measured == pytest.approx(expected, rel=1e-6)
+    expected, measured = modes["wrong"]
+    assert abs(measured / expected - 1) > 100 * TOLERANCE[torch.float32]
 
 
-def outside_its_module() -> str:
-    """What is said where a parent outside the layers reads the weight of a child that never runs."""
+def read_outside_module() -> str:
+    """Message where a parent outside the layers reads the weight of a child that never runs."""
     recipe, model = step_runs.make_recipe(), tiny.token_loss_model()
     model.decoder.scale = torch.nn.Conv1d(1, 1, 1, bias=False)
-    model.decoder.norm.register_forward_hook(lambda *of: of[-1] * model.decoder.scale.weight.squeeze())
+    model.decoder.norm.register_forward_hook(
+        lambda module, inputs, output: output * model.decoder.scale.weight.squeeze()
+    )
     engine = step_runs.make_engine(model, recipe, persistence_threshold=100)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     try:
@@ -217,23 +226,23 @@ def outside_its_module() -> str:
     return "no error"
 
 
-def test_a_parameter_that_carries_no_tangent_is_named(found_on_one_rank) -> None:
-    assert "reads causal_lm.model.scale.weight outside the module that owns it" in found_on_one_rank["message"]
+def test_a_parameter_that_carries_no_tangent_is_named(results_on_one_rank) -> None:
+    assert "reads causal_lm.model.scale.weight outside the module that owns it" in results_on_one_rank["message"]
 
 
-def test_on_one_rank_a_low_rank_pass_gives_the_same_gradient(found_on_one_rank) -> None:
+def test_on_one_rank_a_low_rank_pass_gives_the_same_gradient(results_on_one_rank) -> None:
     """Vectors are copied there, so that their tangents need no zeros for all parameters."""
-    check([found_on_one_rank["low rank"]], exact=True)
+    assert_fused_equals_separate([results_on_one_rank["low rank"]], "fp32")
 
 
-def test_on_one_rank_tangents_are_the_direction_itself(found_on_one_rank) -> None:
+def test_on_one_rank_tangents_are_the_directions_memory(results_on_one_rank) -> None:
     """PyTorch would copy each of them into zeros as large as the memory that its parameter lies in, which on one rank
     is that of all parameters."""
-    places = found_on_one_rank["places"]
-    assert len(places) == 4 and all(tangent == shard for tangent, shard in places)
+    addresses = results_on_one_rank["addresses"]
+    assert len(addresses) == 4 and all(tangent == shard for tangent, shard in addresses)
 
 
-def other_attention_and_dropout() -> list[str | None]:
+def find_reasons_for_separate_passes() -> list[str | None]:
     """Reasons why two models need a separate utility pass."""
     recipe, reasons = step_runs.make_recipe(), []
     eager = tiny.token_loss_model()
@@ -245,22 +254,24 @@ def other_attention_and_dropout() -> list[str | None]:
     return reasons
 
 
-def test_other_attention_and_dropout_take_a_pass_of_their_own(found_on_one_rank) -> None:
-    attention, dropout = found_on_one_rank["why not"]
+def test_other_attention_and_dropout_need_a_separate_pass(results_on_one_rank) -> None:
+    attention, dropout = results_on_one_rank["why not"]
     assert "attention" in attention
     assert "dropout" in dropout
 
 
-def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
-    """The most that a main pass allocates, without utilities and with them; `changes` of the model's sizes."""
+def measure_peaks(case: Pass, **changes: int) -> dict[str, int]:
+    """Peak bytes of a main pass without utilities and with fused ones; `changes`: sizes of the model."""
     recipe = step_runs.make_recipe(model={"path": "none", "precision": case.precision})
     sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=16, head_dim=16)
-    # Parameters that are gathered ahead are as many in both, whenever that is; here they would be half of the model.
-    engine = step_runs.make_engine(case.model(**sizes | changes), recipe, zero={"stage3_prefetch_bucket_size": 50_000})
+    # Prefetched parameters take the same memory in both, but by default they would be half of this small model.
+    engine = step_runs.make_engine(
+        case.make_model(**sizes | changes), recipe, zero={"stage3_prefetch_bucket_size": 50_000}
+    )
     estimator, plain = build_estimator(derive_step_settings(recipe), engine), NoUtilities(engine)
     batch = step_runs.deal(tiny.make_batch(4, num_tokens=512), 2)[0]
     take_direction(estimator.direction, derive_step_settings(recipe), step_runs.deal(tiny.make_batch(2, seed=9), 1))
-    found = {}
+    peaks = {}
     for name, forward in (("plain", plain), ("fused", estimator)):
         allocations = Allocations()
         for counted in (nullcontext(), allocations):  # DeepSpeed learns the order of the modules in the first
@@ -268,23 +279,23 @@ def peak_bytes(case: Pass, **changes: int) -> dict[str, int]:
                 result = forward.begin([batch])(0)
                 weights = 1.0 if result.utilities is None else torch.softmax(result.utilities, 0)
                 engine.backward((result.losses * weights).sum())
-        found[name] = allocations.peak_bytes
+        peaks[name] = allocations.peak_bytes
     engine.close()
-    return found
+    return peaks
 
 
-def peaks() -> dict[Pass, dict[str, int]]:
+def measure_all_peaks() -> dict[Pass, dict[str, int]]:
     cases = [Pass(True, False, "bf16"), Pass(False, True, "bf16", moe_kind="qwen3_moe")]
     if IS_SOAK:
         cases += [
             Pass(lora, checkpointing, "bf16") for lora, checkpointing in ((False, True), (False, False), (True, True))
         ]
         cases.append(Pass(False, False, "bf16", moe_kind="qwen3_moe"))
-    return {case: peak_bytes(case) for case in cases}
+    return {case: measure_peaks(case) for case in cases}
 
 
-def test_memory_stays_within_five_percent_of_the_main_pass() -> None:
+def test_a_fused_pass_takes_at_most_five_percent_more_memory() -> None:
     """16 layers of 62 thousand parameters, 1,024 tokens: where activations weigh more than a layer's parameters."""
-    for case, found in run_ranks(peaks, 2)[0].items():
-        print(case, found, found["fused"] / found["plain"])
-        assert found["fused"] <= 1.05 * found["plain"]
+    for case, peaks in run_ranks(measure_all_peaks, 2)[0].items():
+        print(case, peaks, peaks["fused"] / peaks["plain"])
+        assert peaks["fused"] <= 1.05 * peaks["plain"]

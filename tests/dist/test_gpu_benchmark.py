@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, on a CPU and with a tiny shape: that it runs what it says, and what it writes."""
+"""The benchmark for GPUs, on a CPU with a tiny shape: the passes that it runs and the files that it writes."""
 
 import json
 import sys
@@ -25,11 +25,11 @@ FORWARDS = {
     "jvp, fused": {"probe": 1, "main": 1},
     "finite difference": {"probe": 1, "utility": 1, "main": 1},
 }
-"""Of the model, in each part of a step."""
+"""Forwards of the model in each part of a step."""
 
 
 class CountingRecorder(StepRecorder):
-    """Knows the forwards of each part."""
+    """Counts the forwards in each part of a step."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine.device)
@@ -47,51 +47,51 @@ class CountingRecorder(StepRecorder):
             self._hook.remove()
 
 
-def run(folder: str) -> list[tuple[Any, dict[str, int]]]:
-    """The recipe of each step and its forwards."""
-    found, train_step = [], step_runs.train_step
+def run_benchmark(folder: str) -> list[tuple[Any, dict[str, int]]]:
+    """Run it; returns the recipe and the forwards of each step."""
+    steps, train_step = [], step_runs.train_step
 
-    def counted(engine: Engine, recipe: Any, *arguments: Any) -> Any:
+    def train_and_count(engine: Engine, recipe: Any, *arguments: Any) -> Any:
         recorder = CountingRecorder(engine)
         metrics = train_step(engine, recipe, *arguments, recorder=recorder)
-        found.append((recipe, dict(recorder.forwards)))
+        steps.append((recipe, dict(recorder.forwards)))
         return metrics
 
-    step_runs.train_step = counted
+    step_runs.train_step = train_and_count
     sizes = ["--layers", "1", "--rounds", str(ROUNDS), "--rows", str(ROWS)]
     sys.argv = ["gpu", "--shape", "tiny", *sizes, "--output", folder]
     gpu.main()
-    return found
+    return steps
 
 
-def run_without_room() -> dict:
+def measure_without_memory() -> dict:
     gpu.available_memory_bytes = lambda: 10**6
     return gpu.measure_steps(gpu.SHAPES["tiny"], 128, 1, 1)[0]
 
 
-def test_it_runs_and_writes_a_table(tmp_path: Path) -> None:
-    (steps,) = run_ranks(run, 1, str(tmp_path))
+def test_the_benchmark_measures_every_method_and_writes_a_table(tmp_path: Path) -> None:
+    (steps,) = run_ranks(run_benchmark, 1, str(tmp_path))
     assert len(steps) == (ROUNDS + 1) * len(gpu.METHODS)
     for name in gpu.METHODS:
-        own = [forwards for recipe, forwards in steps if recipe == gpu.make_recipe(name)]
-        assert own == [FORWARDS[name]] * (ROUNDS + 1), name
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found["steps"]) == list(gpu.METHODS)
-    for name, row in found["steps"].items():
+        counts = [forwards for recipe, forwards in steps if recipe == gpu.make_recipe(name)]
+        assert counts == [FORWARDS[name]] * (ROUNDS + 1), name
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(results["steps"]) == list(gpu.METHODS)
+    for name, row in results["steps"].items():
         assert row["seconds"] > 0 and row["tokens_per_second_per_rank"] > 0 and row["over_sft"] > 0, name
         assert row["peak_memory_bytes"] > 0
         parts = [row[f"seconds_{part}"] for part in ("probe", "utility", "main", "step")]
         assert all(seconds >= 0 for seconds in parts)
-    assert found["fidelity_in_bf16"]["spearman"] > 0.99
-    assert {"date", "device", "versions", "commit"} <= set(found) and found["sizes"]["num_hidden_layers"] == 1
+    assert results["fidelity_in_bf16"]["spearman"] > 0.99
+    assert {"date", "device", "versions", "commit"} <= set(results) and results["sizes"]["num_hidden_layers"] == 1
     text = (tmp_path / "gpu.md").read_text()
     ways = ("plain forward", "with tangents, in blocks", "with tangents, beside the plain forward")
-    assert all(found["attention"][way] > 0 for way in ways)
+    assert all(results["attention"][way] > 0 for way in ways)
     assert all(f"| {name} | " in text for name in (*gpu.METHODS, *ways))
-    assert found["date"] in text and "Spearman" in text
+    assert results["date"] in text and "Spearman" in text
 
 
-def test_what_has_no_room_is_skipped_with_a_message() -> None:
-    (found,) = run_ranks(run_without_room, 1)
-    assert set(found) == set(gpu.METHODS)
-    assert all("GiB by the estimate" in row["skipped"] for row in found.values())
+def test_methods_without_enough_memory_are_skipped_with_a_message() -> None:
+    (results,) = run_ranks(measure_without_memory, 1)
+    assert set(results) == set(gpu.METHODS)
+    assert all("GiB by the estimate" in row["skipped"] for row in results.values())

@@ -23,14 +23,14 @@ from vcore_ds.utility.finite_difference import perturb_parameters
 pytestmark = pytest.mark.dist
 
 
-def shard_bytes(engine) -> bytes:
-    """This rank's shards of all parameters, frozen ones included."""
+def copy_shards(engine) -> bytes:
+    """Bytes of this rank's shards of all parameters, frozen ones included."""
     shards = [p.ds_tensor.data.contiguous().view(torch.uint8) for p in engine.module.parameters()]
     return torch.cat([shard.flatten() for shard in shards]).numpy().tobytes()
 
 
-def optimizer_bytes(engine) -> bytes:
-    """Master parameters, both moments, and step counters."""
+def copy_optimizer_state(engine) -> bytes:
+    """Bytes of master parameters, both moments, and step counters."""
     parts = []
     for _, parameter in engine.trainable:
         parts.append(safe_get_local_fp32_param(parameter).detach().numpy().tobytes())
@@ -39,18 +39,18 @@ def optimizer_bytes(engine) -> bytes:
     return b"".join(parts) + repr((steps, engine.deepspeed.global_steps, engine.deepspeed.micro_steps)).encode()
 
 
-def batches_of_step(estimator, seed: int) -> StepBatches:
+def make_batches(estimator, seed: int) -> StepBatches:
     main, probe = tiny.make_batch(8, seed=seed), tiny.make_batch(4, seed=seed + 100)
     return StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if estimator.direction is not None else [])
 
 
-def a_step(engine, recipe, estimator, seed: int = 7, learning_rate: float = 1e-3, **kwargs):
-    batches = batches_of_step(estimator, seed)
+def take_step(engine, recipe, estimator, seed: int = 7, learning_rate: float = 1e-3, **kwargs):
+    batches = make_batches(estimator, seed)
     return step_runs.train_step(engine, recipe, batches, estimator, learning_rate=learning_rate, **kwargs)
 
 
 def make_engine(folder: str | None, bf16: bool, lora: bool):
-    """A model from memory, or loaded from `folder` straight into shards as in a run (adapters then stay in fp32)."""
+    """Make an engine for a model in memory, or for one loaded from `folder` as in a run (its adapters stay in fp32)."""
     model = {"path": folder or "none", "precision": "bf16" if bf16 else "fp32"}
     recipe = step_runs.make_recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None)
     if folder is not None:
@@ -65,21 +65,21 @@ PERTURBED = [
     for case in itertools.product((False, True), repeat=3)
     if IS_SOAK or case in [(False, False, False), (False, True, True), (True, False, True), (True, True, False)]
 ]
-"""Whether a model is loaded from a folder, in bf16, with adapters: every pair of these, and in `make soak` all."""
+"""Whether a model is loaded from a folder, in bf16, with adapters: every pair of settings; in `make soak`, all."""
 
 
 def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, object]:
     recipe, engine = make_engine(folder, bf16, lora)
     estimator = step_runs.make_estimator(recipe, engine)
     direction = estimator.direction
-    a_step(engine, recipe, estimator)  # masters that are no longer values of the parameter dtype
+    take_step(engine, recipe, estimator)  # masters that are no longer values of the parameter dtype
     batch = step_runs.deal(tiny.make_batch(4), 2)[0]
-    before = shard_bytes(engine)
+    before = copy_shards(engine)
     with engine.without_gradient():
         losses_before = engine.token_losses(batch)
         with perturb_parameters(engine, direction, 0.5) as changed_fraction:
             losses_inside = engine.token_losses(batch)
-            bytes_inside = shard_bytes(engine)
+            bytes_inside = copy_shards(engine)
         losses_after = engine.token_losses(batch)
     raised = False
     try:
@@ -88,7 +88,7 @@ def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, 
     except KeyError:
         raised = True
     result = dict(
-        restored=shard_bytes(engine) == before,
+        restored=copy_shards(engine) == before,
         was_moved=bytes_inside != before and not torch.equal(losses_inside, losses_before),
         same_losses=torch.equal(losses_after, losses_before),
         raised=raised,
@@ -99,7 +99,7 @@ def check_perturbation(folder: str | None, bf16: bool, lora: bool) -> dict[str, 
 
 
 def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
-    """An engine with a probe and forward-mode passes in its steps goes through the same states as one without."""
+    """Compare the states of an engine with a probe and forward-mode passes in its steps with those of one without."""
     recipe = step_runs.make_recipe(method={"name": "sft"})
     results = {}
     for coalesce in (False, True):
@@ -110,16 +110,16 @@ def check_probe_leaves_the_engine_alone() -> dict[str, bool]:
             for k in range(2):
                 if with_probe:
                     probe = step_runs.deal(tiny.make_batch(4, seed=60 + k), 2)
-                    before = optimizer_bytes(engine) if k else b""
+                    before = copy_optimizer_state(engine) if k else b""
                     direction.compute(probe, normalization="sequence", clip=None)
                     compute_jvp_utilities(engine, direction, probe, 1)
                     with perturb_parameters(engine, direction, 1e-2), engine.without_gradient():
                         engine.token_losses(probe[0])
                     if k:
                         name = f"optimizer untouched, coalesce={coalesce}, step {k}"
-                        results[name] = before == optimizer_bytes(engine)
-                a_step(engine, recipe, step_runs.make_estimator(recipe, engine), seed=k)
-            states.append(optimizer_bytes(engine) + shard_bytes(engine))
+                        results[name] = before == copy_optimizer_state(engine)
+                take_step(engine, recipe, step_runs.make_estimator(recipe, engine), seed=k)
+            states.append(copy_optimizer_state(engine) + copy_shards(engine))
             engine.close()
         results[f"same run with and without probe, coalesce={coalesce}"] = states[0] == states[1]
     return results
@@ -137,7 +137,7 @@ FOLLOWING: dict[str, dict] = {
 
 
 def check_following(name: str) -> dict[str, bool]:
-    """A run that follows traces goes through the same states as one that does not; dropout is on in the last case."""
+    """Compare the states of a run that follows traces with those of one that does not; the last case has dropout."""
     recipe = step_runs.make_recipe(**FOLLOWING[name])
     is_bf16, has_lora = recipe.model.precision == "bf16", recipe.lora is not None
     states, directions = [], []
@@ -149,15 +149,21 @@ def check_following(name: str) -> dict[str, bool]:
         estimator = step_runs.make_estimator(recipe, engine)
         torch.manual_seed(5)
         followed = step_runs.deal(tiny.make_batch(3, seed=90), 2) if follows else []
-        for k in range(2):  # a finite difference searches in the first step, and keeps what it has found
-            batches = replace(batches_of_step(estimator, seed=k), followed=followed)
+        for k in range(2):  # a finite difference searches for epsilon in the first step, and keeps it
+            batches = replace(make_batches(estimator, seed=k), followed=followed)
             options = dict(learning_rate=1e-3, measure_noise=k == 0 and "finite" in name, seed=k)
             metrics = step_runs.train_step(engine, recipe, batches, estimator, **options)
             assert bool(metrics.followed) == follows and ("seconds_followed" in metrics.values) == follows
         numbers = [value for key, value in metrics.values.items() if not key.startswith(("seconds", "peak", "superv"))]
         vector = [] if estimator.direction is None else [buffer.clone() for buffer in estimator.direction.buffers]
         states.append(
-            (optimizer_bytes(engine), shard_bytes(engine), estimator.state(), torch.get_rng_state().tolist(), numbers)
+            (
+                copy_optimizer_state(engine),
+                copy_shards(engine),
+                estimator.state(),
+                torch.get_rng_state().tolist(),
+                numbers,
+            )
         )
         directions.append(vector)
         engine.close()
@@ -178,7 +184,7 @@ def check_lora_base(folder: str | None) -> dict[str, bool]:
 
     base_before, adapters_before = split()
     for k in range(2):
-        a_step(engine, recipe, step_runs.make_estimator(recipe, engine), seed=k)
+        take_step(engine, recipe, step_runs.make_estimator(recipe, engine), seed=k)
     base_after, adapters_after = split()
     engine.close()
     return dict(base_same=base_before == base_after, adapters_moved=adapters_before != adapters_after)
@@ -192,22 +198,22 @@ def check_zero_temperature_is_sft() -> dict[str, bool]:
             recipe = step_runs.make_recipe(method={**method, "normalization": normalization})
             engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
             estimator = step_runs.make_estimator(recipe, engine)
-            losses = [a_step(engine, recipe, estimator, seed=k).values["loss"] for k in range(2)]
-            states.append((shard_bytes(engine), losses))
+            losses = [take_step(engine, recipe, estimator, seed=k).values["loss"] for k in range(2)]
+            states.append((copy_shards(engine), losses))
             engine.close()
         results[normalization] = states[0] == states[1]
     return results
 
 
 class HookedByModule(TokenLossModel):
-    """Under ZeRO-3 hooks of every module instead of one pair per decoder layer: no other gathers an adapted layer that
-    lies outside of them."""
+    """A model with ZeRO-3 hooks on every module instead of one pair per decoder layer: only so is an adapted layer
+    all-gathered by itself."""
 
     layers = ()
 
 
-def check_gathers_by_module() -> dict[str, float]:
-    """Relative differences to decoder layers that are gathered whole. The hooks change the order in which bf16
+def check_all_gathers_by_module() -> dict[str, float]:
+    """Relative differences from decoder layers that are all-gathered as one. The hooks change the order in which bf16
     gradients are summed, and nothing else."""
     recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"})
     measured = []
@@ -227,12 +233,12 @@ def check_gathers_by_module() -> dict[str, float]:
     return {name: step_runs.relative_error(measured[1][name], value) for name, value in measured[0].items()}
 
 
-def live_tensor_bytes() -> int:
+def count_live_tensor_bytes() -> int:
     gc.collect()
     storages = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
+    for candidate in gc.get_objects():
+        if isinstance(candidate, torch.Tensor) and candidate.device.type == "cpu":
+            storage = candidate.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -245,12 +251,12 @@ def check_persistent_bytes(bf16: bool, rank: int | None = None) -> dict[str, int
     model = tiny.token_loss_model(hidden_size=64, intermediate_size=256)
     engine = step_runs.make_engine(model, sft)
     for k in range(2):
-        a_step(engine, sft, step_runs.make_estimator(sft, engine), seed=k)
-    sft_bytes = live_tensor_bytes()
+        take_step(engine, sft, step_runs.make_estimator(sft, engine), seed=k)
+    sft_bytes = count_live_tensor_bytes()
     estimator = step_runs.make_estimator(vcore, engine)
     for k in range(2):
-        a_step(engine, vcore, estimator, seed=k)
-    vcore_bytes = live_tensor_bytes()
+        take_step(engine, vcore, estimator, seed=k)
+    vcore_bytes = count_live_tensor_bytes()
     shard = sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for _, p in engine.trainable)
     result = dict(
         extra=vcore_bytes - sft_bytes, one_shard=shard, direction=estimator.direction.persistent_bytes, sft=sft_bytes
@@ -268,10 +274,10 @@ def check_everything(folder: str) -> dict[str, object]:
         "probe": check_probe_leaves_the_engine_alone(),
         "following": {key: ok for name in FOLLOWING for key, ok in check_following(name).items()},
         "lora": {source is not None: check_lora_base(source) for source in (None, folder)},
-        "gathers by module": check_gathers_by_module(),
+        "all-gathers by module": check_all_gathers_by_module(),
         "zero_temperature": check_zero_temperature_is_sft(),
         "bytes": {bf16: check_persistent_bytes(bf16) for bf16 in (False, True)},
-        "bytes of a low rank": check_persistent_bytes(True, rank=2),
+        "bytes with a low rank": check_persistent_bytes(True, rank=2),
     }
 
 
@@ -283,7 +289,7 @@ def checks(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize(("loaded", "bf16", "lora"), PERTURBED)
-def test_a_perturbation_is_taken_back_bit_for_bit(checks, loaded, bf16, lora):
+def test_a_perturbation_is_undone_bit_for_bit(checks, loaded, bf16, lora):
     for rank_checks in checks:
         measured = rank_checks["perturbation"][loaded, bf16, lora]
         assert measured["was_moved"] and measured["raised"]
@@ -296,7 +302,7 @@ def test_a_probe_touches_neither_optimizer_nor_counters_nor_the_next_gradient(ch
         assert all(rank_checks["probe"].values()), rank_checks["probe"]
 
 
-def test_followed_traces_leave_training_as_it_is_bit_for_bit(checks):
+def test_followed_traces_change_no_bit_of_training(checks):
     for rank_checks in checks:
         assert len(rank_checks["following"]) >= 5 * len(FOLLOWING)
         assert all(rank_checks["following"].values()), rank_checks["following"]
@@ -308,9 +314,9 @@ def test_base_weights_are_the_same_bytes_after_a_lora_run(checks):
             assert rank_checks["lora"][loaded] == dict(base_same=True, adapters_moved=True)
 
 
-def test_an_adapted_layer_computes_the_same_where_it_is_gathered_alone(checks):
+def test_an_adapted_layer_computes_the_same_when_all_gathered_by_itself(checks):
     for rank_checks in checks:
-        measured = rank_checks["gathers by module"]
+        measured = rank_checks["all-gathers by module"]
         assert measured["losses"] == measured["base"] == 0.0
         assert measured["gradient"] < 0.02 and measured["utilities"] < 0.02, measured
 
@@ -330,9 +336,9 @@ def test_vcore_keeps_at_most_one_shard_more_than_sft(checks, bf16):
 
 
 def test_a_low_rank_direction_keeps_no_shard(checks):
-    """Neither Python nor a view keeps it alive: the factors, which are on every rank, are smaller."""
+    """Neither Python nor a view keeps the shard alive; the factors, which every rank has, are smaller."""
     for rank_checks in checks:
-        measured = rank_checks["bytes of a low rank"]
+        measured = rank_checks["bytes with a low rank"]
         assert measured["direction"] < 0.5 * measured["one_shard"]
         assert 0 < measured["extra"] <= measured["direction"] + 0.05 * measured["one_shard"]
 
@@ -352,7 +358,7 @@ def train_in_layout(micro_batch_size: int) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def test_the_layout_of_a_global_batch_does_not_matter():
+def test_parameters_do_not_depend_on_the_layout_of_a_global_batch():
     """1 rank x 4 micro-batches, 2 x 2, 4 x 1."""
     by_layout = {world_size: run_ranks(train_in_layout, world_size, 1)[0] for world_size in (1, 2, 4)}
     for world_size in (2, 4):

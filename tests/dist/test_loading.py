@@ -1,5 +1,5 @@
-"""Loading into shards: every byte is read by the rank that keeps it, and the shards are those of transformers' own way,
-in which the first rank reads everything and broadcasts."""
+"""Loading into shards: every byte is read by the rank that keeps it, and the shards equal those of transformers, where
+the first rank reads everything and broadcasts."""
 
 import ctypes
 import gc
@@ -44,7 +44,7 @@ SIZES = dict(vocab_size=127, hidden_size=40, intermediate_size=75, num_hidden_la
 """2 does not divide a bias of 75, and 3 not the 5,080 numbers of an embedding: shards have padding."""
 
 
-def write(folder: Path, config: Any, dtype: torch.dtype = torch.float32, **options: Any) -> str:
+def write_random_model(folder: Path, config: Any, dtype: torch.dtype = torch.float32, **options: Any) -> str:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for parameter in model.parameters():  # norms and biases would be all ones and zeros
@@ -73,108 +73,102 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     qwen2 = Qwen2Config(**SIZES, **heads, tie_word_embeddings=True)
     neox = GPTNeoXConfig(**SIZES, num_attention_heads=4)
-    found = {
-        "qwen3": write(root / "qwen3", qwen3),
-        "qwen3, bf16": write(root / "qwen3_bf16", qwen3, torch.bfloat16),
-        "qwen3, parts": write(root / "qwen3_parts", qwen3, max_shard_size="20KB"),
-        "llama, bf16": write(root / "llama", llama, torch.bfloat16),
-        "qwen2, tied": write(root / "qwen2", qwen2),
-        "gpt_neox, renamed": write(root / "neox", neox),
+    folders = {
+        "qwen3": write_random_model(root / "qwen3", qwen3),
+        "qwen3, bf16": write_random_model(root / "qwen3_bf16", qwen3, torch.bfloat16),
+        "qwen3, parts": write_random_model(root / "qwen3_parts", qwen3, max_shard_size="20KB"),
+        "llama, bf16": write_random_model(root / "llama", llama, torch.bfloat16),
+        "qwen2, tied": write_random_model(root / "qwen2", qwen2),
+        "gpt_neox, renamed": write_random_model(root / "neox", neox),
         "exported": str(root / "exported"),
     }
-    assert len(list(Path(found["qwen3, parts"]).glob("*.safetensors"))) > 3
-    assert "embed_out.weight" in read_header(Path(found["gpt_neox, renamed"], "model.safetensors"))
-    run_ranks(export, 2, str(write_model(root / "base")), found["exported"])
-    return found
+    assert len(list(Path(folders["qwen3, parts"]).glob("*.safetensors"))) > 3
+    assert "embed_out.weight" in read_header(Path(folders["gpt_neox, renamed"], "model.safetensors"))
+    run_ranks(write_export, 2, str(write_model(root / "base")), folders["exported"])
+    return folders
 
 
-def export(base: str, folder: str) -> None:
-    """The result of a run, in two files."""
+def write_export(base: str, folder: str) -> None:
+    """Export an untrained engine, in two files."""
     config = tiny.deepspeed_config(bf16=True)
-    model = TokenLossModel(load_sharded(base, config, **options(bf16=True)))
+    model = TokenLossModel(load_sharded(base, config, **make_options(bf16=True)))
     engine = Engine(model, build_optimizer(model, OptimizerConfig(learning_rate=0.01)), config)
     save_hugging_face(engine, load_tokenizer(base), base, Path(folder), max_file_bytes=40_000)
 
 
-def options(*, bf16: bool = False) -> dict[str, Any]:
+def make_options(*, bf16: bool = False) -> dict[str, Any]:
     return dict(dtype=torch.bfloat16 if bf16 else torch.float32, attention="auto", gradient_checkpointing=False)
 
 
 @contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    """Bytes of every `os.preadv` inside."""
-    real, read = os.preadv, []
+def counting_reads() -> Iterator[list[int]]:
+    """Record the bytes of every `os.preadv` inside the block."""
+    preadv, read = os.preadv, []
 
-    def preadv(*arguments: Any) -> int:
-        read.append(real(*arguments))
+    def count(*arguments: Any) -> int:
+        read.append(preadv(*arguments))
         return read[-1]
 
-    os.preadv = preadv
-    try:
+    with patch.object(os, "preadv", count):
         yield read
-    finally:
-        os.preadv = real
 
 
 @contextmanager
-def counted_broadcasts() -> Iterator[list[int]]:
-    """Elements of every broadcast of DeepSpeed's inside."""
-    real, numels = deepspeed.comm.broadcast, []
+def counting_broadcasts() -> Iterator[list[int]]:
+    """Record the number of elements of every DeepSpeed broadcast inside the block."""
+    broadcast, numels = deepspeed.comm.broadcast, []
 
-    def broadcast(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    def count(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         numels.append(tensor.numel())
-        return real(tensor, *arguments, **keywords)
+        return broadcast(tensor, *arguments, **keywords)
 
-    deepspeed.comm.broadcast = broadcast
-    try:
+    with patch.object(deepspeed.comm, "broadcast", count):
         yield numels
-    finally:
-        deepspeed.comm.broadcast = real
 
 
-def own_part(parameter: torch.nn.Parameter) -> torch.Tensor:
+def strip_padding(parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's shard without padding."""
     shard = parameter.ds_tensor
     return shard[: max(0, min(shard.numel(), parameter.ds_numel - layout.rank("shards") * shard.numel()))]
 
 
-def differences(found: PreTrainedModel, expected: PreTrainedModel) -> list[str]:
-    """Names of parameters and buffers that are not equal to the last bit, and what else differs of the models."""
-    pairs = zip(found.named_parameters(), expected.named_parameters(), strict=True)
+def find_differences(model: PreTrainedModel, expected: PreTrainedModel) -> list[str]:
+    """Names of parameters and buffers that are not equal bit for bit, and whether the configuration differs."""
+    pairs = zip(model.named_parameters(), expected.named_parameters(), strict=True)
     wrong = [
         name
         for (name, a), (other, b) in pairs
         if name != other or a.ds_shape != b.ds_shape or a.requires_grad != b.requires_grad
-        or a.dtype != b.dtype or not torch.equal(own_part(a), own_part(b))
+        or a.dtype != b.dtype or not torch.equal(strip_padding(a), strip_padding(b))
     ]  # fmt: skip
-    pairs = zip(found.named_buffers(), expected.named_buffers(), strict=True)
+    pairs = zip(model.named_buffers(), expected.named_buffers(), strict=True)
     wrong += [name for (name, a), (_, b) in pairs if a.dtype != b.dtype or not torch.equal(a, b)]
-    if found.config.to_dict() != expected.config.to_dict() or found.training != expected.training:
+    if model.config.to_dict() != expected.config.to_dict() or model.training != expected.training:
         wrong.append("the configuration")
     return wrong
 
 
 def load_both_ways(folders: dict[str, str]) -> dict[tuple[str, bool], tuple[list[str], int, list[int], str, str]]:
-    """By folder and precision, both of the first two folders and one of the others: differences, bytes read here,
-    broadcasts, and digests of the adapters both ways."""
+    """Differences, bytes read by this rank, broadcasts, and digests of the adapters of both ways, by folder and
+    precision; the first two folders in both precisions, the others in one."""
     outcomes = {}
     for i, (name, folder) in enumerate(folders.items()):
         for bf16 in (False, True) if i < 2 or IS_SOAK else (i % 2 == 0,):
             config = tiny.deepspeed_config(bf16=bf16)
             torch.manual_seed(7)
-            with counted_reads() as read, counted_broadcasts() as broadcasts:
-                found = load_sharded(folder, config, **options(bf16=bf16))
-            adapters = adapters_digest(found)
+            with counting_reads() as read, counting_broadcasts() as broadcasts:
+                model = load_sharded(folder, config, **make_options(bf16=bf16))
+            adapters = hash_adapters(model)
             torch.manual_seed(7)
-            expected = load_and_broadcast(folder, config, **options(bf16=bf16))
-            adapters_expected = adapters_digest(expected)
-            wrong = differences(found, expected)
+            expected = load_and_broadcast(folder, config, **make_options(bf16=bf16))
+            adapters_expected = hash_adapters(expected)
+            wrong = find_differences(model, expected)
             outcomes[name, bf16] = wrong, sum(read), broadcasts, adapters, adapters_expected
     return outcomes
 
 
-def adapters_digest(model: PreTrainedModel) -> str:
-    """Digest of new adapters before they are sharded."""
+def hash_adapters(model: PreTrainedModel) -> str:
+    """Digest of new adapters, which are not sharded yet."""
     linear = "query_key_value" if model.config.model_type == "gpt_neox" else "q_proj"
     adapted = add_lora(model, LoraConfig(rank=4, alpha=8, target_modules=[linear]))
     digest = hashlib.sha256()
@@ -186,19 +180,19 @@ def adapters_digest(model: PreTrainedModel) -> str:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, *([2] if IS_SOAK else [])])
-def test_shards_are_those_of_the_broadcast(folders: dict[str, str], num_ranks: int) -> None:
+def test_shards_equal_those_of_the_broadcast(folders: dict[str, str], num_ranks: int) -> None:
     ranks = run_ranks(load_both_ways, num_ranks, folders)
     for name, bf16 in ranks[0]:
-        case, stored_bytes = f"{name}, run in {'bf16' if bf16 else 'fp32'}", bytes_of_weights(folders[name])
+        case, stored_bytes = f"{name}, run in {'bf16' if bf16 else 'fp32'}", count_weight_bytes(folders[name])
         results = [outcomes[name, bf16] for outcomes in ranks]
         assert [wrong for wrong, *_ in results] == [[]] * num_ranks, case
         assert sum(num_bytes for _, num_bytes, *_ in results) == stored_bytes, f"{case}: each byte once"
         assert max(num_bytes for _, num_bytes, *_ in results) < 1.02 * stored_bytes / num_ranks + 200, case
         assert all(broadcasts == [] for _, _, broadcasts, _, _ in results), case
-        assert len({digest for *_, found, expected in results for digest in (found, expected)}) == 1, case
+        assert len({digest for *_, adapters, expected in results for digest in (adapters, expected)}) == 1, case
 
 
-def bytes_of_weights(folder: str) -> int:
+def count_weight_bytes(folder: str) -> int:
     """Bytes of all tensors in a folder's files."""
     headers = 0
     for path in Path(folder).glob("*.safetensors"):
@@ -209,55 +203,59 @@ def bytes_of_weights(folder: str) -> int:
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
 
-def adapters_of_an_engine(folder: str, json_changes: dict[str, Any]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, this rank's shard, the whole adapter as this rank initialised it)."""
+def shard_adapters(folder: str, json_changes: dict[str, Any]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, this rank's shard, the unsharded adapter as this rank initialised it)."""
     config = tiny.deepspeed_config()
     config["zero_optimization"] |= json_changes
     torch.manual_seed(layout.rank("job"))
-    model = TokenLossModel(add_lora(load_sharded(folder, config, **options()), LoraConfig(rank=4, alpha=8)))
-    whole = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name}
+    model = TokenLossModel(add_lora(load_sharded(folder, config, **make_options()), LoraConfig(rank=4, alpha=8)))
+    unsharded = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name}
     engine = Engine(model, build_optimizer(model, OptimizerConfig(learning_rate=0.01)), config)
-    return [(name, own_part(p).clone(), whole[name]) for name, p in engine.trainable if name in whole]
+    return [(name, strip_padding(p).clone(), unsharded[name]) for name, p in engine.trainable if name in unsharded]
 
 
 def test_adapters_are_still_broadcast(folders: dict[str, str]) -> None:
-    """They are made after loading, by the same zero.Init that divided the model without a broadcast."""
-    first, second = run_ranks(adapters_of_an_engine, 2, folders["qwen3"], {})
+    """They are made after loading, by the same zero.Init that sharded the model without a broadcast."""
+    first, second = run_ranks(shard_adapters, 2, folders["qwen3"], {})
     assert len(first) > 4
-    for (name, a, whole), (_, b, other) in zip(first, second, strict=True):
-        assert not torch.equal(whole, other), name
-        assert torch.equal(torch.cat([a, b]), whole.flatten()), name
+    for (name, a, unsharded), (_, b, other) in zip(first, second, strict=True):
+        assert not torch.equal(unsharded, other), name
+        assert torch.equal(torch.cat([a, b]), unsharded.flatten()), name
 
 
 # ---- progress ------------------------------------------------------------------------------------------------------
 
 
-def progress(folder: str) -> list[str]:
+def collect_progress_lines(folder: str) -> list[str]:
     progress_module.FIRST_LINE_SECONDS = progress_module.LINE_SECONDS = 0.0
-    progress_module.Progress.__init__.__kwdefaults__["clock"] = lambda: 0.0  # a line for each part, at any load
-    said: list[str] = []
-    load_sharded(folder, tiny.deepspeed_config(), **options(), say=said.append)
-    return said
+    progress_module.Progress.__init__.__kwdefaults__["clock"] = lambda: (
+        0.0
+    )  # a line for each file, whatever the machine's load
+    lines: list[str] = []
+    load_sharded(folder, tiny.deepspeed_config(), **make_options(), say=lines.append)
+    return lines
 
 
-def test_the_first_rank_says_how_far_it_is(folders: dict[str, str]) -> None:
-    said, others = run_ranks(progress, 2, folders["qwen3, parts"])
+def test_only_the_first_rank_reports_progress(folders: dict[str, str]) -> None:
+    lines, others = run_ranks(collect_progress_lines, 2, folders["qwen3, parts"])
     pattern = rf"Loading {re.escape(folders['qwen3, parts'])}, 0\.0 GB on each rank: (\d+)%, \d+s left"
-    shares = [int(re.fullmatch(pattern, line)[1]) for line in said]
+    shares = [int(re.fullmatch(pattern, line)[1]) for line in lines]
     assert shares == sorted(shares) and shares[0] < 50 < shares[-1]
     assert others == []
 
 
-# ---- what is left to transformers ----------------------------------------------------------------------------------
+# ---- weights that transformers has to read -------------------------------------------------------------------------
 
 
 def load_and_listen(folder: str) -> tuple[list[str], list[str]]:
-    said: list[str] = []
-    found = load_sharded(folder, tiny.deepspeed_config(), **options(), say=said.append)
-    return differences(found, load_and_broadcast(folder, tiny.deepspeed_config(), **options())), said
+    lines: list[str] = []
+    model = load_sharded(folder, tiny.deepspeed_config(), **make_options(), say=lines.append)
+    return find_differences(model, load_and_broadcast(folder, tiny.deepspeed_config(), **make_options())), lines
 
 
-def test_what_has_to_be_converted_is_broadcast(folders: dict[str, str], tmp_path: Path) -> None:
+def test_weights_that_need_conversion_are_read_by_transformers_and_broadcast(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
     experts = Qwen3MoeConfig(
         **SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, moe_intermediate_size=16
     )
@@ -265,114 +263,117 @@ def test_what_has_to_be_converted_is_broadcast(folders: dict[str, str], tmp_path
     (pickled / "model.safetensors").unlink()
     torch.save(tiny.qwen3(**SIZES).state_dict(), pickled / "pytorch_model.bin")
     cases = {
-        write(tmp_path / "experts", experts): "experts.0.",
+        write_random_model(tmp_path / "experts", experts): "experts.0.",
         str(pickled): "they are not in safetensors files",
     }
     for folder, reason in cases.items():
-        (wrong, said), (others_wrong, others_said) = run_ranks(load_and_listen, 2, folder)
-        assert (wrong, others_wrong, others_said) == ([], [], [])
-        (line,) = said
+        (wrong, lines), (others_wrong, others_lines) = run_ranks(load_and_listen, 2, folder)
+        assert (wrong, others_wrong, others_lines) == ([], [], [])
+        (line,) = lines
         assert line.startswith(f"{folder}: weights are read by one process, since ") and reason in line
 
 
 # ---- weights that cannot be used -----------------------------------------------------------------------------------
 
 
-def refusal(folder: str, cuts: bool = False) -> str:
-    """Each rank in its own working directory, `rank0` or `rank1`, so that nodes with copies of their own differ.
+def load_and_catch(folder: str, cuts: bool = False) -> str:
+    """Load on each rank from `./model` in its working directory, `rank0` or `rank1`, as on nodes with separate copies;
+    returns the error's message.
 
     Args:
-        cuts: the last rank's files lose their end once the headers are read.
+        cuts: whether the last rank's files are truncated once their headers are read.
     """
     os.chdir(Path(folder, f"rank{layout.rank('job')}"))
-    real = loading.read_ranges
+    read_ranges = loading.read_ranges
 
-    def read_ranges(wanted: list, progress: Any) -> None:
+    def truncate_and_read(wanted: list, progress: Any) -> None:
         for file in {one.stored.file for one in wanted}:
             os.truncate(file, file.stat().st_size // 2)
-        real(wanted, progress)
+        read_ranges(wanted, progress)
 
     if cuts and layout.rank("job") == layout.size("job") - 1:
-        loading.read_ranges = read_ranges
+        loading.read_ranges = truncate_and_read
     try:
-        load_sharded("./model", tiny.deepspeed_config(), **options())
+        load_sharded("./model", tiny.deepspeed_config(), **make_options())
     except UserError as error:
         return str(error)
     return ""
 
 
-def two_copies(folder: str, root: Path) -> Path:
+def write_two_copies(folder: str, root: Path) -> Path:
     for rank in range(2):
         shutil.copytree(folder, root / f"rank{rank}" / "model")
     return root / "rank1" / "model"
 
 
-def test_a_copy_that_one_node_cannot_read(folders: dict[str, str], tmp_path: Path) -> None:
-    part = sorted(two_copies(folders["qwen3, parts"], tmp_path).glob("*.safetensors"))[1]
+def test_a_truncated_copy_on_one_node_is_refused_on_all_ranks(folders: dict[str, str], tmp_path: Path) -> None:
+    part = sorted(write_two_copies(folders["qwen3, parts"], tmp_path).glob("*.safetensors"))[1]
     part.write_bytes(part.read_bytes()[:-4])
-    messages = run_ranks(refusal, 2, str(tmp_path))
+    messages = run_ranks(load_and_catch, 2, str(tmp_path))
     assert messages[0] == messages[1]
     assert f"model.path: ./model: {part.name}: truncated: found " in messages[0]
 
 
-def test_a_file_that_ends_while_one_rank_reads_it(folders: dict[str, str], tmp_path: Path) -> None:
-    two_copies(folders["qwen3"], tmp_path)
-    messages = run_ranks(refusal, 2, str(tmp_path), True)
+def test_a_file_that_is_truncated_while_one_rank_reads_it_is_refused_on_all_ranks(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    write_two_copies(folders["qwen3"], tmp_path)
+    messages = run_ranks(load_and_catch, 2, str(tmp_path), True)
     assert messages[0] == messages[1]
     assert "model.path: ./model: no weights can be read on rank 1 (host " in messages[0] and "ended at" in messages[0]
 
 
-def test_nodes_with_different_models(folders: dict[str, str], tmp_path: Path) -> None:
-    two_copies(folders["qwen3"], tmp_path)
+def test_nodes_with_different_weights_are_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    write_two_copies(folders["qwen3"], tmp_path)
     shutil.rmtree(tmp_path / "rank1" / "model")
     shutil.copytree(folders["qwen3, bf16"], tmp_path / "rank1" / "model")
-    messages = run_ranks(refusal, 2, str(tmp_path))
+    messages = run_ranks(load_and_catch, 2, str(tmp_path))
     assert messages[0] == messages[1] and "found other weights on rank 1 (host " in messages[0]
 
 
-def test_weights_that_do_not_fit(folders: dict[str, str], tmp_path: Path) -> None:
-    """What `check_model_folder` says of a folder before; of a hub id, loading says it."""
-    two_copies(folders["qwen3"], tmp_path)
+def test_weights_that_do_not_fit_their_configuration_are_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    """Loading reports it for a hub id; for a folder, `check_model_folder` does so before."""
+    write_two_copies(folders["qwen3"], tmp_path)
     for rank in range(2):
         path = tmp_path / f"rank{rank}" / "model" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 76}))
-    messages = run_ranks(refusal, 2, str(tmp_path))
+    messages = run_ranks(load_and_catch, 2, str(tmp_path))
     assert messages[0] == messages[1] and "the weights do not fit config.json: found " in messages[0]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def own_memory_bytes() -> int:
-    """Memory of this process without the files that it has mapped, which the kernel can drop."""
+def read_process_memory() -> int:
+    """Bytes of memory of this process without mapped files, which the kernel can drop."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-def load(folder: str) -> tuple[int, int]:
-    """(bytes of this rank's shards, highest memory while loading) beyond what was there before."""
-    before, highest, done = own_memory_bytes(), 0, threading.Event()
+def measure_loading(folder: str) -> tuple[int, int]:
+    """(bytes of this rank's shards, peak of the memory that loading adds)."""
+    before, highest, done = read_process_memory(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal highest
         while not done.wait(0.002):
-            highest = max(highest, own_memory_bytes() - before)
+            highest = max(highest, read_process_memory() - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = load_sharded(folder, tiny.deepspeed_config(), **options())
+    model = load_sharded(folder, tiny.deepspeed_config(), **make_options())
     done.set()
     watcher.join()
     return sum(parameter.ds_tensor.numel() * 4 for parameter in model.parameters()), highest
 
 
 LARGE = {"read in place": torch.float32, "cast": torch.bfloat16}
-"""Types in which the model of the memory test is stored."""
+"""Dtypes in which the model of the memory test is stored."""
 
 
 def return_freed_memory() -> None:
-    """Makes glibc return freed memory of 64 KiB or more at once. It would keep some of it, by chance up to a whole
-    model's, where the memory that loading needs is measured."""
+    """Make glibc return freed memory of 64 KiB or more at once. It would keep some of it, by chance as much as the
+    model's, and the test measures the memory that loading needs."""
     libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3
     assert libc.mallopt(trim_threshold, 65536) and libc.mallopt(mmap_threshold, 65536)
 
@@ -381,7 +382,7 @@ def load_large_and_cached(root: Path, hub_id: str) -> tuple[dict[str, tuple[int,
     return_freed_memory()
     memory = {}
     for name in LARGE:
-        memory[name] = load(str(root / name))
+        memory[name] = measure_loading(str(root / name))
         gc.collect()
     with patch.multiple(constants, HF_HUB_CACHE=str(root / "hub"), HF_HUB_OFFLINE=True):
         return memory, load_and_listen(hub_id)
@@ -389,7 +390,8 @@ def load_large_and_cached(root: Path, hub_id: str) -> tuple[dict[str, tuple[int,
 
 @pytest.fixture(scope="module")
 def large_and_cached(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
-    """The number of the large model's parameters, and what two ranks found: its memory, and the model of the cache."""
+    """Number of parameters of the large model, and for each of two ranks its memory and the comparison of the cached
+    model."""
     root = tmp_path_factory.mktemp("large")
     for name, dtype in LARGE.items():
         model = tiny.qwen3(
@@ -401,17 +403,17 @@ def large_and_cached(folders: dict[str, str], tmp_path_factory: pytest.TempPathF
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     shutil.copytree(folders["qwen3, parts"], cached / "snapshots" / ("0" * 40))
-    found = run_ranks(load_large_and_cached, 2, root, "someone/parts")
+    results = run_ranks(load_large_and_cached, 2, root, "someone/parts")
     for name in LARGE:
         shutil.rmtree(root / name)
-    return sum(parameter.numel() for parameter in model.parameters()), found
+    return sum(parameter.numel() for parameter in model.parameters()), results
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_rank_holds_its_shards_and_a_window(large_and_cached: tuple[int, list[Any]], name: str) -> None:
-    num_parameters, of_ranks = large_and_cached
+def test_a_rank_holds_at_most_its_shards_and_a_window(large_and_cached: tuple[int, list[Any]], name: str) -> None:
+    num_parameters, results = large_and_cached
     total = num_parameters * 4
-    for memory, _ in of_ranks:
+    for memory, _ in results:
         shards, highest = memory[name]
         print(f"model {total / 2**20:.0f} MiB; a rank's shards {shards / 2**20:.0f}, highest {highest / 2**20:.0f} MiB")
         assert shards == pytest.approx(total / 2, rel=0.01)
@@ -419,4 +421,4 @@ def test_a_rank_holds_its_shards_and_a_window(large_and_cached: tuple[int, list[
 
 
 def test_a_hub_id_is_read_from_the_local_cache(large_and_cached: tuple[int, list[Any]]) -> None:
-    assert [differing_and_said for _, differing_and_said in large_and_cached[1]] == [([], []), ([], [])]
+    assert [differences_and_lines for _, differences_and_lines in large_and_cached[1]] == [([], []), ([], [])]

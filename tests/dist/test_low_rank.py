@@ -1,5 +1,5 @@
-"""Low-rank directions on 1, 2 and 4 ranks: factors found on shards against those of the whole matrices, and utilities
-along them against plain PyTorch in fp64 along the same matrices."""
+"""Low-rank directions on 1, 2 and 4 ranks: factors computed on shards against those of the unsharded matrices, and
+utilities along them against plain PyTorch in fp64 along the same matrices."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -50,10 +50,10 @@ class Case:
 
     @property
     def min_ranks(self) -> int:
-        """With tensor or expert parallelism, ZeRO-3 shards each part over two ranks more."""
+        """Ranks that the case needs: with tensor or expert parallelism, ZeRO-3 also shards each part over two ranks."""
         return self.sequence_parallel if self.tensor * self.expert == 1 else 4
 
-    def plain_model(self) -> torch.nn.Module:
+    def make_plain_model(self) -> torch.nn.Module:
         return tiny.qwen3(tied=self.tied) if self.moe_kind is None else tiny.moe_model(self.moe_kind)
 
 
@@ -61,11 +61,11 @@ CASES = {
     "fused": Case(),
     "separate, tied": Case(fused=False, tied=True),
     "checkpointed, packed": Case(checkpointing=True, packed=True),
-    "mixture, packed": Case(moe_kind="qwen3_moe", packed=True),
-    "mixture, most experts idle, separate": Case(moe_kind="qwen3_moe, idle experts", fused=False),
+    "MoE model, packed": Case(moe_kind="qwen3_moe", packed=True),
+    "MoE model, most experts idle, separate": Case(moe_kind="qwen3_moe, idle experts", fused=False),
     "row of 2 ranks": Case(sequence_parallel=2),
-    "no matrix is larger": Case(rank=64),
-    "two passes, mixture, checkpointed": Case(passes=2, moe_kind="qwen3_moe", checkpointing=True),
+    "rank above every matrix": Case(rank=64),
+    "two passes, MoE model, checkpointed": Case(passes=2, moe_kind="qwen3_moe", checkpointing=True),
     "tensor-parallel, packed": Case(tensor=2, packed=True),
     "tensor-parallel, tied, separate, checkpointed": Case(tensor=2, tied=True, fused=False, checkpointing=True),
     "experts on 2 ranks": Case(expert=2, moe_kind="qwen3_moe"),
@@ -74,12 +74,12 @@ CASES = {
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """`folder`: for a checkpoint of the direction."""
+    """Take a direction and the utilities along its factors; write a checkpoint of it to `folder` and read it again."""
     probe_section = {"rank": case.rank, "rank_passes": case.passes}
     recipe = step_runs.make_recipe(probe=probe_section, utility={"fused": case.fused})
     start_process_group(10, case.tensor, case.expert)
     layout.make_sequence_groups([case.sequence_parallel])
-    model, plain = make_model(case), case.plain_model()
+    model, plain = make_model(case), case.make_plain_model()
     engine = step_runs.make_engine(model, recipe)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     direction = estimator.direction
@@ -95,7 +95,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
             utilities |= dict(zip(batch.sequence_ids, result.utilities.split(sizes), strict=False))
             engine.backward(result.losses.sum())
     bytes_kept = count_kept_bytes(engine, direction)
-    whole, approximate, replicas = {}, {}, []
+    exact_tangents, factor_products, replicas = {}, {}, []
     exact = Direction(engine, rank_passes=case.passes)
     take_direction(exact, derive_step_settings(recipe), probe, seed=SEED)
     for group in range(len(exact.groups)):
@@ -104,16 +104,17 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
             if id(parameter) in gathered:
                 tangent = direction.low_rank_tangents()[id(parameter)]
                 key = name.removeprefix("causal_lm.")
-                whole[key] = gathered[id(parameter)].clone()
-                approximate[key] = tangent.matrix() if isinstance(tangent, LowRank) else tangent.clone()
+                exact_tangents[key] = gathered[id(parameter)].clone()
+                factor_products[key] = tangent.matrix() if isinstance(tangent, LowRank) else tangent.clone()
                 assert isinstance(tangent, LowRank) == has_low_rank(parameter, case.rank)
                 if is_expert_block(parameter):
-                    whole[key], approximate[key] = (
-                        torch.cat(layout.gather_objects("expert", x)) for x in (whole[key], approximate[key])
+                    exact_tangents[key], factor_products[key] = (
+                        torch.cat(layout.gather_objects("expert", x))
+                        for x in (exact_tangents[key], factor_products[key])
                     )
                 elif not getattr(parameter, "tensor_model_parallel", False):
                     replicas.append(key)
-    # To the last bit those of shards that are kept.
+    # A direction whose shards are kept gives the same factors, bit for bit.
     assert_equal_factors(direction, exact.with_rank(case.rank))
     tensors = state_tensors(engine, direction)
     write_state(tensors, folder)
@@ -122,12 +123,12 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     resumed = Direction(engine, case.rank, case.passes)
     read_state(engine, resumed, folder, num_updates=0)
     assert_equal_factors(direction, resumed)
-    along = megatron.assemble(model, plain, approximate) if case.tensor > 1 else approximate
+    along = megatron.assemble(model, plain, factor_products) if case.tensor > 1 else factor_products
     engine.close()
     return {
         "utilities": utilities,
-        "whole": whole,
-        "approximate": approximate,
+        "exact": exact_tangents,
+        "approximate": factor_products,
         "along": along,
         "replicas": replicas,
         "energy": taken.energy,
@@ -136,7 +137,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def assert_equal_factors(one: Direction, other: Direction) -> None:
-    """Bit for bit."""
+    """Compare two directions' factors bit for bit."""
     tangents, others = one.low_rank_tangents(), other.low_rank_tangents()
     assert tangents.keys() == others.keys()
     for key, tangent in tangents.items():
@@ -145,8 +146,8 @@ def assert_equal_factors(one: Direction, other: Direction) -> None:
 
 
 def count_kept_bytes(engine: Engine, direction: Direction) -> dict[str, int]:
-    """Bytes of the memory that the direction keeps alive, what it says that it keeps, and bytes of its factors and of
-    what is not factorized, counted by shape."""
+    """Bytes that the direction keeps alive, bytes that it reports, and bytes by the shapes of its factors and of the
+    parameters without factors."""
     by_address = {}
     factors = [x for t in direction.low_rank_tangents().values() for x in (t if isinstance(t, LowRank) else (t,))]
     for tensor in (*direction.buffers, *factors):
@@ -158,13 +159,13 @@ def count_kept_bytes(engine: Engine, direction: Direction) -> dict[str, int]:
         low_rank = has_low_rank(parameter, direction.rank)
         expected += torch.Size(stack).numel() * (direction.rank * (out + in_) if low_rank else out * in_)
     size = engine.trainable[0][1].element_size()
-    return {"alive": sum(by_address.values()), "said": direction.persistent_bytes, "expected": size * expected}
+    return {"alive": sum(by_address.values()), "reported": direction.persistent_bytes, "expected": size * expected}
 
 
 def make_model(case: Case) -> torch.nn.Module:
     options = dict(checkpointing=case.checkpointing)
     if case.tensor > 1:
-        return megatron.make_parallel_model(case.plain_model(), **options)
+        return megatron.make_parallel_model(case.make_plain_model(), **options)
     model = tiny.token_loss_model(tied=case.tied, moe_kind=case.moe_kind, **options)
     if case.expert > 1:
         start_deepspeed()
@@ -187,14 +188,14 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_ranks(measure_all, request.param, tmp_path_factory.mktemp("states"))
 
 
-def test_factors_are_the_projection_of_the_whole_matrices(ranks) -> None:
+def test_factors_are_the_projection_of_the_unsharded_matrices(ranks) -> None:
     for name, case in CASES.items():
         if name not in ranks[0]:
             continue
         kept: dict[str, float] = defaultdict(float)
         total: dict[str, float] = defaultdict(float)
         for i, measured in enumerate(result[name] for result in ranks):
-            for key, gradient in measured["whole"].items():
+            for key, gradient in measured["exact"].items():
                 expected, kinds = gradient.double(), ["total"]
                 if gradient.ndim >= 2 and min(gradient.shape[-2:]) > case.rank:
                     width = gradient.shape[-1]
@@ -206,9 +207,9 @@ def test_factors_are_the_projection_of_the_whole_matrices(ranks) -> None:
                     expected = basis @ (basis.mT @ expected)
                     kinds.append(key.removesuffix(".weight").split(".")[-1])
                 error = float((measured["approximate"][key] - expected).norm() / gradient.norm().clamp(min=1e-12))
-                # The fp32 of the sketch, times the condition number of what an expert's few tokens leave.
+                # The fp32 rounding of the sketch, times the condition number of an expert's gradient from few tokens.
                 assert error < 5e-5, (name, key, error)
-                # The ranks of a tensor-parallel group have different matrices; of others one counts.
+                # The ranks of a tensor-parallel group have different matrices; of equal ones, one counts.
                 if i == 0 or (i < case.tensor and key not in measured["replicas"]):
                     for kind in kinds:
                         kept[kind] += float(expected.square().sum())
@@ -219,7 +220,7 @@ def test_factors_are_the_projection_of_the_whole_matrices(ranks) -> None:
         assert case.rank == RANK or energy == pytest.approx({"total": 1.0}, abs=1e-6)
         # A second pass keeps more.
         if case.passes == 2:
-            assert energy["total"] > ranks[0]["mixture, packed"]["energy"]["total"] + 0.01
+            assert energy["total"] > ranks[0]["MoE model, packed"]["energy"]["total"] + 0.01
 
 
 def test_utilities_are_exact_along_the_factors(ranks) -> None:
@@ -227,7 +228,7 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
     for name, case in CASES.items():
         if name not in ranks[0]:
             continue
-        model = case.plain_model().double()
+        model = case.make_plain_model().double()
         model.set_attn_implementation("eager")
         if case.moe_kind is not None:
             model.set_experts_implementation("eager")
@@ -243,15 +244,15 @@ def test_utilities_are_exact_along_the_factors(ranks) -> None:
         assert max(errors) < 2e-6, (name, errors)
 
 
-def test_the_shard_is_freed_once_there_are_factors(ranks) -> None:
+def test_the_shard_is_freed_once_the_factors_exist(ranks) -> None:
     """Also where a view of it would keep its memory alive, as on one rank."""
     for result in ranks:
         for name, measured in result.items():
             kept = measured["bytes_kept"]
-            assert kept["alive"] == kept["said"] == kept["expected"], name
+            assert kept["alive"] == kept["reported"] == kept["expected"], name
 
 
-def test_no_rank_departs_from_another(ranks) -> None:
+def test_factors_are_equal_on_all_ranks(ranks) -> None:
     for name in ranks[0]:
         first = ranks[0][name]["along"]
         for result in ranks[1:]:
@@ -259,7 +260,7 @@ def test_no_rank_departs_from_another(ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zeros", "one column", "ill-conditioned", "tiny"])
-def test_a_basis_is_orthonormal_whatever_the_matrix(kind: str) -> None:
+def test_a_basis_is_orthonormal_and_spans_the_matrix(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     sketch = torch.randn(3, 40, 8, generator=generator)
     if kind == "zeros":
@@ -272,6 +273,6 @@ def test_a_basis_is_orthonormal_whatever_the_matrix(kind: str) -> None:
         sketch[1] *= 1e-30
     basis = orthonormalize(sketch).double()
     assert float((basis.mT @ basis - torch.eye(8)).abs().max()) < 1e-5
-    # Nothing of the matrix lies outside.
+    # No part of the matrix lies outside the basis.
     outside = sketch.double() - basis @ (basis.mT @ sketch.double())
     assert float(outside.norm(dim=(1, 2)).max()) <= 1e-5 * float(sketch.norm(dim=(1, 2)).max())

@@ -1,6 +1,6 @@
 """Parallel layers on 4 ranks against the Hugging Face model in one process, quantity by quantity.
 
-Two ranks are a tensor-parallel group, and two such pairs, or sequence-parallel pairs of pairs, make the ZeRO-3 shards.
+Two ranks are a tensor-parallel group. ZeRO-3 shards over two such pairs, which may also be sequence-parallel.
 """
 
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ from vcore_ds.planning.step_cost import StepModel, StepPasses
 pytestmark = pytest.mark.dist
 
 
-def sections(clipping: float | None = None, **others) -> dict:
-    """Sections of a recipe with SGD: Adam moves a parameter whose gradient is near zero by the sign of its rounding.
-    Steps of this length move parameters by a thousand times the bound on their deviation."""
+def make_sections(clipping: float | None = None, **others) -> dict:
+    """Make sections of a recipe with SGD. Adam moves a parameter whose gradient is near zero by the sign of its
+    rounding; these steps move parameters by a thousand times the bound on their deviation."""
     optimizer = {"learning_rate": 0.1, "name": "sgd", "gradient_clipping": clipping}
     return {"optimizer": optimizer, **others}
 
@@ -43,23 +43,25 @@ CASES = {
     "lora, iw_sft, sequence-parallel": Case(
         lora=True,
         sequence_parallel=(2, 2),
-        sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8}),
+        sections=make_sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8}),
     ),
     "lora, asft, padded vocabulary": Case(
-        lora=True, vocabulary=121, sections=sections(method={"name": "asft"}, lora={"rank": 4, "alpha": 8})
+        lora=True, vocabulary=121, sections=make_sections(method={"name": "asft"}, lora={"rank": 4, "alpha": 8})
     ),
-    "eaft, packed, padded vocabulary": Case(packed=True, vocabulary=121, sections=sections(method={"name": "eaft"})),
+    "eaft, packed, padded vocabulary": Case(
+        packed=True, vocabulary=121, sections=make_sections(method={"name": "eaft"})
+    ),
     "jvp, packed, padded vocabulary, tied, checkpointed, one reduction": Case(
-        packed=True, vocabulary=121, tied=True, checkpointing=True, coalesce=True, sections=sections()
+        packed=True, vocabulary=121, tied=True, checkpointing=True, coalesce=True, sections=make_sections()
     ),
-    "finite difference, packed, tied": Case(packed=True, tied=True, sections=sections(**FINITE_DIFFERENCE)),
+    "finite difference, packed, tied": Case(packed=True, tied=True, sections=make_sections(**FINITE_DIFFERENCE)),
     "direction adam, clipped probe, variance": Case(
         sections={"optimizer": ADAM, "method": VARIANCE, "probe": {"direction": "adam", "clip": 0.1}}
     ),
     "base measure and probe loss dft, ranks without sequences, clipped, offloaded optimizer": Case(
         num_main=5,
         num_probe=1,
-        sections=sections(clipping=0.1, method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
+        sections=make_sections(clipping=0.1, method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
         config=OFFLOAD,
     ),
     "lora, packed, tied, checkpointed, clipped, one reduction": Case(
@@ -68,55 +70,61 @@ CASES = {
         tied=True,
         checkpointing=True,
         coalesce=True,
-        sections=sections(clipping=0.1, probe={"clip": 0.1}),
+        sections=make_sections(clipping=0.1, probe={"clip": 0.1}),
     ),
     "sequence-parallel, packed, checkpointed": Case(
-        sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=sections(**SEPARATE)
+        sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=make_sections(**SEPARATE)
     ),
-    "norms of a kernel, checkpointed": Case(kernel_norm=True, checkpointing=True, sections=sections()),
+    "norms of a kernel, checkpointed": Case(kernel_norm=True, checkpointing=True, sections=make_sections()),
 } | soak(
     {
-        "lora, iw_sft": Case(lora=True, sections=sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})),
-        "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=sections()),
+        "lora, iw_sft": Case(
+            lora=True, sections=make_sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})
+        ),
+        "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=make_sections()),
         "base measure and probe loss dft, ranks without sequences": Case(
             num_main=5,
             num_probe=1,
-            sections=sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
+            sections=make_sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
         ),
-        "clipped, offloaded optimizer": Case(sections=sections(clipping=0.1), config=OFFLOAD),
-        "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"})),
-        "dft": Case(sections=sections(method={"name": "dft"})),
-        "deft": Case(sections=sections(method={"name": "deft"})),
-        "random, packed": Case(packed=True, sections=sections(method={"name": "random", "keep_share": 0.4})),
-        "iw_sft, packed": Case(packed=True, sections=sections(**IW_SFT)),
-        "jvp": Case(sections=sections()),
-        "jvp, separate passes, tied, checkpointed": Case(tied=True, checkpointing=True, sections=sections(**SEPARATE)),
-        "jvp, padded vocabulary, packed": Case(vocabulary=121, packed=True, sections=sections()),
-        "finite difference": Case(sections=sections(**FINITE_DIFFERENCE)),
+        "clipped, offloaded optimizer": Case(sections=make_sections(clipping=0.1), config=OFFLOAD),
+        "sft, packed": Case(packed=True, sections=make_sections(method={"name": "sft"})),
+        "dft": Case(sections=make_sections(method={"name": "dft"})),
+        "deft": Case(sections=make_sections(method={"name": "deft"})),
+        "random, packed": Case(packed=True, sections=make_sections(method={"name": "random", "keep_share": 0.4})),
+        "iw_sft, packed": Case(packed=True, sections=make_sections(**IW_SFT)),
+        "jvp": Case(sections=make_sections()),
+        "jvp, separate passes, tied, checkpointed": Case(
+            tied=True, checkpointing=True, sections=make_sections(**SEPARATE)
+        ),
+        "jvp, padded vocabulary, packed": Case(vocabulary=121, packed=True, sections=make_sections()),
+        "finite difference": Case(sections=make_sections(**FINITE_DIFFERENCE)),
         "lora, direction adam": Case(lora=True, sections={"optimizer": ADAM, "probe": {"direction": "adam"}}),
-        "clipped": Case(sections=sections(clipping=0.1, probe={"clip": 0.1})),
-        "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=sections(method=BATCH_WIDE)),
-        "lora": Case(lora=True, sections=sections()),
-        "lora, finite difference": Case(lora=True, sections=sections(**FINITE_DIFFERENCE)),
-        "sequence-parallel": Case(sequence_parallel=(2, 2), sections=sections()),
-        "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=sections()),
+        "clipped": Case(sections=make_sections(clipping=0.1, probe={"clip": 0.1})),
+        "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=make_sections(method=BATCH_WIDE)),
+        "lora": Case(lora=True, sections=make_sections()),
+        "lora, finite difference": Case(lora=True, sections=make_sections(**FINITE_DIFFERENCE)),
+        "sequence-parallel": Case(sequence_parallel=(2, 2), sections=make_sections()),
+        "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=make_sections()),
         "norms of a kernel, separate passes, checkpointed": Case(
-            kernel_norm=True, checkpointing=True, sections=sections(**SEPARATE)
+            kernel_norm=True, checkpointing=True, sections=make_sections(**SEPARATE)
         ),
         "norms of a kernel, lora, checkpointed": Case(
-            kernel_norm=True, lora=True, checkpointing=True, sections=sections()
+            kernel_norm=True, lora=True, checkpointing=True, sections=make_sections()
         ),
     }
 )
-OF_FOUR = Case(tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=sections())
+FOUR_RANK_CASE = Case(
+    tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=make_sections()
+)
 BF16_CASES = {
-    "jvp": Case(sections=sections(**BF16)),
-    "lora, packed": Case(lora=True, packed=True, sections=sections(**BF16)),
+    "jvp": Case(sections=make_sections(**BF16)),
+    "lora, packed": Case(lora=True, packed=True, sections=make_sections(**BF16)),
 } | soak(
     {
-        "sft, packed": Case(packed=True, sections=sections(method={"name": "sft"}, **BF16)),
+        "sft, packed": Case(packed=True, sections=make_sections(method={"name": "sft"}, **BF16)),
         "jvp, separate passes, tied, checkpointed": Case(
-            tied=True, checkpointing=True, sections=sections(**SEPARATE, **BF16)
+            tied=True, checkpointing=True, sections=make_sections(**SEPARATE, **BF16)
         ),
     }
 )
@@ -172,11 +180,11 @@ class Results:
 
     cases: dict[str, dict[str, float]]
     bf16: dict[str, tuple[dict[str, float], dict[str, float]]]
-    """With Hugging Face's layers, and with parallel ones."""
+    """With Hugging Face's layers, and with parallel layers."""
     rounding: dict[bool, dict[str, float]]
     """Without adapters, and with them."""
     four_ranks: dict[str, float]
-    """With all four ranks sharing every layer."""
+    """With every layer sharded over all four ranks."""
 
 
 @dataclass
@@ -200,7 +208,7 @@ def run_all() -> Results:
     bf16 = {name: (bf16_alone[name], run_case(replace(case, tensor=2))) for name, case in BF16_CASES.items()}
     rounding = {lora: megatron.measure_stochastic_rounding(lora=lora) for lora in (False, True)}
     layout.arrange(tensor=4)
-    return Results(cases, bf16, rounding, run_case(OF_FOUR))
+    return Results(cases, bf16, rounding, run_case(FOUR_RANK_CASE))
 
 
 def compare_layers() -> Layers:
@@ -234,22 +242,22 @@ def test_losses_and_gradients_equal_those_of_hugging_face(layers, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_equals_reference(results, name):
-    check([result.cases[name] for result in results])
+def test_step_with_parallel_layers_equals_reference(results, name):
+    assert_parity_and_equal_replicas([result.cases[name] for result in results])
 
 
-def test_four_ranks_to_a_layer(results):
-    check([result.four_ranks for result in results])
+def test_step_with_layers_on_four_ranks_equals_reference(results):
+    assert_parity_and_equal_replicas([result.four_ranks for result in results])
 
 
-def check(deviations_by_rank):
+def assert_parity_and_equal_replicas(deviations_by_rank):
     assert_parity(deviations_by_rank)
     for worst in deviations_by_rank:
         assert worst["norm"] < 1e-5
         assert worst["drift"] == 0
 
 
-def test_exchanges_are_those_of_the_formula(layers):
+def test_a_pass_exchanges_the_numbers_of_the_formula(layers):
     passes, hidden, num_layers = layers[0].exchanged
     loss_numels = {name: [n for n in numels if n % hidden] for name, numels in passes.items()}
     hidden_numels = {name: [n // hidden for n in numels if n % hidden == 0] for name, numels in passes.items()}
@@ -260,21 +268,21 @@ def test_exchanges_are_those_of_the_formula(layers):
     assert [len(loss_numels[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
 
 
-def test_exchanges_of_adapters_are_of_their_rank(layers):
+def test_adapters_add_exchanges_of_their_rank(layers):
     passes, hidden, num_layers = layers[0].exchanged_adapted
     num_tokens, rank = hidden // 32, tiny.make_lora_config().rank
-    # What the adapters of q, k and v make of the tokens, and those of gate and up, beside what there is without.
+    # Outputs of the first factors of q, k and v, and of gate and up, besides the exchanges without adapters.
     added = [3 * rank * num_tokens, 2 * rank * num_tokens] * num_layers
     for name, factor in (("forward", 1), ("tangents", 2)):
         expected = [*layers[0].exchanged[0][name], *(factor * numel for numel in added)]
         assert sorted(passes[name]) == sorted(expected)
-    # A frozen weight needs no tokens in the backward, a frozen embedding no gradient.
+    # In the backward a frozen weight needs no tokens, and a frozen embedding no gradient.
     assert sorted(passes["backward"]) == sorted([hidden] * (4 * num_layers + 1) + added)
 
 
 @pytest.mark.parametrize("name", EXCHANGED)
-def test_exchanges_are_those_that_a_plan_counts(layers, name: str):
-    """Forward and backward, and a forward with tangents."""
+def test_a_plan_counts_the_exchanges_of_a_pass(layers, name: str):
+    """Of forward and backward, and of a JVP pass."""
     passes, hidden, _ = getattr(layers[0], name)
     options, num_tokens = EXCHANGED[name], hidden // 32
     # Without each supervised token's normalizer and its target's logit, and the tangent of its loss.
@@ -295,10 +303,10 @@ def test_exchanges_are_those_that_a_plan_counts(layers, name: str):
         work = getattr(StepPasses.of(settings), phase)
         traffic, num_exchanges = model.between_layers(work, num_tokens)
         assert num_exchanges == len(phase_numels)
-        assert traffic.inside == 4 * sum(phase_numels) / 2  # half of it is the rank's own
+        assert traffic.inside == 4 * sum(phase_numels) / 2  # half of the numbers stay on the rank
 
 
-def test_adapters_compute_what_those_of_the_other_provider_compute(layers):
+def test_adapters_compute_the_same_as_with_hugging_faces_layers(layers):
     for result in layers:
         deviations = result.adapters
         print(deviations)
@@ -308,7 +316,7 @@ def test_adapters_compute_what_those_of_the_other_provider_compute(layers):
 
 
 @pytest.mark.parametrize("name", BF16_CASES)
-def test_bf16_is_no_further_from_the_reference_than_with_hugging_faces_layers(results, name):
+def test_bf16_is_about_as_close_to_the_reference_as_with_hugging_faces_layers(results, name):
     """The oracle computes in fp32, from the same weights."""
     for result in results:
         alone, parallel = result.bf16[name]
@@ -322,7 +330,7 @@ def test_bf16_is_no_further_from_the_reference_than_with_hugging_faces_layers(re
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_stochastic_rounding_is_the_same_on_replicas(results, lora):
+def test_stochastic_rounding_is_equal_on_replicas(results, lora):
     for result in results:
         rounding = result.rounding[lora]
         print(rounding)

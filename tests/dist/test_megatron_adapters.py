@@ -1,4 +1,4 @@
-"""Whole runs with adapters on parallel layers: against the other provider's, resumed, exported for peft."""
+"""Complete runs with adapters on parallel layers: against Hugging Face's layers, resumed, exported for peft."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.dist.test_megatron_runs import COMPARED, PARALLEL, losses_of, make_recipe, save_models
+from tests.dist.test_megatron_runs import COMPARED, PARALLEL, compute_losses, make_recipe, save_models
 from tests.helpers import resumed_runs, tiny
+from tests.helpers.exports import load_tensors
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
 from vcore_ds.commands.export.write import export_run
@@ -24,9 +24,9 @@ from vcore_ds.engine.zero3 import Engine
 pytestmark = pytest.mark.dist
 
 NUM_STEPS = 8
-"""Each with a validation. In bf16 the largest deviation of few numbers says little: four steps have two probe
-gradients, whose norms deviated by 0.0012 with parallel layers and by 0.0003 to 0.0009 without; eight steps: 0.003
-and 0.02."""
+"""Each step with a validation. In bf16 the largest deviation of few numbers says little: in four steps the norms of
+the two probe gradients deviated by 0.0012 with parallel layers and by 0.0003 to 0.0009 without; in eight steps, by
+0.003 and 0.02."""
 STOP = 2
 LORA = {"rank": 4, "alpha": 12.0, "dropout": 0.05}
 RUNS: dict[str, dict[str, Any]] = {
@@ -39,10 +39,10 @@ RUNS: dict[str, dict[str, Any]] = {
     }
 )
 TOLERANCE = {"fp32": 2e-6, "bf16": 0.05}
-"""Of a loss; in bf16 the layers that peft adapts round otherwise."""
+"""Largest difference of a loss; in bf16 the layers that peft adapts round in another order."""
 
 
-def adapted(folder: Path, name: str, suffix: str, parallel: dict[str, Any]) -> Recipe:
+def make_adapter_recipe(folder: Path, name: str, suffix: str, parallel: dict[str, Any]) -> Recipe:
     sections = {"lora": LORA, **RUNS[name]}
     model = {**parallel.get("model", {}), **sections.get("model", {})}
     sections |= {
@@ -55,36 +55,34 @@ def adapted(folder: Path, name: str, suffix: str, parallel: dict[str, Any]) -> R
 @dataclass
 class Outcome:
     losses: dict[str, torch.Tensor]
-    """What the engine computes at the end of each run."""
+    """Token losses of the engine at the end of each run."""
     fidelity: FidelityReport
 
 
 def train(folder: Path, suffix: str, parallel: dict[str, Any]) -> Outcome:
-    close, losses = Engine.close, {}
+    losses = {}
 
-    def look_and_close(engine: Engine) -> None:
+    def inspect(engine: Engine) -> None:
         with engine.without_gradient():
             losses[name] = engine.token_losses(tiny.make_batch(3)).float()
-        close(engine)
 
-    Engine.close = look_and_close
-    try:
+    with resumed_runs.inspecting_engines(inspect):
         for name in RUNS:
-            recipe = adapted(folder, name, suffix, parallel)
+            recipe = make_adapter_recipe(folder, name, suffix, parallel)
             if (name, suffix) == ("untied", "parallel"):
-                killed = adapted(folder, "untied", "stopped", parallel)
+                killed = make_adapter_recipe(folder, "untied", "stopped", parallel)
                 resumed_runs.run_and_copy_after(recipe, STOP, Path(killed.run.output_dir))
             else:
                 resumed_runs.run_to_end(recipe)
-    finally:
-        Engine.close = close
     options = FidelityOptions(3, epsilons=(0.1,), probe_sizes=(1,), large_probe_size=2, stale_steps=(1,))
-    return Outcome(losses, measure_fidelity(adapted(folder, "untied_bf16", f"fidelity_{suffix}", parallel), options))
+    return Outcome(
+        losses, measure_fidelity(make_adapter_recipe(folder, "untied_bf16", f"fidelity_{suffix}", parallel), options)
+    )
 
 
 def train_parallel(folder: Path) -> Outcome:
     outcome = train(folder, "parallel", PARALLEL)
-    resumed_runs.run_to_end(adapted(folder, "untied", "stopped", PARALLEL))
+    resumed_runs.run_to_end(make_adapter_recipe(folder, "untied", "stopped", PARALLEL))
     return outcome
 
 
@@ -101,13 +99,13 @@ def outcomes(folder: Path) -> tuple[Outcome, Outcome]:
 
 @pytest.fixture(scope="module")
 def losses(outcomes: tuple[Outcome, Outcome]) -> dict[str, torch.Tensor]:
-    """Of the parallel layers' engines, by run."""
+    """Token losses of the parallel layers' engines, by run."""
     return outcomes[1].losses
 
 
-def deviations(folder: Path, found: str, expected: str) -> dict[str, float]:
-    """The largest of each metric over the steps of two runs, relative."""
-    lines = (resumed_runs.read_deterministic_metrics(folder / "runs" / name) for name in (found, expected))
+def find_deviations(folder: Path, run: str, expected: str) -> dict[str, float]:
+    """Largest relative deviation of each metric over the steps of two runs."""
+    lines = (resumed_runs.read_deterministic_metrics(folder / "runs" / name) for name in (run, expected))
     largest: dict[str, float] = {}
     for a, b in zip(*lines, strict=True):
         for key in COMPARED & {key for key in b if b[key] is not None}:
@@ -116,16 +114,18 @@ def deviations(folder: Path, found: str, expected: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "bf16" not in name])
-def test_runs_are_those_of_the_other_providers_adapters(folder, losses, name):
-    """Both draw the same adapters and the same dropout."""
-    found = deviations(folder, f"{name}_parallel", f"{name}_alone")
-    print(found)
-    assert {"loss", "grad_norm", "supervised_tokens", "validation_loss"} <= found.keys()
-    assert max(found.values()) < 1e-5
+def test_a_run_has_the_metrics_of_hugging_faces_layers(folder, losses, name):
+    """Both providers draw the same adapters and the same dropout."""
+    deviations = find_deviations(folder, f"{name}_parallel", f"{name}_alone")
+    print(deviations)
+    assert {"loss", "grad_norm", "supervised_tokens", "validation_loss"} <= deviations.keys()
+    assert max(deviations.values()) < 1e-5
 
 
-def test_runs_in_bf16_are_within_the_rounding_that_the_other_provider_has_too(folder, losses):
-    ours, theirs = (deviations(folder, f"untied_bf16_{suffix}", "untied_alone") for suffix in ("parallel", "alone"))
+def test_a_run_in_bf16_deviates_at_most_twice_as_much_as_with_hugging_faces_layers(folder, losses):
+    ours, theirs = (
+        find_deviations(folder, f"untied_bf16_{suffix}", "untied_alone") for suffix in ("parallel", "alone")
+    )
     print(ours, theirs)
     assert theirs["grad_norm"] > 0
     for key, deviation in ours.items():
@@ -137,48 +137,48 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(folder, losses):
     assert resumed_runs.find_differences(runs / "untied_stopped", runs / "untied_parallel", NUM_STEPS) == []
 
 
-def base_of(folder: Path, name: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder / name.split("_")[0], dtype=precision_of(name)[1])
+def load_base(folder: Path, name: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder / name.split("_")[0], dtype=find_precision(name)[1])
 
 
-def precision_of(name: str) -> tuple[str, torch.dtype]:
+def find_precision(name: str) -> tuple[str, torch.dtype]:
     return ("bf16", torch.bfloat16) if "bf16" in name else ("fp32", torch.float32)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_peft_loads_the_adapter_and_computes_what_the_engine_computed(folder, losses, name, tmp_path):
     run = folder / "runs" / f"{name}_parallel"
-    untrained = losses_of(base_of(folder, name)).float()
+    untrained = compute_losses(load_base(folder, name)).float()
     assert float((untrained - losses[name]).abs().max()) > 0.02
     from_checkpoint = export_run(run, output=tmp_path / "adapter")
     merged = export_run(run, output=tmp_path / "merged", merge=True, dtype="fp32")
-    computed = {
-        "live": losses_of(PeftModel.from_pretrained(base_of(folder, name), run / "adapter")),
-        "from checkpoint": losses_of(PeftModel.from_pretrained(base_of(folder, name), from_checkpoint)),
-        "merged": losses_of(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)),
+    losses_by_export = {
+        "live": compute_losses(PeftModel.from_pretrained(load_base(folder, name), run / "adapter")),
+        "from checkpoint": compute_losses(PeftModel.from_pretrained(load_base(folder, name), from_checkpoint)),
+        "merged": compute_losses(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)),
     }
-    for kind, found in computed.items():
-        difference = float((found.float() - losses[name]).abs().max())
+    for kind, computed_losses in losses_by_export.items():
+        difference = float((computed_losses.float() - losses[name]).abs().max())
         print(f"{kind}: {difference:.1e}")
-        assert difference < TOLERANCE[precision_of(name)[0]], kind
+        assert difference < TOLERANCE[find_precision(name)[0]], kind
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_adapter_is_written_as_the_other_providers(folder, losses, name, tmp_path):
+def test_the_adapters_files_equal_those_of_hugging_faces_layers(folder, losses, name, tmp_path):
     ours, theirs = (folder / "runs" / f"{name}_{suffix}" / "adapter" for suffix in ("parallel", "alone"))
     assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
     for file in theirs.iterdir():
         if file.name not in ("adapter_model.safetensors", "README.md"):  # the card names the recipe and its ranks
             assert (ours / file.name).read_bytes() == file.read_bytes(), file.name
-    live, expected = (load_file(of / "adapter_model.safetensors") for of in (ours, theirs))
+    live, expected = map(load_tensors, (ours, theirs))
     assert {key: (t.shape, t.dtype) for key, t in live.items()} == {
         key: (t.shape, t.dtype) for key, t in expected.items()
     }
-    later = load_file(export_run(ours.parent, output=tmp_path / "adapter") / "adapter_model.safetensors")
+    later = load_tensors(export_run(ours.parent, output=tmp_path / "adapter"))
     assert live.keys() == later.keys() and all(torch.equal(live[key].float(), later[key]) for key in live)
 
 
-def test_fidelity_is_that_of_the_other_providers_adapters(outcomes):
+def test_fidelity_is_close_to_that_of_hugging_faces_layers(outcomes):
     alone, parallel = (outcome.fidelity for outcome in outcomes)
     assert parallel.num_tokens == alone.num_tokens > 0
     assert parallel.utility_std == pytest.approx(alone.utility_std, rel=2e-2)

@@ -1,11 +1,11 @@
-"""Parallel layers: one forward for losses and utilities against two, and what it allocates."""
+"""Parallel layers: one fused forward for losses and utilities against two separate ones, and its memory."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.dist.test_fused import Pass, check, main_pass, peak_bytes
+from tests.dist.test_fused import Pass, assert_fused_equals_separate, measure_peaks, run_both_passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK, soak
 from vcore_ds.distributed import layout
@@ -41,31 +41,28 @@ def run_all() -> tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str
     layout.arrange(tensor=2)
     if IS_SOAK:
         layout.make_sequence_groups([2])
-    passes = {
-        name: {fused: main_pass(replace(case, tensor=2), fused) for fused in (True, False)}
-        for name, case in PASSES.items()
-    }
-    # A rank has as much of a layer as one of two ranks has in `test_fused`, beside the same prefetched parameters.
+    passes = {name: run_both_passes(replace(case, tensor=2)) for name, case in PASSES.items()}
+    # A rank's shard of a layer and the prefetched parameters are as large as in `test_fused`.
     sizes = dict(intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
     peaks = {
-        name: peak_bytes(replace(case, precision="bf16", tensor=2), **sizes) for name, case in MEMORY_CASES.items()
+        name: measure_peaks(replace(case, precision="bf16", tensor=2), **sizes) for name, case in MEMORY_CASES.items()
     }
     return passes, peaks
 
 
 @pytest.fixture(scope="module")
-def found() -> list[tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str, int]]]]:
+def results() -> list[tuple[dict[str, dict[bool, dict[str, Any]]], dict[str, dict[str, int]]]]:
     return run_ranks(run_all, 4 if IS_SOAK else 2)
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_one_forward_gives_what_two_give(found, name: str) -> None:
-    check([passes[name] for passes, _ in found], exact=PASSES[name].precision == "fp32")
+def test_a_fused_forward_equals_two_separate_ones(results, name: str) -> None:
+    assert_fused_equals_separate([passes[name] for passes, _ in results], PASSES[name].precision)
 
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
-def test_memory_stays_within_five_percent_of_the_main_pass(found, name: str) -> None:
-    for _, peaks in found:
-        of_rank = peaks[name]
-        print(of_rank, of_rank["fused"] / of_rank["plain"])
-        assert of_rank["fused"] <= 1.05 * of_rank["plain"]
+def test_a_fused_pass_takes_at_most_five_percent_more_memory(results, name: str) -> None:
+    for _, peaks in results:
+        rank_peaks = peaks[name]
+        print(rank_peaks, rank_peaks["fused"] / rank_peaks["plain"])
+        assert rank_peaks["fused"] <= 1.05 * rank_peaks["plain"]

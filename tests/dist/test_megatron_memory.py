@@ -1,4 +1,4 @@
-"""Layers that ranks share: the estimate of a rank's memory against the tensors of a real engine."""
+"""Sharded layers: the estimate of a rank's memory against the tensors of a real engine."""
 
 import shutil
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.test_memory import SIZES, TRANSIENT_BOUND, make_recipe, measure, settings_of
+from tests.dist.test_memory import SIZES, assert_peaks, assert_persistent_bytes, make_recipe, make_settings, measure
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
@@ -46,36 +46,26 @@ def measured(folder: Path) -> list[list[tuple[dict[str, Any], ParameterCounts]]]
     return run_ranks(measure_all, 4, str(folder))
 
 
-def estimate(folder: Path, case: tuple[str, bool, bool], **changed) -> MemoryEstimate:
-    """Of one of the two groups of two ranks."""
-    settings = replace(settings_of(*case), tensor=TENSOR, **changed)
+def estimate_group(folder: Path, case: tuple[str, bool, bool], **changes) -> MemoryEstimate:
+    """Estimate a rank's memory in two tensor-parallel groups of two ranks."""
+    settings = replace(make_settings(*case), tensor=TENSOR, **changes)
     return estimate_memory(read_model_shape(str(folder)).take_tensor_shard(TENSOR), settings)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_parameters_are_those_of_a_part(measured, folder: Path, case) -> None:
-    expected = parameter_counts(read_model_shape(str(folder)).take_tensor_shard(TENSOR), settings_of(*case).adapters)
+def test_a_rank_has_the_parameters_of_its_shards_of_the_layers(measured, folder: Path, case) -> None:
+    expected = parameter_counts(read_model_shape(str(folder)).take_tensor_shard(TENSOR), make_settings(*case).adapters)
     assert [result[CASES.index(case)][1] for result in measured] == [expected] * 4
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_is_kept_is_estimated_within_two_percent(measured, folder: Path, case) -> None:
-    expected = estimate(folder, case).persistent
+def test_persistent_bytes_are_estimated_within_two_percent(measured, folder: Path, case) -> None:
     for result in measured:
-        kept = result[CASES.index(case)][0]["vcore"]
-        assert set(expected) == {kind for kind, num_bytes in kept.items() if num_bytes}
-        for kind, num_bytes in expected.items():
-            assert num_bytes == pytest.approx(kept[kind], rel=0.02), kind
+        assert_persistent_bytes(estimate_group(folder, case).persistent, result[CASES.index(case)][0]["vcore"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_peaks_are_estimated(measured, folder: Path, case) -> None:
-    estimated = estimate(folder, case)
-    expected = {phase: estimated.transient_bytes(phase) for phase in ("main", "utility", "step")}
-    difference = estimate(folder, case, estimator="finite_difference")
-    expected["finite_difference"] = difference.transient_bytes("utility")
+def test_peaks_are_estimated_within_twenty_percent(measured, folder: Path, case) -> None:
+    estimate, difference = estimate_group(folder, case), estimate_group(folder, case, estimator="finite_difference")
     for result in measured:
-        peaks = result[CASES.index(case)][0]
-        for phase, num_bytes in expected.items():
-            print(f"{case} {phase}: measured {peaks[phase]:,}, estimated {num_bytes:,}")
-            assert num_bytes == pytest.approx(peaks[phase], rel=TRANSIENT_BOUND), phase
+        assert_peaks(estimate, difference, result[CASES.index(case)][0])

@@ -1,4 +1,4 @@
-"""Every method x {LoRA, full} x {1, 2 ranks} x {1, 2 micro-batches a rank} against the single-process reference."""
+"""Every method x {LoRA, full} x {1, 2 ranks} x {1, 2 micro-batches per rank} against the single-process reference."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ SECTIONS = {
     "profit": {"min_probability": 1 / tiny.VOCABULARY},
 }
 NUM_STEPS = 2
-"""So that iw-SFT's ratio leaves 1, and Adam's state exists."""
+"""In the second step iw-SFT's ratio is no longer 1, and Adam has a state."""
 
 
 def make_recipe(method: str, lora: bool, normalization: str):
@@ -42,7 +42,7 @@ def make_recipe(method: str, lora: bool, normalization: str):
 
 
 def run_combination(method: str, lora: bool, num_micro_batches: int, normalization: str) -> dict[str, float]:
-    """Worst deviation of each quantity."""
+    """Take the steps of one combination; returns the largest deviation of each quantity."""
     recipe = make_recipe(method, lora, normalization)
     model = tiny.token_loss_model(lora=lora)
     plain = tiny.qwen3()
@@ -52,7 +52,7 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
     num_rows = 2 * num_micro_batches * layout.size("shards")
     mains = [tiny.make_batch(num_rows, seed=30 + k) for k in range(NUM_STEPS)]
     if method == "iw_sft" and not lora:
-        for main in mains:  # what `vcore-ds reference` does, row by row: each rank has all rows here
+        for main in mains:  # as `vcore-ds reference` does, but each rank computes all rows
             rows = [tiny.take_rows(main, [row]) for row in range(num_rows)]
             main.reference_log_probability = torch.cat(compute_log_probabilities(engine, rows))
     followed = tiny.make_batch(3, seed=90)
@@ -70,9 +70,9 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
         assert len(batches.main) == num_micro_batches
         recorded = step_runs.Recorder(engine)
         metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
-        beside = dict(followed=followed, followed_kept=followed_masks) if batches.followed else {}
+        followed_options = dict(followed=followed, followed_kept=followed_masks) if batches.followed else {}
         expected = step_runs.reference_step(
-            reference, main, probe, kept=masks, **beside, **step_runs.reference_options(recipe)
+            reference, main, probe, kept=masks, **followed_options, **step_runs.reference_options(recipe)
         )
         deviations = {
             "weights": max(
@@ -93,25 +93,25 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
         if method == "asft":
             deviations["base_kl"] = abs(metrics.values["base_kl"] / expected["base_kl"] - 1)
         for name, deviation in deviations.items():
-            assert deviation == deviation, f"{name} is nan"
+            assert deviation == deviation, f"{name} is NaN"
             worst[name] = max(worst[name], deviation)
         if k == NUM_STEPS - 1:
-            worst |= followed_deviations(metrics, expected["followed"])
+            worst |= measure_followed_deviations(metrics, expected["followed"])
             worst["total_weight"] = metrics.values["total_weight"]
     engine.close()
     return worst
 
 
-def followed_deviations(metrics: StepMetrics, expected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Worst deviation of each quantity of the followed rows that this rank has measured."""
+def measure_followed_deviations(metrics: StepMetrics, expected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Largest deviation of each quantity of the followed rows that this rank has measured."""
     assert sorted(metrics.followed) == list(range(layout.rank("shards"), 3, layout.size("shards")))
     worst: dict[str, float] = {}
-    for place, trace in metrics.followed.items():
-        for name, right in expected[place].items():
-            found = getattr(trace, name)
-            assert (found is None) == (right is None)
-            if right is not None:
-                deviation = step_runs.relative_error(torch.from_numpy(found), right)
+    for index, trace in metrics.followed.items():
+        for name, expected_values in expected[index].items():
+            values = getattr(trace, name)
+            assert (values is None) == (expected_values is None)
+            if expected_values is not None:
+                deviation = step_runs.relative_error(torch.from_numpy(values), expected_values)
                 worst[f"followed {name}"] = max(worst.get(f"followed {name}", 0.0), deviation)
     return worst
 
@@ -130,16 +130,16 @@ def describe(combination: tuple[str, bool, int, str]) -> str:
     return f"{method}-{'lora' if lora else 'full'}-x{num_micro_batches}-{normalization}"
 
 
-def combinations_on(world_size: int) -> list[tuple[str, bool, int, str]]:
-    """Without `make soak` each method has adapters on one rank and all parameters on two; on two ranks those have
-    adapters too whose steps do something else with them."""
+def list_combinations(world_size: int) -> list[tuple[str, bool, int, str]]:
+    """List the combinations. Without `make soak` each method has adapters on one rank and all parameters on two; the
+    methods whose steps treat adapters in a special way have adapters on two ranks too."""
     chosen = {1: [(True, 2)], 2: [(False, 2)]}[world_size]
     with_adapters = [one for one in COMBINATIONS if one[0] in ("vcore", "asft", "iw_sft") and one[1:3] == (True, 1)]
     return [one for one in COMBINATIONS if IS_SOAK or one[1:3] in chosen or (world_size == 2 and one in with_adapters)]
 
 
 def run_all() -> dict[tuple, dict[str, float]]:
-    return {combination: run_combination(*combination) for combination in combinations_on(layout.size("shards"))}
+    return {combination: run_combination(*combination) for combination in list_combinations(layout.size("shards"))}
 
 
 @pytest.fixture(scope="module")
@@ -152,16 +152,16 @@ def deviations() -> dict[int, list[dict[tuple, dict[str, float]]]]:
     [
         pytest.param(world_size, one, id=f"{describe(one)}-{world_size}")
         for world_size in (1, 2)
-        for one in combinations_on(world_size)
+        for one in list_combinations(world_size)
     ],
 )
 def test_a_step_of_every_combination_equals_the_reference(deviations, world_size, combination):
-    for rank, of_rank in enumerate(deviations[world_size]):
-        worst = of_rank[combination]
+    for rank, by_combination in enumerate(deviations[world_size]):
+        worst = by_combination[combination]
         print(f"rank {rank}: " + "  ".join(f"{name} {value:.1e}" for name, value in worst.items()))
-        of_followed = {name for name in worst if name.startswith("followed ")}
-        assert len(of_followed) == (4 if combination[0] == "vcore" else 3)
-        for quantity in ("weights", "alpha", "gradient", "loss", "base_kl", *of_followed):
+        followed_quantities = {name for name in worst if name.startswith("followed ")}
+        assert len(followed_quantities) == (4 if combination[0] == "vcore" else 3)
+        for quantity in ("weights", "alpha", "gradient", "loss", "base_kl", *followed_quantities):
             assert worst[quantity] < 1e-5, quantity
         assert worst["parameters"] < 1e-6
         # The weights of these do not sum to 1; if they did, the method would not have been in effect.

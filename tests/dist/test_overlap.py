@@ -1,6 +1,6 @@
-"""Gathers and reductions on streams of their own (`overlap_comm`), on an accelerator whose streams are written down.
+"""All-gathers and reductions on separate streams (`overlap_comm`), on an accelerator that records its streams.
 
-`tests/gpu/test_overlap.py` runs the same steps on a GPU, under PyTorch's own detector of races.
+`tests/gpu/test_overlap.py` runs the same steps on a GPU, under PyTorch's race detector.
 """
 
 from collections import Counter
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.dist
 class Recorded:
     races: list[str]
     num_accesses: Counter[tuple[str, bool]]
-    """By what was read or written, and whether that was beside the default stream."""
+    """By tensor, and whether the access was on another stream than the default one."""
 
 
 def record(overlap: bool, without: tuple[str, ...] = (), cases: Iterable[str] = tuple(TESTED)) -> dict[str, Recorded]:
-    """Two steps of each case. `without`: waits of the engine that are left out."""
+    """Take two steps of each case. `without`: names of the engine's waits that are left out."""
     for name in without:
         setattr(Streams, name, lambda streams: None)
-    found = {}
+    recordings = {}
     for case in cases:
         with accelerator_with_streams() as accelerator, steps(case, num_layers=2, overlap=overlap) as run:
             shards, direction = run.engine.shards, run.estimator.direction
@@ -42,8 +42,8 @@ def record(overlap: bool, without: tuple[str, ...] = (), cases: Iterable[str] = 
             with Races(accelerator, watched) as races:
                 for _ in range(2):
                     run.take()
-            found[case] = Recorded(races.races, races.num_accesses)
-    return found
+            recordings[case] = Recorded(races.races, races.num_accesses)
+    return recordings
 
 
 @pytest.fixture(
@@ -56,22 +56,22 @@ def recorded(request: pytest.FixtureRequest) -> tuple[bool, list[dict[str, Recor
 
 
 @pytest.mark.parametrize("case", TESTED)
-def test_what_is_written_is_ordered_before_what_reads_it(recorded, case: str) -> None:
+def test_steps_have_no_races(recorded, case: str) -> None:
     overlap, every_rank = recorded
-    for of_rank in every_rank:
-        found = of_rank[case]
-        assert found.races == []
+    for rank_recordings in every_rank:
+        recording = rank_recordings[case]
+        assert recording.races == []
         for name in ("parameters", "gradients"):
-            assert found.num_accesses[name, False] > 0
-            assert (found.num_accesses[name, True] > 0) == overlap
+            assert recording.num_accesses[name, False] > 0
+            assert (recording.num_accesses[name, True] > 0) == overlap
 
 
-def test_without_the_engines_waits_gathers_race_with_changes_of_shards() -> None:
-    """The race of DeepSpeed issue 5545 is found, so it says something that there is none."""
+def test_without_the_engines_waits_all_gathers_race_with_changes_of_shards() -> None:
+    """The race of DeepSpeed issue 5545 is found, so the test above can fail."""
     cases = ("sft", "vcore, jvp, LoRA", "vcore, finite difference")
-    for of_rank in run_ranks(record, 2, True, ("let_gathers_wait",), cases):
-        for case, found in of_rank.items():
-            writers = {race.split(" at ")[1].split(":")[0] for race in found.races}
+    for rank_recordings in run_ranks(record, 2, True, ("let_gathers_wait",), cases):
+        for case, recording in rank_recordings.items():
+            writers = {race.split(" at ")[1].split(":")[0] for race in recording.races}
             print(case, writers)
             assert "stage3._reassign_or_swap_out_partitioned_parameters" in writers
             assert ("finite_difference.perturb_parameters" in writers) == ("finite difference" in case)

@@ -29,12 +29,12 @@ def sequences(seed: int = 0) -> list[TokenizedSequence]:
 
 def layouts(made: list[TokenizedSequence]) -> dict[str, list[Batch]]:
     """This rank's micro-batches: the same sequences a row each, or packed in rows, in one or two batches."""
-    own = made[layout.rank("shards") :: layout.size("shards")]
-    half = len(own) // 2
+    local = made[layout.rank("shards") :: layout.size("shards")]
+    half = len(local) // 2
     return {
-        "a row each": [collate(own[:half], 0), collate(own[half:], 0)],
-        "one row a batch": [pack([own[:half]], 0), pack([own[half:]], 0)],
-        "rows of several and of one": [pack([own[1:], own[:1]], 0), idle_batch(0)],
+        "a row each": [collate(local[:half], 0), collate(local[half:], 0)],
+        "one row a batch": [pack([local[:half]], 0), pack([local[half:]], 0)],
+        "rows of several and of one": [pack([local[1:], local[:1]], 0), idle_batch(0)],
     }
 
 
@@ -60,7 +60,7 @@ def run_layout(section: str, arrangement: str, batches_per_pass: int, attention:
     model.base.config._attn_implementation = attention
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine, batches_per_pass)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     # Adam's direction takes the moments of a step before.
     for k in range(2 if "adam" in section else 1):
         main = layouts(sequences(seed=k))[arrangement]
@@ -69,22 +69,22 @@ def run_layout(section: str, arrangement: str, batches_per_pass: int, attention:
         metrics = step_runs.train_step(engine, recipe, StepBatches(main, probe), estimator, recorded)
         for batch, result in zip(main, recorded.results, strict=True):
             for number, sequence_id in enumerate(batch.sequence_ids):
-                tokens, own = result.tokens, result.tokens.sequence_index == number
-                found[f"{k} losses {sequence_id}"] = tokens.losses[own]
-                found[f"{k} weights {sequence_id}"] = result.weights.weights[own]
+                tokens, in_sequence = result.tokens, result.tokens.sequence_index == number
+                tensors[f"{k} losses {sequence_id}"] = tokens.losses[in_sequence]
+                tensors[f"{k} weights {sequence_id}"] = result.weights.weights[in_sequence]
                 if tokens.utilities is not None:
-                    found[f"{k} utilities {sequence_id}"] = tokens.utilities[own]
-        found[f"{k} gradient"] = torch.cat([g.flatten() for g in recorded.gradient.values()])
+                    tensors[f"{k} utilities {sequence_id}"] = tokens.utilities[in_sequence]
+        tensors[f"{k} gradient"] = torch.cat([g.flatten() for g in recorded.gradient.values()])
         numbers = ("loss", "weighted_loss", "alpha", "effective_sample_size", "grad_norm")
-        found[f"{k} metrics"] = torch.tensor([metrics.values[name] for name in numbers])
+        tensors[f"{k} metrics"] = torch.tensor([metrics.values[name] for name in numbers])
         assert metrics.tokens is not None
         for record in metrics.tokens:
             for name in ("positions", "token_ids", "losses", "weights"):
-                found[f"{k} recorded_{name} {record.sequence_id}"] = torch.from_numpy(getattr(record, name))
+                tensors[f"{k} recorded_{name} {record.sequence_id}"] = torch.from_numpy(getattr(record, name))
             coefficients = [record.alpha, record.share, record.uniform_share, record.weights.sum()]
-            found[f"{k} recorded_of_sequence {record.sequence_id}"] = torch.tensor(coefficients)
+            tensors[f"{k} recorded_coefficients {record.sequence_id}"] = torch.tensor(coefficients)
     engine.close()
-    return found
+    return tensors
 
 
 def run_all() -> dict[str, dict[str, float]]:
@@ -94,14 +94,14 @@ def run_all() -> dict[str, dict[str, float]]:
         for attention in ATTENTIONS if section == "jvp" else (TRAINING_ATTENTION,):
             expected = run_layout(section, "a row each", 1, attention)
             for arrangement, batches_per_pass in (("one row a batch", 2), ("rows of several and of one", 2)):
-                found = run_layout(section, arrangement, batches_per_pass, attention)
-                assert found.keys() == expected.keys()
+                measured = run_layout(section, arrangement, batches_per_pass, attention)
+                assert measured.keys() == expected.keys()
                 # All sequences of a step together: the one supervised token of a short one may be near zero.
-                together = {" ".join(name.split()[:2]) for name in found}
+                together = {" ".join(name.split()[:2]) for name in measured}
                 deviations: dict[str, float] = {}
                 for start in sorted(together):
-                    names = [name for name in found if name.startswith(start)]
-                    left, right = (torch.cat([tensors[name] for name in names]) for tensors in (found, expected))
+                    names = [name for name in measured if name.startswith(start)]
+                    left, right = (torch.cat([named[name] for name in names]) for named in (measured, expected))
                     quantity = start.split()[1]
                     deviations[quantity] = max(deviations.get(quantity, 0.0), step_runs.relative_error(left, right))
                 worst[f"{section}, {attention}, {arrangement}"] = deviations

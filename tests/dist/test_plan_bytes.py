@@ -61,7 +61,11 @@ def compare(folder: Path, measured: Sequence[Mapping[str, Any]]) -> list[Compari
     Args:
         measured: of one rank, by case, as `measure_all` returns it.
     """
-    return [found for case, of_case in zip(CASES, measured, strict=True) for found in _compare(case, folder, of_case)]
+    return [
+        comparison
+        for case, case_bytes in zip(CASES, measured, strict=True)
+        for comparison in _compare(case, folder, case_bytes)
+    ]
 
 
 def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[Comparison]:
@@ -70,9 +74,9 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     settings = derive_plan_settings(make_recipe(case, folder))
     plan = plan_batch(settings, NUM_RANKS, shape, ranks_per_node=NUM_RANKS)
     config = deepspeed_config(settings, plan)
-    lengths, of_probe = case.lengths, case.lengths[: len(case.lengths) // 2]
+    lengths, probe_lengths = case.lengths, case.lengths[: len(case.lengths) // 2]
     main = lengths, plan.spread_main(range(len(lengths)), lengths)
-    probe = of_probe, plan.spread_probe(range(len(of_probe)), of_probe)
+    probe = probe_lengths, plan.spread_probe(range(len(probe_lengths)), probe_lengths)
     passes = {"main": summarize([main[1]]), "probe": summarize([probe[1]])}
     memory = plan_memory(settings, plan, config, passes, on_gpu=False)
     assert memory is not None
@@ -91,10 +95,10 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     model = StepModel(shape, counts, memory.settings, cluster, reuse_distance)
     traffic = model.step(StepPasses.of(memory.settings), [main], [probe]).traffic
     received, k = measured["received"], case.sequence_parallel
-    gathers = traffic["parameters"]
+    all_gathers = traffic["parameters"]
     if case.rank is None:  # factors are not all-gathered
-        gathers += traffic["tangents"]
-    yield Comparison(case.name, "received in gathers", gathers.inside, received["gathers"])
+        all_gathers += traffic["tangents"]
+    yield Comparison(case.name, "received in all-gathers", all_gathers.inside, received["gathers"])
     yield Comparison(case.name, "received in reductions", traffic["gradients"].inside, received["reductions"])
     if k > 1:  # a k-th of what is counted stays with the rank
         exchanges = received["exchanges"] * (k - 1) / k
@@ -104,26 +108,26 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
         yield Comparison(case.name, "received in exchanges", tokens, received["exchanges"] / 2)
 
 
-def over_ranks(measured: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """What the first rank has measured, but of the bytes that ranks received the mean: tokens go where the router sends
-    them."""
+def average_over_ranks(measured: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The first rank's measurements, with the mean over ranks of received bytes, which differ since tokens go where the
+    router sends them."""
     return [
-        {**of_ranks[0], "received": {
-            kind: sum(one["received"][kind] for one in of_ranks) / len(of_ranks) for kind in of_ranks[0]["received"]
+        {**by_rank[0], "received": {
+            kind: sum(one["received"][kind] for one in by_rank) / len(by_rank) for kind in by_rank[0]["received"]
         }}
-        for of_ranks in zip(*measured, strict=True)
+        for by_rank in zip(*measured, strict=True)
     ]  # fmt: skip
 
 
-def describe_comparisons(found: Sequence[Comparison]) -> str:
-    """A table, and whether all of it holds."""
+def describe_comparisons(comparisons: Sequence[Comparison]) -> str:
+    """Table of comparisons, with marks on those beyond the bound and a line with the largest error."""
     lines = [f"{'case':12} {'bytes of a rank':24} {'predicted':>12} {'measured':>12}  error"]
-    for one in found:
+    for one in comparisons:
         mark = "" if one.holds else f"  over {BOUND:.0%}"
         lines.append(
             f"{one.case:12} {one.kind:24} {one.predicted:12,.0f} {one.measured:12,.0f}  {one.error:+.1%}{mark}"
         )
-    worst = max(found, key=lambda one: abs(one.error))
+    worst = max(comparisons, key=lambda one: abs(one.error))
     lines.append(f"Largest error: {worst.error:+.1%} ({worst.case}, {worst.kind}); the bound is {BOUND:.0%}")
     return "\n".join(lines)
 
@@ -142,53 +146,53 @@ def measured(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def test_every_kind_of_bytes_is_predicted_within_ten_percent(folder: Path, measured) -> None:
-    for of_rank in measured:
-        found = compare(folder, of_rank)
-        print(describe_comparisons(found))
-        assert [one for one in found if not one.holds] == []
-        assert {one.case for one in found} == {case.name for case in CASES}
+    for rank_measurements in measured:
+        comparisons = compare(folder, rank_measurements)
+        print(describe_comparisons(comparisons))
+        assert [one for one in comparisons if not one.holds] == []
+        assert {one.case for one in comparisons} == {case.name for case in CASES}
 
 
-def test_what_is_counted_exactly(folder: Path, measured) -> None:
-    """Shards by kind, reductions and exchanges have no estimate in them."""
+def test_shards_reductions_and_exchanges_are_predicted_exactly(folder: Path, measured) -> None:
+    """They are counted by formulas without estimates."""
     exact = {"moments", "master weights", "gradients", "received in reductions", "received in exchanges"}
-    found = [one for one in compare(folder, over_ranks(measured)) if one.kind in exact]
-    assert len(found) == len(CASES) * 4 + 2
-    for one in found:
+    comparisons = [one for one in compare(folder, average_over_ranks(measured)) if one.kind in exact]
+    assert len(comparisons) == len(CASES) * 4 + 2
+    for one in comparisons:
         assert one.error == pytest.approx(0.0, abs=1e-3), one
 
 
-def test_the_load_of_experts_is_measured(measured) -> None:
-    """Only in the metrics of an MoE model, equal on all ranks; the ranks' load only under expert parallelism."""
-    of_experts, of_ranks = (
-        [f"{name}_max", f"{name}_mean"] for name in ("expert_load", "expert_rank_load")
-    )  # in the order of the line
-    for case, *loads in zip(CASES, *([one["loads"] for one in of_rank] for of_rank in measured), strict=True):
+def test_metrics_have_the_load_of_experts(measured) -> None:
+    """Only for an MoE model, equal on all ranks and in this order; the ranks' load only under expert parallelism."""
+    expert_names, rank_names = ([f"{name}_max", f"{name}_mean"] for name in ("expert_load", "expert_rank_load"))
+    for case, *loads in zip(CASES, *([one["loads"] for one in by_case] for by_case in measured), strict=True):
         assert loads[0] == loads[1]
-        names = of_experts * (case.model == MOE_MODEL) + of_ranks * (case.expert > 1)
+        names = expert_names * (case.model == MOE_MODEL) + rank_names * (case.expert > 1)
         assert list(loads[0]) == names
         for largest, mean in zip(names[::2], names[1::2], strict=True):
             assert 1 < loads[0][mean] <= loads[0][largest] < 4
 
 
-def test_a_wrong_prediction_is_seen(folder: Path, measured) -> None:
-    more = [{**of_case, "received": {kind: 1.2 * value for kind, value in of_case["received"].items()}}
-            for of_case in measured[0]]  # fmt: skip
+def test_a_prediction_beyond_the_bound_is_reported(folder: Path, measured) -> None:
+    more = [
+        {**case_bytes, "received": {kind: 1.2 * value for kind, value in case_bytes["received"].items()}}
+        for case_bytes in measured[0]
+    ]
     wrong = [one for one in compare(folder, more) if not one.holds]
-    assert {one.kind for one in wrong} == {"received in gathers", "received in reductions", "received in exchanges"}
+    assert {one.kind for one in wrong} == {"received in all-gathers", "received in reductions", "received in exchanges"}
     assert f"over {BOUND:.0%}" in describe_comparisons(wrong)
     one = Comparison("full", "peak", 109.9, 100.0)
     assert one.holds and not replace(one, predicted=110.1).holds and not replace(one, predicted=89.9).holds
 
 
 @pytest.mark.parametrize("name", [name for name, shape in KNOWN_MODELS.items() if shape.experts is None])
-def test_the_small_model_has_the_large_ones_proportions(name: str) -> None:
+def test_the_scaled_model_has_the_proportions_of_the_large_one(name: str) -> None:
     large, small = KNOWN_MODELS[name], scaled_shape(KNOWN_MODELS[name])
     assert small.num_heads % NUM_RANKS == 0 and small.num_heads % small.num_kv_heads == 0
     assert small.num_heads / small.num_kv_heads == large.num_heads / large.num_kv_heads
     assert small.intermediate_size / small.hidden_size == pytest.approx(
         large.intermediate_size / large.hidden_size, rel=0.05
     )
-    heads, of_large = small.num_heads * small.head_dim, large.num_heads * large.head_dim
-    assert heads / small.hidden_size == pytest.approx(of_large / large.hidden_size, rel=0.05)
+    width, large_width = small.num_heads * small.head_dim, large.num_heads * large.head_dim
+    assert width / small.hidden_size == pytest.approx(large_width / large.hidden_size, rel=0.05)
     assert (small.is_tied, small.normalizes_heads) == (large.is_tied, large.normalizes_heads)

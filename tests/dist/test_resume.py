@@ -1,21 +1,20 @@
-"""A run that was stopped and resumed equals one that was not: to the last bit at its world size, within rounding at
-another; and checkpoints that cannot be written or read. The steps that the fidelity command trains are a run's, too."""
+"""A stopped and resumed run equals one that was not stopped: to the last bit at its world size, within rounding at
+another. Also checkpoints that cannot be written or read, and the fidelity command's training steps against a run's."""
 
 import errno
 import gzip
 import json
-import os
 import re
 import resource
 import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +26,8 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
 from tests.helpers.scores import write_scores_folder
-from tests.helpers.setups import sums, write_conversations
+from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
+from tests.helpers.small_disk import mount_small_disk
 from tests.helpers.soak import soak
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.measure import train_steps
@@ -60,10 +60,10 @@ pytestmark = pytest.mark.dist
 
 KILLED_AFTER = 2
 """Step after which the runs are killed."""
-STOPPED_TOO = "vcore_jvp_lora"
-"""Resumed for one step, stopped and resumed again."""
+STOPPED_TWICE = "vcore_jvp_lora"
+"""Case that is resumed for one step, stopped and resumed again."""
 PROFILE = {"steps": (3, 4), "ranks": (0, 1)}
-"""Of what is resumed of that run: a profile changes no number."""
+"""Steps of the resumed part of that run that are profiled, which changes no number."""
 FINITE_DIFFERENCE = {"estimator": "finite_difference", "epsilon": "auto"}
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.05}
 VCORE = {"name": "vcore", "kl_budget": 0.05}
@@ -71,22 +71,23 @@ VCORE = {"name": "vcore", "kl_budget": 0.05}
 MUON = {"name": "muon", "learning_rate": 1e-3, "weight_decay": 0.1}
 
 KEEP = {"scores": "scores", "top": 0.5}
-"""A selection that a run finds again, with all that wraps or extends the training data."""
+"""A selection of traces that a resumed run makes again, in cases that wrap or extend the training data."""
 KEPT = {0, 2, 3, 5, 8, 11}
+"""Traces that it keeps."""
 
 FOLLOWING = {"num_followed_traces": 2}
-"""In some cases only: on these models a pass over two traces takes as long as a step."""
+"""Followed traces, in some cases only: on these models a pass over two traces takes as long as a step."""
 
 SEVERAL_FILES = {
     "train_path": [{"path": "train.jsonl", "weight": 3.0}, {"path": "other.jsonl", "weight": 1.0}],
     "probe_path": "trusted.jsonl",
 }
-"""Two files, both with the trusted trace, which the run leaves out."""
+"""Two files, both with the trusted trace, which the run leaves out of training."""
 
 CASES: dict[str, dict[str, Any]] = {
     "vcore_jvp_lora": {"method": VCORE, "lora": LORA, "run": FOLLOWING},
-    # Bit for bit also where it was resumed: the ranks have the same experts again.
-    "expert_parallel_full": {"method": VCORE, "model": {"path": "mixture"}, "parallel": {"expert": 2}},
+    # Equal bit for bit after resuming at the same size: the ranks have the same experts again.
+    "expert_parallel_full": {"method": VCORE, "model": {"path": "moe_model"}, "parallel": {"expert": 2}},
     # Every 3: the first step after the kill takes the stored direction.
     "vcore_adam_lora": {"method": VCORE, "probe": {"direction": "adam", "batch_size": 2, "every": 3}, "lora": LORA},
     "vcore_trusted_full": {
@@ -108,7 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
         "probe": {"every": 3, "batch_size": 2},
         "model": {"precision": "bf16"},
     },
-    # Five steps: the time of a checkpoint beside the steps is on the line after the step during which it ended.
+    # Five steps, since the time of an asynchronous save is on the line after the step during which it ended.
     "bf16_offload_all": {
         "method": VCORE,
         "model": {"precision": "bf16", "path": "two_layers"},
@@ -133,10 +134,10 @@ CASES: dict[str, dict[str, Any]] = {
             "probe": {"every": 2, "batch_size": 2},
             "lora": LORA,
         },
-        "mixture_adam_full": {
+        "moe_model_adam_full": {
             "method": VCORE,
             "probe": {"direction": "adam", "batch_size": 2},
-            "model": {"path": "mixture"},
+            "model": {"path": "moe_model"},
         },
         "dft_full": {"method": {"name": "dft"}},
         "dft_lora": {"method": {"name": "dft"}, "lora": LORA},
@@ -166,8 +167,8 @@ ACROSS_WORLD_SIZES = {
 ACROSS_STOP = 1
 
 
-def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
-    """A run in `folder / name`. Sizes no number of ranks divides: shards with padding, and empty ones at 4 ranks."""
+def make_recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
+    """Make the recipe of a run in `folder / name`."""
     sections = {
         "lora": None,
         "batch": {"global_size": 2},
@@ -186,7 +187,7 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
         data["train_path"] = [file | {"path": str(folder / file["path"])} for file in data["train_path"]]
     if "keep" in data:
         data["keep"] = data["keep"] | {"scores": str(folder / "scores")}
-    own = sections.pop("run", {})
+    run_section = sections.pop("run", {})
     sections["data"] = {"train_path": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache"), **data}
     if sections["method"]["name"] == "iw_sft" and sections["lora"] is None:
         sections["data"]["reference_log_probabilities"] = str(folder / "reference.npz")
@@ -194,7 +195,7 @@ def recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
     kind = next((kind for kind in OFFLOADED if name.startswith(f"{precision}_{kind}")), precision)
     return Recipe(
         **sections,
-        run={"output_dir": str(folder / name), "num_followed_traces": 0} | own,
+        run={"output_dir": str(folder / name), "num_followed_traces": 0} | run_section,
         engine={"deepspeed_config": str(folder / f"{kind}.json")},
     )
 
@@ -204,10 +205,11 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     tokenizer = make_tokenizer()
     for name, num_layers in (("model", 1), ("two_layers", 2)):
+        # Sizes that no number of ranks divides: shards with padding, and empty ones at 4 ranks.
         sizes = dict(num_hidden_layers=num_layers, hidden_size=33, head_dim=6)
         tiny.qwen3(vocab_size=len(tokenizer), **sizes).save_pretrained(folder / name)
-    tiny.moe_model(vocab_size=len(tokenizer)).save_pretrained(folder / "mixture")
-    for name in ("model", "two_layers", "mixture"):
+    tiny.moe_model(vocab_size=len(tokenizer)).save_pretrained(folder / "moe_model")
+    for name in ("model", "two_layers", "moe_model"):
         tokenizer.save_pretrained(folder / name)
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "other.jsonl", sums(range(1, 13)))
@@ -223,31 +225,46 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     means = {"right": [1.0 + i if i in KEPT else -1.0 for i in range(12)]}
     write_scores_folder(folder / "scores", TokenStore(store), folder / "model", means)
     for kind in ("fp32", "bf16", *OFFLOADED):
-        config = tiny.deepspeed_config(bf16=kind != "fp32", persistence_threshold=500)
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
-            del config[key]  # the recipe's
-        for part in OFFLOADED.get(kind, ()):
-            config["zero_optimization"][part] = {"device": "cpu"}
-        config["zero_force_ds_cpu_optimizer"] = False
-        (folder / f"{kind}.json").write_text(json.dumps(config))
+        write_deepspeed_config(folder / f"{kind}.json", bf16=kind != "fp32", offloaded=OFFLOADED.get(kind, ()))
     return folder
 
 
+@contextmanager
+def recording_console() -> Iterator[list[str]]:
+    """Record the console lines of runs inside the block, without printing them."""
+    lines: list[str] = []
+    with patch.object(Console, "say", lambda self, text="": lines.append(text)):
+        yield lines
+
+
+def catch_message(error_class: type[Exception], function: Callable[..., Any], *arguments: Any) -> str:
+    """Message of the error that a call raises; "no error" where it raises none."""
+    try:
+        function(*arguments)
+    except error_class as error:
+        return str(error)
+    return "no error"
+
+
+def list_checkpoints(run_folder: Path) -> list[str]:
+    return sorted(path.name for path in (run_folder / "checkpoints").iterdir())
+
+
 def run_case(folder: Path, name: str) -> list[str]:
-    """Differences between an uninterrupted run and one that was stopped, or killed, and resumed."""
-    straight, stopped = (recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
+    """Differences between an uninterrupted run and one that was killed and resumed."""
+    straight, stopped = (make_recipe(folder, f"{name}_{kind}", CASES[name]) for kind in ("straight", "stopped"))
     expected = resumed_runs.run_and_copy_after(straight, KILLED_AFTER, Path(stopped.run.output_dir))
     if name == "sft_lora":
         copy_on_first_rank(Path(stopped.run.output_dir), folder / "killed")
-    if name == STOPPED_TOO:
+    if name == STOPPED_TWICE:
         profiled = stopped.run.model_copy(update={"profile": ProfileConfig(**PROFILE)})
         stopped = stopped.model_copy(update={"run": profiled})
         resumed_runs.run_until(stopped, KILLED_AFTER + 1)
     resumed_runs.run_to_end(stopped)
-    return differences(Path(stopped.run.output_dir), expected, name)
+    return find_differences(Path(stopped.run.output_dir), expected, name)
 
 
-def differences(folder: Path, expected: Path, name: str) -> list[str]:
+def find_differences(folder: Path, expected: Path, name: str) -> list[str]:
     """Differences between two runs of a case."""
     num_steps = CASES[name].get("schedule", {}).get("num_steps", NUM_STEPS)
     return resumed_runs.find_differences(folder, expected, num_steps)
@@ -259,16 +276,16 @@ def copy_on_first_rank(folder: Path, copy: Path) -> None:
     layout.gather_objects("job", None)
 
 
-def killed_run(folder: Path, name: str) -> Recipe:
-    """`sft_lora` in a folder that is as a kill after step 2 has left it."""
+def copy_killed_run(folder: Path, name: str) -> Recipe:
+    """Copy the folder that a kill of `sft_lora` after step 2 leaves; returns the recipe that resumes it."""
     copy_on_first_rank(folder / "killed", folder / name)
-    return recipe(folder, name, CASES["sft_lora"])
+    return make_recipe(folder, name, CASES["sft_lora"])
 
 
-def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
-    """In the save after step 3 the place of the last rank's file is taken, on that rank's side only."""
-    stopped = killed_run(folder, "failing")
-    saved = Path(stopped.run.output_dir) / "checkpoints"
+def save_where_one_rank_cannot_write(folder: Path) -> dict[str, Any]:
+    """The last rank cannot write its file of the checkpoint after step 3, since a folder has its name."""
+    stopped = copy_killed_run(folder, "failing")
+    run_folder = Path(stopped.run.output_dir)
     write_state = checkpoint_write.write_state
 
     def write(tensors, state: Path, group) -> None:
@@ -276,68 +293,63 @@ def one_rank_cannot_write(folder: Path) -> dict[str, Any]:
             (state / f"__{layout.rank('shards')}_0.distcp").mkdir()
         write_state(tensors, state, group)
 
-    checkpoint_write.write_state = write
-    try:
-        resumed_runs.run_until(stopped, 3)
-        message = "no error"
-    except CheckpointFailed as error:
-        message = str(error)
-    finally:
-        checkpoint_write.write_state = write_state
-    left = sorted(path.name for path in saved.iterdir())
+    with patch.object(checkpoint_write, "write_state", write):
+        message = catch_message(CheckpointFailed, resumed_runs.run_until, stopped, 3)
+    checkpoints = list_checkpoints(run_folder)
     resumed_runs.run_to_end(stopped)
-    differing = resumed_runs.find_differences(saved.parent, folder / "sft_lora_straight")
-    return {"message": message, "left": left, "differing": differing}
+    differing = resumed_runs.find_differences(run_folder, folder / "sft_lora_straight")
+    return {"message": message, "checkpoints": checkpoints, "differing": differing}
 
 
-def beside_the_steps(folder: Path) -> dict[str, Any]:
-    """Checkpoints that threads write: that of step 2 is held until step 3 has changed the state, where a copy of the
-    folder is what a kill would leave. The copy is resumed, and writes that checkpoint by itself."""
+def save_asynchronously(folder: Path) -> dict[str, Any]:
+    """Checkpoints that threads write: that of step 2 is held until step 3 has changed the state, when the folder is
+    copied as a kill would leave it. The copy is resumed, and writes that checkpoint without threads."""
     name = "bf16_offload_all_beside"
     sections = CASES["bf16_offload_all"] | {"checkpoint": {"async": True, "keep_last": 9}}
-    own, killed = recipe(folder, name, sections), folder / f"{name}_killed"
-    write_state, collect, goes_on = checkpoint_write.write_state, Checkpoints.collect, Event()
-    seen: dict[str, Any] = {"in flight": [], "said": []}
+    recipe, killed = make_recipe(folder, name, sections), folder / f"{name}_killed"
+    write_state, collect, is_released = checkpoint_write.write_state, Checkpoints.collect, Event()
+    in_flight: list[bool] = []
 
     def write(tensors, state: Path, group) -> None:
         if "00000002" in str(state) and group is not None:
-            assert goes_on.wait(300.0)
+            assert is_released.wait(300.0)
         write_state(tensors, state, group)
 
-    def copy_and_go_on(self: Checkpoints) -> None:
+    def copy_and_release(self: Checkpoints) -> None:
         collect(self)
-        seen["in flight"].append(self._writing is not None)
-        if len(seen["in flight"]) == 3:
-            if layout.is_first():
-                shutil.copytree(own.run.output_dir, killed)
-            layout.gather_objects("job", None)
-            goes_on.set()
+        in_flight.append(self._writing is not None)
+        if len(in_flight) == 3:
+            copy_on_first_rank(Path(recipe.run.output_dir), killed)
+            is_released.set()
 
-    checkpoint_write.write_state, Checkpoints.collect = write, copy_and_go_on
-    say, Console.say = Console.say, lambda self, text="": seen["said"].append(text)
-    try:
+    with (
+        patch.object(checkpoint_write, "write_state", write),
+        patch.object(Checkpoints, "collect", copy_and_release),
+        recording_console() as lines,
+    ):
         with resumed_runs.saving_after([1, 2, 4], stop=False):
-            finished = run.train(own).folder
-        seen["left"] = sorted(path.name for path in (killed / "checkpoints").iterdir())
+            finished = run.train(recipe).folder
+        checkpoints = list_checkpoints(killed)
         layout.gather_objects("job", None)
         with resumed_runs.saving_after([2], stop=False):
-            run.train(recipe(folder, killed.name, CASES["bf16_offload_all"]))
-    finally:
-        checkpoint_write.write_state, Checkpoints.collect, Console.say = write_state, collect, say
-    held, directly = (resumed_runs.load_checkpoint_tensors(path, 2) for path in (finished, killed))
+            run.train(make_recipe(folder, killed.name, CASES["bf16_offload_all"]))
+    held, direct = (resumed_runs.load_checkpoint_tensors(path, 2) for path in (finished, killed))
     straight = folder / "bf16_offload_all_straight"
-    return seen | {
-        "held": [key for key in held.keys() | directly.keys() if not torch.equal(held[key], directly[key])],
-        "finished": differences(finished, straight, "bf16_offload_all"),
-        "killed": differences(killed, straight, "bf16_offload_all"),
-        "lines": [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()],
+    return {
+        "in flight": in_flight,
+        "lines": lines,
+        "checkpoints": checkpoints,
+        "held": [key for key in held.keys() | direct.keys() if not torch.equal(held[key], direct[key])],
+        "finished": find_differences(finished, straight, "bf16_offload_all"),
+        "killed": find_differences(killed, straight, "bf16_offload_all"),
+        "metrics": [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()],
     }
 
 
-def one_thread_cannot_write(folder: Path) -> dict[str, Any]:
-    """As `one_rank_cannot_write`, where threads write the checkpoint of step 2; the steps are held at step 3 until they
-    have failed."""
-    own = recipe(folder, "failing_beside", CASES["sft_lora"] | {"checkpoint": {"async": True}})
+def save_asynchronously_where_one_rank_cannot_write(folder: Path) -> dict[str, Any]:
+    """As `save_where_one_rank_cannot_write`, but threads write the checkpoint of step 2; step 3 waits until they have
+    failed."""
+    recipe = make_recipe(folder, "failing_beside", CASES["sft_lora"] | {"checkpoint": {"async": True}})
     write_state, collect = checkpoint_write.write_state, Checkpoints.collect
     num_steps = 0
 
@@ -353,56 +365,42 @@ def one_thread_cannot_write(folder: Path) -> dict[str, Any]:
             self._writing._result.exception(timeout=300.0)
         collect(self)
 
-    checkpoint_write.write_state, Checkpoints.collect = write, wait_and_collect
-    try:
+    def train() -> None:
         with resumed_runs.saving_after([1, 2], stop=False):
-            run.train(own)
-        message = "no error"
-    except CheckpointFailed as error:
-        message = str(error)
-    finally:
-        checkpoint_write.write_state, Checkpoints.collect = write_state, collect
-    left = sorted(path.name for path in (Path(own.run.output_dir) / "checkpoints").iterdir())
-    return {"message": message, "left": left, "steps": num_steps}
+            run.train(recipe)
+
+    with (
+        patch.object(checkpoint_write, "write_state", write),
+        patch.object(Checkpoints, "collect", wait_and_collect),
+    ):
+        message = catch_message(CheckpointFailed, train)
+    return {"message": message, "checkpoints": list_checkpoints(Path(recipe.run.output_dir)), "steps": num_steps}
 
 
-def no_room(folder: Path) -> str:
-    stopped = recipe(folder, "no_room", CASES["sft_lora"])
-    margin, checkpoint_write.MARGIN_BYTES = checkpoint_write.MARGIN_BYTES, 10**18
-    try:
-        resumed_runs.run_until(stopped, 1)
-    except CheckpointFailed as error:
-        return str(error)
-    finally:
-        checkpoint_write.MARGIN_BYTES = margin
-    return "no error"
+def save_without_room(folder: Path) -> str:
+    """Message where the disk has not enough room for a checkpoint."""
+    stopped = make_recipe(folder, "no_room", CASES["sft_lora"])
+    with patch.object(checkpoint_write, "MARGIN_BYTES", 10**18):
+        return catch_message(CheckpointFailed, resumed_runs.run_until, stopped, 1)
 
 
-def damaged(folder: Path) -> dict[str, Any]:
-    """Resumes where the newest checkpoint has a flipped bit in another rank's file; then where all are damaged."""
-    stopped = killed_run(folder, "damaged")
+def resume_damaged(folder: Path) -> dict[str, Any]:
+    """Resume where the newest checkpoint has a flipped bit in the second rank's file; then where all are damaged."""
+    stopped = copy_killed_run(folder, "damaged")
     run_folder = resumed_runs.run_until(stopped, 4)
     if layout.is_first():
         flip_a_bit(run_folder / "checkpoints/step_00000004/state/__1_0.distcp")
     layout.gather_objects("job", None)
-    said: list[str] = []
-    console, Console.say = Console.say, lambda self, text="": said.append(text)
-    try:
+    with recording_console() as lines:
         resumed_runs.run_until(stopped, 4)
-    finally:
-        Console.say = console
     if layout.is_first():
         for step in (2, 4):
             flip_a_bit(run_folder / f"checkpoints/step_0000000{step}/state/__0_0.distcp")
     layout.gather_objects("job", None)
-    try:
-        resumed_runs.run_to_end(stopped)
-        refusal = "no error"
-    except UserError as error:
-        refusal = str(error)
+    refusal = catch_message(UserError, resumed_runs.run_to_end, stopped)
     lost = (run_folder / "metrics_lost.jsonl").read_text().splitlines()
     return {
-        "said": said,
+        "lines": lines,
         "refusal": refusal,
         "lost": [json.loads(line)["step"] for line in lost],
         "steps": [line["step"] for line in resumed_runs.read_deterministic_metrics(run_folder)],
@@ -417,102 +415,88 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def unfinished_only(folder: Path) -> list[str]:
-    """Messages of the next attempt after a kill between renaming and marking the first checkpoint."""
-    stopped = killed_run(folder, "unfinished")
-    saved = Path(stopped.run.output_dir) / "checkpoints"
+def resume_unfinished(folder: Path) -> list[str]:
+    """Lines and checkpoints of the next attempt after a kill between renaming and marking the first checkpoint."""
+    stopped = copy_killed_run(folder, "unfinished")
+    run_folder = Path(stopped.run.output_dir)
     if layout.is_first():
-        (saved / "step_00000002" / "COMPLETE").unlink()
-        (saved / "step_00000003.unfinished").mkdir()
+        (run_folder / "checkpoints" / "step_00000002" / "COMPLETE").unlink()
+        (run_folder / "checkpoints" / "step_00000003.unfinished").mkdir()
     layout.gather_objects("job", None)
-    said: list[str] = []
-    console, Console.say = Console.say, lambda self, text="": said.append(text)
-    try:
+    with recording_console() as lines:
         resumed_runs.run_until(stopped, 1)
-    finally:
-        Console.say = console
-    return [*said, *sorted(path.name for path in saved.iterdir())]
+    return [*lines, *list_checkpoints(run_folder)]
 
 
-def not_shared(folder: Path) -> str:
-    """An attempt has begun in the first rank's folder, and the other rank sees another folder."""
-    own = recipe(folder, f"node_{layout.rank('job')}", CASES["sft_lora"])
+def start_in_separate_folders(folder: Path) -> str:
+    """Message where a run has begun in the first rank's folder, and the other rank sees another folder."""
+    recipe = make_recipe(folder, f"node_{layout.rank('job')}", CASES["sft_lora"])
     if layout.is_first():
-        begin(Path(own.run.output_dir), dump_recipe(own), world_size=2, num_done=0)
-    try:
-        resumed_runs.run_until(own, 1)
-    except CheckpointFailed as error:
-        return str(error)
-    return "no error"
+        begin(Path(recipe.run.output_dir), dump_recipe(recipe), world_size=2, num_done=0)
+    return catch_message(CheckpointFailed, resumed_runs.run_until, recipe, 1)
 
 
-def minutes(folder: Path) -> list[bool]:
-    """Whether a checkpoint is due, with every rank's clock at its start, the last rank's an hour on, all an hour on."""
-    every = recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
-    own, is_last = Checkpoints(every, Console(enabled=False)), layout.rank("shards") == layout.size("shards") - 1
-    outcomes = [own.due(1, NUM_STEPS)]
-    own._last_end -= 3600.0 * is_last
-    outcomes.append(own.due(1, NUM_STEPS))
-    own._last_end -= 3600.0 * (not is_last)
-    return [*outcomes, own.due(1, NUM_STEPS)]
+def ask_whether_save_is_due(folder: Path) -> list[bool]:
+    """Whether a checkpoint is due: at the start, with the last rank's clock an hour on, with all clocks an hour on."""
+    recipe = make_recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
+    checkpoints, is_last = (
+        Checkpoints(recipe, Console(enabled=False)),
+        layout.rank("shards") == layout.size("shards") - 1,
+    )
+    outcomes = [checkpoints.due(1, NUM_STEPS)]
+    checkpoints._last_end -= 3600.0 * is_last
+    outcomes.append(checkpoints.due(1, NUM_STEPS))
+    checkpoints._last_end -= 3600.0 * (not is_last)
+    return [*outcomes, checkpoints.due(1, NUM_STEPS)]
 
 
-def other_data(folder: Path) -> str:
-    stopped = killed_run(folder, "other_data")
+def resume_with_other_data(folder: Path) -> str:
+    """Message where the run is resumed with another training file."""
+    stopped = copy_killed_run(folder, "other_data")
     other = stopped.data.model_copy(update={"train_path": str(folder / "other.jsonl")})
-    try:
-        resumed_runs.run_to_end(stopped.model_copy(update={"data": other}))
-    except UserError as error:
-        return str(error)
-    return "no error"
+    return catch_message(UserError, resumed_runs.run_to_end, stopped.model_copy(update={"data": other}))
 
 
-def other_base(folder: Path) -> list[str]:
-    """Resumes adapters where a weight of their model has changed; then where it is restored."""
-    stopped = recipe(folder, "other_data", CASES["sft_lora"])
+def resume_on_other_base(folder: Path) -> list[str]:
+    """Resume adapters where a weight of their model has changed; then where it is restored. Returns both messages."""
+    stopped = make_recipe(folder, "other_data", CASES["sft_lora"])
     weights = folder / "model" / "model.safetensors"
     before = weights.read_bytes()
-    said = []
+    messages = []
     for content in (bytes([*before[:-1], before[-1] ^ 1]), before):
         layout.gather_objects("job", None)
         if layout.is_first():
             weights.write_bytes(content)
         layout.gather_objects("job", None)
-        try:
-            resumed_runs.run_until(stopped, 3)
-            said.append("no error")
-        except UserError as error:
-            said.append(str(error))
-    return said
+        messages.append(catch_message(UserError, resumed_runs.run_until, stopped, 3))
+    return messages
 
 
-def longer_and_branched(folder: Path) -> dict[str, Any]:
-    """A run with a decay over the last 2 of 7 steps; a run over 6 steps whose decay begins after 4; a branch from
-    there, and that run itself, each with the schedule of the first."""
+def lengthen_and_branch(folder: Path) -> dict[str, Any]:
+    """Train a run with a decay over the last 2 of 7 steps, and one over 6 steps whose decay begins after 4; then, with
+    the schedule of the first, a branch from there and the second run made longer."""
     sections = CASES["sft_lora"]
     shared: dict[str, Any] = {"kind": "wsd", "warmup_steps": 2, "min_ratio": 0.1}
     long = {**sections, "schedule": {"num_steps": 7, "decay_ratio": 2 / 7, **shared}}
     short = {**sections, "schedule": {"num_steps": 6, "decay_ratio": 1 / 3, **shared}}
-    expected = resumed_runs.run_to_end(recipe(folder, "long", long))
-    run.train(recipe(folder, "short", short))
+    expected = resumed_runs.run_to_end(make_recipe(folder, "long", long))
+    run.train(make_recipe(folder, "short", short))
     checkpoint = folder / "short" / "checkpoints" / "step_00000004"
     branch = {**long, "checkpoint": {"branch_from": str(checkpoint)}}
-    said = {}
+    messages = {}
     for name, wrong in {
         "cosine": {"schedule": {"num_steps": 20}},
         "warmup": {"schedule": {"num_steps": 20, "kind": "constant", "warmup_ratio": 0.2}},
         "batch": {"batch": {"global_size": 4}},
     }.items():
-        try:
-            run.train(recipe(folder, f"branch_{name}" if name == "batch" else "short", {**branch, **wrong}))
-        except UserError as error:
-            said[name] = str(error)
-    left = sorted(path.name for path in (folder / "short").iterdir())
-    resumed_runs.run_to_end(recipe(folder, "branch", branch))
-    longer = resumed_runs.run_to_end(recipe(folder, "short", long))
+        wrong_recipe = make_recipe(folder, f"branch_{name}" if name == "batch" else "short", {**branch, **wrong})
+        messages[name] = catch_message(UserError, run.train, wrong_recipe)
+    files = sorted(path.name for path in (folder / "short").iterdir())
+    resumed_runs.run_to_end(make_recipe(folder, "branch", branch))
+    longer = resumed_runs.run_to_end(make_recipe(folder, "short", long))
     return {
-        "said": said,
-        "finished": left,
+        "messages": messages,
+        "finished": files,
         "branch": resumed_runs.find_differences(folder / "branch", expected, 7),
         "longer": resumed_runs.find_differences(longer, expected, 7),
         "set aside": sorted(path.name for path in longer.glob("*_step_*")),
@@ -521,33 +505,28 @@ def longer_and_branched(folder: Path) -> dict[str, Any]:
     }
 
 
-def best_by_held_out_loss(folder: Path) -> dict[str, Any]:
-    """A run that is resumed after step 2, and evaluates and saves each step. Its best two are not both after the
-    resume."""
+def keep_best_checkpoints(folder: Path) -> dict[str, Any]:
+    """Train a run that is resumed after step 2, and evaluates and saves each step. Its best two steps are not both
+    after the resume."""
     sections = CASES["sft_lora"] | {
         "optimizer": {"learning_rate": 0.05},
         "checkpoint": {"keep_last": 1, "keep_best": 2, "every_steps": 1},
         "data": {"validation_path": "pool.jsonl"},
         "run": {"validate_every": 1},
     }
-    own = recipe(folder, "best", sections)
-    resumed_runs.run_until(own, 1, 2)
-    said: list[str] = []
-    say, Console.say = Console.say, lambda self, text="": said.append(text)
-    try:
-        with resumed_runs.saving_after([3], stop=False):
-            run.train(own)
-    finally:
-        Console.say = say
-    path = Path(own.run.output_dir)
+    recipe = make_recipe(folder, "best", sections)
+    resumed_runs.run_until(recipe, 1, 2)
+    with recording_console() as lines, resumed_runs.saving_after([3], stop=False):
+        run.train(recipe)
+    path = Path(recipe.run.output_dir)
     losses = {line["step"]: line["validation_loss"] for line in resumed_runs.read_deterministic_metrics(path)[:-1]}
     losses[NUM_STEPS] = json.loads((path / "held_out.json").read_text())["after"][""]
-    return {"losses": losses, "said": said, "left": sorted(one.name for one in (path / "checkpoints").iterdir())}
+    return {"losses": losses, "lines": lines, "checkpoints": list_checkpoints(path)}
 
 
-def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
-    """The disk of a run is full from its first checkpoint on, up to the page that metrics.jsonl ends in."""
-    stopped = recipe(folder, "full_disk", CASES["sft_lora"])
+def train_on_full_disk(folder: Path, disk: Path) -> dict[str, Any]:
+    """Train on a disk that is full from the first checkpoint on, up to the page that metrics.jsonl ends in."""
+    stopped = make_recipe(folder, "full_disk", CASES["sft_lora"])
     stopped = stopped.model_copy(update={"run": stopped.run.model_copy(update={"output_dir": str(disk / "run")})})
     filler = disk / "filler"
     record_save = Stops.record_save
@@ -559,122 +538,117 @@ def full_disk(folder: Path, disk: Path) -> dict[str, Any]:
                 while True:
                     file.write(bytes(2**20))
 
-    Stops.record_save = record_and_fill
-    try:
+    def train() -> None:
         with resumed_runs.saving_after([2], stop=False):
             run.train(stopped)
-        message = "no error"
-    except UserError as error:
-        message = str(error)
-    finally:
-        Stops.record_save = record_save
-    left = [line["step"] for line in resumed_runs.read_deterministic_metrics(disk / "run")]
+
+    with patch.object(Stops, "record_save", record_and_fill):
+        message = catch_message(UserError, train)
+    steps = [line["step"] for line in resumed_runs.read_deterministic_metrics(disk / "run")]
     layout.gather_objects("job", None)
     filler.unlink(missing_ok=True)
     layout.gather_objects("job", None)
     resumed_runs.run_to_end(stopped)
     differing = resumed_runs.find_differences(disk / "run", folder / "sft_lora_straight")
-    return {"message": message, "left": left, "differing": differing}
+    return {"message": message, "steps": steps, "differing": differing}
 
 
-def trained_by_the_fidelity_command(folder: Path, name: str) -> list[str]:
-    """Names of the parameters that differ, in any bit, from those of a run of the same recipe."""
-    own = recipe(folder, name, DRAWN_IN_STEPS[name])
-    measure_noise_every, settings.MEASURE_NOISE_EVERY = settings.MEASURE_NOISE_EVERY, 4
-    try:
-        expected = resumed_runs.load_checkpoint_tensors(resumed_runs.run_to_end(own))
-        plan_settings, step_settings, seed = derive_plan_settings(own), derive_step_settings(own), own.run.seed
+def train_by_fidelity_command(folder: Path, name: str) -> list[str]:
+    """Train as the fidelity command does; returns names of parameters that differ in any bit from those of a run."""
+    recipe = make_recipe(folder, name, DRAWN_IN_STEPS[name])
+    with patch.object(settings, "MEASURE_NOISE_EVERY", 4):
+        expected = resumed_runs.load_checkpoint_tensors(resumed_runs.run_to_end(recipe))
+        plan_settings, step_settings, seed = derive_plan_settings(recipe), derive_step_settings(recipe), recipe.run.seed
         plan = plan_ranks(plan_settings)
-        reader = DataReader(own.data, own.model.path, load_tokenizer(own.model.path), Console(enabled=False))
-        training = reader.read_training_data(own.method, seed)
+        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), Console(enabled=False))
+        training = reader.read_training_data(recipe.method, seed)
         feed = build_feed(step_settings, plan, training, reader.pad_token_id, seed=seed)
-        engine = build_engine(derive_engine_settings(own), deepspeed_config(plan_settings, plan))
-        schedule = settings.derive_schedule(own, len(feed.dataset))
+        engine = build_engine(derive_engine_settings(recipe), deepspeed_config(plan_settings, plan))
+        schedule = settings.derive_schedule(recipe, len(feed.dataset))
         steps = train_steps(engine, step_settings, feed, schedule, say=lambda line: None)
         assert len(list(islice(steps, NUM_STEPS))) == NUM_STEPS
         outcomes = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
         engine.close()
-    finally:
-        settings.MEASURE_NOISE_EVERY = measure_noise_every
     return [name for name, values in outcomes.items() if not torch.equal(values, expected[f"master.{name}"])]
 
 
-def at_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
-    reference = recipe(folder, "reference", CASES["iw_sft_full"])
+def run_on_two_ranks(folder: Path, disk: Path | None) -> dict[str, Any]:
+    reference = make_recipe(folder, "reference", CASES["iw_sft_full"])
     write_reference_log_probabilities(reference, folder / "reference.npz")
     outcomes: dict[str, Any] = {name: run_case(folder, name) for name in CASES}
     outcomes |= {
         check.__name__: check(folder)
         for check in (
-            one_rank_cannot_write,
-            beside_the_steps,
-            one_thread_cannot_write,
-            no_room,
-            damaged,
-            unfinished_only,
-            not_shared,
-            minutes,
-            other_data,
-            other_base,
-            longer_and_branched,
-            best_by_held_out_loss,
+            save_where_one_rank_cannot_write,
+            save_asynchronously,
+            save_asynchronously_where_one_rank_cannot_write,
+            save_without_room,
+            resume_damaged,
+            resume_unfinished,
+            start_in_separate_folders,
+            ask_whether_save_is_due,
+            resume_with_other_data,
+            resume_on_other_base,
+            lengthen_and_branch,
+            keep_best_checkpoints,
         )
     }
-    outcomes["full_disk"] = None if disk is None else full_disk(folder, disk)
-    outcomes["fidelity"] = {name: trained_by_the_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
-    resumed_runs.run_and_copy_after(across(folder, "across_straight", 1, 1), ACROSS_STOP, folder / "across_2")
+    outcomes["train_on_full_disk"] = None if disk is None else train_on_full_disk(folder, disk)
+    outcomes["fidelity"] = {name: train_by_fidelity_command(folder, name) for name in DRAWN_IN_STEPS}
+    resumed_runs.run_and_copy_after(
+        make_recipe_across_world_sizes(folder, "across_straight", 1, 1), ACROSS_STOP, folder / "across_2"
+    )
     return outcomes
 
 
-def across(folder: Path, name: str, main: int | str = "auto", probe: int | str = "auto") -> Recipe:
+def make_recipe_across_world_sizes(
+    folder: Path, name: str, main: int | str = "auto", probe: int | str = "auto"
+) -> Recipe:
     """`main`, `probe`: sequence-parallel sizes of the main batch and of the probe."""
-    degrees = {"batch": main, "probe": probe}
-    sections = {key: ACROSS_WORLD_SIZES[key] | {"sequence_parallel": degree} for key, degree in degrees.items()}
-    return recipe(folder, name, ACROSS_WORLD_SIZES | sections)
+    sizes = {"batch": main, "probe": probe}
+    sections = {key: ACROSS_WORLD_SIZES[key] | {"sequence_parallel": size} for key, size in sizes.items()}
+    return make_recipe(folder, name, ACROSS_WORLD_SIZES | sections)
 
 
-def resume_copy(folder: Path, name: str, *degrees: int) -> None:
-    """Resumes, at this world size, a copy of a run that was stopped at another."""
-    here = f"{name}_to_{layout.size('shards')}"
-    copy_on_first_rank(folder / name, folder / here)
-    resumed_runs.run_to_end(across(folder, here, *degrees))
+def resume_copy(folder: Path, name: str, *sizes: int) -> None:
+    """Resume, at this world size, a copy of a run that was stopped at another."""
+    resumed_name = f"{name}_to_{layout.size('shards')}"
+    copy_on_first_rank(folder / name, folder / resumed_name)
+    resumed_runs.run_to_end(make_recipe_across_world_sizes(folder, resumed_name, *sizes))
 
 
-def at_four_ranks(folder: Path) -> None:
+def run_on_four_ranks(folder: Path) -> None:
     resume_copy(folder, "across_2", 1, 2)
-    resumed_runs.run_until(across(folder, "across_4", 2, 4), ACROSS_STOP)
+    resumed_runs.run_until(make_recipe_across_world_sizes(folder, "across_4", 2, 4), ACROSS_STOP)
     resume_copy(folder, "across_4", 4, 1)
 
 
-def at_one_rank(folder: Path) -> None:
+def run_on_one_rank(folder: Path) -> None:
     for name in ("across_2", "across_4"):
         resume_copy(folder, name)
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A small disk of its own; None where this process may mount none."""
+    """A small disk; None where this process may mount none."""
     folder = tmp_path_factory.mktemp("disk")
-    options = ["-t", "tmpfs", "-o", f"size={MARGIN_BYTES + 16 * 2**20}", "tmpfs", str(folder)]
-    is_mounted = os.geteuid() == 0 and subprocess.run(["mount", *options], capture_output=True).returncode == 0
-    yield folder if is_mounted else None
-    if is_mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+    with mount_small_disk(folder, MARGIN_BYTES + 16 * 2**20) as is_mounted:
+        yield folder if is_mounted else None
 
 
 @pytest.fixture(scope="module")
 def outcomes(setup: Path, disk: Path | None) -> dict[str, Any]:
-    first, second = run_ranks(at_two_ranks, 2, setup, disk)
-    assert first["full_disk"] == second["full_disk"]
-    for name in ("minutes", "no_room", "not_shared"):
-        assert first[name] == second[name]  # or a rank would wait
-    for name in ("one_rank_cannot_write", "one_thread_cannot_write"):
+    first, second = run_ranks(run_on_two_ranks, 2, setup, disk)
+    assert first["train_on_full_disk"] == second["train_on_full_disk"]
+    for name in ("ask_whether_save_is_due", "save_without_room", "start_in_separate_folders"):
+        assert first[name] == second[name]  # else one rank would wait for the other
+    for name in ("save_where_one_rank_cannot_write", "save_asynchronously_where_one_rank_cannot_write"):
         assert first[name]["message"] == second[name]["message"]
     return first
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stopped_and_resumed_equals_straight_bit_for_bit(outcomes: dict[str, Any], name: str):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(outcomes: dict[str, Any], name: str):
     assert outcomes[name] == []
 
 
@@ -682,7 +656,7 @@ def test_stopped_and_resumed_equals_straight_bit_for_bit(outcomes: dict[str, Any
 def test_a_profile_has_the_phases_and_operations_of_a_step(
     outcomes: dict[str, Any], setup: Path, step: int, rank: int
 ) -> None:
-    folder = setup / f"{STOPPED_TOO}_stopped"
+    folder = setup / f"{STOPPED_TWICE}_stopped"
     profile = next(one for one in read_profiles(folder) if (one.step, one.rank) == (step, rank))
     assert sorted(path.name for path in (folder / "profile").iterdir())[::2] == [
         f"step_0000000{step}_rank_{rank}.csv" for step in (3, 4) for rank in (0, 1)
@@ -707,22 +681,22 @@ def test_a_profile_has_the_phases_and_operations_of_a_step(
     assert [ranges[phase]["ts"] for phase in phases] == sorted(ranges[phase]["ts"] for phase in phases)
 
 
-def test_what_a_low_rank_direction_loses_is_said_before_the_first_step(outcomes: dict[str, Any], setup: Path):
-    said = (setup / "bf16_offload_all_stopped" / "start.txt").read_text()
-    energy, correlation = re.search(r"probe.rank 4 keeps ([\d.]+)% of .* correlate with ([\d.]+) ", said).groups()
+def test_the_loss_by_a_low_rank_is_reported_before_the_first_step(outcomes: dict[str, Any], setup: Path):
+    start = (setup / "bf16_offload_all_stopped" / "start.txt").read_text()
+    energy, correlation = re.search(r"probe.rank 4 keeps ([\d.]+)% of .* correlate with ([\d.]+) ", start).groups()
     lines = resumed_runs.read_deterministic_metrics(setup / "bf16_offload_all_stopped")
     assert float(energy) == pytest.approx(100 * lines[0]["direction_energy"], abs=2.0)  # another random sketch
     assert 0.5 < float(correlation) < 1
 
 
-def test_only_what_is_kept_is_trained_on(outcomes: dict[str, Any], setup: Path):
+def test_only_kept_traces_are_trained_on(outcomes: dict[str, Any], setup: Path):
     for name in ("iw_sft_full_straight", "random_full_stopped", "vcore_trusted_full_stopped"):
-        own, trusted = set(), 0
+        trained, num_trusted = set(), 0
         for record in read_records(setup / name):
-            own |= {one.sequence_id for one in record.sequences if not record.is_trusted(one)}
-            trusted += sum(map(record.is_trusted, record.sequences))
-        assert own == KEPT, name  # four steps are more than one epoch of them
-        assert (trusted > 0) == ("trusted" in name)
+            trained |= {one.sequence_id for one in record.sequences if not record.is_trusted(one)}
+            num_trusted += sum(map(record.is_trusted, record.sequences))
+        assert trained == KEPT, name  # four steps are more than one epoch of them
+        assert (num_trusted > 0) == ("trusted" in name)
         kept = json.loads((setup / name / "environment.json").read_text())["kept"]
         assert kept["kept_of_source"] == {"train.jsonl": [6, 12]} and kept["set"] == "right"
         counts = json.loads((setup / name / "data.json").read_text())[0]
@@ -730,38 +704,38 @@ def test_only_what_is_kept_is_trained_on(outcomes: dict[str, Any], setup: Path):
 
 
 def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_lost(outcomes: dict[str, Any]):
-    failing = outcomes["one_rank_cannot_write"]
+    failing = outcomes["save_where_one_rank_cannot_write"]
     message = failing["message"]
     assert "the checkpoint of step 3 could not be written: rank 1 on host" in message
     assert "failing/checkpoints/step_00000003.unfinished/state: " in message and "Is a directory" in message
-    assert failing["left"] == ["step_00000002"] and failing["differing"] == []
+    assert failing["checkpoints"] == ["step_00000002"] and failing["differing"] == []
 
 
-def test_a_checkpoint_beside_the_steps_holds_the_state_of_its_step(outcomes: dict[str, Any]):
-    beside = outcomes["beside_the_steps"]
-    assert beside["in flight"][2] and beside["held"] == [] and beside["finished"] == []
-    metrics = {line["step"]: {key for key in line if "checkpoint" in key} for line in beside["lines"]}
+def test_an_asynchronous_checkpoint_holds_the_state_of_its_step(outcomes: dict[str, Any]):
+    outcome = outcomes["save_asynchronously"]
+    assert outcome["in flight"][2] and outcome["held"] == [] and outcome["finished"] == []
+    metrics = {line["step"]: {key for key in line if "checkpoint" in key} for line in outcome["metrics"]}
     assert "seconds_checkpoint" in metrics[2] & metrics[3] & metrics[5]
     complete = {"checkpoint_bytes", "seconds_checkpoint_write"}
     assert not metrics[4] and complete <= metrics[5]  # held until the end of step 3, and over before that of step 4
 
 
-def test_a_kill_while_a_checkpoint_is_written_beside_the_steps_loses_nothing(outcomes: dict[str, Any]):
-    beside, said = outcomes["beside_the_steps"], "\n".join(outcomes["beside_the_steps"]["said"])
-    assert beside["left"] == ["step_00000001", "step_00000002.unfinished"]
-    assert "warning: skipped checkpoint step_00000002.unfinished: not finished" in said
-    assert "Resumed after step 1 from" in said and beside["killed"] == []
+def test_a_kill_during_an_asynchronous_save_loses_nothing(outcomes: dict[str, Any]):
+    outcome, lines = outcomes["save_asynchronously"], "\n".join(outcomes["save_asynchronously"]["lines"])
+    assert outcome["checkpoints"] == ["step_00000001", "step_00000002.unfinished"]
+    assert "warning: skipped checkpoint step_00000002.unfinished: not finished" in lines
+    assert "Resumed after step 1 from" in lines and outcome["killed"] == []
 
 
 def test_a_thread_that_cannot_write_ends_the_run_on_all_ranks_at_the_next_step(outcomes: dict[str, Any]):
-    failing = outcomes["one_thread_cannot_write"]
+    failing = outcomes["save_asynchronously_where_one_rank_cannot_write"]
     assert "the checkpoint of step 2 could not be written: rank 1 on host" in failing["message"]
     assert "Earlier checkpoints are untouched" in failing["message"]
-    assert failing["left"] == ["step_00000001"] and failing["steps"] == 3
+    assert failing["checkpoints"] == ["step_00000001"] and failing["steps"] == 3
 
 
 def test_a_full_disk_is_named_as_the_cause(tmp_path: Path):
-    """A limit of 1 MB on files, which fails in the middle of writing one, as a full disk does."""
+    """A limit of 1 MB on files makes a write fail in the middle, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
@@ -779,25 +753,25 @@ def test_a_disk_that_fills_between_checkpoints_ends_all_ranks_and_loses_no_line(
     if disk is None:
         pytest.skip("NOT TESTED: a disk that fills between checkpoints, as no tmpfs can be mounted here (not root?)")
     path = disk / "run" / "metrics.jsonl"
-    assert outcomes["full_disk"]["message"].startswith(
+    assert outcomes["train_on_full_disk"]["message"].startswith(
         f"run.output_dir: {path}: cannot be written: No space left on device (0 bytes free"
     )
-    left = outcomes["full_disk"]["left"]
-    assert left == [*range(1, len(left) + 1)] and 2 <= len(left) < NUM_STEPS
-    assert outcomes["full_disk"]["differing"] == []
+    steps = outcomes["train_on_full_disk"]["steps"]
+    assert steps == [*range(1, len(steps) + 1)] and 2 <= len(steps) < NUM_STEPS
+    assert outcomes["train_on_full_disk"]["differing"] == []
 
 
-def test_a_lack_of_room_is_reported_with_both_numbers(outcomes: dict[str, Any]):
-    assert "bytes free; expected 1,000,000,000,000," in outcomes["no_room"]
+def test_too_little_room_on_the_disk_is_reported_with_both_numbers(outcomes: dict[str, Any]):
+    assert "bytes free; expected 1,000,000,000,000," in outcomes["save_without_room"]
 
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_taken(outcomes: dict[str, Any]):
-    said = "\n".join(outcomes["damaged"]["said"])
-    assert "warning: skipped checkpoint step_00000004: state/__1_0.distcp: its SHA-256 differs from" in said
-    assert "Resumed after step 2 from" in said
-    assert "step_00000004.rejected" in said
-    assert outcomes["damaged"]["lost"] == [3, 4] and outcomes["damaged"]["steps"] == [1, 2, 3, 4]
-    records, lost = outcomes["damaged"]["records"], outcomes["damaged"]["lost_records"]
+    lines = "\n".join(outcomes["resume_damaged"]["lines"])
+    assert "warning: skipped checkpoint step_00000004: state/__1_0.distcp: its SHA-256 differs from" in lines
+    assert "Resumed after step 2 from" in lines
+    assert "step_00000004.rejected" in lines
+    assert outcomes["resume_damaged"]["lost"] == [3, 4] and outcomes["resume_damaged"]["steps"] == [1, 2, 3, 4]
+    records, lost = outcomes["resume_damaged"]["records"], outcomes["resume_damaged"]["lost_records"]
     names = [[f"{kind}_0000000{step}.npz" for step in (1, 2, 3, 4)] for kind in ("followed", "step")]
     assert list(records) == names[0] + names[1]
     assert lost == {
@@ -806,31 +780,31 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_the_one_before_it_t
 
 
 def test_no_checkpoint_that_verifies_is_an_error_not_a_new_start(outcomes: dict[str, Any]):
-    refusal = outcomes["damaged"]["refusal"]
+    refusal = outcomes["resume_damaged"]["refusal"]
     assert "found no checkpoint that verifies" in refusal
     assert "step_00000004: state/__0_0.distcp" in refusal and "step_00000002: state/__0_0.distcp" in refusal
 
 
 def test_unfinished_checkpoints_alone_start_a_new_run(outcomes: dict[str, Any]):
-    said = "\n".join(outcomes["unfinished_only"])
-    assert "skipped checkpoint step_00000002: no COMPLETE: its writing was interrupted" in said
-    assert "skipped checkpoint step_00000003.unfinished: not finished" in said
-    assert "holds this run without a checkpoint: it begins at its first step" in said
-    assert outcomes["unfinished_only"][-2:] == ["step_00000001", "step_00000002.rejected"]
+    lines = "\n".join(outcomes["resume_unfinished"])
+    assert "skipped checkpoint step_00000002: no COMPLETE: its writing was interrupted" in lines
+    assert "skipped checkpoint step_00000003.unfinished: not finished" in lines
+    assert "holds this run without a checkpoint: it begins at its first step" in lines
+    assert outcomes["resume_unfinished"][-2:] == ["step_00000001", "step_00000002.rejected"]
 
 
-def test_nodes_that_do_not_share_the_folder_are_told_so_also_where_one_of_them_has_a_run_to_resume(
+def test_nodes_that_do_not_share_the_folder_are_refused_even_where_one_has_a_run_to_resume(
     outcomes: dict[str, Any],
 ):
-    assert "expected run.output_dir on a file system that all nodes share" in outcomes["not_shared"]
+    assert "expected run.output_dir on a file system that all nodes share" in outcomes["start_in_separate_folders"]
 
 
-def test_one_clock_decides_for_all_ranks(outcomes: dict[str, Any]):
-    assert outcomes["minutes"] == [False, False, True]
+def test_the_first_ranks_clock_decides_for_all_ranks(outcomes: dict[str, Any]):
+    assert outcomes["ask_whether_save_is_due"] == [False, False, True]
 
 
 def test_a_longer_run_and_a_branch_equal_the_long_run(outcomes: dict[str, Any], setup: Path):
-    outcome = outcomes["longer_and_branched"]
+    outcome = outcomes["lengthen_and_branch"]
     assert outcome["branch"] == outcome["longer"] == outcome["lost"] == []
     stable, decay = [5e-4, *[1e-3] * 4], [1e-3 * (0.1 + 0.9 * share) for share in (1, 0.5)]
     assert outcome["rates"] == pytest.approx([*stable, *decay], rel=1e-12)
@@ -838,17 +812,19 @@ def test_a_longer_run_and_a_branch_equal_the_long_run(outcomes: dict[str, Any], 
     assert "adapter" in outcome["finished"] and "adapter_step_00000006" not in outcome["finished"]
 
 
-def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(outcomes: dict[str, Any], setup: Path):
-    said = outcomes["longer_and_branched"]["said"]
+def test_a_schedule_with_other_learning_rates_for_past_steps_is_refused(outcomes: dict[str, Any], setup: Path):
+    messages = outcomes["lengthen_and_branch"]["messages"]
     checkpoint = setup / "short" / "checkpoints" / "step_00000006"
-    assert said["cosine"].startswith(
+    assert messages["cosine"].startswith(
         f"schedule: found learning rate 0.000992404 for step 4, which {checkpoint} has taken with 0.001, and no "
         "checkpoint before it"
     )
-    assert "With cosine each learning rate depends on the number of steps; runs with schedule.kind" in said["cosine"]
-    assert "found learning rate 0.00025 for step 1, which" in said["warmup"]
-    assert "Set schedule.warmup_steps to 2." in said["warmup"]
-    assert said["batch"] == (
+    assert (
+        "With cosine each learning rate depends on the number of steps; runs with schedule.kind" in messages["cosine"]
+    )
+    assert "found learning rate 0.00025 for step 1, which" in messages["warmup"]
+    assert "Set schedule.warmup_steps to 2." in messages["warmup"]
+    assert messages["batch"] == (
         f"checkpoint.branch_from: {setup}/short/checkpoints/step_00000004: is of a run of another recipe:\n"
         "  batch.global_size: 2 there, 4 here\n"
         "expected the same values; keys of schedule may differ. Set these keys as they are there"
@@ -856,22 +832,27 @@ def test_a_run_that_would_have_had_other_learning_rates_is_not_made_longer(outco
 
 
 def test_the_checkpoints_with_the_lowest_held_out_loss_are_kept_through_a_resume(outcomes: dict[str, Any]):
-    losses, said = outcomes["best_by_held_out_loss"]["losses"], outcomes["best_by_held_out_loss"]["said"]
+    losses, lines = outcomes["keep_best_checkpoints"]["losses"], outcomes["keep_best_checkpoints"]["lines"]
     ranked = sorted(losses, key=lambda step: (losses[step], step))
     assert len(ranked) == NUM_STEPS
     kept = sorted({*ranked[:2], NUM_STEPS})
-    assert outcomes["best_by_held_out_loss"]["left"] == [f"step_0000000{step}" for step in kept]
+    assert outcomes["keep_best_checkpoints"]["checkpoints"] == [f"step_0000000{step}" for step in kept]
     best = ranked[0]
-    named = [line for line in said if line.startswith(f"Lowest held-out loss: {losses[best]:.4f}, step_0000000{best}.")]
+    named = [
+        line for line in lines if line.startswith(f"Lowest held-out loss: {losses[best]:.4f}, step_0000000{best}.")
+    ]
     assert len(named) == (best != NUM_STEPS)
 
 
-def test_other_data_are_refused(outcomes: dict[str, Any]):
-    assert "data.train_path" in outcomes["other_data"] and "found other tokens than those" in outcomes["other_data"]
+def test_resuming_with_other_data_is_refused(outcomes: dict[str, Any]):
+    assert (
+        "data.train_path" in outcomes["resume_with_other_data"]
+        and "found other tokens than those" in outcomes["resume_with_other_data"]
+    )
 
 
-def test_adapters_are_resumed_on_the_weights_that_they_were_trained_on(outcomes: dict[str, Any], setup: Path):
-    refused, restored = outcomes["other_base"]
+def test_adapters_are_resumed_only_on_the_weights_that_they_were_trained_on(outcomes: dict[str, Any], setup: Path):
+    refused, restored = outcomes["resume_on_other_base"]
     assert refused.startswith(f"model.path: {setup / 'model'}: found other weights than ")
     assert restored == "no error"
 
@@ -881,21 +862,21 @@ def test_the_fidelity_command_trains_as_a_run_does_bit_for_bit(outcomes: dict[st
     assert outcomes["fidelity"][name] == []
 
 
-def test_saved_at_two_ranks_and_resumed_at_one_and_four_saved_at_four_and_resumed_at_one(setup: Path, outcomes):
-    run_ranks(at_four_ranks, 4, setup)
-    run_ranks(at_one_rank, 1, setup)
+def test_a_run_resumed_at_another_world_size_equals_an_uninterrupted_one(setup: Path, outcomes):
+    run_ranks(run_on_four_ranks, 4, setup)
+    run_ranks(run_on_one_rank, 1, setup)
     expected = resumed_runs.read_deterministic_metrics(setup / "across_straight")
     tensors = resumed_runs.load_checkpoint_tensors(setup / "across_straight")
     num_resumed = NUM_STEPS - ACROSS_STOP
-    degrees = {
+    sizes = {
         "across_4_to_4": [(2, 4)] * ACROSS_STOP + [(4, 1)] * num_resumed,
         "across_2_to_4": [(1, 2)] * num_resumed,
     }
     for name in ("across_2_to_1", "across_2_to_4", "across_4_to_1", "across_4_to_4"):
         lines = resumed_runs.read_deterministic_metrics(setup / name)
         used = [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
-        for found_degrees, wanted in zip(used[::-1], degrees.get(name, [])[::-1], strict=False):
-            assert found_degrees[0] == wanted[0] and found_degrees[1] in (wanted[1], None)
+        for used_sizes, wanted in zip(used[::-1], sizes.get(name, [])[::-1], strict=False):
+            assert used_sizes[0] == wanted[0] and used_sizes[1] in (wanted[1], None)
         if name.endswith("_to_1"):
             assert all(main == 1 for main, _ in used[ACROSS_STOP:])
         for key in ("loss", "weighted_loss", "grad_norm", "direction_norm"):

@@ -1,8 +1,7 @@
 """`vcore-ds score` against explicit inner products of gradients of single traces, in fp64 and plain PyTorch.
 
-On one, two and four ranks, which have rows of their own or share them, packed or not, for all parameters and for
-adapters, in both providers, at base models and at checkpoints. And a scoring that was killed and goes on ends in the
-same files.
+On one, two and four ranks, which share rows or not, packed or not, for all parameters and for adapters, in both
+providers, at base models and at checkpoints. A scoring that was killed and resumed writes the same files.
 """
 
 import logging
@@ -37,8 +36,7 @@ from vcore_ds.data.scores_folder import read_scores, read_tokens, read_traces
 from vcore_ds.data.store import TokenStore
 from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import PREFIX
-from vcore_ds.train import run
-from vcore_ds.train import start_checks as memory_check
+from vcore_ds.train import run, start_checks
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 
@@ -59,15 +57,15 @@ class Killed(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A scoring, and what it has to agree with."""
+    """A scoring, and the model whose gradients it is compared with."""
 
     target: str
-    """Recipe or run, in the folder of the test."""
+    """Recipe or run, in the test's folder."""
     overrides: tuple[str, ...] = ()
     sets: tuple[str, ...] = ("trusted",)
     checkpoint: str | None = None
     steps: tuple[int, ...] = ()
-    """Of the checkpoints that are summed over."""
+    """Steps of the checkpoints that are summed over."""
     model: str = "model"
     """Folder of the base model."""
 
@@ -83,7 +81,7 @@ CASES: dict[int, dict[str, Case]] = {
         "packed": Case("full.yaml", sets=SETS),
         "shared rows": Case("full.yaml", tuple(SHARED_ROWS)),
         "checkpoints": Case("runs/lora", checkpoint="all", steps=(2, 4)),
-        "divided experts": Case("full.yaml", ("parallel.expert=2",), model="mixture"),
+        "divided experts": Case("full.yaml", ("parallel.expert=2",), model="moe_model"),
         "megatron": Case("full.yaml", ("model.provider=megatron", "parallel.tensor=2")),
         "megatron, LoRA": Case("runs/megatron", checkpoint="step_00000004", steps=(4,)),
     },
@@ -92,7 +90,7 @@ CASES: dict[int, dict[str, Case]] = {
 """By world size."""
 
 
-def recipe(folder: Path, name: str, **sections: Any) -> Recipe:
+def make_recipe(folder: Path, name: str, **sections: Any) -> Recipe:
     return Recipe(
         model={"path": str(folder / "model"), "precision": "fp32", **sections.pop("model", {})},
         method={"name": "sft"},
@@ -117,15 +115,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("score")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer) + len(tokenizer) % 2).save_pretrained(root / "model")
-    tiny.moe_model(vocab_size=len(tokenizer)).save_pretrained(root / "mixture")
-    for name in ("model", "mixture"):
+    tiny.moe_model(vocab_size=len(tokenizer)).save_pretrained(root / "moe_model")
+    for name in ("model", "moe_model"):
         tokenizer.save_pretrained(root / name)
     (root / "train").mkdir()
     write_conversations(root / "train" / "a.jsonl", sums(range(17)))
     write_conversations(root / "train" / "b.jsonl", sums(range(30, 43)))
     write_conversations(root / "trusted.jsonl", sums(range(50, 53)))
     write_conversations(root / "other.jsonl", sums(range(61, 66)))
-    (root / "full.yaml").write_text(dump_recipe(recipe(root, "full")))
+    (root / "full.yaml").write_text(dump_recipe(make_recipe(root, "full")))
     run_ranks(train_adapters, 2, root)
     return root
 
@@ -133,16 +131,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_adapters(folder: Path) -> None:
     for name, sections in (("lora", {}), ("megatron", {"model": MEGATRON | {"path": str(folder / "model")}})):
         with resumed_runs.saving_after([2], stop=False):
-            run.train(recipe(folder, name, lora=LORA, **sections))
+            run.train(make_recipe(folder, name, lora=LORA, **sections))
 
 
-def request(folder: Path, case: Case, output: Path):
+def make_case_request(folder: Path, case: Case, output: Path):
     sets = [f"{name}={folder / name}.jsonl" for name in case.sets] if len(case.sets) > 1 else []
     overrides = (*case.overrides, f"model.path={folder / case.model}")
     return make_request(str(folder / case.target), overrides, sets, case.checkpoint, output)
 
 
-def output_of(folder: Path, world_size: int, name: str) -> Path:
+def find_output(folder: Path, world_size: int, name: str) -> Path:
     return folder / "scores" / f"{world_size} {name}"
 
 
@@ -152,36 +150,36 @@ def score_cases(folder: Path) -> None:
     logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: warnings.append(record.getMessage())
     for name, case in CASES[world_size].items():
-        compute.score(request(folder, case, output_of(folder, world_size, name)))
-        assert layout.size("expert") == (2 if case.model == "mixture" else 1)
+        compute.score(make_case_request(folder, case, find_output(folder, world_size, name)))
+        assert layout.size("expert") == (2 if case.model == "moe_model" else 1)
     if world_size == 1:
-        refuse_a_checkpoint_that_was_written_anew(folder)
-        refuse_what_does_not_fit(folder)
+        refuse_rewritten_checkpoint(folder)
+        refuse_too_little_memory(folder)
         kill_and_resume(folder)
-    assert warnings == [], "of DeepSpeed, which no user can heed"
+    assert warnings == [], "DeepSpeed warned, which no user can act on"
 
 
-def refuse_a_checkpoint_that_was_written_anew(folder: Path) -> None:
-    """Between the command's first look and the time when it is read, hours later with `all`."""
-    found = request(folder, CASES[1]["adam"], folder / "scores" / "refused")
-    (scored,) = found.checkpoints
-    checkpoints = Checkpoints(found.recipe, Console(enabled=False))
+def refuse_rewritten_checkpoint(folder: Path) -> None:
+    """Refuse a checkpoint that is replaced between its listing and its reading, hours later with `all`."""
+    scoring_request = make_case_request(folder, CASES[1]["adam"], folder / "scores" / "refused")
+    (scored,) = scoring_request.checkpoints
+    checkpoints = Checkpoints(scoring_request.recipe, Console(enabled=False))
     assert checkpoints.verify_step(scored.step, scored.digest)[1].step == scored.step
     with pytest.raises(UserError, match="it was written anew after this command had begun"):
         checkpoints.verify_step(scored.step, "digest of what was there")
 
 
-def refuse_what_does_not_fit(folder: Path) -> None:
-    """Before a model is loaded, by the rows of a scoring: those with a graph are of the trusted set, not the data."""
+def refuse_too_little_memory(folder: Path) -> None:
+    """Refuse before a model is loaded, by the longest row of the trusted set: only its passes keep a graph."""
     unfinished = folder / "refused"
     unfinished.mkdir()
     write_conversations(folder / "short.jsonl", sums([50]))
     rows = replace(CASES[1]["rows"], overrides=(*CASES[1]["rows"].overrides, f"data.probe_path={folder}/short.jsonl"))
-    found = request(folder, rows, folder / "scores" / "refused")
+    scoring_request = make_case_request(folder, rows, folder / "scores" / "refused")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(memory_check, "available_memory_bytes", lambda: 2**10)
+        patched.setattr(start_checks, "available_memory_bytes", lambda: 2**10)
         patched.delattr(compute, "build_engine")
-        scoring = compute.Scoring(found, Console(enabled=False), unfinished, SMALL_CHUNKS)
+        scoring = compute.Scoring(scoring_request, Console(enabled=False), unfinished, SMALL_CHUNKS)
         with pytest.raises(UserError, match=r"memory: found .* GiB of host memory for each rank") as caught:
             scoring.run()  # `score` would end this rank
     (num_tokens,) = re.findall(r"([\d,]+) tokens in a micro-batch", str(caught.value))
@@ -189,13 +187,13 @@ def refuse_what_does_not_fit(folder: Path) -> None:
 
 
 def kill_and_resume(folder: Path) -> None:
-    """Scores in small chunks without an interruption, and with one in the second set, after which the same command
+    """Score in small chunks without an interruption, and with a kill in the second set, after which the same command
     names its sets in another order."""
     case, add, build_engine, engines = CASES[1]["packed"], PassFiles.add, compute.build_engine, []
-    compute.score(request(folder, case, folder / "scores" / "straight"), chunk_tokens_per_rank=SMALL_CHUNKS)
+    compute.score(make_case_request(folder, case, folder / "scores" / "straight"), chunk_tokens_per_rank=SMALL_CHUNKS)
     written: list[int] = []
 
-    def add_and_die(self: PassFiles, sequences: list) -> None:
+    def add_and_raise(self: PassFiles, sequences: list) -> None:
         add(self, sequences)
         written.append(len(sequences))
         if len(written) == 5:
@@ -205,14 +203,14 @@ def kill_and_resume(folder: Path) -> None:
         engines.append(build_engine(*arguments))
         return engines[-1]
 
-    compute.build_engine, PassFiles.add = build, add_and_die
-    interrupted = request(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
+    compute.build_engine, PassFiles.add = build, add_and_raise
+    interrupted = make_case_request(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
     try:
         with pytest.raises(Killed):
             compute.score(interrupted, chunk_tokens_per_rank=SMALL_CHUNKS)
         engines[0].close()
         assert not interrupted.output.exists()
-        compute.score(request(folder, case, interrupted.output), chunk_tokens_per_rank=SMALL_CHUNKS)
+        compute.score(make_case_request(folder, case, interrupted.output), chunk_tokens_per_rank=SMALL_CHUNKS)
     finally:
         compute.build_engine, PassFiles.add = build_engine, add
     assert sum(written) == 2 * 30, "a sequence was scored twice"
@@ -235,26 +233,28 @@ class Reference:
         self.model, self.folder, self.case, self.step = model.eval(), folder, case, step
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def losses(self, sequence: Any) -> Tensor:
-        """`[n]`, nats, of the supervised tokens."""
+    def compute_losses(self, sequence: Any) -> Tensor:
+        """Losses `[n]`, nats, of the supervised tokens."""
         tokens = torch.from_numpy(sequence.input_ids).long()
-        of_all = cross_entropy(self.model(input_ids=tokens[None]).logits[0, :-1], tokens[1:], reduction="none")
-        return of_all[torch.from_numpy(sequence.supervised[1:])]
+        losses = cross_entropy(self.model(input_ids=tokens[None]).logits[0, :-1], tokens[1:], reduction="none")
+        return losses[torch.from_numpy(sequence.supervised[1:])]
 
-    def gradient(self, loss: Tensor) -> Tensor:
-        """Flat, of all trained parameters."""
-        found = torch.autograd.grad(loss, list(self.trained.values()), retain_graph=True)
-        return torch.cat([part.flatten() for part in found])
+    def compute_gradient(self, loss: Tensor) -> Tensor:
+        """Flat gradient of all trained parameters."""
+        gradients = torch.autograd.grad(loss, list(self.trained.values()), retain_graph=True)
+        return torch.cat([part.flatten() for part in gradients])
 
-    def direction(self, trusted: TokenStore) -> tuple[float, Tensor]:
-        """Norm of the gradient of the mean over the traces of their mean losses, and the direction made of it."""
-        gradient = sum(self.gradient(self.losses(sequence).mean()) for sequence in trusted) / len(trusted)
+    def compute_direction(self, trusted: TokenStore) -> tuple[float, Tensor]:
+        """Norm of the probe gradient (of the mean over traces of their mean losses), and the direction made from it."""
+        gradient = sum(self.compute_gradient(self.compute_losses(sequence).mean()) for sequence in trusted) / len(
+            trusted
+        )
         along = gradient
         if "probe.direction=adam" in self.case.overrides:
-            along = self.adam_jacobian(gradient) * gradient
+            along = self.compute_adam_jacobian(gradient) * gradient
         return float(gradient.norm()), along
 
-    def adam_jacobian(self, gradient: Tensor) -> Tensor:
+    def compute_adam_jacobian(self, gradient: Tensor) -> Tensor:
         """The diagonal Jacobian of Adam's next update, by differentiating that update."""
         state = resumed_runs.load_checkpoint_tensors(self.folder / self.case.target, self.step)
         m, v = (
@@ -267,8 +267,8 @@ class Reference:
         return torch.where(gradient == 0, 0.0, diagonal)
 
 
-def stores(folder: Path) -> dict[str, TokenStore]:
-    """Stores of the training data and of the trusted sets, by file name."""
+def open_stores(folder: Path) -> dict[str, TokenStore]:
+    """Open the stores of the training data and of the trusted sets, by file name."""
     return {
         path.parent.name.rpartition("-")[0]: TokenStore(path.parent)
         for path in (folder / "cache").glob("*/manifest.json")
@@ -280,12 +280,12 @@ def references() -> dict[Any, Mapping[str, Any]]:
     return {}
 
 
-def expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, Any]:
-    """Losses `[n]`, for each set the sum of the utilities of each trace, and the utilities of two traces' tokens."""
+def compute_expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, Any]:
+    """Losses `[n]` of the traces; for each set their utility sums, and the token utilities of two traces."""
     key = (case.target if case.steps else case.model, case.steps, "probe.direction=adam" in case.overrides)
     if key in known:
         return known[key]
-    found = stores(folder)
+    stores = open_stores(folder)
     result: dict[str, Any] = {}
     rates = {2: 0.0, 4: 0.0}
     if len(case.steps) > 1:
@@ -293,16 +293,16 @@ def expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, An
         rates = {k: np.mean([lines[i]["learning_rate"] for i in (k - 1, k)]) for k in case.steps}
     for step in case.steps or (None,):
         reference, weight = Reference(folder, case, step), rates[step] if len(case.steps) > 1 else 1.0
-        losses = [reference.losses(sequence) for sequence in found["train"]]
-        gradients = [reference.gradient(of_trace.sum()) for of_trace in losses]
-        of_tokens = [[reference.gradient(loss) for loss in losses[i]] for i in (0, 29)]
-        result["loss"] = np.array([of_trace.mean().item() for of_trace in losses])
+        losses = [reference.compute_losses(sequence) for sequence in stores["train"]]
+        gradients = [reference.compute_gradient(trace_losses.sum()) for trace_losses in losses]
+        token_gradients = [[reference.compute_gradient(loss) for loss in losses[i]] for i in (0, 29)]
+        result["loss"] = np.array([trace_losses.mean().item() for trace_losses in losses])
         for name in SETS:
-            norm, along = reference.direction(found[name])
+            norm, along = reference.compute_direction(stores[name])
             result[f"norm.{name}"] = norm
             total = np.array([float(gradient @ along) for gradient in gradients])
             result[f"sum.{name}"] = result.get(f"sum.{name}", 0.0) + weight * total
-            tokens = [[float(gradient @ along) for gradient in of_trace] for of_trace in of_tokens]
+            tokens = [[float(gradient @ along) for gradient in trace_gradients] for trace_gradients in token_gradients]
             before = result.get(f"tokens.{name}", [0.0, 0.0])
             result[f"tokens.{name}"] = [b + weight * np.array(t) for b, t in zip(before, tokens, strict=True)]
     known[key] = result
@@ -312,9 +312,9 @@ def expected(folder: Path, case: Case, known: dict[Any, Any]) -> Mapping[str, An
 @pytest.mark.parametrize("world_size", CASES)
 def test_utilities_are_inner_products_of_gradients(folder, references, world_size):
     run_ranks(score_cases, world_size, folder)
-    store = stores(folder)["train"]
+    store = open_stores(folder)["train"]
     for label, case in CASES[world_size].items():
-        output, oracle = output_of(folder, world_size, label), expected(folder, case, references)
+        output, oracle = find_output(folder, world_size, label), compute_expected(folder, case, references)
         scores, columns = read_scores(output), ["num_supervised_tokens", "loss", "source", "row"]
         columns += [
             f"{kind}.{name}" for name in case.sets for kind in ("utility_sum", "utility_mean", "rank", "percentile")
@@ -326,10 +326,10 @@ def test_utilities_are_inner_products_of_gradients(folder, references, world_siz
         assert list(scores.sets) == list(case.sets)
         shown = {(row["set"], row["sequence"]): row for row in read_tokens(output)}
         for name in case.sets:
-            exact, found = oracle[f"sum.{name}"], traces[f"utility_sum.{name}"]
-            error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+            exact, measured = oracle[f"sum.{name}"], traces[f"utility_sum.{name}"]
+            error = np.linalg.norm(measured - exact) / np.linalg.norm(exact)
             assert error < 1e-5, (label, name, error)
-            assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max(), (label, name)
+            assert np.abs(measured - exact).max() < 1e-5 * np.abs(exact).max(), (label, name)
             mean = exact / traces["num_supervised_tokens"]
             assert traces[f"utility_mean.{name}"] == pytest.approx(mean, abs=1e-5 * np.abs(mean).max())
             assert traces[f"rank.{name}"][np.argsort(-traces[f"utility_mean.{name}"], kind="stable")].tolist() == list(
@@ -337,7 +337,7 @@ def test_utilities_are_inner_products_of_gradients(folder, references, world_siz
             )
             assert sorted(traces[f"percentile.{name}"]) == pytest.approx(np.linspace(0, 100, 30))
             assert scores.sets[name].gradient_norm == pytest.approx(oracle[f"norm.{name}"], rel=1e-5)
-            correlation = spearmanr(traces["num_supervised_tokens"], found).statistic
+            correlation = spearmanr(traces["num_supervised_tokens"], measured).statistic
             assert scores.sets[name].length_correlation_sum == pytest.approx(correlation)
             for position, exact_tokens in zip((0, 29), oracle[f"tokens.{name}"], strict=True):
                 row, sequence = shown[name, position], store[position]

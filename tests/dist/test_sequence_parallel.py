@@ -1,4 +1,4 @@
-"""Sequence parallelism: the step against the oracle at every sequence-parallel size, models, dropout, and exchanges."""
+"""Sequence parallelism: steps against the oracle at every sequence-parallel size, models, dropout, and exchanges."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ CASES = {
     "2 and 1, one kv head, coalesced, an idle group": Case(
         sequence_parallel=(2, 1), num_kv_heads=1, coalesce=True, num_main=5, num_probe=1
     ),
-    "4 and 4, as many kv heads, checkpointed, merged passes": Case(
+    "4 and 4, 4 kv heads, checkpointed, merged passes": Case(
         sequence_parallel=(4, 4),
         num_kv_heads=4,
         packed=True,
@@ -127,8 +127,8 @@ CASES = {
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
-    """Worst deviation of losses, gradients and utilities from those of a single rank, by sequence-parallel size."""
+def measure_model(name: str) -> dict[int, tuple[float, float, float]]:
+    """Largest deviations of losses, gradients and utilities from those of a single rank, by sequence-parallel size."""
     torch.manual_seed(0)
     model = TokenLossModel(AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=TRAINING_ATTENTION))
     trained = list(model.parameters())
@@ -148,7 +148,7 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
         losses[k] = gather_losses(model(*arguments), targets != IGNORED_LABEL, k)
         weight = torch.linspace(0.5, 1.5, len(losses[k]))
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad((losses[k] * weight).sum(), trained)])
-        # Ranks sum their gradients as ZeRO-3 does; at k = 1 each has the whole one.
+        # Ranks sum their gradients as ZeRO-3 does; at k = 1 each rank has the complete one.
         dist.all_reduce(gradient)
         gradients[k] = gradient * k / dist.get_world_size()
         model.base.config._attn_implementation = FORWARD_MODE_ATTENTION
@@ -171,8 +171,9 @@ def model_deviations(name: str) -> dict[int, tuple[float, float, float]]:
 # ---- bf16 ------------------------------------------------------------------------------------------------------------
 
 
-def agreement_in_bf16() -> dict[int, float]:
-    """Spearman of utilities in bf16 with those of one rank's rows in fp32, along one direction, by size."""
+def measure_bf16_agreement() -> dict[int, float]:
+    """Spearman correlation of utilities in bf16 with those in fp32 on one rank per row, along one direction, by
+    sequence-parallel size."""
     recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"})
     engine = step_runs.make_engine(tiny.token_loss_model(dtype=torch.bfloat16), recipe)
     direction = Direction(engine)
@@ -181,21 +182,23 @@ def agreement_in_bf16() -> dict[int, float]:
     )
     result: dict[int, Tensor] = {}
 
-    def in_order(batches: list[Batch], utilities: list[Tensor]) -> Tensor:
-        """Of all ranks' tokens, by sequence."""
-        own = {}
+    def join(batches: list[Batch], utilities: list[Tensor]) -> Tensor:
+        """Utilities of all ranks' tokens, in the order of the sequences."""
+        local = {}
         for batch, values in zip(batches, utilities, strict=True):
             for row, sequence_id in enumerate(batch.sequence_ids):
-                own[sequence_id] = values[batch.sequence_index() == row]
-        together = {i: values for rank_values in layout.gather_objects("job", own) for i, values in rank_values.items()}
+                local[sequence_id] = values[batch.sequence_index() == row]
+        together = {
+            i: values for rank_values in layout.gather_objects("job", local) for i, values in rank_values.items()
+        }
         return torch.cat([together[i] for i in sorted(together)])
 
     for k in (1, 2, 4):
         batches = step_runs.deal(tiny.make_batch(16, num_tokens=128), 2, k)
-        result[k] = in_order(batches, compute_jvp_utilities(engine, direction, batches))
+        result[k] = join(batches, compute_jvp_utilities(engine, direction, batches))
     batches = step_runs.deal(tiny.make_batch(16, num_tokens=128), 2, 1)
     with forward_mode(engine, direction, torch.float32):
-        exact = in_order(batches, [compute_losses_and_utilities(engine, batch)[1] for batch in batches])
+        exact = join(batches, [compute_losses_and_utilities(engine, batch)[1] for batch in batches])
     engine.close()
     return {k: float(spearmanr(values, exact).statistic) for k, values in result.items()}
 
@@ -203,8 +206,8 @@ def agreement_in_bf16() -> dict[int, float]:
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
-def losses_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
-    """Loss of each of two steps with adapters under dropout and activation checkpoints."""
+def train_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
+    """Take two steps with dropout on adapters and activation checkpoints; returns their losses."""
     recipe = step_runs.make_recipe(method={"name": "sft"})
     model = tiny.token_loss_model(lora=True, dropout=0.3, checkpointing=True)
     engine = step_runs.make_engine(model, recipe)
@@ -223,8 +226,8 @@ def losses_with_dropout(sequence_parallel: int, *, packed: bool) -> list[float]:
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, list[int]]]:
-    """Elements that this rank hands to each exchange of a pass, by its kind."""
+def counting_exchanges() -> Iterator[dict[str, list[int]]]:
+    """Record the number of elements that this rank hands to each exchange inside the block, by kind."""
     result: dict[str, list[int]] = {"all_to_all": [], "all_gather": []}
 
     def counting(kind: str, exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -238,46 +241,46 @@ def counted() -> Iterator[dict[str, list[int]]]:
         yield result
 
 
-def exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
-    """Elements that one row of 32 tokens exchanges, by pass."""
+def count_exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
+    """Count the elements that one row of 32 tokens exchanges, by pass."""
     recipe = step_runs.make_recipe(utility={"fused": False})
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     row = replace(tiny.take_rows(tiny.make_batch(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
     result = {}
     with engine.accumulation(1):
-        with counted() as result["forward"]:
+        with counting_exchanges() as result["forward"]:
             losses = engine.token_losses(row)
-        with counted() as result["backward"]:
+        with counting_exchanges() as result["backward"]:
             engine.backward(losses.sum())
     take_direction(estimator.direction, derive_step_settings(recipe), [row])
-    with counted() as result["jvp"]:
+    with counting_exchanges() as result["jvp"]:
         estimator.begin([row])
     engine.close()
     return result
 
 
-def on_three_ranks(name: str) -> dict[int, tuple[float, float, float]]:
+def measure_model_on_three_ranks(name: str) -> dict[int, tuple[float, float, float]]:
     layout.make_sequence_groups([3])
-    return model_deviations(name)
+    return measure_model(name)
 
 
 def run_all() -> dict[str, Any]:
-    degrees = [k for k in (1, 2, 4, 8) if layout.size("shards") % k == 0]
-    layout.make_sequence_groups(degrees)
-    layout.make_sequence_groups(degrees)  # those that are there stay
+    sizes = [k for k in (1, 2, 4, 8) if layout.size("shards") % k == 0]
+    layout.make_sequence_groups(sizes)
+    layout.make_sequence_groups(sizes)  # existing groups stay
     if layout.size("shards") == 1:
-        return {"dropout": {"1 rank": losses_with_dropout(1, packed=False)}}
+        return {"dropout": {"1 rank": train_with_dropout(1, packed=False)}}
     return {
         "cases": {name: run_case(case) for name, case in CASES.items()},
-        "models": {name: model_deviations(name) for name in CONFIGS},
+        "models": {name: measure_model(name) for name in CONFIGS},
         "dropout": {
-            f"degree {k}, packed {packed}": losses_with_dropout(k, packed=packed)
+            f"sequence-parallel size {k}, packed {packed}": train_with_dropout(k, packed=packed)
             for k, packed in ((1, True), (2, False), (4, True))
         },
-        "bf16": agreement_in_bf16(),
-        "exchanges": {k: exchanges(k) for k in (2, 4)},
-        "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k)), math.inf], k) for k in degrees],
+        "bf16": measure_bf16_agreement(),
+        "exchanges": {k: count_exchanges(k) for k in (2, 4)},
+        "sums": [layout.sum_over("data", [1.0, float(layout.rank("data", k)), math.inf], k) for k in sizes],
     }
 
 
@@ -292,10 +295,10 @@ def test_a_step_on_4_ranks_equals_the_reference(results, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_models(results, name: str) -> None:
+def test_every_model_computes_the_same_at_every_sequence_parallel_size(results, name: str) -> None:
     every_rank = [result["models"][name] for result in results]
-    if not every_rank[0]:  # no number of heads that 4 ranks can share out, but 3 can
-        every_rank = run_ranks(on_three_ranks, 3, name)
+    if not every_rank[0]:  # 4 ranks cannot divide its heads, but 3 can
+        every_rank = run_ranks(measure_model_on_three_ranks, 3, name)
     for rank, deviations in enumerate(every_rank):
         print(f"rank {rank}: {deviations}")
         assert deviations
@@ -304,7 +307,7 @@ def test_models(results, name: str) -> None:
             assert max(gradients, utilities) < 1e-5
 
 
-def test_dropout_is_the_same_at_every_degree_and_number_of_ranks(results) -> None:
+def test_dropout_is_equal_at_every_sequence_parallel_and_world_size(results) -> None:
     expected = run_ranks(run_all, 1)[0]["dropout"]["1 rank"]
     assert len(set(expected)) == 2
     for result in results:
@@ -312,7 +315,7 @@ def test_dropout_is_the_same_at_every_degree_and_number_of_ranks(results) -> Non
             assert losses == pytest.approx(expected, abs=1e-5), name
 
 
-def test_bf16_is_as_right_as_on_one_rank(results) -> None:
+def test_bf16_utilities_are_as_accurate_as_on_one_rank(results) -> None:
     for result in results:
         print(result["bf16"])
         assert result["bf16"][1] > 0.98
@@ -326,8 +329,8 @@ def test_sums_over_data_count_a_row_once(results) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_the_exchanges_of_a_pass(results, k: int) -> None:
-    """As docs/parallelism.md says: two all-to-alls a layer, of queries, keys and values, and of the output."""
+def test_a_pass_exchanges_what_docs_parallelism_says(results, k: int) -> None:
+    """Two all-to-alls per layer: of queries, keys and values, and of the output."""
     num_layers, num_heads, num_kv_heads, head_dim, num_tokens = 2, 4, 2, 8, 32
     before = num_tokens // k * head_dim * (num_heads + 2 * math.lcm(num_kv_heads, k))
     after = num_tokens // k * head_dim * num_heads

@@ -1,6 +1,6 @@
-"""Whole runs with sequence parallelism: the sequences and losses of one rank, also resumed at another degree."""
+"""Complete runs with sequence parallelism: the sequences and losses of one rank, also resumed at another
+sequence-parallel size."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ import pytest
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resumed_runs import NUM_STEPS
-from tests.helpers.setups import sums, write_conversations
+from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
 from tests.helpers.soak import IS_SOAK
 from tests.helpers.token_records import assert_same_followed, assert_same_records
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.train import step_metrics as token_gather
+from vcore_ds.train import step_metrics
 from vcore_ds.train.console import Console
 from vcore_ds.train.followed import record_followed
 from vcore_ds.train.step_metrics import gather_record, record_tokens
@@ -27,19 +27,20 @@ from vcore_ds.train.token_records import Origin, SequenceTokens, TraceTokens, re
 pytestmark = pytest.mark.dist
 
 FOLLOWING = ("alone", "2_4", "resumed")
-"""Runs with followed traces: on one rank, and on rows of two ranks, also of four after resuming."""
-DEGREES = [(2, 4), ("auto", "auto"), *([(1, 1), (4, 2)] if IS_SOAK else [])]
-"""Degrees of sequence parallelism of the main batch and of the probe batch, on 4 ranks."""
+"""Runs with followed traces: on one rank, and with rows shared by two ranks, also by four after resuming."""
+SEQUENCE_PARALLEL_SIZES = [(2, 4), ("auto", "auto"), *([(1, 1), (4, 2)] if IS_SOAK else [])]
+"""Of the main batch and of the probe batch, on 4 ranks."""
 STOP = 1
 """Step 2 takes the direction of step 1, step 3 probes."""
 
 
-def recipe(folder: Path, name: str, degrees: tuple[Any, Any], pack_tokens: int = 128) -> Recipe:
-    """A run in `folder / name`, with fewer probe sequences than ranks, and validation every other step."""
+def make_recipe(folder: Path, name: str, sizes: tuple[Any, Any], pack_tokens: int = 128) -> Recipe:
+    """Make the recipe of a run in `folder / name`, with fewer probe sequences than ranks, and validation every other
+    step."""
     return Recipe(
         method={"kl_budget": 0.05},
-        probe={"batch_size": 3, "every": 2, "direction": "adam", "sequence_parallel": degrees[1]},
-        batch={"global_size": 6, "pack_tokens_per_rank": pack_tokens, "sequence_parallel": degrees[0]},
+        probe={"batch_size": 3, "every": 2, "direction": "adam", "sequence_parallel": sizes[1]},
+        batch={"global_size": 6, "pack_tokens_per_rank": pack_tokens, "sequence_parallel": sizes[0]},
         model={"path": str(folder / "model"), "precision": "fp32"},
         data={
             "train_path": str(folder / "train.jsonl"),
@@ -59,40 +60,41 @@ def recipe(folder: Path, name: str, degrees: tuple[Any, Any], pack_tokens: int =
 
 
 @dataclass(frozen=True)
-class OfRank:
+class RankResult:
     chosen: list[list[list[tuple[int, int]]]]
-    """What `chosen_sequences` gave, for each degree."""
-    said: list[str]
+    """Results of `choose_sequences`, for each sequence-parallel size."""
+    lines: list[str]
+    """Printed by `fail_to_write_records`."""
 
 
-def chosen_sequences(degree: int) -> list[list[tuple[int, int]]]:
-    """Id and number of tokens of each sequence in records of at most 30 of 70 tokens, on this rank."""
-    group, num_groups = layout.rank("data", degree), layout.size("data", degree)
-    own = []
+def choose_sequences(size: int) -> list[list[tuple[int, int]]]:
+    """Gather records of at most 30 of 70 tokens; returns ids and numbers of tokens of their sequences."""
+    group, num_groups = layout.rank("data", size), layout.size("data", size)
+    sequences = []
     for i in [*range(10), 4, 9][group::num_groups]:  # two of them twice
         n = 1 + i
         numbers, places = np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.int32)
-        own.append(
+        sequences.append(
             SequenceTokens(
                 i, 0.1, 0.1, 1.0, positions=places, token_ids=places, losses=numbers, utilities=None, weights=numbers
             )
         )
-    found = []
+    steps = []
     for step in range(5):
-        with patch.object(token_gather, "MOST_TOKENS", 30):
-            record = gather_record(step, own, degree, None, seed=3)
+        with patch.object(step_metrics, "MOST_TOKENS", 30):
+            record = gather_record(step, sequences, size, None, seed=3)
         assert (record.num_sequences_global, record.num_supervised_tokens_global) == (12, 70)
-        found.append([(sequence.sequence_id, len(sequence)) for sequence in record.sequences])
-    return found
+        steps.append([(sequence.sequence_id, len(sequence)) for sequence in record.sequences])
+    return steps
 
 
-def said_where_no_record_can_be_written(folder: Path) -> list[str]:
-    """What this rank prints; nothing is raised on any."""
-    said: list[str] = []
+def fail_to_write_records(folder: Path) -> list[str]:
+    """Write records to a path that is a file; returns the lines that this rank prints. No rank raises an error."""
+    lines: list[str] = []
     console = Console(enabled=layout.is_first())
-    console.say = lambda text="": said.append(text) if console.enabled else None
+    console.say = lambda text="": lines.append(text) if console.enabled else None
     numbers, places = np.zeros(3, dtype=np.float32), np.arange(3, dtype=np.int32)
-    own = [
+    sequences = [
         SequenceTokens(
             layout.rank("shards"),
             0.1,
@@ -106,92 +108,93 @@ def said_where_no_record_can_be_written(folder: Path) -> list[str]:
         )
     ]
     a_file = folder / "train.jsonl"
-    record_tokens(a_file, 5, own, console, sequence_parallel=1, first_trusted_id=None, seed=3)
+    record_tokens(a_file, 5, sequences, console, sequence_parallel=1, first_trusted_id=None, seed=3)
     trace = TraceTokens(
         3, positions=places, token_ids=places, losses=numbers, entropies=numbers, utilities=None, weights=numbers
     )
     origins = [Origin(True, "", i) for i in range(layout.size("shards"))]
     record_followed(a_file, 5, {layout.rank("shards"): trace}, origins, console)
-    return said
+    return lines
 
 
-def alone(folder: Path) -> OfRank:
-    resumed_runs.run_to_end(recipe(folder, "alone", ("auto", "auto")))
-    return OfRank([chosen_sequences(1)], said_where_no_record_can_be_written(folder))
+def run_on_one_rank(folder: Path) -> RankResult:
+    resumed_runs.run_to_end(make_recipe(folder, "alone", ("auto", "auto")))
+    return RankResult([choose_sequences(1)], fail_to_write_records(folder))
 
 
-def on_two_ranks(folder: Path) -> OfRank:
-    resumed_runs.run_until(recipe(folder, "resumed", (2, 2)), STOP)
-    return OfRank(
-        [chosen_sequences(degree) for degree in (1, 2)],
-        said_where_no_record_can_be_written(folder),
+def run_on_two_ranks(folder: Path) -> RankResult:
+    resumed_runs.run_until(make_recipe(folder, "resumed", (2, 2)), STOP)
+    return RankResult(
+        [choose_sequences(size) for size in (1, 2)],
+        fail_to_write_records(folder),
     )
 
 
-def on_four_ranks(folder: Path) -> OfRank:
-    for main, probe in DEGREES:
-        resumed_runs.run_to_end(recipe(folder, f"{main}_{probe}", (main, probe)))
+def run_on_four_ranks(folder: Path) -> RankResult:
+    for main, probe in SEQUENCE_PARALLEL_SIZES:
+        resumed_runs.run_to_end(make_recipe(folder, f"{main}_{probe}", (main, probe)))
     # A row of a rank holds a quarter of the longest sequence.
-    resumed_runs.run_to_end(recipe(folder, "short_rows", ("auto", "auto"), pack_tokens=32))
-    resumed_runs.run_to_end(recipe(folder, "resumed", (4, 4)))
-    return OfRank(
-        [chosen_sequences(degree) for degree in (1, 2, 4)],
-        said_where_no_record_can_be_written(folder),
+    resumed_runs.run_to_end(make_recipe(folder, "short_rows", ("auto", "auto"), pack_tokens=32))
+    resumed_runs.run_to_end(make_recipe(folder, "resumed", (4, 4)))
+    return RankResult(
+        [choose_sequences(size) for size in (1, 2, 4)],
+        fail_to_write_records(folder),
     )
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     folder: Path
-    of_ranks: list[list[OfRank]]
-    """On 1, 2 and 4 ranks."""
+    ranks: list[list[RankResult]]
+    """By rank, on 1, 2 and 4 ranks."""
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("shared_rows")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_conversations(folder / "train.jsonl", sums(range(12)))
     write_conversations(folder / "validation.jsonl", sums(range(20, 27)))
-    config = tiny.deepspeed_config(persistence_threshold=500)
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
-        del config[key]  # the recipe's
-    (folder / "fp32.json").write_text(json.dumps(config))
-    functions = ((alone, 1), (on_two_ranks, 2), (on_four_ranks, 4))
-    return Found(folder, [run_ranks(function, num_ranks, folder) for function, num_ranks in functions])
+    write_deepspeed_config(folder / "fp32.json")
+    functions = ((run_on_one_rank, 1), (run_on_two_ranks, 2), (run_on_four_ranks, 4))
+    return Results(folder, [run_ranks(function, num_ranks, folder) for function, num_ranks in functions])
 
 
 @pytest.fixture(scope="module")
-def folder(found: Found) -> Path:
-    return found.folder
+def folder(results: Results) -> Path:
+    return results.folder
 
 
-@pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
-def test_a_run_is_the_same_on_shared_rows(folder: Path, name: str) -> None:
-    expected, found = (resumed_runs.read_deterministic_metrics(folder / run) for run in ("alone", name))
-    assert len(found) == NUM_STEPS
+@pytest.mark.parametrize(
+    "name", [*(f"{main}_{probe}" for main, probe in SEQUENCE_PARALLEL_SIZES), "short_rows", "resumed"]
+)
+def test_a_run_on_shared_rows_has_the_metrics_and_parameters_of_one_rank(folder: Path, name: str) -> None:
+    expected, metrics = (resumed_runs.read_deterministic_metrics(folder / run) for run in ("alone", name))
+    assert len(metrics) == NUM_STEPS
     for key in ("loss", "weighted_loss", "grad_norm", "direction_norm", "effective_sample_size"):
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-5), key
+        assert [line[key] for line in metrics] == pytest.approx([line[key] for line in expected], rel=1e-5), key
     for key, num_lines in (("probe_loss", 2), ("validation_loss", 1)):  # of every other step, but not of the last
-        here, there = ([line[key] for line in lines if line.get(key) is not None] for lines in (found, expected))
+        here, there = ([line[key] for line in lines if line.get(key) is not None] for lines in (metrics, expected))
         assert here == pytest.approx(there, rel=1e-5) and len(here) == num_lines, key
     for key in ("sequences", "supervised_tokens"):
-        assert [line[key] for line in found] == [line[key] for line in expected]
+        assert [line[key] for line in metrics] == [line[key] for line in expected]
     tensors = resumed_runs.load_checkpoint_tensors(folder / "alone")
     for tensor, values in resumed_runs.load_checkpoint_tensors(folder / name).items():
         # A few updates of 1e-3, whose rounding Adam magnifies where a gradient is about as small as its eps.
         assert values.allclose(tensors[tensor], rtol=1e-4, atol=1e-5), tensor
 
 
-@pytest.mark.parametrize("name", [*(f"{main}_{probe}" for main, probe in DEGREES), "short_rows", "resumed"])
-def test_the_records_of_tokens_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [*(f"{main}_{probe}" for main, probe in SEQUENCE_PARALLEL_SIZES), "short_rows", "resumed"]
+)
+def test_token_records_on_shared_rows_equal_those_of_one_rank(folder: Path, name: str) -> None:
     assert assert_same_records(folder / name, folder / "alone", num_sequences=6) == [*range(1, NUM_STEPS + 1)]
 
 
 @pytest.mark.parametrize("name", FOLLOWING[1:])
-def test_the_followed_traces_are_the_same_on_shared_rows(folder: Path, name: str) -> None:
+def test_followed_traces_on_shared_rows_equal_those_of_one_rank(folder: Path, name: str) -> None:
     assert assert_same_followed(folder / name, folder / "alone", num_traces=5) == [*range(1, NUM_STEPS + 1)]
 
 
@@ -203,32 +206,32 @@ def test_the_same_traces_are_followed_at_every_step_two_of_five_held_out(folder:
     assert last.mean() < first.mean()  # training data, which the run learns
 
 
-def test_a_record_of_a_large_batch_holds_the_same_sequences_at_any_number_of_ranks(found: Found) -> None:
-    every = [chosen for of_ranks in found.of_ranks for of_rank in of_ranks for chosen in of_rank.chosen]
+def test_a_record_of_a_large_batch_has_the_same_sequences_at_every_world_size(results: Results) -> None:
+    every = [chosen for rank_results in results.ranks for result in rank_results for chosen in result.chosen]
     assert len(every) == 1 + 2 * 2 + 4 * 3
     assert all(chosen == every[0] for chosen in every)
-    sizes = [sum(n for _, n in of_step) for of_step in every[0]]
+    sizes = [sum(n for _, n in step) for step in every[0]]
     assert all(20 <= size <= 30 for size in sizes)  # the next one did not fit
-    assert len({tuple(of_step) for of_step in every[0]}) == 5  # others in each step
+    assert len({tuple(step) for step in every[0]}) == 5  # others in each step
 
 
-def test_a_record_that_cannot_be_written_is_a_warning_of_one_rank(found: Found) -> None:
-    for first, *others in found.of_ranks:
-        warning, of_followed = first.said
-        assert of_followed.startswith("warning: the followed traces of step 5 cannot be written to ")
+def test_only_the_first_rank_warns_of_a_record_that_cannot_be_written(results: Results) -> None:
+    for first, *others in results.ranks:
+        warning, followed_warning = first.lines
+        assert followed_warning.startswith("warning: the followed traces of step 5 cannot be written to ")
         assert (
             warning.startswith("warning: the tokens of step 5 cannot be written to ") and "it has no record" in warning
         )
-        assert all(of_rank.said == [] for of_rank in others)
+        assert all(result.lines == [] for result in others)
 
 
-def test_the_metrics_say_how_many_ranks_share_a_row(folder: Path) -> None:
-    def degrees(name: str) -> list[tuple[Any, Any]]:
+def test_metrics_have_the_sequence_parallel_sizes(folder: Path) -> None:
+    def read_sizes(name: str) -> list[tuple[Any, Any]]:
         lines = resumed_runs.read_deterministic_metrics(folder / name)
         return [(line["sequence_parallel"], line["probe_sequence_parallel"]) for line in lines]
 
-    assert degrees("2_4") == [(2, 4 if k % 2 == 0 else None) for k in range(NUM_STEPS)]
-    assert degrees("resumed") == [
+    assert read_sizes("2_4") == [(2, 4 if k % 2 == 0 else None) for k in range(NUM_STEPS)]
+    assert read_sizes("resumed") == [
         (d, d if k % 2 == 0 else None) for k in range(NUM_STEPS) for d in (2 if k < STOP else 4,)
     ]
-    assert all(main == 4 for main, _ in degrees("short_rows"))  # no shorter row holds the longest sequence
+    assert all(main == 4 for main, _ in read_sizes("short_rows"))  # no shorter row holds the longest sequence

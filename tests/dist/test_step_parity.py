@@ -1,4 +1,4 @@
-"""The step on 2 ranks of ZeRO-3 against the plain single-process reference, quantity by quantity."""
+"""A step on 2 ranks of ZeRO-3 against the plain single-process reference, quantity by quantity."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ from tests.helpers.soak import soak
 
 pytestmark = pytest.mark.dist
 
-# A difference of two fp32 losses carries rounding of 1e-7 / epsilon by its nature: compared where that is small. How
-# it converges to the derivative as epsilon falls is tested in fp64 (tests/unit/test_estimators.py).
+# A difference of two fp32 losses has a rounding error of 1e-7 / epsilon, so epsilon is large here. Convergence to the
+# derivative as epsilon falls is tested in fp64 (tests/unit/test_estimators.py).
 SEPARATE = {"utility": {"fused": False}}
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 5.0}}
 SGD = {"optimizer": {"learning_rate": step_runs.LEARNING_RATE, "name": "sgd"}}
@@ -27,9 +27,9 @@ CASES = {
     "lora, tied, checkpointed, separate passes": Case(
         lora=True, tied=True, checkpointing=True, persistence_threshold=100_000, sections=SEPARATE
     ),
-    "mixture, idle experts": Case(moe_kind="qwen3_moe, idle experts", coalesce=True),
-    "mixture, latent attention, checkpointed": Case(moe_kind="deepseek_v3", checkpointing=True),
-    "mixture, idle experts, lora on experts, checkpointed": Case(
+    "MoE model, idle experts": Case(moe_kind="qwen3_moe, idle experts", coalesce=True),
+    "MoE model, latent attention, checkpointed": Case(moe_kind="deepseek_v3", checkpointing=True),
+    "MoE model, idle experts, lora on experts, checkpointed": Case(
         moe_kind="qwen3_moe, idle experts", lora=True, checkpointing=True
     ),
     "finite difference": Case(sections=FINITE_DIFFERENCE),
@@ -57,7 +57,7 @@ CASES = {
         lora=True, probe_every=2, sections={"probe": {"direction": "adam", "clip": 1.0}}
     ),
     "muon": Case(sections={"optimizer": MUON, "probe": {"direction": "muon", "clip": 1.0}}),
-    "muon, mixture": Case(moe_kind="qwen3_moe, idle experts", sections={"optimizer": MUON}),
+    "muon, MoE model": Case(moe_kind="qwen3_moe, idle experts", sections={"optimizer": MUON}),
     "base measure and probe loss dft, alpha effective sample size": Case(
         sections={
             "method": {"kl_budget": 0.1, "base_measure": "dft", "alpha": "effective_sample_size"},
@@ -94,14 +94,14 @@ CASES = {
             lora=True, sections={"method": {"kl_budget": 0.3, "alpha": "effective_sample_size"}}
         ),
         "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
-        "mixture, lora on experts": Case(moe_kind="deepseek_v3", lora=True),
+        "MoE model, lora on experts": Case(moe_kind="deepseek_v3", lora=True),
         "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
         "lora": Case(lora=True, coalesce=True),
         "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
         "lora, checkpointed, merged passes": Case(
             lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
         ),
-        "mixture, checkpointed, separate passes": Case(moe_kind="deepseek_v3", checkpointing=True, sections=SEPARATE),
+        "MoE model, checkpointed, separate passes": Case(moe_kind="deepseek_v3", checkpointing=True, sections=SEPARATE),
         "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
         "sgd": Case(sections=SGD),
         "sft, token normalization": Case(sections={"method": {"name": "sft", "normalization": "token"}}),
@@ -126,25 +126,25 @@ def deviations() -> list[dict[str, dict[str, float]]]:
     return run_ranks(run_all_cases, 2)
 
 
-STEERING = [name for name in CASES if name.startswith(("base", "sequences", "muon"))]
+ONE_RANK_CASES = [name for name in CASES if name.startswith(("base", "sequences", "muon"))]
 
 
-def run_alone() -> dict[str, dict[str, float]]:
-    """With two micro-batches, as on each of two ranks."""
-    cases = {name: CASES[name] for name in STEERING}
+def run_cases_on_one_rank() -> dict[str, dict[str, float]]:
+    """Run the cases on one rank with two micro-batches, as on each of two ranks."""
+    cases = {name: CASES[name] for name in ONE_RANK_CASES}
     return {name: run_case(case if case.num_main < 8 else replace(case, num_main=4)) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
-def deviations_alone() -> list[dict[str, dict[str, float]]]:
-    return run_ranks(run_alone, 1)
+def deviations_on_one_rank() -> list[dict[str, dict[str, float]]]:
+    return run_ranks(run_cases_on_one_rank, 1)
 
 
-@pytest.mark.parametrize("name", STEERING)
-def test_step_of_one_rank_equals_reference(deviations_alone, name):
-    assert_parity([result[name] for result in deviations_alone])
+@pytest.mark.parametrize("name", ONE_RANK_CASES)
+def test_step_on_one_rank_equals_reference(deviations_on_one_rank, name):
+    assert_parity([result[name] for result in deviations_on_one_rank])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_equals_reference(deviations, name):
+def test_step_on_two_ranks_equals_reference(deviations, name):
     assert_parity([result[name] for result in deviations])

@@ -1,4 +1,4 @@
-"""A step's synchronisations with the device do not depend on the number of parameters."""
+"""Host-device synchronisations of a step, which must not depend on the number of parameters."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def counted(request: pytest.FixtureRequest) -> list[dict[str, list[Counted]]]:
 
 
 @pytest.mark.parametrize("case", TESTED)
-def test_more_layers_take_no_more_synchronisations(counted, case: str) -> None:
+def test_more_layers_need_no_more_synchronisations(counted, case: str) -> None:
     for result in counted:
         few, many = result[case]
         assert many.num_parameters - few.num_parameters == 2 * (14 if "LoRA" in case else 11)
@@ -29,8 +29,8 @@ def test_more_layers_take_no_more_synchronisations(counted, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", TESTED)
-def test_the_packages_own_code_waits_for_no_stream(counted, case: str) -> None:
-    """It reads numbers. Waits for a stream or for the device are DeepSpeed's, once for each backward and step."""
+def test_the_package_waits_for_no_stream(counted, case: str) -> None:
+    """The package only reads numbers; DeepSpeed waits for a stream once per backward and step."""
     for result in counted:
         waits = {kind for kind in result[case][0].counts if "." in kind}
         assert waits == {"stage3.independent_gradient_partition_epilogue"}

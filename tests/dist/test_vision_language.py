@@ -1,4 +1,4 @@
-"""A run on the language model of a vision-language model, on two ranks: what its results hold of the whole."""
+"""A run on the language model of a vision-language model, on two ranks: its results keep the vision tower."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from tests.helpers.setups import sums, write_conversations
+from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_language_model import vision_language_config
 from vcore_ds.commands.export.write import export_run
@@ -19,7 +18,7 @@ from vcore_ds.models.causal_lm import find_auto_class
 from vcore_ds.train import run
 
 MODEL_TYPE = "gemma3"
-"""Its vision tower has layers with the names of the decoder's, and files have other names than the model in memory."""
+"""Its vision tower has layers with the names of the decoder's, and tensors in files have other names than in memory."""
 CASES = {"full": None, "lora": {"rank": 4, "alpha": 8}}
 
 
@@ -51,10 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     find_auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     write_conversations(folder / "train.jsonl", sums(range(12)))
-    settings = tiny.deepspeed_config()
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
-        del settings[key]  # the recipe's
-    (folder / "fp32.json").write_text(json.dumps(settings))
+    write_deepspeed_config(folder / "fp32.json", persistence_threshold=0)
     run_ranks(train_all, 2, folder)
     export_run(folder / "full", output=folder / "exported")
     export_run(folder / "lora", output=folder / "merged", merge=True)
@@ -68,7 +64,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("result", ["full/model", "exported", "merged"])
-def test_results_hold_the_whole_with_its_vision_tower(folder: Path, result: str) -> None:
+def test_results_contain_the_unchanged_vision_tower(folder: Path, result: str) -> None:
     base, weights = (load_file(folder / name / "model.safetensors") for name in ("base", result))
     assert weights.keys() == base.keys()
     text_names = {name for name in base if name.startswith(("language_model.", "lm_head."))}
@@ -77,19 +73,17 @@ def test_results_hold_the_whole_with_its_vision_tower(folder: Path, result: str)
         assert torch.equal(weights[name], base[name]), name
     assert sum(not torch.equal(weights[name], base[name]) for name in text_names) >= 14  # linear layers at least
     assert type(load(folder / result)) is type(load(folder / "base"))
-    for one in ("architectures", "vision_config"):
-        assert (
-            json.loads((folder / result / "config.json").read_text())[one]
-            == json.loads((folder / "base" / "config.json").read_text())[one]
-        )
+    written, original = (json.loads((folder / name / "config.json").read_text()) for name in (result, "base"))
+    for key in ("architectures", "vision_config"):
+        assert written[key] == original[key]
 
 
-def test_the_export_of_a_checkpoint_is_the_result(folder: Path) -> None:
+def test_the_export_of_a_checkpoint_equals_the_result(folder: Path) -> None:
     at_the_end, exported = (load_file(folder / name / "model.safetensors") for name in ("full/model", "exported"))
     assert at_the_end.keys() == exported.keys()
     assert all(torch.equal(at_the_end[name], exported[name]) for name in exported)
 
 
-def test_adapters_are_for_the_language_model_alone(folder: Path) -> None:
+def test_only_the_language_model_has_adapters(folder: Path) -> None:
     names = load_file(folder / "lora" / "adapter" / "adapter_model.safetensors").keys()
     assert len(names) == 2 * 2 * 7 and all(".language_model.layers." in name for name in names)

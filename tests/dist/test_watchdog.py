@@ -1,4 +1,4 @@
-"""Two ranks, one of which fails in a way that a launcher does not notice, or not first."""
+"""Two ranks, one of which fails in a way that a launcher does not notice, or notices later than the other rank."""
 
 import os
 import re
@@ -34,24 +34,24 @@ SAID = {
     "stopped elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
 }
 NOTICED_BY_THE_COLLECTIVE = ("error", "killed elsewhere")
-"""Rank 0's own error ends it, however long rank 1 takes to be gone."""
+"""The error of rank 0's collective ends it, however long rank 1 takes to exit."""
 NOTICED_BY_SILENCE = ("killed elsewhere", "stopped elsewhere")
 
-MISTAKE_OF_ALL = "mistake of all"
+SAME_MISTAKE = "same mistake on both ranks"
 NO_FAILURE = "no failure"
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_case(arguments: Sequence[str]) -> int:
     (case,) = arguments
     if case.endswith("elsewhere"):
         name = f"node{os.environ['RANK']}"
-        socket.gethostname = lambda: name  # then nobody looks at the other's process
+        socket.gethostname = lambda: name  # so that no rank looks for the other's process
     if case in NOTICED_BY_THE_COLLECTIVE:
         watchdog.GRACE_SECONDS = watchdog.SEARCH_SECONDS = HANG_SECONDS
     watchdog.LEAVING_SECONDS = HANG_SECONDS
     stop_signals.listen()
     start_process_group(timeout_minutes=2)
-    rank, of_rank_0 = int(os.environ["RANK"]), layout.gather_objects("job", Identity.current())[0].process()
+    rank, first_process = int(os.environ["RANK"]), layout.gather_objects("job", Identity.current())[0].process()
     # 0.2 minutes: a rank is stuck after 10.8 s, long before the collectives of this group give up.
     timeout_minutes = 0.2 if case == "stuck" else HANG_SECONDS / 60
     try:
@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
             fail(case, rank)
     except UserError as error:
         print(error, file=sys.stderr)
-        while rank == 1 and of_rank_0 is not None and is_alive(of_rank_0):
+        while rank == 1 and first_process is not None and is_alive(first_process):
             time.sleep(0.1)  # the launcher of another node does not end rank 0 because this one has left
         sys.exit(error.EXIT_CODE)
     assert case == NO_FAILURE
@@ -86,17 +86,17 @@ def fail(case: str, rank: int) -> None:
     mark("reading", step=3)
     if case == NO_FAILURE:
         return
-    own = stop_signals.before_exit.__self__  # this rank's watchdog
-    if case == MISTAKE_OF_ALL:
+    rank_watchdog = stop_signals.before_exit.__self__
+    if case == SAME_MISTAKE:
         if rank == 1:
-            own._store = SlowStore(own._store)
+            rank_watchdog._store = SlowStore(rank_watchdog._store)
         time.sleep(4 * rank)  # it is busy elsewhere when it is told
         raise UserError("no such file")
-    while rank == 0 and own._positions[1].step != 3:
+    while rank == 0 and rank_watchdog._positions[1].step != 3:
         time.sleep(0.1)
     layout.sum_over("job", [0.0])  # rank 0 has seen the place
     if case in NOTICED_BY_SILENCE:
-        own._patience_seconds = 5
+        rank_watchdog._patience_seconds = 5
     if rank == 1:
         if case == "stuck":
             time.sleep(600)
@@ -118,24 +118,24 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All cases at the same time: each waits for most of its own."""
+    """Run all cases at the same time, since each waits for most of it."""
     folder: Path = tmp_path_factory.mktemp("watchdog")
 
     def start(case: str, *, rank_0_serves_store: bool = False) -> ForkedJob:
-        return ForkedJob(run, [case], folder / f"{case}.log", num_ranks=2, rank_0_serves_store=rank_0_serves_store)
+        return ForkedJob(run_case, [case], folder / f"{case}.log", num_ranks=2, rank_0_serves_store=rank_0_serves_store)
 
     with ExitStack() as stack:
         jobs = {case: stack.enter_context(start(case)) for case in SAID}
-        for case in (MISTAKE_OF_ALL, NO_FAILURE):
+        for case in (SAME_MISTAKE, NO_FAILURE):
             jobs[case] = stack.enter_context(start(case, rank_0_serves_store=True))
         stopped = jobs["stopped elsewhere"]
         stopped.wait_for("; the run ends")
-        stopped.rank(1).resume()  # nobody ends it from another host; a launcher of its own waits half a minute
+        stopped.rank(1).resume()  # no rank ends it from another host, and its node's launcher would wait half a minute
         return {case: Ended(job.wait(), job.output) for case, job in jobs.items()}
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_rank_is_named(ended: dict[str, Ended], case: str):
+def test_the_failing_rank_is_named_with_its_place(ended: dict[str, Ended], case: str):
     code, output = ended[case].code, ended[case].output
     assert code == (2 if case == "mistake elsewhere" else 1), output
     host = "node1" if "elsewhere" in case else socket.gethostname()
@@ -147,15 +147,15 @@ def test_rank_is_named(ended: dict[str, Ended], case: str):
         assert re.search(r"test_watchdog.py\", line \d+ in fail", output)
 
 
-def test_ranks_that_make_the_same_mistake_seconds_apart_leave_in_order(ended: dict[str, Ended]):
-    """Rank 0 serves the store: it used to leave first, and torch printed frames of C++ on ranks that still asked it."""
-    code, output = ended[MISTAKE_OF_ALL].code, ended[MISTAKE_OF_ALL].output
+def test_ranks_with_the_same_error_seconds_apart_exit_in_order(ended: dict[str, Ended]):
+    """Rank 0 serves the store: when it left first, torch printed C++ frames on ranks that still asked it."""
+    code, output = ended[SAME_MISTAKE].code, ended[SAME_MISTAKE].output
     assert code == 2 and "no such file" in output
     assert not re.search("frame #|TCPStore", output), output
 
 
-def test_the_process_group_ends_before_the_ranks_do(ended: dict[str, Ended]):
-    """NCCL may wait for all ranks at its end, and PyTorch warns where a process has left that out."""
+def test_the_process_group_is_destroyed_before_the_ranks_exit(ended: dict[str, Ended]):
+    """NCCL may wait for all ranks when it is destroyed, and PyTorch warns of a process that has not done so."""
     code, output = ended[NO_FAILURE].code, ended[NO_FAILURE].output
     assert code == 0
     assert sorted(output.splitlines()) == ["rank 0: group False, first True", "rank 1: group False, first False"]

@@ -4,16 +4,18 @@
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.train import run
 from vcore_ds.train.checkpoints import Checkpoints
 
@@ -101,6 +103,19 @@ def run_until(recipe: Recipe, *steps: int) -> Path:
     except Stopped:
         return Path(recipe.run.output_dir)
     raise AssertionError(f"the run did not stop after step {steps[-1]}")
+
+
+@contextmanager
+def inspecting_engines(inspect: Callable[[Engine], None]) -> Iterator[None]:
+    """Call `inspect` with every engine that is closed inside the block, before it is closed."""
+    close = Engine.close
+
+    def inspect_and_close(engine: Engine) -> None:
+        inspect(engine)
+        close(engine)
+
+    with patch.object(Engine, "close", inspect_and_close):
+        yield
 
 
 def load_checkpoint_tensors(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:

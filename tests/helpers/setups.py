@@ -1,4 +1,4 @@
-"""Files for command-line tests: a two-layer model with its tokenizer, and a dozen conversations."""
+"""Files for runs in tests: a two-layer model with its tokenizer, a dozen conversations, DeepSpeed's configuration."""
 
 import json
 from collections.abc import Sequence
@@ -62,6 +62,27 @@ def write_conversations(path: Path, pairs: Sequence[tuple[str, str]]) -> Path:
         for question, answer in pairs
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_deepspeed_config(
+    path: Path,
+    *,
+    bf16: bool = False,
+    persistence_threshold: int = 500,
+    offloaded: Sequence[str] = (),
+    pin_memory: bool = False,
+) -> Path:
+    """Write a small ZeRO-3 configuration without the keys that a recipe sets.
+
+    Args:
+        offloaded: sections such as `offload_optimizer`, for states that are kept in host memory.
+    """
+    config = tiny.deepspeed_config(bf16=bf16, persistence_threshold=persistence_threshold)
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        del config[key]
+    config["zero_optimization"] |= {part: {"device": "cpu", "pin_memory": pin_memory} for part in offloaded}
+    path.write_text(json.dumps(config))
     return path
 
 

@@ -1,9 +1,8 @@
 """A tiny random model of every decoder that transformers has, made from the default configuration of its type.
 
-Sizes are found by the names of their fields, so that an architecture that transformers adds is measured without a line
-here; `CHANGES` holds what that does not meet. Layers of every kind are kept, and every kind of parameter matters to the
-output: weights are wide, norms are not 1, biases and attention sinks are not 0, and factors that are 1 by default are
-not.
+Fields with sizes are recognised by their names, so that architectures that transformers adds need no line here;
+`CHANGES` has the exceptions. Layers of every kind are kept, and every kind of parameter affects the output: weights are
+wide, norms are not 1, biases and attention sinks are not 0, and factors that are 1 by default are not.
 """
 
 import math
@@ -24,7 +23,7 @@ from vcore_ds.models.configuration import VISION_LANGUAGE
 
 VOCABULARY = 128
 FIRST_TOKEN, END_TOKEN = 10, 110
-"""Tokens of the text are from the first of these to below the second: those of images and the like are beyond."""
+"""Text tokens lie from the first of these to below the second; image tokens and the like come after them."""
 
 NUM_LAYERS = 4
 
@@ -128,7 +127,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rwkv": {"rescale_every": 2},
     "xmod": {"default_language": "en_XX"},
 }
-"""By model type, on top of the rules; `...` leaves a field out."""
+"""Changes by model type, after the rules; `...` leaves a field out."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, longrope (Phi-4-mini)": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
@@ -145,65 +144,65 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """More models of a type: name -> (model type, changes)."""
 
 
-def model_types() -> list[str]:
-    """Every type of which transformers has a causal language model, and the vision-language models that are trained."""
+def list_model_types() -> list[str]:
+    """List the types of all causal language models in transformers and of the supported vision-language models."""
     return list(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_LANGUAGE]))
 
 
-def auto_class(config: PretrainedConfig) -> type:
-    """What transformers loads such a checkpoint with."""
+def find_auto_class(config: PretrainedConfig) -> type:
+    """Class with which transformers loads such a checkpoint."""
     is_vision_language = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if is_vision_language else AutoModelForCausalLM
 
 
-def tiny_config(name: str) -> PretrainedConfig:
-    """The configuration of a tiny model, of a type or of `VARIANTS`. Errors are the architecture's own."""
+def make_tiny_config(name: str) -> PretrainedConfig:
+    """Make the configuration of a tiny model, of a type or of `VARIANTS`. Raises the architecture's errors."""
     model_type, changes = VARIANTS.get(name, (name, {}))
     config_class = CONFIG_MAPPING[model_type]
-    shrunk = _merged(_merged(_shrunk(config_class().to_dict()), CHANGES.get(model_type, {})), changes)
+    shrunk = _merge(_merge(_shrink(config_class().to_dict()), CHANGES.get(model_type, {})), changes)
     return config_class.from_dict({key: value for key, value in shrunk.items() if value is not ...})
 
 
-def tiny_model(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
-    """A model in fp32, with random parameters."""
+def make_tiny_model(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
+    """Make a model in fp32 with random parameters."""
     torch.manual_seed(seed)
-    model = auto_class(config).from_config(config, dtype=torch.float32)
-    _spread(model)
+    model = find_auto_class(config).from_config(config, dtype=torch.float32)
+    _randomize(model)
     return model
 
 
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(base[key], changes[key]) for key in base.keys() & changes.keys()
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merge(base[key], changes[key]) for key in base.keys() & changes.keys()
             if isinstance(base[key], dict) and isinstance(changes[key], dict)}  # fmt: skip
     return {**base, **changes, **both}
 
 
-def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with small sizes, and those of its sections."""
+def _shrink(config: dict[str, Any]) -> dict[str, Any]:
+    """Replace the sizes in a configuration and its sections with small ones."""
     layers = next((config[name] for name in _LAYER_COUNTS if isinstance(config.get(name), int)), 0)
-    kept = _kept_layers(config, layers)
-    found = {}
+    kept = _choose_layers(config, layers)
+    shrunk = {}
     for key, value in config.items():
         if isinstance(value, dict) and not key.startswith(("rope", "per_layer")):
-            value = _shrunk(value)
+            value = _shrink(value)
         elif isinstance(value, list) and layers > NUM_LAYERS and len(value) == layers:
-            value = [_size(key, value[index], config) for index in kept]
+            value = [_shrink_number(key, value[index], config) for index in kept]
         elif key == "per_layer_config":
-            value = {kept.index(int(n)): _shrunk(of_layer) for n, of_layer in value.items() if int(n) in kept}
+            value = {kept.index(int(n)): _shrink(layer) for n, layer in value.items() if int(n) in kept}
         elif key in _LAYER_COUNTS and isinstance(value, int):
             value = len(kept) if value == layers else NUM_LAYERS
         elif type(value) is int:
-            value = _size(key, value, config)
+            value = _shrink_number(key, value, config)
         elif key == "rms_norm_eps":
             value = 1e-2  # norms of outputs near 0 would magnify rounding, in transformers as well
         elif value == 1.0 and type(value) is float and re.search("multiplier|scaling|_scale$", key):
             value = 1.25
-        found[key] = value
-    return found
+        shrunk[key] = value
+    return shrunk
 
 
-def _kept_layers(config: dict[str, Any], layers: int) -> list[int]:
-    """One layer of each kind at least, in their order."""
+def _choose_layers(config: dict[str, Any], layers: int) -> list[int]:
+    """Choose at least one layer of each kind, in their order."""
     lists = [value for value in config.values() if isinstance(value, list) and layers and len(value) == layers]
     lists = [value for value in lists if len(set(map(str, value))) <= NUM_LAYERS]  # not numbers of the layers
     first: dict[Any, int] = {}
@@ -214,7 +213,7 @@ def _kept_layers(config: dict[str, Any], layers: int) -> list[int]:
     return sorted([*kept, *more[: max(0, NUM_LAYERS - len(kept))]])
 
 
-def _size(key: str, value: Any, config: dict[str, Any]) -> Any:
+def _shrink_number(key: str, value: Any, config: dict[str, Any]) -> Any:
     if type(value) is not int:
         return value
     if re.search("_token_id$|_token_index$|_index$|_id$", key) and value >= VOCABULARY:
@@ -226,15 +225,15 @@ def _size(key: str, value: Any, config: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _spread(model: torch.nn.Module) -> None:
-    """Random values of the size at which attention, gates and routing matter."""
+def _randomize(model: torch.nn.Module) -> None:
+    """Set parameters to random values, large enough for attention, gates and routing to matter."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
         if name.endswith("A_log"):
-            # Slow decay. Where a state is forgotten at once, the output is a product of two numbers at most, of which
-            # the norm behind it keeps the sign: no precision gets that right near 0.
+            # Slow decay. Where a state is forgotten at once, the output is a product of few numbers, of which the next
+            # norm keeps little more than the sign: near 0, no precision gets that right.
             parameter.sub_(3.0)
         if id(parameter) in embeddings:
             parameter.normal_(0, 0.5)
@@ -244,5 +243,5 @@ def _spread(model: torch.nn.Module) -> None:
         else:
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("bias") and buffer.is_floating_point():  # by which some mixtures balance their experts
+        if name.endswith("bias") and buffer.is_floating_point():  # with which some MoE models balance their experts
             buffer.normal_(0, 0.2)

@@ -1,4 +1,4 @@
-"""A tiny model through the package, against plain transformers; called through `run_ranks`."""
+"""Measurements of a tiny model in the package against plain transformers; called through `run_ranks`."""
 
 import re
 import tempfile
@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 
 from tests.helpers import step_runs, tiny
 from tests.models import families
-from tests.models.reference import Expected, Text, expected, mean_gradient, plain_model
+from tests.models.reference import Expected, Text, compute_expected, compute_gradient, load_plain_model
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch, idle_batch, pack
@@ -44,79 +44,78 @@ from vcore_ds.utility.estimators import ForwardMode, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference
 
 BOUND = 1e-5
-"""Largest relative error of what is right, in fp32."""
+"""Largest relative error in fp32 of a model that counts as right."""
 
 MIN_RANK_CORRELATION = 0.99
-"""Spearman's, of utilities in bf16, and of finite differences in fp32."""
-
+"""Smallest Spearman correlation of finite differences in fp32 that counts as right; the page's bound for bf16."""
 
 LONGEST = 24
-"""Tokens of the longest sequence."""
+"""Number of tokens of the longest sequence."""
 
 
 @dataclass
-class Found:
-    """What is known of one model."""
+class ModelResult:
+    """Results of one model."""
 
     name: str
     architecture: str = ""
     refused: dict[str, str] = field(default_factory=dict)
-    """Messages, by what was asked for; raised before weights are read."""
+    """Messages by requested feature, raised before weights are read or by the checks at the start."""
     late: dict[str, str] = field(default_factory=dict)
-    """Messages that came later."""
+    """Messages that were raised later."""
     errors: dict[str, str] = field(default_factory=dict)
     """Last lines of tracebacks."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Relative errors in fp32; rank correlations where the name ends in `rank`."""
     packing: str | None = None
     sequence_parallelism: str | None = None
-    """Why they are not possible; None where they are."""
+    """Reason why it is not possible, as for packing; None where it is."""
     tensor_parallelism: bool = False
     is_alone: bool = False
-    """Each sequence has a forward of its own."""
+    """Whether each sequence has a separate forward."""
 
     def beyond_bounds(self) -> dict[str, float]:
-        """The numbers of fp32 that are not those of a right model. Some architectures lose more than `BOUND` to
-        rounding in transformers' own fp32 too, so three times that is allowed."""
+        """Numbers in fp32 beyond the bounds. Some architectures lose more than `BOUND` to rounding in transformers' own
+        fp32, so three times that error is allowed."""
         bound = max(BOUND, 3 * self.numbers.get("plain fp32 gradient", 0.0))
 
-        def is_bad(name: str, value: float) -> bool:
+        def is_beyond(name: str, value: float) -> bool:
             return not (value >= MIN_RANK_CORRELATION if name.endswith("rank") else value <= bound)
 
-        of_fp32 = {name: value for name, value in self.numbers.items() if not name.startswith(("plain", "bf16"))}
-        return {name: value for name, value in of_fp32.items() if is_bad(name, value)}
+        in_fp32 = {name: value for name, value in self.numbers.items() if not name.startswith(("plain", "bf16"))}
+        return {name: value for name, value in in_fp32.items() if is_beyond(name, value)}
 
     @property
     def verdict(self) -> str:
-        """`right`, `WRONG`, or `refused`, before weights are read or before the first step; `not built` where no tiny
+        """`right`, `WRONG`, `refused` (before weights are read or before the first step), or `not built` where no tiny
         model can be made."""
         if "build" in self.errors:
             return "not built"
         if {"sft", "start"} & self.refused.keys():
             return "refused"
-        # What can be done without is refused when the model is built, or in the first step.
-        said_late = self.late.keys() - {"lora", "fused, checkpointed"}
-        return "WRONG" if self.errors or said_late or self.beyond_bounds() else "right"
+        # Optional features are refused when the model is built, or in the first step.
+        refused_late = self.late.keys() - {"lora", "fused, checkpointed"}
+        return "WRONG" if self.errors or refused_late or self.beyond_bounds() else "right"
 
     @property
     def worst(self) -> float:
         """Largest relative error in fp32."""
-        of_fp32 = [x for n, x in self.numbers.items() if not n.startswith(("bf16", "plain")) and not n.endswith("rank")]
-        return max(of_fp32, default=float("nan"))
+        in_fp32 = [x for n, x in self.numbers.items() if not n.startswith(("bf16", "plain")) and not n.endswith("rank")]
+        return max(in_fp32, default=float("nan"))
 
 
-def texts(num: int, seed: int, longest: int = LONGEST) -> list[Text]:
-    """Random sequences of different lengths."""
+def draw_texts(num: int, seed: int, longest: int = LONGEST) -> list[Text]:
+    """Draw random sequences of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [longest - 7 * (index % 3) for index in range(num)]
     draw = [torch.randint(families.FIRST_TOKEN, families.END_TOKEN, (n,), generator=generator) for n in lengths]
     return [Text(tokens, 4 + index) for index, tokens in enumerate(draw)]
 
 
-def own_batches(
+def make_local_batches(
     given: Sequence[Text], *, packed: bool = False, alone: bool = False, sequence_parallel: int = 1
 ) -> list[Batch]:
-    """This rank's part: each `world size`-th sequence, in rows of their own, all in one, or each in its own batch."""
+    """Make this rank's batches of every `world size`-th sequence: one sequence per row, one pack, or one per batch."""
     rank, size = layout.rank("data", sequence_parallel), layout.size("data", sequence_parallel)
     sequences = [as_sequence(i, text) for i, text in enumerate(given) if i % size == rank]
     if alone:
@@ -129,87 +128,87 @@ def as_sequence(number: int, text: Text) -> TokenizedSequence:
     return TokenizedSequence(number, text.tokens.int().numpy(), np.arange(len(text.tokens)) >= text.prompt)
 
 
-def by_sequence(batches: Sequence[Batch], values: Sequence[Tensor]) -> Tensor:
-    """The values `[N]` of every rank's tokens, in the order of the sequences; on all ranks."""
-    own = {
-        number: of_batch.detach().double()[batch.sequence_index() == row]
-        for batch, of_batch in zip(batches, values, strict=True)
+def join_by_sequence(batches: Sequence[Batch], values: Sequence[Tensor]) -> Tensor:
+    """Gather the values `[N]` of all ranks' tokens, in the order of the sequences; on all ranks."""
+    local = {
+        number: batch_values.detach().double()[batch.sequence_index() == row]
+        for batch, batch_values in zip(batches, values, strict=True)
         for row, number in enumerate(batch.sequence_ids)
     }
-    found = {number: part for rank in layout.gather_objects("shards", own) for number, part in rank.items()}
-    return torch.cat([found[number] for number in sorted(found)])
+    gathered = {number: part for rank in layout.gather_objects("shards", local) for number, part in rank.items()}
+    return torch.cat([gathered[number] for number in sorted(gathered)])
 
 
-class Measured:
-    """An engine, with what it gives for the main sequences and the probe."""
+class MeasuredEngine:
+    """An engine, and its losses, utilities and gradients for the main sequences and the probe."""
 
     def __init__(self, engine: Engine, main: Sequence[Text], probe: Sequence[Text], *, alone: bool = False):
         self.engine, self.main, self.probe, self.alone = engine, main, probe, alone
         self.direction = Direction(engine)
 
     def take_direction(self) -> dict[str, Tensor]:
-        batches = own_batches(self.probe, alone=self.alone)
+        batches = make_local_batches(self.probe, alone=self.alone)
         self.direction.compute(batches, normalization="sequence", clip=None)
-        return self.whole(self.direction)
+        return self.gather(self.direction)
 
-    def whole(self, direction: Direction) -> dict[str, Tensor]:
+    def gather(self, direction: Direction) -> dict[str, Tensor]:
         names = {id(p): name.removeprefix("causal_lm.") for name, p in self.engine.trainable}
-        found = {}
+        gathered = {}
         for number in range(len(direction.groups)):
             parts = direction.finish_gather(direction.start_gather(number))
-            found |= {names[key]: part.detach().double().clone() for key, part in parts.items()}
-        return found
+            gathered |= {names[key]: part.detach().double().clone() for key, part in parts.items()}
+        return gathered
 
-    def utilities(self, *, fused: bool, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Losses, utilities, and the gradient of the main batch."""
-        batches = own_batches(self.main, **{"alone": self.alone, **options})
-        found = []
+    def compute_utilities(self, *, fused: bool, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Compute losses, utilities, and the gradient of the main batch."""
+        batches = make_local_batches(self.main, **{"alone": self.alone, **options})
+        results = []
         forward = ForwardMode(self.engine, self.direction, fused=fused).begin(batches)
         with self.engine.without_dropout(), self.engine.accumulation(len(batches)):
             for k, batch in enumerate(batches):
                 result = forward(k)
-                found.append((result.losses, result.utilities))
+                results.append((result.losses, result.utilities))
                 counts = batch.num_supervised_tokens()[batch.sequence_index()]
-                self.engine.backward((found[-1][0] / counts).sum() / len(self.main))
+                self.engine.backward((results[-1][0] / counts).sum() / len(self.main))
         other = Direction(self.engine)
         for part, gradient in iterate_chunks(other.buffers, self.engine.shards.gradients()):
             part.copy_(gradient)
-        losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
-        return losses, utilities, self.whole(other)
+        losses, utilities = (join_by_sequence(batches, part) for part in zip(*results, strict=True))
+        return losses, utilities, self.gather(other)
 
-    def differences(self) -> tuple[Tensor, Tensor]:
-        batches = own_batches(self.main, alone=self.alone)
+    def compute_differences(self) -> tuple[Tensor, Tensor]:
+        batches = make_local_batches(self.main, alone=self.alone)
         forward = FiniteDifference(self.engine, self.direction, epsilon="auto").begin(batches, measure_noise=True)
         with self.engine.without_dropout(), torch.no_grad():
             results = [forward(k) for k in range(len(batches))]
-            found = [(result.losses, result.utilities) for result in results]
-        losses, utilities = (by_sequence(batches, part) for part in zip(*found, strict=True))
+            results = [(result.losses, result.utilities) for result in results]
+        losses, utilities = (join_by_sequence(batches, part) for part in zip(*results, strict=True))
         return losses, utilities
 
-    def losses(self, **options: Any) -> Tensor:
-        batches = own_batches(self.main, **options)
+    def compute_losses(self, **options: Any) -> Tensor:
+        batches = make_local_batches(self.main, **options)
         with self.engine.without_gradient():
-            return by_sequence(batches, [self.engine.token_losses(batch) for batch in batches])
+            return join_by_sequence(batches, [self.engine.token_losses(batch) for batch in batches])
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
+def relative_error(vector: Tensor, wanted: Tensor) -> float:
+    return float((vector - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
-def relative_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def relative_gradient_error(gradient: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     # Loading in another precision, transformers lets parameters be trained that have no gradient by design.
-    wanted = {name: vector for name, vector in wanted.items() if name in found or vector.any()}
-    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:4]
-    flat = [torch.cat([vector[name].flatten() for name in wanted]) for vector in (found, wanted)]
-    return relative(*flat)
+    wanted = {name: vector for name, vector in wanted.items() if name in gradient or vector.any()}
+    assert gradient.keys() == wanted.keys(), sorted(gradient.keys() ^ wanted.keys())[:4]
+    flat = [torch.cat([vector[name].flatten() for name in wanted]) for vector in (gradient, wanted)]
+    return relative_error(*flat)
 
 
-def rank_correlation(found: Tensor, wanted: Tensor) -> float:
+def rank_correlation(vector: Tensor, wanted: Tensor) -> float:
     """Spearman's."""
-    return float(spearmanr(found.double(), wanted.double()).statistic)
+    return float(spearmanr(vector.double(), wanted.double()).statistic)
 
 
-def recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
+def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     model = {"path": str(folder), "precision": "fp32", **sections.pop("model", {})}
     rows = {"global_size": 4, "micro_batch_size_per_rank": "auto"}
     data = {"train_path": "none", "cutoff_length": LONGEST}
@@ -221,120 +220,122 @@ DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": "auto"}}
 SFT = {"method": {"name": "sft"}}
 
 
-def measure(name: str, parts: Sequence[str] = ("full", "lora", "bf16")) -> Found:
-    """All that is to be known of one model. A collective; the result is the same on all ranks but for errors."""
+def measure(name: str, parts: Sequence[str] = ("full", "lora", "bf16")) -> ModelResult:
+    """Measure one model. A collective; apart from errors, the result is the same on all ranks."""
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    found = Found(name)
+    result = ModelResult(name)
     with tempfile.TemporaryDirectory() as shared:
         folder = Path(layout.gather_objects("job", shared)[0])
-        with noted(found, "build"):
-            write(name, folder)
+        with recording_errors(result, "build"):
+            write_model(name, folder)
             layout.gather_objects("job", None)
-        if "build" in found.errors:
-            _read_default_configuration(found, folder)
+        if "build" in result.errors:
+            _read_default_configuration(result, folder)
         else:
-            _measure(found, folder, parts)
+            _measure(result, folder, parts)
         layout.gather_objects("job", None)
-    return found
+    return result
 
 
-def write(name: str, folder: Path) -> None:
-    """The tiny model's folder, made by the first rank."""
+def write_model(name: str, folder: Path) -> None:
+    """Write the tiny model's folder on the first rank."""
     if not layout.is_first():
         return
-    config = families.tiny_config(name)
-    families.tiny_model(config).save_pretrained(folder)
-    config.save_pretrained(folder)  # the whole one, where the language model has a part of it for its own
+    config = families.make_tiny_config(name)
+    families.make_tiny_model(config).save_pretrained(folder)
+    config.save_pretrained(folder)  # the complete one; a language model inside another model saves its part only
 
 
-def _read_default_configuration(found: Found, folder: Path) -> None:
-    """Where no tiny model can be made, its type may be one that is refused."""
+def _read_default_configuration(result: ModelResult, folder: Path) -> None:
+    """Check whether the type of a model that cannot be made is one that is refused."""
     try:
-        CONFIG_MAPPING[found.name]().save_pretrained(folder)
+        CONFIG_MAPPING[result.name]().save_pretrained(folder)
         read_config(str(folder))
     except UserError as error:
-        found.refused["sft"] = message(error)
-        del found.errors["build"]
+        result.refused["sft"] = anonymize(error)
+        del result.errors["build"]
     except Exception:  # transformers cannot make its default configuration either
         return
 
 
-def message(error: UserError) -> str:
-    """Without the folder's name, which says nothing."""
+def anonymize(error: UserError) -> str:
+    """Message of an error without the name of the temporary folder."""
     return re.sub(r"/\S*/tmp\w+", "MODEL", str(error))
 
 
 @contextmanager
-def noted(found: Found, what: str) -> Iterator[None]:
-    """A part that may fail."""
+def recording_errors(result: ModelResult, what: str) -> Iterator[None]:
+    """Record the error with which the block may end."""
     try:
         yield
     except UserError as error:
-        found.late[what] = message(error)
+        result.late[what] = anonymize(error)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(last.filename).name}:{last.lineno}"
-        found.errors[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]} ({where})"[:300]
+        result.errors[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]} ({where})"[:300]
 
 
-def _measure(found: Found, folder: Path, parts: Sequence[str]) -> None:
+def _measure(result: ModelResult, folder: Path, parts: Sequence[str]) -> None:
     checkpointing = {**SFT, "model": {"gradient_checkpointing": True}}
     asked = {"jvp": JVP, "finite_difference": DIFFERENCE, "sft": SFT, "checkpointing": checkpointing}
     for key, sections in asked.items():
-        with noted(found, key):
+        with recording_errors(result, key):
             try:
-                check_model(derive_plan_settings(recipe(folder, **sections)))
+                check_model(derive_plan_settings(make_recipe(folder, **sections)))
                 plan_batch(
-                    derive_plan_settings(recipe(folder, **sections)), layout.size("job"), read_model_shape(str(folder))
+                    derive_plan_settings(make_recipe(folder, **sections)),
+                    layout.size("job"),
+                    read_model_shape(str(folder)),
                 )
             except UserError as error:
-                found.refused[key] = message(error)
-    if "sft" in found.refused:
+                result.refused[key] = anonymize(error)
+    if "sft" in result.refused:
         return
     config = read_config(str(folder))
-    found.architecture = config.architectures[0] if config.architectures else ""
-    main, probe = texts(3, 1), texts(2, 2)
+    result.architecture = config.architectures[0] if config.architectures else ""
+    main, probe = draw_texts(3, 1), draw_texts(2, 2)
     shape = read_model_shape(str(folder)).for_sequences_of(max(len(text.tokens) for text in main))
-    found.packing, found.sequence_parallelism, found.is_alone = (
+    result.packing, result.sequence_parallelism, result.is_alone = (
         shape.unpackable,
         shape.no_sequence_parallelism,
         shape.is_alone,
     )
-    with noted(found, "tensor"), suppress(UserError):
+    with recording_errors(result, "tensor"), suppress(UserError):
         transformer_config(str(folder), config, tensor=2, dtype=torch.float32)
-        found.tensor_parallelism = True
+        result.tensor_parallelism = True
     for part in parts:
-        if part == "bf16" and (found.errors or "jvp" in found.refused):
+        if part == "bf16" and (result.errors or "jvp" in result.refused):
             continue
-        had_jvp = "jvp" not in found.refused
-        with noted(found, part):
-            _measure_part(found, folder, part, main, probe)
-        if had_jvp and "jvp" in found.refused:  # by a check of the run: what is possible without
-            with noted(found, part):
-                _measure_part(found, folder, part, main, probe)
-        if found.errors or "full" in found.late or "start" in found.refused:
+        had_jvp = "jvp" not in result.refused
+        with recording_errors(result, part):
+            _measure_part(result, folder, part, main, probe)
+        if had_jvp and "jvp" in result.refused:  # refused by a check of the run: measure without it
+            with recording_errors(result, part):
+                _measure_part(result, folder, part, main, probe)
+        if result.errors or "full" in result.late or "start" in result.refused:
             break
 
 
-def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], probe: Sequence[Text]) -> None:
-    is_bf16, has_jvp = part == "bf16", "jvp" not in found.refused
+def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[Text], probe: Sequence[Text]) -> None:
+    is_bf16, has_jvp = part == "bf16", "jvp" not in result.refused
     sections: dict[str, Any] = {"model": {"precision": "bf16"}} if is_bf16 else {}
     if part == "lora":
         sections["lora"] = {"rank": 4, "alpha": 8}
     if not has_jvp:
-        sections |= DIFFERENCE if "finite_difference" not in found.refused else SFT
-    own = recipe(folder, **sections)
+        sections |= DIFFERENCE if "finite_difference" not in result.refused else SFT
+    recipe = make_recipe(folder, **sections)
     if part == "lora":
-        check_model(derive_plan_settings(own))
+        check_model(derive_plan_settings(recipe))
     config = tiny.deepspeed_config(bf16=is_bf16)
     torch.manual_seed(5)
     try:
-        model = load_model(derive_engine_settings(own), config)
+        model = load_model(derive_engine_settings(recipe), config)
     except UserError as error:
         if "own code fails" not in str(error):
             raise
-        found.refused["start"] = message(error)
+        result.refused["start"] = anonymize(error)
         return
     adapters = {}
     if part == "lora":
@@ -344,76 +345,79 @@ def _measure_part(found: Found, folder: Path, part: str, main: Sequence[Text], p
             if "lora_" in parameter_name:
                 adapters[parameter_name.removeprefix("causal_lm.")] = parameter.detach().double().clone()
     model.train()
-    engine = Engine(model, build_optimizer(model, own.optimizer), config)
+    engine = Engine(model, build_optimizer(model, recipe.optimizer), config)
     try:
         if part == "full":
             asked = "start"
             try:
-                check_start(engine, _data_of(found), Console(enabled=False))
+                check_start(engine, _make_check_data(result), Console(enabled=False))
                 asked = "jvp"
                 check_derivatives(
-                    engine, build_estimator(derive_step_settings(own), engine), _data_of(found), Console(enabled=False)
+                    engine,
+                    build_estimator(derive_step_settings(recipe), engine),
+                    _make_check_data(result),
+                    Console(enabled=False),
                 )
             except UserError as error:
-                found.refused[asked] = message(error)
-                return  # DeepSpeed is in the middle of a forward
-        plain = plain_model(folder, rounded_to=torch.bfloat16 if is_bf16 else torch.float32)
+                result.refused[asked] = anonymize(error)
+                return  # DeepSpeed has stopped in the middle of a forward
+        plain = load_plain_model(folder, rounded_to=torch.bfloat16 if is_bf16 else torch.float32)
         if part == "lora":
-            plain = add_lora(plain, own.lora).double().eval()
+            plain = add_lora(plain, recipe.lora).double().eval()
             assert adapters.keys() == {n for n, p in plain.named_parameters() if "lora_" in n}
             plain.load_state_dict(adapters, strict=False)
-        wanted = expected(plain, main, probe)
+        wanted = compute_expected(plain, main, probe)
         if part == "full":
-            in_fp32 = relative_of(mean_gradient(plain.float(), probe), wanted.direction)
-            found.numbers["plain fp32 gradient"] = in_fp32
+            in_fp32 = relative_gradient_error(compute_gradient(plain.float(), probe), wanted.direction)
+            result.numbers["plain fp32 gradient"] = in_fp32
         if is_bf16:
-            in_bf16 = expected(plain.bfloat16(), main, probe).utilities
-            found.numbers["plain bf16 rank"] = rank_correlation(in_bf16, wanted.utilities)
-        _compare(found, part, Measured(engine, main, probe, alone=found.is_alone), wanted, has_jvp)
+            in_bf16 = compute_expected(plain.bfloat16(), main, probe).utilities
+            result.numbers["plain bf16 rank"] = rank_correlation(in_bf16, wanted.utilities)
+        _compare(result, part, MeasuredEngine(engine, main, probe, alone=result.is_alone), wanted, has_jvp)
     finally:
         engine.close()
 
 
-def _data_of(found: Found) -> Any:
-    """What the check before the first step looks at: a plan, and sequences."""
-    sequences = [as_sequence(number, text) for number, text in enumerate(texts(2, 3, longest=15))]
-    return SimpleNamespace(plan=SimpleNamespace(is_packed=found.packing is None), dataset=sequences, pad_token_id=0)
+def _make_check_data(result: ModelResult) -> Any:
+    """Make the plan and the sequences that the checks before the first step use."""
+    sequences = [as_sequence(number, text) for number, text in enumerate(draw_texts(2, 3, longest=15))]
+    return SimpleNamespace(plan=SimpleNamespace(is_packed=result.packing is None), dataset=sequences, pad_token_id=0)
 
 
-def _compare(found: Found, part: str, ours: Measured, wanted: Expected, has_jvp: bool) -> None:
+def _compare(result: ModelResult, part: str, ours: MeasuredEngine, wanted: Expected, has_jvp: bool) -> None:
     def note(what: str, error: float) -> None:
-        found.numbers[f"{part} {what}"] = error
+        result.numbers[f"{part} {what}"] = error
 
     def compare(what: str, losses: Tensor, utilities: Tensor, gradient: dict[str, Tensor] | None = None) -> None:
-        note(f"{what} loss", relative(losses, wanted.losses))
+        note(f"{what} loss", relative_error(losses, wanted.losses))
         if what == "difference" or part == "bf16":
             note(f"{what} rank", rank_correlation(utilities, wanted.utilities))
         else:
-            note(f"{what} utility", relative(utilities, wanted.utilities))
+            note(f"{what} utility", relative_error(utilities, wanted.utilities))
         if gradient is not None:
-            note(f"{what} gradient", relative_of(gradient, wanted.gradient))
+            note(f"{what} gradient", relative_gradient_error(gradient, wanted.gradient))
 
-    note("probe gradient", relative_of(ours.take_direction(), wanted.direction))
-    if part == "full" and "finite_difference" not in found.refused:
-        with noted(found, "difference"):
-            compare("difference", *ours.differences())
-    if found.packing is None:
-        note("packed plain loss", relative(ours.losses(packed=True), wanted.losses))
+    note("probe gradient", relative_gradient_error(ours.take_direction(), wanted.direction))
+    if part == "full" and "finite_difference" not in result.refused:
+        with recording_errors(result, "difference"):
+            compare("difference", *ours.compute_differences())
+    if result.packing is None:
+        note("packed plain loss", relative_error(ours.compute_losses(packed=True), wanted.losses))
     if not has_jvp:
         return
-    compare("separate", *ours.utilities(fused=False))
+    compare("separate", *ours.compute_utilities(fused=False))
     if why_not_fused(ours.engine) is None or part == "full":
-        compare("fused", *ours.utilities(fused=True))
+        compare("fused", *ours.compute_utilities(fused=True))
     if part != "full":
         return
-    if found.packing is None:
-        compare("packed", *ours.utilities(fused=True, packed=True))
-    if found.sequence_parallelism is None and layout.size("shards") > 1:
+    if result.packing is None:
+        compare("packed", *ours.compute_utilities(fused=True, packed=True))
+    if result.sequence_parallelism is None and layout.size("shards") > 1:
         layout.make_sequence_groups([2])
-        compare("ulysses", *ours.utilities(fused=True, sequence_parallel=2))
-    if "checkpointing" in found.refused:
+        compare("ulysses", *ours.compute_utilities(fused=True, sequence_parallel=2))
+    if "checkpointing" in result.refused:
         return
     prepare_for_training(ours.engine.module.base, gradient_checkpointing=True)
-    compare("checkpointed separate", *ours.utilities(fused=False))
-    with noted(found, "fused, checkpointed"):
-        compare("checkpointed", *ours.utilities(fused=True))
+    compare("checkpointed separate", *ours.compute_utilities(fused=False))
+    with recording_errors(result, "fused, checkpointed"):
+        compare("checkpointed", *ours.compute_utilities(fused=True))

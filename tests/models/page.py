@@ -1,4 +1,4 @@
-"""docs/models.md from what was measured."""
+"""docs/models.md from the measurements."""
 
 import re
 from collections import defaultdict
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.models.measurement import MIN_RANK_CORRELATION, Found
+from tests.models.measurement import MIN_RANK_CORRELATION, ModelResult
 
 PAGE = "docs/models.md"
 ABILITIES = ("jvp", "difference", "LoRA", "checkpoints", "fused", "packing", "Ulysses", "tensor")
@@ -16,35 +16,35 @@ ABILITIES = ("jvp", "difference", "LoRA", "checkpoints", "fused", "packing", "Ul
 BEGIN, END = "<!-- survey: begin -->", "<!-- survey: end -->"
 
 
-def write_page(path: Path, results: list[Found]) -> None:
-    """Replaces what stands between the two marks."""
+def write_page(path: Path, results: list[ModelResult]) -> None:
+    """Replace the text between the two marks."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{tables(results)}\n{END}{after}", encoding="utf-8")
+    path.write_text(f"{before}{BEGIN}\n{write_tables(results)}\n{END}{after}", encoding="utf-8")
 
 
-def listed_types(text: str) -> list[str]:
-    """The model types that a page names in its tables."""
+def list_types(text: str) -> list[str]:
+    """List the model types in a page's tables."""
     return re.findall(r"`([^`]+)`", text.partition(BEGIN)[2].partition(END)[0])
 
 
-def tables(results: list[Found]) -> str:
-    """Right, beyond the bounds, refused."""
-    of_verdict: dict[str, list[Found]] = defaultdict(list)
-    for found in results:
-        of_verdict[found.verdict].append(found)
+def write_tables(results: list[ModelResult]) -> str:
+    """Tables of models that are right, beyond the bounds, and refused."""
+    by_verdict: dict[str, list[ModelResult]] = defaultdict(list)
+    for result in results:
+        by_verdict[result.verdict].append(result)
     lines = [f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}, CPU.", ""]
     counts = {"right": "right", "WRONG": "beyond the bounds", "refused": "refused"}
-    lines += [", ".join(f"{len(of_verdict[verdict])} {word}" for verdict, word in counts.items()) + ".", ""]
+    lines += [", ".join(f"{len(by_verdict[verdict])} {word}" for verdict, word in counts.items()) + ".", ""]
     lines += [
         "### Right",
         "",
         f"| {' | '.join(ABILITIES)} | types, and the largest error |",
     ]
     lines += ["|---" * (len(ABILITIES) + 1) + "|"]
-    lines += _grouped(of_verdict["right"], _abilities, lambda found: f"`{found.name}` {found.worst:.0e}")
-    measured = [found for found in of_verdict["right"] if "bf16 fused rank" in found.numbers]
-    below = [found for found in measured if min(map(float, _in_bf16(found)[:2])) < MIN_RANK_CORRELATION]
+    lines += _group(by_verdict["right"], _list_abilities, lambda result: f"`{result.name}` {result.worst:.0e}")
+    measured = [result for result in by_verdict["right"] if "bf16 fused rank" in result.numbers]
+    below = [result for result in measured if min(map(float, _format_bf16(result)[:2])) < MIN_RANK_CORRELATION]
     if measured:
         lines += ["", "### In bf16", ""]
         lines += [
@@ -53,59 +53,63 @@ def tables(results: list[Found]) -> str:
             "",
         ]
         lines += ["| type | jvp, separate | fused | transformers itself |", "|---|---|---|---|"]
-        lines += [f"| {found.name} | {' | '.join(_in_bf16(found))} |" for found in below]
-    if of_verdict["not built"]:
+        lines += [f"| {result.name} | {' | '.join(_format_bf16(result))} |" for result in below]
+    if by_verdict["not built"]:
         lines += ["", "### Not measured", "", "| type | why no tiny model could be made |", "|---|---|"]
-        lines += [f"| `{found.name}` | {_problem(found)} |" for found in of_verdict["not built"]]
-    if of_verdict["WRONG"]:
+        lines += [f"| `{result.name}` | {_describe_problem(result)} |" for result in by_verdict["not built"]]
+    if by_verdict["WRONG"]:
         lines += ["", "### Beyond the bounds", "", "| type | what |", "|---|---|"]
-        lines += [f"| `{found.name}` | {_problem(found)} |" for found in of_verdict["WRONG"]]
+        lines += [f"| `{result.name}` | {_describe_problem(result)} |" for result in by_verdict["WRONG"]]
     lines += ["", "### Refused", "", "| message | types |", "|---|---|"]
-    lines += _grouped(of_verdict["refused"], lambda found: (_refusal(found),), lambda found: f"`{found.name}`")
+    lines += _group(
+        by_verdict["refused"], lambda result: (_shorten_refusal(result),), lambda result: f"`{result.name}`"
+    )
     return "\n".join(lines)
 
 
-def _grouped(
-    results: Iterable[Found], key: Callable[[Found], tuple[str, ...]], entry: Callable[[Found], str]
+def _group(
+    results: Iterable[ModelResult], key: Callable[[ModelResult], tuple[str, ...]], entry: Callable[[ModelResult], str]
 ) -> list[str]:
     """A row for each key, the largest group first."""
-    groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
-    for found in results:
-        groups[key(found)].append(found)
+    groups: dict[tuple[str, ...], list[ModelResult]] = defaultdict(list)
+    for result in results:
+        groups[key(result)].append(result)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return [f"| {' | '.join(cells)} | {', '.join(map(entry, members))} |" for cells, members in ordered]
 
 
-def _abilities(found: Found) -> tuple[str, ...]:
+def _list_abilities(result: ModelResult) -> tuple[str, ...]:
     yes = {True: "yes", False: "no"}
     return (
-        yes["jvp" not in found.refused],
-        yes["finite_difference" not in found.refused],
-        yes["lora" not in found.late] if "lora probe gradient" in found.numbers or "lora" in found.late else "not run",
-        yes["checkpointing" not in found.refused],
-        yes["fused, checkpointed" not in found.late and "jvp" not in found.refused],
-        yes[found.packing is None],
-        yes[found.sequence_parallelism is None],
-        yes[found.tensor_parallelism],
+        yes["jvp" not in result.refused],
+        yes["finite_difference" not in result.refused],
+        yes["lora" not in result.late]
+        if "lora probe gradient" in result.numbers or "lora" in result.late
+        else "not run",
+        yes["checkpointing" not in result.refused],
+        yes["fused, checkpointed" not in result.late and "jvp" not in result.refused],
+        yes[result.packing is None],
+        yes[result.sequence_parallelism is None],
+        yes[result.tensor_parallelism],
     )
 
 
-def _in_bf16(found: Found) -> list[str]:
-    return [f"{found.numbers[name]:.3f}" for name in ("bf16 separate rank", "bf16 fused rank", "plain bf16 rank")]
+def _format_bf16(result: ModelResult) -> list[str]:
+    return [f"{result.numbers[name]:.3f}" for name in ("bf16 separate rank", "bf16 fused rank", "plain bf16 rank")]
 
 
-def _problem(found: Found) -> str:
-    said = [f"{what}: {text}" for part in (found.errors, found.late) for what, text in part.items()]
-    said += [f"{what} {number:.2g}" for what, number in found.beyond_bounds().items()][:4]
-    return "; ".join(said).replace("|", "/").replace("`", "'")
+def _describe_problem(result: ModelResult) -> str:
+    problems = [f"{what}: {text}" for part in (result.errors, result.late) for what, text in part.items()]
+    problems += [f"{what} {number:.2g}" for what, number in result.beyond_bounds().items()][:4]
+    return "; ".join(problems).replace("|", "/").replace("`", "'")
 
 
-def _refusal(found: Found) -> str:
-    """The message, without what belongs to one type."""
-    text = found.refused.get("sft") or f"(in the check before the first step) {found.refused['start']}"
+def _shorten_refusal(result: ModelResult) -> str:
+    """Message of a refusal without parts that differ between types."""
+    text = result.refused.get("sft") or f"(in the check before the first step) {result.refused['start']}"
     text = re.sub(r"model_type '[\w.-]+'|(?<=model.path: )(?!MODEL)[\w-]+:", "TYPE", text)
     text = re.sub(r" [\d.e-]+ nats", " x nats", text)
     text = re.sub(r"\bno \w+ can be built", "no model can be built", text)
     text = re.sub(r"\b\w+(ForCausalLM|Attention)\b", r"...\1", text)
-    # Only what is ours: transformers goes on with a link.
+    # Only the package's part: transformers adds a link.
     return text.partition(". Please request")[0].replace("|", "/").replace("`", "'")

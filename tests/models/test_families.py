@@ -1,4 +1,4 @@
-"""A dozen architectures against plain transformers, and the page on all of them."""
+"""A few architectures against plain transformers, and the page on all of them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK, soak
 from tests.models import families
-from tests.models.measurement import Found, measure
-from tests.models.page import PAGE, listed_types
+from tests.models.measurement import ModelResult, measure
+from tests.models.page import PAGE, list_types
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 DENSE = ("gemma4_text", *(("llama", "gemma3_text", "granite") if IS_SOAK else ()))
-MIXTURES = ("qwen3_moe", "gpt_oss", *(("deepseek_v3", "glm4_moe") if IS_SOAK else ()))
+MOE_MODELS = ("qwen3_moe", "gpt_oss", *(("deepseek_v3", "glm4_moe") if IS_SOAK else ()))
 WITHOUT_RULES = {
     "xlnet": "depends on the tokens behind it",
     "hrm_text": "a decoder layer runs ",
@@ -28,54 +28,56 @@ WITHOUT_RULES = {
         "marian": "the architecture's own code fails",
     }
 )
-"""Types that no rule knows, and what the start of a run says of them."""
+"""Types that no rule covers, and the message at the start of a run."""
 HYBRIDS = ("qwen3_next", "granitemoehybrid", *(("qwen3_5_text", "lfm2") if IS_SOAK else ()))
 
 TWO_RANKS = ("qwen3_moe", *(("lfm2",) if IS_SOAK else ()))
 
 
-def measure_all(names: Sequence[str], parts: Sequence[str]) -> dict[str, Found]:
+def measure_all(names: Sequence[str], parts: Sequence[str]) -> dict[str, ModelResult]:
     return {name: measure(name, parts) for name in names}
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Found]:
-    return run_ranks(measure_all, 1, (*DENSE, *MIXTURES, *HYBRIDS, *WITHOUT_RULES), ("full", "lora"))[0]
+def alone() -> dict[str, ModelResult]:
+    return run_ranks(measure_all, 1, (*DENSE, *MOE_MODELS, *HYBRIDS, *WITHOUT_RULES), ("full", "lora"))[0]
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks() -> dict[str, Found]:
+def on_two_ranks() -> dict[str, ModelResult]:
     return run_ranks(measure_all, 2, TWO_RANKS, ("full",))[0]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *HYBRIDS])
-def test_one_rank_computes_what_transformers_does(alone: dict[str, Found], name: str) -> None:
+@pytest.mark.parametrize("name", [*DENSE, *MOE_MODELS, *HYBRIDS])
+def test_one_rank_computes_the_same_as_transformers(alone: dict[str, ModelResult], name: str) -> None:
     assert_right(alone[name])
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", WITHOUT_RULES)
-def test_what_no_rule_knows_is_found_before_the_first_step(alone: dict[str, Found], name: str) -> None:
-    found = alone[name]
-    assert "sft" not in found.refused and found.verdict == "refused", found
-    assert WITHOUT_RULES[name] in found.refused["start"]
+def test_unsupported_types_without_a_rule_are_refused_before_the_first_step(
+    alone: dict[str, ModelResult], name: str
+) -> None:
+    result = alone[name]
+    assert "sft" not in result.refused and result.verdict == "refused", result
+    assert WITHOUT_RULES[name] in result.refused["start"]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks_do_too(on_two_ranks: dict[str, Found], name: str) -> None:
+def test_two_ranks_compute_the_same_as_transformers(on_two_ranks: dict[str, ModelResult], name: str) -> None:
     assert_right(on_two_ranks[name])
 
 
-def assert_right(found: Found) -> None:
-    print(found)
-    assert found.verdict == "right", (found.errors, found.late, found.beyond_bounds())
-    assert "full fused utility" in found.numbers
+def assert_right(result: ModelResult) -> None:
+    print(result)
+    assert result.verdict == "right", (result.errors, result.late, result.beyond_bounds())
+    assert "full fused utility" in result.numbers
 
 
 def test_the_page_lists_every_decoder_of_transformers() -> None:
-    listed = listed_types((REPOSITORY / PAGE).read_text(encoding="utf-8"))
-    assert sorted(listed) == sorted([*families.model_types(), *families.VARIANTS]), (
+    listed = list_types((REPOSITORY / PAGE).read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted([*families.list_model_types(), *families.VARIANTS]), (
         f"measure them: python -m tests.models.survey --markdown {PAGE}"
     )

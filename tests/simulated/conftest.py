@@ -1,4 +1,4 @@
-"""Steps and runs on a simulated CUDA device (`tests/helpers/simulated_cuda`), which shows errors that a CPU does not.
+"""Fixtures for a simulated CUDA device (`tests/helpers/simulated_cuda`), which shows errors that a CPU does not.
 
 Skipped where there is no compiler, and on machines with a GPU, which run tests/gpu instead.
 """

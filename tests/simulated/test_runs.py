@@ -1,4 +1,4 @@
-"""Whole runs on the simulated device, from a Hugging Face folder to one: the same losses as on the CPU."""
+"""Complete runs on the simulated device, from a Hugging Face folder to an export: the same losses as on the CPU."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.helpers import resumed_runs, tiny
 from tests.helpers.moe_models import moe_model
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
-from tests.helpers.setups import sums, write_conversations
+from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
 from tests.helpers.simulated_cuda import host_waits
 from tests.helpers.simulated_cuda.ranks import run_launches
 from tests.helpers.soak import soak
@@ -74,7 +74,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "experts, two ranks": MOE_MODEL,
     }
 )
-"""By what they are compared with on the CPU, up to the comma: how ranks and memory are used changes no loss."""
+"""The part of a name before the comma is the run on the CPU to compare with: the use of ranks and memory changes no
+loss."""
 
 DIVIDED = {
     precision: Case(
@@ -83,16 +84,16 @@ DIVIDED = {
     )
     for precision in ("fp32", "bf16")
 }  # fmt: skip
-"""Steps with half of the experts on each of two ranks, by their precision; products by expert have a kernel in bf16."""
+"""Steps with half of the experts on each of two ranks, by precision; the grouped GEMM has a kernel in bf16."""
 
 STEPS_OF_A_NODE = ("Ulysses 2", "hpZ in groups of 2", "offloaded optimizer")
-"""Those of `make gpu8` that nothing else here has."""
+"""Steps of `make gpu8` whose features no other test here has."""
 
 CAPPED = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     sliding_window=16,
 )  # fmt: skip
-"""Sizes of a Gemma 2, which caps scores and logits."""
+"""Sizes of a Gemma 2 model, which caps scores and logits."""
 
 DEEPSPEED_CONFIGS: dict[str, tuple[str, ...]] = {
     "fp32.json": (),
@@ -100,7 +101,7 @@ DEEPSPEED_CONFIGS: dict[str, tuple[str, ...]] = {
     "offload_optimizer.json": ("offload_optimizer",),
     "offload_all.json": ("offload_optimizer", "offload_param"),
 }
-"""What each keeps in host memory."""
+"""Files, with the sections of the states that each keeps in host memory."""
 
 
 def make_recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
@@ -125,42 +126,44 @@ def make_recipe(folder: Path, name: str, sections: dict[str, Any]) -> Recipe:
     })  # fmt: skip
 
 
-def measured(run: Path) -> list[list[float]]:
+def read_compared_metrics(run: Path) -> list[list[float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [[line[name] for name in COMPARED if line.get(name) is not None] for line in lines]
 
 
 def train(folder: Path, where: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[list[float]]]:
     return {
-        name: measured(resumed_runs.run_to_end(make_recipe(folder, f"{where} {name}", sections)))
+        name: read_compared_metrics(resumed_runs.run_to_end(make_recipe(folder, f"{where} {name}", sections)))
         for name, sections in runs.items()
     }
 
 
 def train_alone(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = train(folder, "simulated", ALONE)
+    results: dict[str, Any] = train(folder, "simulated", ALONE)
     stopped = make_recipe(folder, "stopped", {})
     resumed_runs.run_until(stopped, STOP)
-    found["full, resumed"] = measured(resumed_runs.run_to_end(stopped))
+    results["full, resumed"] = read_compared_metrics(resumed_runs.run_to_end(stopped))
     export_run(folder / "runs" / "simulated full", output=folder / "exported")
     options = FidelityOptions(2, epsilons=(), probe_sizes=(), large_probe_size=0, stale_steps=())
-    found["fidelity"] = measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].agreement.spearman
-    return found
+    results["fidelity"] = (
+        measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].agreement.spearman
+    )
+    return results
 
 
 def train_together(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = train(folder, "simulated", TOGETHER)
+    results: dict[str, Any] = train(folder, "simulated", TOGETHER)
     for precision, case in DIVIDED.items():
         with host_waits.counted() as waits:
-            found[f"steps in {precision}"] = run_case(case)
-        found[f"waits in {precision}"] = {place: n for place, n in waits.items() if "models/expert" in place}
-    found["steps of a node"] = node_steps.measure(STEPS_OF_A_NODE)
-    return found
+            results[f"steps in {precision}"] = run_case(case)
+        results[f"waits in {precision}"] = {place: n for place, n in waits.items() if "models/expert" in place}
+    results["steps of a node"] = node_steps.measure(STEPS_OF_A_NODE)
+    return results
 
 
 def write_inputs(folder: Path) -> Path:
     tokenizer = make_tokenizer()
-    vocabulary = len(tokenizer) + len(tokenizer) % 2  # two ranks share it
+    vocabulary = len(tokenizer) + len(tokenizer) % 2  # even, so that two ranks can divide it
     tiny.qwen3(vocab_size=vocabulary).save_pretrained(folder / "dense")
     tiny.moe_model(vocab_size=vocabulary).save_pretrained(folder / "moe_model")
     moe_model("gpt_oss", vocab_size=vocabulary).save_pretrained(folder / "gpt_oss")
@@ -172,11 +175,7 @@ def write_inputs(folder: Path) -> Path:
     write_conversations(folder / "train.jsonl", sums(range(13)))
     write_conversations(folder / "validation.jsonl", sums(range(20, 23)))
     for name, offloaded in DEEPSPEED_CONFIGS.items():
-        config = tiny.deepspeed_config(bf16="bf16" in name, persistence_threshold=500)
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
-            del config[key]  # the recipe's
-        config["zero_optimization"] |= {part: {"device": "cpu", "pin_memory": True} for part in offloaded}
-        (folder / name).write_text(json.dumps(config))
+        write_deepspeed_config(folder / name, bf16="bf16" in name, offloaded=offloaded, pin_memory=True)
     return folder
 
 
@@ -208,20 +207,20 @@ def together(launches: list[dict[str, Any]]) -> dict[str, Any]:
     return launches[1]
 
 
-def assert_like_on_cpu(found: list[list[float]], name: str, on_cpu: dict[str, list[list[float]]]) -> None:
+def assert_like_on_cpu(metrics: list[list[float]], name: str, on_cpu: dict[str, list[list[float]]]) -> None:
     expected = on_cpu[name.partition(",")[0]]
-    assert len(found) == len(expected) == NUM_STEPS
-    for step, step_on_cpu in zip(found, expected, strict=True):
+    assert len(metrics) == len(expected) == NUM_STEPS
+    for step, step_on_cpu in zip(metrics, expected, strict=True):
         assert step == pytest.approx(step_on_cpu, rel=BF16 if "bf16" in name else FP32)
 
 
 @pytest.mark.parametrize("name", [*ALONE, "full, resumed"])
-def test_a_run_has_the_losses_of_the_cpu(alone: dict[str, Any], on_cpu, name: str) -> None:
+def test_a_run_has_the_metrics_of_the_cpu(alone: dict[str, Any], on_cpu, name: str) -> None:
     assert_like_on_cpu(alone[name], name, on_cpu)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_a_run_on_two_ranks_has_the_losses_of_one_on_the_cpu(together: dict[str, Any], on_cpu, name: str) -> None:
+def test_a_run_on_two_ranks_has_the_metrics_of_one_on_the_cpu(together: dict[str, Any], on_cpu, name: str) -> None:
     assert_like_on_cpu(together[name], name, on_cpu)
 
 
@@ -242,21 +241,21 @@ def test_steps_of_a_node_equal_the_oracles(together: dict[str, Any]) -> None:
         assert all(row[quantity] < 1e-5 for quantity in node_steps.QUANTITIES[:-1]), row
 
 
-def test_the_host_waits_once_for_the_tokens_of_a_layer(together: dict[str, Any]) -> None:
-    """For their numbers, in each forward of the one layer with experts: in 3 steps those of the probe and what is
-    recomputed in both backwards. The fourth of a step has its place in the fused pass."""
+def test_a_layer_with_divided_experts_synchronises_once(together: dict[str, Any]) -> None:
+    """The host waits for the experts' numbers of tokens in each forward of the one layer with experts: per step that of
+    the probe and the recomputations in both backwards; the one in the fused pass is counted at another place."""
     assert together["waits in bf16"] == {
         "models/experts.py run_at_experts: copy to the host": 9,
         "models/experts.py measure_expert_load: copy to the host": 3,
     }
 
 
-def test_an_exported_run_has_the_weights_of_the_cpus(alone: dict[str, Any], on_cpu, folder: Path) -> None:
+def test_an_exported_run_has_the_weights_of_the_cpu(alone: dict[str, Any], on_cpu, folder: Path) -> None:
     export_run(folder / "runs" / "cpu full", output=folder / "exported on the CPU")
-    found, expected = (load_file(folder / name / "model.safetensors") for name in EXPORTED)
-    for name in found.keys() | expected.keys():
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
+    weights, expected = (load_file(folder / name / "model.safetensors") for name in EXPORTED)
+    for name in weights.keys() | expected.keys():
+        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-5)
 
 
-def test_utilities_are_as_faithful(alone: dict[str, Any]) -> None:
+def test_utilities_agree_with_the_exact_ones(alone: dict[str, Any]) -> None:
     assert alone["fidelity"] > 0.999

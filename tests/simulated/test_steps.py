@@ -1,4 +1,4 @@
-"""Steps on the simulated device, and that it finds what a GPU would find: one launch, of one rank."""
+"""Steps on the simulated device, and mistakes that it has to find as a GPU would: one launch, of one rank."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.dist
 
 
 def in_bf16(case: Case) -> Case:
-    """With fewer sequences: Triton's interpreter takes a second for each."""
+    """Change a case to bf16, with fewer sequences: Triton's interpreter takes a second for each."""
     return replace(case, num_main=2, num_probe=1, sections={**case.sections, "model": BF16})
 
 
@@ -39,7 +39,7 @@ STEPS = {
     for name in (
         "full",
         "lora, tied, checkpointed, separate passes",
-        "mixture, idle experts",
+        "MoE model, idle experts",
         "finite difference",
         "direction adam, lora, one probe for two steps",
         "sequences and batch",
@@ -50,17 +50,17 @@ STEPS = {
         "full, checkpointed, separate passes": Case(
             checkpointing=True, coalesce=True, sections={"utility": {"fused": False}}
         ),
-        "mixture, idle experts, lora on experts, checkpointed": PARITY_CASES[
-            "mixture, idle experts, lora on experts, checkpointed"
+        "MoE model, idle experts, lora on experts, checkpointed": PARITY_CASES[
+            "MoE model, idle experts, lora on experts, checkpointed"
         ],
     }.items()
 }
 """Each against the oracle in plain PyTorch, which computes on the CPU in fp32."""
 
 STEP_WITH_KERNELS = "full, checkpointed, separate passes, bf16"
-"""It takes the kernels of norm, rotary embedding and gate."""
+"""Step that runs the kernels of norm, rotary embedding and gate."""
 
-STEPS_THAT_WAIT = {name: CASES[name] for name in TESTED} | {
+SYNCHRONISING_STEPS = {name: CASES[name] for name in TESTED} | {
     "vcore, KL budget": dict(method={"kl_budget": 0.05}),
     "vcore, batch scope": dict(method={"kl_budget": 0.05, "scope": "sequence_and_batch", "batch_kl_budget": 0.1}),
     "vcore, separate passes": dict(method=VARIANCE, utility={"fused": False}),
@@ -86,10 +86,10 @@ MOST_WAITS = {
     "utility/direction.py _backward: item": 1,
     "utility/finite_difference.py perturb_parameters: item": 1,
 }
-"""Of the host for the device in any of these steps, each of four micro-batches and four of the probe, by the package's
-function that waits. A place that is not named may not wait. To be lowered whenever one waits less often."""
+"""Host-device synchronisations in any of these steps, each of four micro-batches and four of the probe, at most, by the
+package's function. A function without an entry may not synchronise. Lower a number whenever a function needs fewer."""
 
-MOST_WAITS_OF_STEP = {
+MOST_WAITS_PER_STEP = {
     "sft": 14,
     "sft, one reduction a step": 14,
     "dft": 14,
@@ -106,83 +106,83 @@ MOST_WAITS_OF_STEP = {
     "vcore, separate passes": 35,
     "vcore, automatic epsilon": 38,
 }
-"""The same of all places together."""
+"""Host-device synchronisations in each step, at most."""
 
 
 def count_waits(case: str) -> Counter[str]:
-    """Those of the third step, in the package's own code."""
-    with patch.dict(step_cases.CASES, STEPS_THAT_WAIT), step_cases.steps(case, num_layers=2, overlap=True) as run:
+    """Count the synchronisations of the third step, in the package's code."""
+    with patch.dict(step_cases.CASES, SYNCHRONISING_STEPS), step_cases.steps(case, num_layers=2, overlap=True) as run:
         run.take()
         run.take()
         with host_waits.counted() as waits:
             run.take()
-    # Those of DeepSpeed, some of which bound its memory, are counted in tests/dist/test_synchronisations.py.
+    # DeepSpeed's, some of which bound its memory, are counted in tests/dist/test_synchronisations.py.
     return Counter({place: number for place, number in waits.items() if not place.startswith("deepspeed/")})
 
 
-def too_many(waits: Counter[str]) -> dict[str, int]:
+def find_excess(waits: Counter[str]) -> dict[str, int]:
     return {place: number for place, number in waits.items() if number > MOST_WAITS.get(place, 0)}
 
 
-# ---- errors that are put in -----------------------------------------------------------------------------------------
+# ---- injected mistakes ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def changed(name: str, change: Callable[..., Any]) -> Iterator[None]:
-    """`change` gets a function of `vcore_ds.models.attention` and its arguments."""
+def wrapping(name: str, change: Callable[..., Any]) -> Iterator[None]:
+    """Call `change` with a function of `vcore_ds.models.attention` and its arguments in place of that function."""
     before = getattr(attention, name)
     with patch.object(attention, name, lambda *arguments, **options: change(before, *arguments, **options)):
         yield
 
 
-def with_a_mask_on_the_host(attend: Any, primals: Any, *arguments: Any) -> torch.Tensor:
+def mask_on_host(attend: Any, primals: Any, *arguments: Any) -> torch.Tensor:
     output = attend(primals, *arguments)
     return output.masked_fill(torch.zeros(output.shape[2], 1, dtype=torch.bool), 0.0)
 
 
-def without_the_first_token(attend: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def skip_first_token(attend: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     output, d_output = attend(*arguments, **options)
     unwritten = torch.empty_like(output)
     unwritten[:, :, 1:] = output[:, :, 1:]
     return unwritten, d_output
 
 
-def with_a_read(attend: Any, primals: Any, *arguments: Any) -> torch.Tensor:
+def read_output(attend: Any, primals: Any, *arguments: Any) -> torch.Tensor:
     output = attend(primals, *arguments)
     assert output.abs().max().item() >= 0
     return output
 
 
-def one_step(case: str) -> StepMetrics:
-    with patch.dict(step_cases.CASES, STEPS_THAT_WAIT), step_cases.steps(case, num_layers=2, overlap=True) as run:
+def take_step(case: str) -> StepMetrics:
+    with patch.dict(step_cases.CASES, SYNCHRONISING_STEPS), step_cases.steps(case, num_layers=2, overlap=True) as run:
         return run.take()
 
 
-def message_of_a_mask_on_the_host() -> str:
-    with changed("causal_attention", with_a_mask_on_the_host), pytest.raises(RuntimeError) as error:
-        one_step("sft")
+def catch_mask_on_host() -> str:
+    with wrapping("causal_attention", mask_on_host), pytest.raises(RuntimeError) as error:
+        take_step("sft")
     return str(error.value)
 
 
-def message_of_unwritten_memory() -> str:
-    with changed("block_attention", without_the_first_token), pytest.raises(NonFiniteLoss) as error:
-        one_step("vcore, separate passes")
+def catch_unwritten_memory() -> str:
+    with wrapping("block_attention", skip_first_token), pytest.raises(NonFiniteLoss) as error:
+        take_step("vcore, separate passes")
     return str(error.value)
 
 
-def waits_of_a_read() -> Counter[str]:
-    with changed("causal_attention", with_a_read):
+def count_waits_with_read() -> Counter[str]:
+    with wrapping("causal_attention", read_output):
         return count_waits("sft")
 
 
-def of_device() -> dict[str, Any]:
-    """What the device itself does."""
+def check_device() -> dict[str, Any]:
+    """Operations that the device must refuse, and the number of times that others synchronise."""
     tensor = torch.empty(4, device="cuda")
     host = torch.ones(4)
     mixed: dict[str, Callable[[], Any]] = {
         "sum": lambda: tensor + host,
         "cat": lambda: torch.cat([tensor, host]),
-        "product": lambda: tensor @ host,
+        "matrix multiplication": lambda: tensor @ host,
         "out": lambda: torch.exp(tensor, out=host),
         "two devices": lambda: tensor + torch.ones(4, device="cuda:1"),
         "collective": lambda: torch.distributed.all_reduce(host),
@@ -212,9 +212,9 @@ def of_device() -> dict[str, Any]:
     return {"fresh": bool(tensor.isnan().all()), "refused": refused, "waits": number_of_waits}
 
 
-def errors_of_fused_attention() -> dict[str, Any]:
-    """Relative to fp64: the value's and the tangent's, with packs, a window and sinks; and how often the Triton kernel
-    was given a value."""
+def measure_fused_attention() -> dict[str, Any]:
+    """Relative errors of value and tangent against fp64, with packs, a window and sinks; and whether each call of the
+    Triton kernel was given a value."""
     lengths, window = [[20, 13, 4], [37]], 11
     primals, tangents = inputs(37, dtype=torch.bfloat16)
     sinks = drawn_sinks(4)
@@ -227,26 +227,26 @@ def errors_of_fused_attention() -> dict[str, Any]:
         return run(*arguments)
 
     scoring = attention.Scoring(SCALE, window)
-    with changed("_run_triton", count):
-        found = attention.attend_with_graph_and_tangents(*on_device, layout, scoring)
-    seen = visible(37, window, lengths)
+    with wrapping("_run_triton", count):
+        outputs = attention.attend_with_graph_and_tangents(*on_device, layout, scoring)
+    mask = visible(37, window, lengths)
     exact, moving = (
         tuple(x.double() for x in (*tensors, sink)) for tensors, sink in zip((primals, tangents), sinks, strict=True)
     )
-    expected = torch.func.jvp(lambda q, k, v, s: unfused(q, k, v, seen, s), exact, moving)
+    expected = torch.func.jvp(lambda q, k, v, s: unfused(q, k, v, mask, s), exact, moving)
     plain = attention.causal_attention(on_device[0], layout, scoring)
     return {
         "given": given,
-        "errors": [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)],
-        "is_plain": torch.equal(found[0].cpu(), plain.cpu()),
+        "errors": [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(outputs, expected, strict=True)],
+        "is_plain": torch.equal(outputs[0].cpu(), plain.cpu()),
     }
 
 
 def run_pointwise_kernels() -> dict[str, Any]:
-    """Norm, rotary embedding and gated activation on the device, by their kernels: relative errors of values and
-    gradients to the CPU's, and of tangents to those in fp64.
+    """Run the kernels of norm, rotary embedding and gated activation on the device; returns relative errors of values
+    and gradients to the CPU's, and of tangents to those in fp64.
 
-    Heads and tokens are transposed as in a layer, no size is a power of two, and each tangent is missing once.
+    Heads and tokens are transposed as in a layer, no size is a power of two, and each tangent is absent once.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -261,27 +261,27 @@ def run_pointwise_kernels() -> dict[str, Any]:
         cases[f"norm {given}"] = lambda x, w, dw=None: rms_norm(x, w, 1e-5, d_weight=dw), [heads, weight], given
         cases[f"gate {given}"] = gated_silu, [gate, up], given
     cases["rotation"] = lambda x: rotate(x, *angles.to(x.device)[:, :, None]), [heads], [True]
-    found: dict[str, Any] = {"of the CPU": [], "tangents": {}}
+    errors_by_kind: dict[str, Any] = {"of the CPU": [], "tangents": {}}
     for name, (function, primals, given) in cases.items():
         tangents = [drawn(*x.shape) if is_given else None for x, is_given in zip(primals, given, strict=True)]
-        on_cpu, on_device = (of_pointwise(function, primals, tangents, place) for place in ("cpu", "cuda"))
-        exact = of_pointwise(function, primals, tangents, "cpu", torch.float64)
+        on_cpu, on_device = (run_pointwise(function, primals, tangents, device) for device in ("cpu", "cuda"))
+        exact = run_pointwise(function, primals, tangents, "cpu", torch.float64)
         assert all(x.is_cuda and x.dtype == torch.bfloat16 for x in on_device)
         pairs = zip(on_device, [*on_cpu[:-1], exact[-1]], strict=True)
         errors = [float((x.cpu().double() - y.double()).norm() / y.double().norm()) for x, y in pairs]
-        found["of the CPU"] += errors[:-1]
-        found["tangents"][name] = errors[-1]
-    return found
+        errors_by_kind["of the CPU"] += errors[:-1]
+        errors_by_kind["tangents"][name] = errors[-1]
+    return errors_by_kind
 
 
-def of_pointwise(
+def run_pointwise(
     function: Callable[..., torch.Tensor],
     primals: list[torch.Tensor],
     tangents: list[torch.Tensor | None],
     device: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[torch.Tensor]:
-    """Value, gradients and tangent."""
+    """Compute value, gradients and tangent."""
     moved = [x.to(device, dtype) for x in primals]
     moving = [None if dx is None else dx.to(device, dtype) for dx in tangents]
     leaves = [x.detach().requires_grad_() for x in moved]
@@ -302,76 +302,78 @@ def run_all() -> dict[str, Any]:
         parts, step = run_pointwise_kernels(), run_case(STEPS[STEP_WITH_KERNELS])
     return {
         "pointwise": {"parts": parts, "launches": launches},
-        "device": of_device(),
-        "fused attention": errors_of_fused_attention(),
+        "device": check_device(),
+        "fused attention": measure_fused_attention(),
         "steps": {name: run_case(case) for name, case in STEPS.items() if name != STEP_WITH_KERNELS}
         | {STEP_WITH_KERNELS: step},
-        "waits": {case: count_waits(case) for case in STEPS_THAT_WAIT},
-        "mask": message_of_a_mask_on_the_host(),
-        "unwritten": message_of_unwritten_memory(),
-        "read": waits_of_a_read(),
+        "waits": {case: count_waits(case) for case in SYNCHRONISING_STEPS},
+        "mask": catch_mask_on_host(),
+        "unwritten": catch_unwritten_memory(),
+        "read": count_waits_with_read(),
     }
 
 
 @pytest.fixture(scope="module")
-def found(library: Path) -> dict[str, Any]:
+def results(library: Path) -> dict[str, Any]:
     return run_simulated(library, run_all, 1)[0]
 
 
-def test_the_device_has_memory_of_its_own(found: dict[str, Any]) -> None:
-    assert found["device"]["fresh"]
-    assert found["device"]["refused"] == ["sum", "cat", "product", "out", "two devices", "collective"]
+def test_the_device_refuses_tensors_in_host_memory(results: dict[str, Any]) -> None:
+    assert results["device"]["fresh"]
+    assert results["device"]["refused"] == ["sum", "cat", "matrix multiplication", "out", "two devices", "collective"]
 
 
-def test_waits_of_the_host_are_counted(found: dict[str, Any]) -> None:
-    waits = found["device"]["waits"]
+def test_host_device_synchronisations_are_counted(results: dict[str, Any]) -> None:
+    waits = results["device"]["waits"]
     assert {name for name, number in waits.items() if number == 0} == {"pinned copy", "sum"}
     assert set(waits.values()) == {0, 1}
 
 
-def test_tangents_beside_a_graph_follow_from_the_flash_kernel(found: dict[str, Any]) -> None:
-    """The value is that of a pass without tangents to the last bit."""
-    print(found["fused attention"])
-    assert found["fused attention"]["given"] == [True] and found["fused attention"]["is_plain"]
-    assert max(found["fused attention"]["errors"]) < 1e-2
+def test_the_flash_kernel_gives_the_tangents_of_a_fused_pass(results: dict[str, Any]) -> None:
+    """The value equals that of a plain pass to the last bit."""
+    print(results["fused attention"])
+    assert results["fused attention"]["given"] == [True] and results["fused attention"]["is_plain"]
+    assert max(results["fused attention"]["errors"]) < 1e-2
 
 
-def test_tangents_of_norm_rotation_and_gate_are_those_of_their_kernels(found: dict[str, Any]) -> None:
-    parts, launches = found["pointwise"]["parts"], found["pointwise"]["launches"]
+def test_the_kernels_of_norm_rotation_and_gate_are_accurate_and_used(results: dict[str, Any]) -> None:
+    parts, launches = results["pointwise"]["parts"], results["pointwise"]["launches"]
     print(parts, launches)
     # The device rounds more often in the gradient of a gate.
     values, first_gradients, second_gradients = (parts["of the CPU"][i::3] for i in range(3))
     assert len(values) == 6 and max(values + second_gradients) == 0.0 and max(first_gradients) < 5e-3
     assert len(parts["tangents"]) == 7 and max(parts["tangents"].values()) < 1e-2
-    # In each of three passes of the step: four norms, two rotations and a gate of each of two layers, and a last norm.
+    # In each of the step's three passes: four norms, two rotations and a gate in each of two layers, and a last norm.
     assert launches == {
         "rms_norm_tangent_kernel": 3 + 3 * 9, "rotate_kernel": 1 + 3 * 4, "gated_silu_tangent_kernel": 3 + 3 * 2,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_equals_the_oracles(found: dict[str, Any], name: str) -> None:
-    deviations = found["steps"][name]
+def test_a_step_equals_the_oracles(results: dict[str, Any], name: str) -> None:
+    deviations = results["steps"][name]
     print(name, deviations)
     for quantity in ("utilities", "weights", "alpha", "gradient", "loss"):
         assert deviations[quantity] < (0.06 if "bf16" in name else 1e-5), quantity
 
 
-@pytest.mark.parametrize("case", STEPS_THAT_WAIT)
-def test_a_step_waits_no_more_often_than_it_did(found: dict[str, Any], case: str) -> None:
-    waits = found["waits"][case]
+@pytest.mark.parametrize("case", SYNCHRONISING_STEPS)
+def test_a_step_synchronises_no_more_often_than_allowed(results: dict[str, Any], case: str) -> None:
+    waits = results["waits"][case]
     print(case, waits.total(), dict(waits))
-    assert too_many(waits) == {}
-    assert waits.total() <= MOST_WAITS_OF_STEP[case]
+    assert find_excess(waits) == {}
+    assert waits.total() <= MOST_WAITS_PER_STEP[case]
 
 
-def test_a_mask_on_the_host_is_found(found: dict[str, Any]) -> None:
-    assert "expected all tensors to be on the same device" in found["mask"].lower()
+def test_a_mask_on_the_host_is_found(results: dict[str, Any]) -> None:
+    assert "expected all tensors to be on the same device" in results["mask"].lower()
 
 
-def test_memory_that_nobody_has_written_is_found(found: dict[str, Any]) -> None:
-    assert "the loss is not finite" in found["unwritten"]
+def test_unwritten_memory_is_found(results: dict[str, Any]) -> None:
+    assert "the loss is not finite" in results["unwritten"]
 
 
-def test_a_read_in_every_layer_is_found(found: dict[str, Any]) -> None:
-    assert too_many(found["read"]) == {"models/attention.py attend_with_graph: item": 16}  # and in its recomputation
+def test_a_synchronisation_in_every_layer_is_found(results: dict[str, Any]) -> None:
+    assert find_excess(results["read"]) == {
+        "models/attention.py attend_with_graph: item": 16
+    }  # and in its recomputation

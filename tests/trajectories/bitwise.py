@@ -1,7 +1,7 @@
-"""`python -m tests.trajectories.bitwise FILE [EARLIER]`: every method, estimator and provider, bit by bit.
+"""`python -m tests.trajectories.bitwise FILE [EARLIER]`: compare every method, estimator and provider bit for bit.
 
-For a change that is to change no number: FILE before it, FILE and EARLIER after it, on one machine with one set of
-packages. Whole runs from a recipe, so that nothing but `vcore_ds.train.run.train` and the recipe has to keep its name.
+For a change that must change no number: give FILE before it, FILE and EARLIER after it, on one machine with one set of
+packages. It trains complete runs from recipes, so only `vcore_ds.train.run.train` and the recipe have to keep names.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from vcore_ds.config.schema import Recipe
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 NUM_RANKS, NUM_STEPS = 2, 3
 NUM_SHOWN = 10
-"""Differences that are printed of each run."""
+"""Differences of each run that are printed."""
 
 METHODS: dict[str, dict[str, Any]] = {
     "sft": dict(method={"name": "sft"}),
@@ -53,10 +53,10 @@ PROVIDERS: dict[str, dict[str, Any]] = {
 LORA = {"rank": 4, "alpha": 8, "dropout": 0.1}
 
 Run = list[dict[str, Any]]
-"""Of each step its metrics, of the whole the hashes of its files; numbers as `float.hex` writes them."""
+"""Metrics of each step, then hashes of the run's files; numbers as `float.hex` writes them."""
 
 
-def cases() -> Iterator[tuple[str, tuple[str, str, str, bool]]]:
+def list_cases() -> Iterator[tuple[str, tuple[str, str, str, bool]]]:
     for method, provider, precision, lora in product(METHODS, PROVIDERS, ("fp32", "bf16"), (False, True)):
         yield f"{method}, {provider}, {precision}, {'lora' if lora else 'full'}", (method, provider, precision, lora)
 
@@ -80,41 +80,45 @@ def make_recipe(folder: Path, number: int, method: str, provider: str, precision
     )
 
 
-def exact(value: Any) -> Any:
-    """A JSON value with its numbers as text that has every bit."""
+def write_exactly(value: Any) -> Any:
+    """A JSON value whose numbers are text with every bit."""
     if isinstance(value, dict):
-        return {key: exact(inner) for key, inner in value.items()}
+        return {key: write_exactly(inner) for key, inner in value.items()}
     return value.hex() if isinstance(value, float) else value
 
 
 def read(folder: Path) -> Run:
-    """What a run measured and wrote, but for what depends on the machine's speed and memory."""
-    # The weights are in model/ or adapter/, in one file: these models are small.
+    """Read what a run measured and wrote, without metrics that depend on the machine's speed and memory."""
+    # The weights of these small models are one file in model/ or adapter/.
     files = [*sorted((folder / "tokens").iterdir()), *folder.glob("[ma]*/*.safetensors")]
     hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     held_out = json.loads((folder / "held_out.json").read_text())
-    return [*(exact(line) for line in resumed_runs.read_deterministic_metrics(folder)), hashes, exact(held_out)]
+    return [
+        *(write_exactly(line) for line in resumed_runs.read_deterministic_metrics(folder)),
+        hashes,
+        write_exactly(held_out),
+    ]
 
 
 def run_cases(folder: Path, provider: str) -> dict[str, Run]:
     torch.set_num_threads(1)
-    found = {}
-    for number, (name, parts) in enumerate(cases()):
+    runs = {}
+    for number, (name, parts) in enumerate(list_cases()):
         if provider not in parts:
             continue
         recipe = make_recipe(folder, number, *parts)
         with redirect_stdout(StringIO()):
             if recipe.data.reference_log_probabilities is not None:
                 write_reference_log_probabilities(recipe, Path(recipe.data.reference_log_probabilities))
-            found[name] = read(resumed_runs.run_to_end(recipe))
-    return found
+            runs[name] = read(resumed_runs.run_to_end(recipe))
+    return runs
 
 
 def run_all() -> dict[str, Run]:
-    """Every case, in a launch for each provider: how many ranks share a layer is settled once a process."""
+    """Run every case, in one launch per provider, since a process has one tensor-parallel size."""
     tokenizer = make_tokenizer()
-    with tempfile.TemporaryDirectory(prefix="bitwise_") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="bitwise_") as temporary:
+        folder = Path(temporary)
         tiny.qwen3(vocab_size=len(tokenizer)).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         write_conversations(folder / "train.jsonl", sums(range(13)))
@@ -126,45 +130,45 @@ def run_all() -> dict[str, Run]:
         }
 
 
-def differences(found: Run, earlier: Run) -> list[str]:
-    """In the order of the steps, so that the first line is where it began."""
+def find_differences(run: Run, earlier: Run) -> list[str]:
+    """List differences in the order of the steps, so that the first line shows where they began."""
     parts = [f"step {k}" for k in range(1, NUM_STEPS + 1)] + ["file", "held_out.json"]
-    if not len(found) == len(earlier) == len(parts):
-        return [f"{len(found)} parts, {len(earlier)} earlier; expected {len(parts)}"]
+    if not len(run) == len(earlier) == len(parts):
+        return [f"{len(run)} parts, {len(earlier)} earlier; expected {len(parts)}"]
     return [
         f"{part}: {key} is {here.get(key)}, was {there.get(key)}"
-        for part, here, there in zip(parts, found, earlier, strict=True)
+        for part, here, there in zip(parts, run, earlier, strict=True)
         for key in sorted(here.keys() | there.keys())
         if here.get(key) != there.get(key)
     ]
 
 
-def compare(found: Mapping[str, Run], earlier: Mapping[str, Run]) -> int:
-    """Prints what differs. Returns the number of runs that do, those that only one of the two has among them."""
+def compare(runs: Mapping[str, Run], earlier: Mapping[str, Run]) -> int:
+    """Print differences; returns the number of runs that differ, including runs that only one of the two has."""
     differing = 0
-    for name in sorted(found.keys() | earlier.keys()):
-        changed = differences(found.get(name, []), earlier.get(name, []))
+    for name in sorted(runs.keys() | earlier.keys()):
+        changed = find_differences(runs.get(name, []), earlier.get(name, []))
         differing += bool(changed)
         if changed:
             print(f"{name}: {len(changed)} differ")
             print(*(f"  {line}" for line in changed[:NUM_SHOWN]), sep="\n")
-    print(f"{len(found)} runs, {len(earlier)} earlier: {differing} differ")
+    print(f"{len(runs)} runs, {len(earlier)} earlier: {differing} differ")
     return differing
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="JSON to write; one that is there is read, and nothing runs")
+    parser.add_argument("file", type=Path, help="JSON to write; an existing file is read, and nothing runs")
     parser.add_argument("earlier", type=Path, nargs="?", help="JSON to compare with")
     arguments = parser.parse_args()
     if not arguments.file.exists():
         result = {"environment": environment(), "runs": run_all()}
         arguments.file.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.earlier is not None:
-        found, earlier = (json.loads(path.read_text()) for path in (arguments.file, arguments.earlier))
-        if found["environment"] != earlier["environment"]:
-            print(f"environment: {found['environment']}, earlier {earlier['environment']}")
-        raise SystemExit(compare(found["runs"], earlier["runs"]) > 0)
+        result, earlier = (json.loads(path.read_text()) for path in (arguments.file, arguments.earlier))
+        if result["environment"] != earlier["environment"]:
+            print(f"environment: {result['environment']}, earlier {earlier['environment']}")
+        raise SystemExit(compare(result["runs"], earlier["runs"]) > 0)
 
 
 if __name__ == "__main__":

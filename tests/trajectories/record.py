@@ -1,4 +1,4 @@
-"""The committed trajectories, with the environment they were made in, and what differs from them."""
+"""The committed trajectories with the environment that they were made in, and the comparison with them."""
 
 import json
 import platform
@@ -13,9 +13,9 @@ from tests.trajectories.runs import Trajectory
 
 FILE = Path(__file__).with_name("trajectories.json")
 
-TOLERANCE, TOLERANCE_OF_UTILITIES = 2e-6, 2e-5
-"""Relative; the second for `vcore`, whose utilities are derivatives or differences of losses, so that rounding weighs
-more in them. README.md has the measurements behind both."""
+TOLERANCE, UTILITY_TOLERANCE = 2e-6, 2e-5
+"""Relative tolerances; the second is for `vcore`, whose utilities are derivatives or differences of losses, on which
+rounding has a larger effect. README.md has the measurements behind both."""
 
 SCALES = {"utility_mean": "utility_std"}
 """A mean of numbers of both signs is compared on the scale of those numbers."""
@@ -24,7 +24,7 @@ COMMAND = "python -m tests.trajectories.write"
 
 
 def environment() -> dict[str, str]:
-    """What the numbers may depend on."""
+    """Versions and processor, on which the numbers may depend."""
     packages = ("torch", "deepspeed", "transformers", "peft", "numpy")
     return {
         "python": platform.python_version(),
@@ -35,11 +35,12 @@ def environment() -> dict[str, str]:
 
 
 def read() -> dict[str, Any]:
-    """Keys `environment` and `trajectories`."""
+    """Read the record, a dictionary with the keys `environment` and `trajectories`."""
     return json.loads(FILE.read_text())
 
 
 def write(trajectories: Mapping[str, Trajectory]) -> None:
+    """Write the record, a line for each step."""
     rounded = {
         case: [{name: None if x is None else float(f"{x:.9g}") for name, x in step.items()} for step in trajectory]
         for case, trajectory in trajectories.items()
@@ -52,33 +53,33 @@ def write(trajectories: Mapping[str, Trajectory]) -> None:
     FILE.write_text(f'{{\n "environment": {header},\n "trajectories": {{\n{cases}\n }}\n}}\n')
 
 
-def deviation(quantity: str, found: Mapping[str, float | None], expected: Mapping[str, float | None]) -> float:
-    """Relative; infinite where only one of the two has the quantity."""
-    a, b = found.get(quantity), expected.get(quantity)
+def find_deviation(quantity: str, step: Mapping[str, float | None], expected: Mapping[str, float | None]) -> float:
+    """Relative deviation; infinite where only one of the two has the quantity."""
+    a, b = step.get(quantity), expected.get(quantity)
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     return abs(a - b) / max(abs(expected[SCALES.get(quantity, quantity)] or 0.0), 1e-12)
 
 
-def tolerance_of(case: str) -> float:
-    return TOLERANCE_OF_UTILITIES if case.startswith("vcore") else TOLERANCE
+def find_tolerance(case: str) -> float:
+    return UTILITY_TOLERANCE if case.startswith("vcore") else TOLERANCE
 
 
-def differences(found: Trajectory, expected: Trajectory, tolerance: float) -> list[str]:
-    """What deviates by more than the tolerance, in the order of the steps: the first line is where it began."""
-    if len(found) != len(expected):
-        return [f"{len(found)} steps, expected {len(expected)}"]
+def find_differences(trajectory: Trajectory, expected: Trajectory, tolerance: float) -> list[str]:
+    """List numbers that deviate by more than the tolerance, in the order of the steps."""
+    if len(trajectory) != len(expected):
+        return [f"{len(trajectory)} steps, expected {len(expected)}"]
     return [
         f"step {k}: {quantity} is {here.get(quantity)}, was {there.get(quantity)}: "
-        f"off by {deviation(quantity, here, there):.1e}"
-        for k, (here, there) in enumerate(zip(found, expected, strict=True), start=1)
+        f"off by {find_deviation(quantity, here, there):.1e}"
+        for k, (here, there) in enumerate(zip(trajectory, expected, strict=True), start=1)
         for quantity in sorted(here.keys() | there.keys())
-        if not deviation(quantity, here, there) <= tolerance
+        if not find_deviation(quantity, here, there) <= tolerance
     ]
 
 
 def describe_environments(then: Mapping[str, str]) -> str:
-    """Then and now, what has changed first."""
+    """Describe the recorded and the present environment, changed entries first."""
     now = environment()
     keys = sorted(now, key=lambda key: now[key] == then.get(key))
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Steps of every method from fixed numbers, on two ranks in fp32.
+"""Steps of every method with fixed parameters and tokens, on two ranks in fp32.
 
 Parameters and tokens are drawn by numpy's `RandomState`, whose streams are frozen, so that only arithmetic can differ
 from one version of a library to the next. No dropout and no stochastic rounding for the same reason.
@@ -19,12 +19,12 @@ from vcore_ds.train.weighting import compute_log_probabilities
 
 NUM_STEPS, NUM_RANKS = 4, 2
 NUM_COMPARED = NUM_STEPS if IS_SOAK else 3
-"""Steps on record, and those that the tests take: the losses of the third show the second update, whose moments are the
-first that have a past."""
+"""Steps that the tests take, of those on record: the losses of the third show the second update, the first whose
+moments depend on an earlier step."""
 NUM_MAIN, NUM_PROBE, MICRO_BATCH_SIZE = 8, 4, 2
-"""Sequences."""
+"""Numbers of sequences."""
 NUM_TOKENS = 24
-"""Longest sequence."""
+"""Length of the longest sequence."""
 LEARNING_RATE = 1e-3
 QUANTITIES = (
     "loss weighted_loss alpha total_weight effective_sample_size kl tau utility_mean utility_std "
@@ -60,7 +60,7 @@ Trajectory = list[dict[str, float | None]]
 
 
 def draw_parameters(model: torch.nn.Module) -> None:
-    """Overwrites all parameters, adapters included, in the model's own order."""
+    """Overwrite all parameters, adapters included, in the order of the model."""
     random = np.random.RandomState(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,6 +81,7 @@ def draw_rows(num_rows: int, seed: int) -> Batch:
 
 
 def keep_some(batch: Batch) -> None:
+    """Draw the mask of the `random` method."""
     batch.kept = torch.zeros_like(batch.labels, dtype=torch.bool)
     for row in range(batch.num_sequences):
         targets = batch.labels[row] != -100
@@ -128,5 +129,5 @@ def _run_methods(num_steps: int) -> dict[str, Trajectory]:
 
 
 def run_all(num_steps: int = NUM_STEPS) -> dict[str, Trajectory]:
-    """The trajectory of every case, in one launch: starting two ranks takes longer than the steps."""
+    """Run every case in one launch, since starting two ranks takes longer than the steps."""
     return run_ranks(_run_methods, NUM_RANKS, num_steps)[0]

@@ -1,4 +1,4 @@
-"""The first three of four steps of every method are those that were committed; in `make soak` all four."""
+"""The first three steps of every method against the committed four; in `make soak`, all four."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, runs.Trajectory]:
+def trajectories() -> dict[str, runs.Trajectory]:
     return runs.run_all(runs.NUM_COMPARED)
 
 
@@ -17,9 +17,11 @@ def test_the_record_has_every_case() -> None:
 
 
 @pytest.mark.parametrize("case", runs.CASES)
-def test_a_trajectory_is_the_one_on_record(found: dict[str, runs.Trajectory], case: str) -> None:
-    expected, tolerance = record.read(), record.tolerance_of(case)
-    changed = record.differences(found[case], expected["trajectories"][case][: runs.NUM_COMPARED], tolerance)
+def test_a_trajectory_equals_the_one_on_record(trajectories: dict[str, runs.Trajectory], case: str) -> None:
+    expected, tolerance = record.read(), record.find_tolerance(case)
+    changed = record.find_differences(
+        trajectories[case], expected["trajectories"][case][: runs.NUM_COMPARED], tolerance
+    )
     assert not changed, "\n".join(
         [
             f"{case}: {len(changed)} numbers differ from {record.FILE.name} by more than {tolerance:.0e}:",

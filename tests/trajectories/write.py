@@ -1,19 +1,19 @@
-"""`python -m tests.trajectories.write`: writes the committed trajectories again, and says what has changed.
+"""`python -m tests.trajectories.write`: write the committed trajectories again, and report what has changed.
 
-For a change of numerics that is meant: say in the commit which one, and why.
+For an intended change of numbers: say in the commit which one, and why.
 """
 
 from tests.trajectories import record, runs
 
 
 def main() -> None:
-    found = runs.run_all()
+    trajectories = runs.run_all()
     before = record.read() if record.FILE.exists() else {"environment": {}, "trajectories": {}}
-    for case, trajectory in found.items():
-        changed = record.differences(trajectory, before["trajectories"].get(case, []), record.tolerance_of(case))
+    for case, trajectory in trajectories.items():
+        changed = record.find_differences(trajectory, before["trajectories"].get(case, []), record.find_tolerance(case))
         print(f"{case}: " + (f"{len(changed)} numbers changed; {changed[0]}" if changed else "as before"))
     print(record.describe_environments(before["environment"]))
-    record.write(found)
+    record.write(trajectories)
     print(f"written: {record.FILE}")
 
 

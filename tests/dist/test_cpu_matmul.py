@@ -1,5 +1,5 @@
-"""Whole steps in bf16 against the oracle in fp32, with the products of CPUs without bf16 instructions and with
-PyTorch's: each forced on the same CPU, and as this CPU has it."""
+"""Whole steps in bf16 against the oracle in fp32, with the package's matrix multiplications for CPUs without bf16
+instructions and with PyTorch's: each forced on the same CPU, and as this CPU has it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.parity import Case, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
-from vcore_ds.distributed import cpu_matmul as cpu_products
+from vcore_ds.distributed import cpu_matmul
 
 pytestmark = pytest.mark.dist
 
@@ -20,46 +20,47 @@ CASES = {
     "lora, checkpointed": Case(lora=True, checkpointing=True, sections=BF16),
 } | soak({"sft": Case(sections={**BF16, "method": {"name": "sft"}})})
 BOUNDS = {"utilities": 0.08, "weights": 0.02, "alpha": 1e-3, "gradient": 0.03, "loss": 1e-3}
-"""bf16 has 8 bits, a relative error of 0.004 a rounding; so many lie between the operands and the result."""
-
+"""bf16 has 8 bits, a relative error of 0.004 for each rounding; a result has gone through several."""
 
 WITHOUT_THE_VARIABLE = ("lora, checkpointed",)
-"""Cases that are run a third time, to see which kernels a step without the variable takes."""
+"""Cases that are run a third time, with the kernels that are chosen where the variable is not set."""
 
 
 def run_cases(names: Sequence[str]) -> tuple[bool, dict[str, dict[str, float]]]:
-    """Whether the kernels of this rank are replaced, and the deviations."""
-    return cpu_products._replaced is not None, {name: run_case(CASES[name]) for name in names}
+    """Run cases; returns whether this rank's kernels are replaced, and the deviations."""
+    return cpu_matmul._replaced is not None, {name: run_case(CASES[name]) for name in names}
 
 
 @pytest.fixture(scope="module")
 def deviations() -> dict[str | None, list[Any]]:
-    """Results of each rank, by the value of the variable."""
+    """Results of `run_cases` on each rank, by the value of the variable."""
     with pytest.MonkeyPatch.context() as patch:
         results: dict[str | None, list[Any]] = {}
-        patch.delenv(cpu_products.VARIABLE, raising=False)
+        patch.delenv(cpu_matmul.VARIABLE, raising=False)
         results[None] = run_ranks(run_cases, 2, WITHOUT_THE_VARIABLE)
         for value in ("fp32", "native"):
-            patch.setenv(cpu_products.VARIABLE, value)
+            patch.setenv(cpu_matmul.VARIABLE, value)
             results[value] = run_ranks(run_cases, 2, tuple(CASES))
     return results
 
 
-def test_the_variable_decides_on_every_rank(deviations: dict[str | None, list[Any]]) -> None:
+def test_the_variable_chooses_the_kernels_on_every_rank(deviations: dict[str | None, list[Any]]) -> None:
     assert [is_replaced for is_replaced, _ in deviations["fp32"]] == [True, True]
     assert [is_replaced for is_replaced, _ in deviations["native"]] == [False, False]
 
 
-def test_without_the_variable_the_cpu_decides_bit_for_bit(
+def test_without_the_variable_the_cpu_chooses_the_kernels(
     deviations: dict[str | None, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
-    expected = deviations[cpu_products.cpu_matmul_precision()]
-    assert deviations[None] == [(is_replaced, {n: of[n] for n in WITHOUT_THE_VARIABLE}) for is_replaced, of in expected]
+    monkeypatch.delenv(cpu_matmul.VARIABLE, raising=False)
+    expected = deviations[cpu_matmul.cpu_matmul_precision()]
+    assert deviations[None] == [
+        (is_replaced, {name: by_case[name] for name in WITHOUT_THE_VARIABLE}) for is_replaced, by_case in expected
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_the_oracles_and_as_exact_as_with_pytorchs_products(
+def test_a_step_equals_the_oracles_as_closely_as_with_pytorchs_kernels(
     deviations: dict[str | None, list[Any]], name: str
 ) -> None:
     for (_, ours), (_, native) in zip(deviations["fp32"], deviations["native"], strict=True):
