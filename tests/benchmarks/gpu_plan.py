@@ -78,7 +78,7 @@ def estimated(method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_con
 
 def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int) -> float:
     """FLOP of a rank's step, as MFU counts them: what activation checkpoints compute again is not needed."""
-    passes = StepPasses.of(replace(settings_of(method, num_tokens), is_checkpointed=False))
+    passes = StepPasses.derive(replace(settings_of(method, num_tokens), is_checkpointed=False))
     lengths = lengths_of_row(num_tokens)
     return passes.flops(shape_of(sizes), lengths * rows, lengths).total
 
@@ -125,4 +125,4 @@ def predict_seconds(
         bool(zero.get("stage3_allgather_sequential", False)),
     )
     probe = [batch(1)] if method != "sft" else []
-    return model.step(StepPasses.of(settings), [batch(rows)], probe).seconds
+    return model.estimate_step(StepPasses.derive(settings), [batch(rows)], probe).seconds

@@ -132,7 +132,7 @@ def rows_of_similar_length(feed: Feed, k: int) -> list[Batch]:
     lengths = [len(feed.dataset[i]) for i in ids]
     limit = MicroBatchLimit(num_sequences=None)
     found = spread(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
-    own = found.ids_of_group(layout.rank("shards"))
+    own = found.list_group_ids(layout.rank("shards"))
     return [collate([feed.dataset[i] for i in row], 0) if row else idle_batch(0) for row in own]
 
 

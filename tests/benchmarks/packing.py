@@ -54,7 +54,7 @@ def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int 
         time_model=TimeModel(SHAPE, num_ranks, num_ranks, CPU),
     )
     batches = []
-    for positions in found.ids_of_group(layout.rank("shards")):
+    for positions in found.list_group_ids(layout.rank("shards")):
         own = [all_traces[i] for i in positions]
         batches.append(idle_batch(0) if not own else collate(own, 0) if micro is not None else pack([own], 0))
     return batches, found.waste

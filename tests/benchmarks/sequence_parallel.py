@@ -108,7 +108,7 @@ def rows_of_rank(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
         time_model=TimeModel(shape, NUM_RANKS, NUM_RANKS, CPU),
     )
     k, rows = chosen.sequence_parallel, []
-    for ids in chosen.ids_of_group(layout.rank("data", k)):
+    for ids in chosen.list_group_ids(layout.rank("data", k)):
         parts = [row(SEQUENCES[i], 1) for i in ids]
         ids_of_row, labels = (torch.cat([getattr(p, name) for p in parts], 1) for name in ("input_ids", "labels"))
         lengths = torch.tensor([SEQUENCES[i] for i in ids])

@@ -39,7 +39,7 @@ def measure(num_ranks: int, batch_size: int, parallel_sizes: Sequence[int] | Non
         spread(
             range(batch_size), lengths, parallel_sizes=candidates, limit=MicroBatchLimit(CUTOFF), time_model=time_model
         )
-        for lengths in LengthModel().batches("main", batch_size, CUTOFF)
+        for lengths in LengthModel().draw_batches("main", batch_size, CUTOFF)
     ]
     return Found(
         Counter(found.sequence_parallel for found in passes),

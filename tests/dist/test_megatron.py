@@ -300,8 +300,8 @@ def test_a_plan_counts_the_exchanges_of_a_pass(layers, name: str):
     shape = ModelShape(2, 4, 2, 8, 10_000, hidden_size=32, intermediate_size=64, vocabulary_size=128)
     model = StepModel(shape, parameter_counts(shape.take_tensor_shard(2)), settings, Cluster(GPUS["H100"], 4))
     for phase, phase_numels in expected.items():
-        work = getattr(StepPasses.of(settings), phase)
-        traffic, num_exchanges = model.between_layers(work, num_tokens)
+        work = getattr(StepPasses.derive(settings), phase)
+        traffic, num_exchanges = model.estimate_tensor_exchanges(work, num_tokens)
         assert num_exchanges == len(phase_numels)
         assert traffic.inside == 4 * sum(phase_numels) / 2  # half of the numbers stay on the rank
 

@@ -25,7 +25,7 @@ from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import parameter_counts
 from vcore_ds.planning.memory_plan import plan_memory
-from vcore_ds.planning.model_shape import QWEN3_32B, shape_on_disk
+from vcore_ds.planning.model_shape import QWEN3_32B, read_shape
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import summarize
 from vcore_ds.planning.step_cost import StepModel, StepPasses
@@ -69,7 +69,7 @@ def compare(folder: Path, measured: Sequence[Mapping[str, Any]]) -> list[Compari
 
 
 def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[Comparison]:
-    shape = shape_on_disk(str(folder / case.model))
+    shape = read_shape(str(folder / case.model))
     assert shape is not None
     settings = derive_plan_settings(make_recipe(case, folder))
     plan = plan_batch(settings, NUM_RANKS, shape, ranks_per_node=NUM_RANKS)
@@ -93,7 +93,7 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     reuse_distance = config["zero_optimization"]["stage3_max_reuse_distance"]
     counts = parameter_counts(shape, memory.settings.adapters)
     model = StepModel(shape, counts, memory.settings, cluster, reuse_distance)
-    traffic = model.step(StepPasses.of(memory.settings), [main], [probe]).traffic
+    traffic = model.estimate_step(StepPasses.derive(memory.settings), [main], [probe]).traffic
     received, k = measured["received"], case.sequence_parallel
     all_gathers = traffic["parameters"]
     if case.rank is None:  # factors are not all-gathered

@@ -296,7 +296,7 @@ def _measure(result: ModelResult, folder: Path, parts: Sequence[str]) -> None:
     config = read_config(str(folder))
     result.architecture = config.architectures[0] if config.architectures else ""
     main, probe = draw_texts(3, 1), draw_texts(2, 2)
-    shape = read_model_shape(str(folder)).for_sequences_of(max(len(text.tokens) for text in main))
+    shape = read_model_shape(str(folder)).adapt_to_length(max(len(text.tokens) for text in main))
     result.packing, result.sequence_parallelism, result.is_alone = (
         shape.unpackable,
         shape.no_sequence_parallelism,

@@ -213,19 +213,23 @@ def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None
     row, size = {"pack_tokens_per_rank": 16_384}, {"global_size": 4}
     fixed = plan(64, batch=row | {"sequence_parallel": 1})
     assert fixed.simulate(16_384)["main"].is_low
-    assert fixed.remedy("main") == "set batch.sequence_parallel to auto"
+    assert fixed.describe_remedy("main") == "set batch.sequence_parallel to auto"
     assert not plan(64, batch=row).simulate(16_384)["main"].is_low
 
     odd = plan(63, batch=row | size)  # no degree but 1
     assert odd.simulate(16_384)["main"].is_low
-    assert odd.remedy("main") == (
+    assert odd.describe_remedy("main") == (
         "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can form a Ulysses group)"
     )
     assert not plan(63, batch=row | {"global_size": 504}).simulate(16_384)["main"].is_low
-    assert plan(63, batch=row).remedy("probe").startswith("set probe.batch_size to 504 or more, or use fewer ranks (")
+    assert (
+        plan(63, batch=row)
+        .describe_remedy("probe")
+        .startswith("set probe.batch_size to 504 or more, or use fewer ranks (")
+    )
 
     single = plan(4, batch={"micro_batch_size_per_rank": 2})
-    assert single.remedy("main").startswith("set batch.pack_tokens_per_rank to data.cutoff_length")
+    assert single.describe_remedy("main").startswith("set batch.pack_tokens_per_rank to data.cutoff_length")
 
 
 def test_a_simulation_of_what_is_there() -> None:

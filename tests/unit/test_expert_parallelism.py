@@ -17,10 +17,10 @@ from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import find_other_expert_sizes, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, gathered_weights
+from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, estimate_weights_traffic
 from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import MemorySettings, estimate_memory, parameter_counts
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, fullest_rank
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, estimate_fullest_load
 from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import MicroBatchLimit, TimeModel, spread
@@ -129,7 +129,7 @@ def cost_of(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8) -> 
     )
     cluster = Cluster(FAST, num_gpus, gpus_per_node, achieved=IDEAL)
     model = StepModel(SMALL, parameter_counts(SMALL), settings, cluster, reuse_distance=0)
-    return model.step(StepPasses.of(settings), [(lengths, found)], [(lengths, found)])
+    return model.estimate_step(StepPasses.derive(settings), [(lengths, found)], [(lengths, found)])
 
 
 JVP = MemorySettings(num_ranks=16, main_tokens=16, probe_tokens=16, estimator="jvp", is_fused=True)
@@ -149,9 +149,9 @@ def test_gathers_by_hand(expert: int) -> None:
 
 
 def test_nothing_of_experts_is_gathered_in_one_group_of_all_ranks() -> None:
-    assert gathered_weights(0.0, 1e9, 16, 8, 16) == Traffic()
+    assert estimate_weights_traffic(0.0, 1e9, 16, 8, 16) == Traffic()
     # Groups that reach over nodes: each rank gets its part from one rank in each of the other places.
-    assert gathered_weights(0.0, 1e9, 64, 8, 16) == Traffic(0.0, 1e9 / 16 * 3 / 4)
+    assert estimate_weights_traffic(0.0, 1e9, 64, 8, 16) == Traffic(0.0, 1e9 / 16 * 3 / 4)
 
 
 @pytest.mark.parametrize(("is_checkpointed", "num_passes"), [(False, 2 + 2 + 1), (True, 3 + 3 + 1)])
@@ -172,8 +172,8 @@ def test_the_fullest_rank_is_waited_for() -> None:
     # Half as many tokens more: 3 passes of the probe, 5 of the main batch, 2 x 2 layers x 2 experts x 360.
     assert uneven.seconds_step - even.seconds_step == pytest.approx(0.5 * 8 * 16 * 2 * 2 * 2 * 360 / 1e6)
     assert uneven.traffic == even.traffic
-    assert fullest_rank(128, 1) == 1
-    assert fullest_rank(128, 64) == pytest.approx(1 + 0.25 / math.sqrt(2) * math.sqrt(2 * math.log(64)))
+    assert estimate_fullest_load(128, 1) == 1
+    assert estimate_fullest_load(128, 64) == pytest.approx(1 + 0.25 / math.sqrt(2) * math.sqrt(2 * math.log(64)))
 
 
 def test_memory_of_a_part_of_the_experts() -> None:
@@ -202,7 +202,7 @@ def test_it_is_offered_where_a_run_does_not_fit() -> None:
     sft = {"method": {"name": "sft"}, "model": {"path": "m", "gradient_checkpointing": True}}
     plan = plan_run(derive_plan_settings(recipe(1, **sft)), Cluster(GPUS["H200"], 32), KNOWN_MODELS["Qwen3-235B-A22B"])
     assert not plan.fits
-    found = {remedy.change: remedy.estimate for remedy in plan.memory.remedies(plan.available)}
+    found = {remedy.change: remedy.estimate for remedy in plan.memory.find_remedies(plan.available)}
     assert [change for change in found if change.startswith("parallel")] == ["parallel.expert=8", "parallel.expert=32"]
     for expert in (8, 32):
         assert plan.available.holds(found[f"parallel.expert={expert}"])
@@ -233,7 +233,7 @@ def test_the_plan_says_the_degree_and_tries_others(capsys: pytest.CaptureFixture
     assert [line.split(":")[0].strip() for line in tried.splitlines()[1:]] == [
         f"parallel.expert={n}" for n in (1, 2, 4, 8, 16, 64)
     ]
-    assert f"is sent {fullest_rank(128, 32):.2f} times the mean GPU's tokens" in printed
+    assert f"is sent {estimate_fullest_load(128, 32):.2f} times the mean GPU's tokens" in printed
     assert main(["plan", str(LARGE), "--gpus", "64", "--gpu", "H200", "--json"]) == 0
     sft, vcore = json.loads(capsys.readouterr().out)["columns"]
     assert sft["expert"] == 32 and len(sft["expert_degrees"]) == len(vcore["expert_degrees"]) == 6

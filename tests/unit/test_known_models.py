@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, known_model
+from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, find_known_model
 from vcore_ds.planning.memory import AdapterShape, parameter_counts
-from vcore_ds.planning.model_shape import QWEN3_32B, shape_of_config
+from vcore_ds.planning.model_shape import QWEN3_32B, parse_shape
 
 PUBLISHED = {
     "Qwen3-0.6B": (596_049_920, 440_467_456, 5_046_272, 40_370_176),
@@ -90,14 +90,14 @@ def test_the_model_that_is_assumed_is_the_known_one() -> None:
     ],
 )
 def test_models_by_name(path: str, name: str | None) -> None:
-    assert known_model(path) == name
+    assert find_known_model(path) == name
 
 
 def test_positions_that_yarn_adds() -> None:
     sizes = CONFIGS["Qwen3-8B"]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     for extended, positions in ((sizes | {"rope_scaling": yarn}, 131_072), (sizes, 40_960)):
-        shape = shape_of_config(extended)
+        shape = parse_shape(extended)
         assert shape is not None and shape.max_positions == positions
-    without = shape_of_config({key: value for key, value in sizes.items() if key != "max_position_embeddings"})
+    without = parse_shape({key: value for key, value in sizes.items() if key != "max_position_embeddings"})
     assert without is not None and without.max_positions is None

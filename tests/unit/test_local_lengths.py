@@ -45,9 +45,9 @@ def test_raw_data_have_the_lengths_of_their_store(folder: Path) -> None:
     assert raw.source.startswith(f"the first 256 sequences of {folder}/many.jsonl, mean ")
     assert store.mean == pytest.approx(sum(lengths) / 300)
     assert sample_lengths(data_of(str(folder / "missing.jsonl")), model) is None
-    batches = store.batches("main", 8, 10**6)
+    batches = store.draw_batches("main", 8, 10**6)
     assert {n for batch in batches for n in batch} <= set(lengths) and len(batches) == 40
-    assert {n for batch in store.batches("probe", 4, 20) for n in batch} == {20}
+    assert {n for batch in store.draw_batches("probe", 4, 20) for n in batch} == {20}
 
 
 def test_long_sequences_are_dropped_or_cut_as_in_training(folder: Path) -> None:
@@ -69,7 +69,7 @@ def test_files_count_by_their_weights_and_the_probe_has_its_lengths(folder: Path
     assert found is not None and few is not None
     assert len(found.sampled) == 304 and set(found.sampled[76:]) == set(few.sampled)  # three quarters
     assert found.sampled_probe == few.sampled and found.num_sequences == 304
-    assert {n for batch in found.batches("probe", 8, 256) for n in batch} == set(few.sampled)
+    assert {n for batch in found.draw_batches("probe", 8, 256) for n in batch} == set(few.sampled)
 
 
 def test_characters_count_without_the_tokenizer(folder: Path) -> None:

@@ -222,7 +222,9 @@ def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
         assert staged.persistent == direct.persistent
         assert (staged.host_bytes - direct.host_bytes) * FULL.num_ranks == pytest.approx(num_bytes * trained, rel=1e-6)
     short = Available(device=200 * GIB, host=40 * GIB)
-    changes = {one.change: short.holds(one.estimate) for one in plan_of(8, "checkpoint.async=true").remedies(short)}
+    changes = {
+        one.change: short.holds(one.estimate) for one in plan_of(8, "checkpoint.async=true").find_remedies(short)
+    }
     assert changes["checkpoint.async=false"]
 
 
@@ -239,7 +241,7 @@ def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
 def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str], fitting: list[str]) -> None:
     memory = plan_of(num_ranks, *overrides)
     assert not H100.holds(memory.estimate)
-    remedies = memory.remedies(H100)
+    remedies = memory.find_remedies(H100)
     said = [remedy.change for remedy in remedies if H100.holds(remedy.estimate)]
     assert set(fitting) <= set(said)
     for remedy in remedies:
@@ -251,7 +253,7 @@ def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str
 
 def test_remedies_together_where_none_is_enough_alone() -> None:
     small = Available(device=30 * GIB, host=180 * GIB)
-    remedies = plan_of(8, "model.gradient_checkpointing=false").remedies(small)
+    remedies = plan_of(8, "model.gradient_checkpointing=false").find_remedies(small)
     *alone, together = remedies
     assert not any(small.holds(remedy.estimate) for remedy in alone)
     assert small.holds(together.estimate) and together.change.count("=") == 4

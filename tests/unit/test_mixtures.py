@@ -18,10 +18,10 @@ from vcore_ds.planning.memory import MemorySettings, active_parameters, estimate
 from vcore_ds.planning.model_shape import (
     QWEN3_32B,
     Experts,
-    experts_of,
-    is_mixture,
-    shape_of_config,
-    shape_on_disk,
+    is_moe,
+    parse_shape,
+    read_experts,
+    read_shape,
 )
 from vcore_ds.planning.spread import TimeModel
 from vcore_ds.planning.step_cost import flops_of_all_weights, linear_flops_per_token
@@ -71,8 +71,8 @@ PUBLISHED = {
 def test_parameters_of_published_mixtures(name: str) -> None:
     """Against the published numbers, and against the model that transformers builds of the same configuration."""
     config = dict((CONFIGS | OTHERS)[name])
-    shape = shape_of_config(config)
-    assert shape is not None and is_mixture(config)
+    shape = parse_shape(config)
+    assert shape is not None and is_moe(config)
     total, active = (count / 1e9 for count in (parameter_counts(shape).all, active_parameters(shape)))
     assert (total, active) == (pytest.approx(PUBLISHED[name][0], abs=0.06), pytest.approx(PUBLISHED[name][1], abs=0.06))
     built = CONFIG_MAPPING[config.pop("model_type")](**config)
@@ -92,10 +92,10 @@ def test_both_ways_of_reading_agree(name: str, tmp_path: Path) -> None:
     CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(
         tmp_path
     )
-    from_transformers, from_json = read_model_shape(str(tmp_path)), shape_on_disk(str(tmp_path))
+    from_transformers, from_json = read_model_shape(str(tmp_path)), read_shape(str(tmp_path))
     assert from_json is not None
     assert replace(from_transformers, no_sequence_parallelism=None) == replace(from_json, no_sequence_parallelism=None)
-    direct = replace(shape_of_config(config) or QWEN3_32B, max_positions=from_json.max_positions)  # some by default
+    direct = replace(parse_shape(config) or QWEN3_32B, max_positions=from_json.max_positions)  # some by default
     assert replace(from_json, no_sequence_parallelism=None, unpackable=None) == replace(
         direct, no_sequence_parallelism=None, unpackable=None
     )
@@ -111,7 +111,7 @@ def test_every_architecture_with_experts_is_known_for_one() -> None:
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         source = models / model_type_to_module_name(kind)
         has_experts = any("expert" in file.read_text().lower() for file in source.glob("modeling_*.py"))
-        if has_experts and not is_mixture(CONFIG_MAPPING[kind]().get_text_config().to_dict()):
+        if has_experts and not is_moe(CONFIG_MAPPING[kind]().get_text_config().to_dict()):
             unknown.add(kind)
     assert unknown == NO_EXPERTS_BY_DEFAULT
 
@@ -139,8 +139,8 @@ _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
     ],
 )  # fmt: skip
 def test_what_configurations_say_of_experts(config: dict[str, Any], expected: Experts | None) -> None:
-    assert experts_of(config, 12) == expected
-    assert is_mixture(config) == (expected is not None)
+    assert read_experts(config, 12) == expected
+    assert is_moe(config) == (expected is not None)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_what_configurations_say_of_experts(config: dict[str, Any], expected: Ex
     ],
 )
 def test_a_dense_model_of_an_architecture_that_knows_experts(config: dict[str, Any]) -> None:
-    assert experts_of(config, 12) is None
-    assert not is_mixture(config)
+    assert read_experts(config, 12) is None
+    assert not is_moe(config)
 
 
 def test_time_goes_by_what_tokens_go_through_and_memory_by_all_experts() -> None:
@@ -186,4 +186,4 @@ def test_the_largest_layer_is_one_with_experts() -> None:
 def test_the_shape_of_a_language_model_within_another(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_vl_moe", "text_config": CONFIGS["Qwen3-30B-A3B"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert shape_on_disk(str(tmp_path)) == KNOWN_MODELS["Qwen3-30B-A3B"]
+    assert read_shape(str(tmp_path)) == KNOWN_MODELS["Qwen3-30B-A3B"]

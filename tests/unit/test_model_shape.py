@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.model_shape import QWEN3_32B, shape_on_disk
+from vcore_ds.planning.model_shape import QWEN3_32B, read_shape
 
 SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=192, num_hidden_layers=3)
 LONGROPE = dict(
@@ -45,7 +45,7 @@ def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
     Qwen3Config(num_hidden_layers=64, max_position_embeddings=40960, **sizes).save_pretrained(tmp_path)
     per_layer = 5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600  # q and o, k and v, the MLP
     assert read_model_shape(str(tmp_path)).attention_length == pytest.approx(per_layer / 8192)
-    assert read_model_shape(str(tmp_path)) == shape_on_disk(str(tmp_path)) == QWEN3_32B
+    assert read_model_shape(str(tmp_path)) == read_shape(str(tmp_path)) == QWEN3_32B
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
 )
 def test_both_ways_of_reading_agree(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    assert shape_on_disk(str(tmp_path)) == read_model_shape(str(tmp_path))
+    assert read_shape(str(tmp_path)) == read_model_shape(str(tmp_path))
 
 
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128)
@@ -104,7 +104,7 @@ def test_rows_that_cannot_be_shared_or_packed(
 def test_config_json_alone_shows_layers_that_carry_a_state(config: PretrainedConfig, tmp_path: Path) -> None:
     """These derive the kinds of their layers, so the file does not list them."""
     config.save_pretrained(tmp_path)
-    shape = shape_on_disk(str(tmp_path))
+    shape = read_shape(str(tmp_path))
     assert shape is not None and shape.unpackable is not None and " not all attention" in shape.unpackable
 
 
@@ -119,9 +119,9 @@ def test_a_rotary_embedding_that_depends_on_the_largest_position(tmp_path: Path)
     ):
         config.save_pretrained(tmp_path / rope)
         shape = read_model_shape(str(tmp_path / rope))
-        assert (shape.rope, shape.rope_limit) == (rope, limit) and shape == shape_on_disk(str(tmp_path / rope))
-        assert shape.for_sequences_of(limit) == shape and shape.unpackable is None
-        long = shape.for_sequences_of(limit + 1)
+        assert (shape.rope, shape.rope_limit) == (rope, limit) and shape == read_shape(str(tmp_path / rope))
+        assert shape.adapt_to_length(limit) == shape and shape.unpackable is None
+        long = shape.adapt_to_length(limit + 1)
         assert long.is_alone and f"({rope}) depends on the largest position" in str(long.unpackable)
         assert long.no_sequence_parallelism == long.unpackable
     linear = LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
@@ -132,7 +132,7 @@ def test_a_rotary_embedding_that_depends_on_the_largest_position(tmp_path: Path)
 def test_a_language_model_within_another(tmp_path: Path) -> None:
     text = dict(num_hidden_layers=4, num_attention_heads=8, hidden_size=64)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", "hidden_size": 7, "text_config": text}))
-    shape = shape_on_disk(str(tmp_path))
+    shape = read_shape(str(tmp_path))
     assert shape is not None
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 8, 8, 8)
     assert shape.layer_parameters == 64 * 8 * 32 + 3 * 64 * 256  # four times as wide where nothing is said
@@ -153,8 +153,8 @@ def test_a_language_model_within_another(tmp_path: Path) -> None:
 )
 def test_what_is_no_configuration_gives_no_shape(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert shape_on_disk(str(tmp_path)) is None
-    assert shape_on_disk(str(tmp_path / "nowhere")) is None
+    assert read_shape(str(tmp_path)) is None
+    assert read_shape(str(tmp_path / "nowhere")) is None
 
 
 def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mon
     folder = tmp_path / "models--somebody--a-model"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0123abc")
-    assert shape_on_disk("somebody/a-model") is None  # the file itself is missing
+    assert read_shape("somebody/a-model") is None  # the file itself is missing
     (folder / "snapshots" / "0123abc").mkdir(parents=True)
     Qwen3Config(**SIZES).save_pretrained(folder / "snapshots" / "0123abc")
-    shape = shape_on_disk("somebody/a-model")
+    shape = read_shape("somebody/a-model")
     assert shape is not None and (shape.num_layers, shape.num_heads) == (3, 8)

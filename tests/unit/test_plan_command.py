@@ -20,7 +20,7 @@ from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning import run_plan
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.run_plan import find_model, plan_run, smallest_cluster
+from vcore_ds.planning.run_plan import find_model, find_smallest_cluster, plan_run
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import LengthModel
 
@@ -44,7 +44,7 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
     plan = plan_run(derive_plan_settings(recipe), Cluster(GPUS["H200"], max(16, recipe.parallel.expert)), shape)
     assert 0 < plan.utilization < 0.4  # what products achieve, at most
     assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
-    smallest = smallest_cluster(plan)
+    smallest = find_smallest_cluster(plan)
     assert smallest is not None and smallest.fits_with_margin
     sft = plan_run(derive_plan_settings(change_method(recipe, "sft")), plan.cluster, shape)
     assert sft.cost.seconds_step < plan.cost.seconds_step

@@ -68,7 +68,7 @@ def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads,
     assert k in parallel_sizes and found == spread(
         ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model
     )
-    per_group = [found.ids_of_group(group) for group in range(min(num_ranks // k, len(ids) + 2))]
+    per_group = [found.list_group_ids(group) for group in range(min(num_ranks // k, len(ids) + 2))]
     assert sorted(i for steps in per_group for row in steps for i in row) == ids
     assert {len(steps) for steps in per_group} == {len(found.micro_steps)}
     assert all(len(groups) <= len(ids) for groups in found.micro_steps)
@@ -179,7 +179,7 @@ def test_ranks_share_a_row_where_that_is_faster_and_not_where_it_is_equal() -> N
 def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
     found = chosen([5000, 3000], 2**31 - 1)
     assert found.sequence_parallel == 1 and len(found.micro_steps[0]) == 2
-    assert found.ids_of_group(2**31 - 2) == [[]] and found.waste.num_idle_ranks == 2**31 - 3
+    assert found.list_group_ids(2**31 - 2) == [[]] and found.waste.num_idle_ranks == 2**31 - 3
 
 
 def test_gathers_cost_about_a_thousand_tokens_within_and_between_nodes() -> None:
@@ -193,21 +193,24 @@ def test_exchanges_by_hand() -> None:
     time_model = TimeModel(QWEN3_32B, 64, 8)
     seconds_per_token = 2 * QWEN3_32B.layer_parameters / 400e12
     within = 2 * 128 * (2 * 64 + 2 * 8) * 7 / 8 / 360e9  # bf16, head_dim, heads, all but the own part
-    assert time_model.exchange(8) == pytest.approx(within / seconds_per_token)
+    assert time_model.estimate_exchange(8) == pytest.approx(within / seconds_per_token)
     between = 2 * 128 * (2 * 64 + 2 * 16) * (15 / 16) * (8 / 15) / 42e9  # 8 of the 15 others are on another node
-    assert time_model.exchange(16) == pytest.approx(between / seconds_per_token)
+    assert time_model.estimate_exchange(16) == pytest.approx(between / seconds_per_token)
     # Groups of 6 straddle nodes of 8: the worst rank has one other of its group at its side.
     straddling = 2 * 128 * (2 * 64 + 2 * 24) / 6 * 4 / 42e9
-    assert TimeModel(QWEN3_32B, 24, 8).exchange(6) == pytest.approx(straddling / seconds_per_token)
-    assert time_model.exchange(1) == time_model.exchanges(1) == 0.0
+    assert TimeModel(QWEN3_32B, 24, 8).estimate_exchange(6) == pytest.approx(straddling / seconds_per_token)
+    assert time_model.estimate_exchange(1) == time_model.estimate_exchange_latency(1) == 0.0
 
 
 def test_simulated_lengths() -> None:
-    batches = LengthModel().batches("main", 32, 16_384)
-    assert len(batches) == 40 and batches == LengthModel().batches("main", 32, 16_384)
+    batches = LengthModel().draw_batches("main", 32, 16_384)
+    assert len(batches) == 40 and batches == LengthModel().draw_batches("main", 32, 16_384)
     assert 2_500 < sum(map(sum, batches)) / (40 * 32) < 3_200 and max(map(max, batches)) <= 16_384
-    assert len(LengthModel().batches("main", 1000, 100)) == 4 and LengthModel().batches("main", 2**31 - 1, 100) == []
-    assert {n for lengths in LengthModel().batches("main", 4, 2) for n in lengths} == {2}
+    assert (
+        len(LengthModel().draw_batches("main", 1000, 100)) == 4
+        and LengthModel().draw_batches("main", 2**31 - 1, 100) == []
+    )
+    assert {n for lengths in LengthModel().draw_batches("main", 4, 2) for n in lengths} == {2}
 
 
 def test_a_summary_has_the_typical_degree() -> None:
@@ -239,6 +242,6 @@ def test_without_shared_rows_it_does_not() -> None:
 
 def test_the_order_of_a_batch_does_not_matter_to_its_time() -> None:
     drawn = random.Random(3)
-    lengths = LengthModel().batches("main", 32, 16_384)[0]
+    lengths = LengthModel().draw_batches("main", 32, 16_384)[0]
     shuffled = drawn.sample(lengths, len(lengths))
     assert chosen(lengths, 64).waste.slowest_work == pytest.approx(chosen(shuffled, 64).waste.slowest_work)

@@ -16,10 +16,10 @@ from vcore_ds.planning.hardware import (
     Cluster,
     Gpu,
     Traffic,
-    exchanged,
-    exchanged_numbers,
+    count_exchanged_numbers,
+    estimate_exchange_traffic,
+    estimate_gather_traffic,
     find_gpu,
-    gathered,
     peak_flops,
 )
 from vcore_ds.planning.known_models import KNOWN_MODELS
@@ -51,7 +51,7 @@ def cost_of(settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int
     )
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
     model = StepModel(SHAPE, counts, settings, cluster, reuse_distance=0)
-    return model.step(StepPasses.of(settings), [(lengths, found)], [(lengths, found)])
+    return model.estimate_step(StepPasses.derive(settings), [(lengths, found)], [(lengths, found)])
 
 
 Forwards = tuple[float, float]
@@ -111,14 +111,14 @@ def test_a_low_rank_direction_by_hand() -> None:
     assert traffic["factors of the direction"].inside == pytest.approx(2 * 4 * (in_layers + 2 * 240) * 7 / 8)
     twice = cost_of(replace(settings, rank_passes=2), FAST, 1, [16])
     assert twice.seconds["probe"] - cost.seconds["probe"] == pytest.approx(4 * 4 * 3000 / 1e6)
-    separate = StepPasses.of(replace(settings, is_fused=False, tensor=2)).utility
+    separate = StepPasses.derive(replace(settings, is_fused=False, tensor=2)).utility
     assert separate is not None and (separate.linear, separate.num_with_tangents) == (2, 1)
 
 
 def test_fp8_tangents_by_hand() -> None:
     """Half the time of one GEMM of the layers' matrices, without the head; the FLOP stay. Rounding moves 17 bytes for
     each of their 2,000 elements, and for inputs of 3 x 10 + 32 (attention) and 2 x 10 + 20 (MLP) numbers a token."""
-    passes, in_fp8 = StepPasses.of(JVP), StepPasses.of(replace(JVP, fp8_tangents=True))
+    passes, in_fp8 = StepPasses.derive(JVP), StepPasses.derive(replace(JVP, fp8_tangents=True))
     assert in_fp8.flops(SHAPE, [16], []) == passes.flops(SHAPE, [16], [])
     cost, cheaper = (cost_of(settings, FAST, 1, [16]) for settings in (JVP, replace(JVP, fp8_tangents=True)))
     head = 2 * SHAPE.vocabulary_size * SHAPE.hidden_size
@@ -136,26 +136,28 @@ def test_fp8_tangents_by_hand() -> None:
 def test_adapters_need_no_gradient_of_weights() -> None:
     lora = replace(SFT, adapters=AdapterShape(4))
     train = PassWork(2, 3, gathers=2, exchanges=2, runs=2, reduces=True, attention_again=0.5)
-    assert StepPasses.of(lora).main == train
-    fused = StepPasses.of(replace(lora, estimator="jvp", is_fused=True))
+    assert StepPasses.derive(lora).main == train
+    fused = StepPasses.derive(replace(lora, estimator="jvp", is_fused=True))
     assert (fused.main.linear, fused.main.attention, fused.main.tangent_gathers) == (3, 5, 1)
     with_dropout = replace(lora, adapters=AdapterShape(4, True), estimator="finite_difference")
-    assert StepPasses.of(with_dropout).utility == PassWork(2, 2, gathers=2, exchanges=2, runs=2)
-    assert StepPasses.of(lora, reference_forwards=1).utility == PassWork(1, 1, 1, 1, 1)
+    assert StepPasses.derive(with_dropout).utility == PassWork(2, 2, gathers=2, exchanges=2, runs=2)
+    assert StepPasses.derive(lora, reference_forwards=1).utility == PassWork(1, 1, 1, 1, 1)
 
 
 def test_the_products_that_a_step_needs_are_those_of_mfu() -> None:
     model = StepModel(SHAPE, COUNTS, JVP, Cluster(FAST, 1))
     main, probe = forward_flops(SHAPE, [16, 8]), forward_flops(SHAPE, [8])
-    assert model.needed_flops(StepPasses.of(JVP), [[16, 8]], [[8]]) == pytest.approx(5 * main + 3 * probe)
-    rarer = StepPasses.of(JVP, steps_per_probe=2)
+    assert model.needed_flops(StepPasses.derive(JVP), [[16, 8]], [[8]]) == pytest.approx(5 * main + 3 * probe)
+    rarer = StepPasses.derive(JVP, steps_per_probe=2)
     assert model.needed_flops(rarer, [[16, 8]], [[8]]) == pytest.approx(5 * main + 1.5 * probe)
 
 
 def test_bytes_of_gathers_by_hand() -> None:
-    assert gathered(800.0, 8, 8) == Traffic(700.0, 0.0)
-    assert gathered(800.0, 16, 8) == Traffic(700.0, 50.0)  # half is in the node already; eight adapters bring the rest
-    assert gathered(800.0, 1, 1) == Traffic(0.0, 0.0)
+    assert estimate_gather_traffic(800.0, 8, 8) == Traffic(700.0, 0.0)
+    assert estimate_gather_traffic(800.0, 16, 8) == Traffic(
+        700.0, 50.0
+    )  # half is in the node already; eight adapters bring the rest
+    assert estimate_gather_traffic(800.0, 1, 1) == Traffic(0.0, 0.0)
     cost = cost_of(JVP, FAST, 16, [16] * 16)
     # 3,000 parameters of 2 bytes, a third of them in embeddings. Both batches gather all of them, the first layer and
     # the head again in the backward, and reduce all gradients; the tangents are gathered once.
@@ -175,14 +177,17 @@ def test_what_a_backward_finds_gathered_is_not_gathered_again(reuse_distance: in
     lengths, time_model = [16], TimeModel(SHAPE, 2, 2)
     found = spread([0], lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
     model = StepModel(SHAPE, COUNTS, SFT, Cluster(FAST, 2), reuse_distance=reuse_distance)
-    cost = model.step(StepPasses.of(SFT), [(lengths, found)], [])
+    cost = model.estimate_step(StepPasses.derive(SFT), [(lengths, found)], [])
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
 
 
 def test_bytes_of_shared_rows_by_hand() -> None:
-    assert exchanged_numbers(QWEN3_32B, 8) == 128 * (64 + 2 * 8 + 64)
-    assert exchanged_numbers(QWEN3_32B, 16) == 128 * (64 + 2 * 16 + 64)
-    assert exchanged(1600.0, 16, 8) == Traffic(700.0, 800.0) and exchanged(100.0, 1, 8) == Traffic()
+    assert count_exchanged_numbers(QWEN3_32B, 8) == 128 * (64 + 2 * 8 + 64)
+    assert count_exchanged_numbers(QWEN3_32B, 16) == 128 * (64 + 2 * 16 + 64)
+    assert (
+        estimate_exchange_traffic(1600.0, 16, 8) == Traffic(700.0, 800.0)
+        and estimate_exchange_traffic(100.0, 1, 8) == Traffic()
+    )
     cost = cost_of(JVP, FAST, 2, [32], k=2)
     # A forward: 16 tokens, 2 layers, 8 x (2 x 4 + 2 x 2) numbers of 2 bytes, half of them to the other rank.
     forward = 16 * 2 * 96 * 2 / 2
@@ -207,8 +212,8 @@ def test_exchanges_of_a_layer_that_gpus_share_by_hand(
     settings: MemorySettings, num_exchanges: int, num_hidden: int
 ) -> None:
     is_full = settings.adapters is None
-    main = StepPasses.of(settings).main
-    assert main.exchanges_of_hidden_states(2, is_full=is_full) == (num_exchanges, num_hidden)
+    main = StepPasses.derive(settings).main
+    assert main.count_hidden_state_exchanges(2, is_full=is_full) == (num_exchanges, num_hidden)
 
 
 def test_layers_that_gpus_share() -> None:
@@ -229,7 +234,7 @@ def test_layers_that_gpus_share() -> None:
 
 def test_layers_that_a_node_shares_save_no_bytes_between_nodes() -> None:
     """Of 800 bytes on 4 nodes of 8 a GPU receives as many from other nodes, with an eighth of them for itself."""
-    assert gathered(800.0, 32, 8).between == gathered(100.0, 4, 1).between == 75.0
+    assert estimate_gather_traffic(800.0, 32, 8).between == estimate_gather_traffic(100.0, 4, 1).between == 75.0
     cost = {tensor: cost_of(replace(SFT, tensor=tensor), FAST, 32, [16] * (32 // tensor)) for tensor in (1, 2)}
     for kind in ("parameters", "gradients"):
         assert cost[2].traffic[kind].between == pytest.approx(cost[1].traffic[kind].between)
@@ -276,9 +281,9 @@ def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
     """21.5 GB through each adapter for SFT on 64 GPUs, 57.3 for jvp in a pass of its own, by a script from before."""
     settings = replace(SFT, num_ranks=64, is_checkpointed=True)
     parameters = 2 * (64 * QWEN3_32B.layer_parameters + 2 * 151936 * 5120)
-    once = gathered(parameters, 64, 8).between
+    once = estimate_gather_traffic(parameters, 64, 8).between
     assert 3 * once / 1e9 == pytest.approx(21.5, abs=0.05)
-    passes = StepPasses.of(replace(settings, estimator="jvp", probe_tokens=1))
+    passes = StepPasses.derive(replace(settings, estimator="jvp", probe_tokens=1))
     assert passes.probe is not None and passes.utility is not None
     units = sum(
         work.gathers + work.tangent_gathers + work.reduces for work in (passes.main, passes.probe, passes.utility)
@@ -366,14 +371,14 @@ def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_pl
     lengths = [16] * num_gpus
     found = spread(range(num_gpus), lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
     model = StepModel(SHAPE, COUNTS, replace(JVP, num_ranks=num_gpus), cluster, 0, in_place)
-    cost = model.step(StepPasses.of(JVP), [(lengths, found)], [(lengths, found)])
+    cost = model.estimate_step(StepPasses.derive(JVP), [(lengths, found)], [(lengths, found)])
     gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus
     backward = 0.8e-3 + 2.7e-3
     assert cost.seconds["probe"] == pytest.approx(2 * (0.8e-3 + backward + gathers))
     assert cost.seconds["main"] == pytest.approx(2 * (2 * 0.8e-3 + backward + 3.3e-3 + gathers))
     assert cost.parts["launches on the host"] == pytest.approx(2 * (2 * 2.7e-3 + 3.3e-3 + 2 * gathers))
     in_fp8 = replace(model, settings=replace(JVP, num_ranks=num_gpus, fp8_tangents=True))
-    again = in_fp8.step(StepPasses.of(in_fp8.settings), [(lengths, found)], [(lengths, found)])
+    again = in_fp8.estimate_step(StepPasses.derive(in_fp8.settings), [(lengths, found)], [(lengths, found)])
     assert again.seconds["main"] - cost.seconds["main"] == pytest.approx(2 * 1.2e-3)
     # One that is slower does not.
     slow = cost_of(JVP, FAST, num_gpus, lengths)

@@ -20,15 +20,15 @@ from vcore_ds.planning.memory_plan import describe_memory, plan_memory
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.run_plan import (
     RunPlan,
-    cheapest_ways,
     describe_plan,
     describe_refusal,
+    find_cheapest_ways,
+    find_longest_sequence,
     find_model,
+    find_or_assume_shape,
     find_shape,
-    longest_sequence,
-    named_gpu,
     plan_run,
-    shape_or_assumed,
+    require_gpu,
     warn_of_positions,
 )
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> None:
 
         check_configuration(settings)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
-    plan = plan_batch(settings, num_ranks, shape_or_assumed(recipe.model.path))
+    plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
     finished = []
     try:
@@ -108,7 +108,7 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengt
     """Plan the run on the GPUs of --gpu. Raises UserError if it does not fit, with the cheapest changes that make it
     fit; not with `engine.memory_check: false`."""
     shape, _ = find_model(recipe.model.path)
-    cluster = Cluster(named_gpu(arguments.gpu), num_ranks)
+    cluster = Cluster(require_gpu(arguments.gpu), num_ranks)
     plan = plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
     if plan.fits or not recipe.engine.memory_check:
         return plan
@@ -116,7 +116,7 @@ def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengt
     def reload(extra: Sequence[str]) -> PlanSettings:
         return with_num_steps(load_recipe(arguments.recipe, [*arguments.overrides, *extra]), lengths)
 
-    raise UserError(describe_refusal(plan, cheapest_ways(plan, reload)))
+    raise UserError(describe_refusal(plan, find_cheapest_ways(plan, reload)))
 
 
 def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
@@ -198,8 +198,8 @@ def describe_ranks(
     for part, utilization in utilizations.items():
         yield f"Balance of the {part} batch: {utilization.describe(plan.member)}"
         if utilization.is_low:
-            yield f"Warning: {plan.warning(part)}"
-    if (most := longest_sequence(plan, run_plan)) is not None:
+            yield f"Warning: {plan.describe_warning(part)}"
+    if (most := find_longest_sequence(plan, run_plan)) is not None:
         yield most.describe() + ("" if run_plan is not None else "; with --gpu, memory counts too")
     memory = plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)
     if memory is not None:

@@ -13,7 +13,14 @@ from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.run_plan import RunPlan, find_model, named_gpu, plan_run, plan_verdict, smallest_cluster
+from vcore_ds.planning.run_plan import (
+    RunPlan,
+    describe_verdict,
+    find_model,
+    find_smallest_cluster,
+    plan_run,
+    require_gpu,
+)
 from vcore_ds.planning.settings import derive_plan_settings
 
 HELP = "list the shipped recipes, presets, methods and parts"
@@ -46,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for a GPU that is not known."""
     if arguments.gpus is not None:
-        print_fits(Cluster(named_gpu(arguments.gpu or "H100"), arguments.gpus))
+        print_fits(Cluster(require_gpu(arguments.gpu or "H100"), arguments.gpus))
         return
     if arguments.gpu is not None:
         raise UserError(f"recipes: found --gpu {arguments.gpu} alone; expected the number of GPUs with it: --gpus N")
@@ -84,9 +91,9 @@ def fit_row(name: str, cluster: Cluster) -> tuple[str, str, str, str, str]:
         plan = plan_run(settings, cluster, shape)
     except RecipeError:  # such as an expert-parallel size that does not divide this number of GPUs
         group = recipe.parallel.tensor * recipe.parallel.expert
-        smallest = smallest_cluster(plan_run(settings, replace(cluster, num_gpus=group), shape))
+        smallest = find_smallest_cluster(plan_run(settings, replace(cluster, num_gpus=group), shape))
         return (stem, f"not on {cluster.num_gpus:,} GPUs{_fewest(smallest)}", "-", "-", "-")
-    verdict = plan_verdict(plan) + ("" if plan.fits else _fewest(smallest_cluster(plan)))
+    verdict = describe_verdict(plan) + ("" if plan.fits else _fewest(find_smallest_cluster(plan)))
     memory, hours = gib(plan.memory.estimate.peak_bytes, 1), f"{plan.gpu_hours(100):,.1f}"
     return (stem, verdict, memory, f"{plan.cost.seconds_step:,.3g}" if plan.fits else "-", hours if plan.fits else "-")
 

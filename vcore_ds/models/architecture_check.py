@@ -21,7 +21,7 @@ from vcore_ds.models.loading import DTYPES, resolve_attention
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.model_folder import build_empty_model, check_model_folder
 from vcore_ds.planning.memory import ParameterCounts
-from vcore_ds.planning.model_shape import differences_refused, is_mixture, is_on_disk
+from vcore_ds.planning.model_shape import explain_refused_differences, is_moe, is_on_disk
 from vcore_ds.planning.settings import PlanSettings
 
 Estimator = Literal["jvp", "finite_difference"]
@@ -68,7 +68,7 @@ def check_estimator(path: str, config: PretrainedConfig, estimator: Estimator) -
     """Raise UserError if the estimator does not support this architecture, with an alternative."""
     has_forward_mode = can_replace_attention(config)
     if estimator == "finite_difference" and has_forward_mode and _has_routing(config):
-        raise UserError(differences_refused(path))
+        raise UserError(explain_refused_differences(path))
     if has_forward_mode or (estimator == "finite_difference" and not _has_routing(config)):
         return
     raise UserError(
@@ -89,7 +89,7 @@ def suggest_alternative_to_jvp(config: PretrainedConfig) -> str:
 
 
 def _has_routing(config: PretrainedConfig) -> bool:
-    return is_mixture(config.get_text_config().to_dict())
+    return is_moe(config.get_text_config().to_dict())
 
 
 def advise_on_noise(config: PretrainedConfig) -> str:

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 
 from vcore_ds.common.errors import UserError, first_line, last_line
 from vcore_ds.models.causal_lm import is_vision_language, read_unpadded_vocabulary
-from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, shape_of_sizes
+from vcore_ds.planning.model_shape import QWEN3_32B, REQUIRED_SIZES, SIZE_NAMES, ModelShape, make_shape
 from vcore_ds.planning.packing import ATTENTION_LAYERS, OTHER_LAYERS
 
 _EXPECTED = "expected a decoder-only language model (Qwen3, Llama, ...)"
@@ -156,7 +156,7 @@ def read_model_shape(path: str) -> ModelShape:
     sizes = {size: _read_size(config, names[0]) for size, names in SIZE_NAMES.items()}
     text = config.get_text_config()
     # Jamba, Falcon-H1 and others derive layer_types, which to_dict() leaves out.
-    shape = shape_of_sizes(sizes, text.to_dict() | {"layer_types": getattr(text, "layer_types", None)})
+    shape = make_shape(sizes, text.to_dict() | {"layer_types": getattr(text, "layer_types", None)})
     if shape is None:
         missing = next(SIZE_NAMES[size][0] for size in REQUIRED_SIZES if sizes[size] is None)
         why = f"whose configuration has no single {missing}"

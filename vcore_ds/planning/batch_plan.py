@@ -8,7 +8,7 @@ from typing import Literal
 from vcore_ds.common.text import count
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.planning.hardware import Machine
-from vcore_ds.planning.model_shape import ModelShape, differences_refused
+from vcore_ds.planning.model_shape import ModelShape, explain_refused_differences
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import (
     H100,
@@ -20,7 +20,7 @@ from vcore_ds.planning.spread import (
     Utilization,
     count_ranks,
     list_sequence_parallel_sizes,
-    member_of,
+    name_member,
     spread,
     summarize,
 )
@@ -29,7 +29,7 @@ from vcore_ds.planning.spread import (
 
 
 def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shape: ModelShape, model: str) -> None:
-    """Raises RecipeError where `parallel.tensor` does not divide the ranks, those of a node, or the model's layers.
+    """Raise RecipeError where `parallel.tensor` does not divide the ranks, those of a node, or the model's layers.
 
     Args:
         ranks_per_node: of a full node.
@@ -60,7 +60,7 @@ def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shap
 
 
 def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model: str) -> None:
-    """Raises RecipeError where `parallel.expert` does not divide the ranks or the model's experts.
+    """Raise RecipeError where `parallel.expert` does not divide the ranks or the model's experts.
 
     Args:
         shape: of the whole model.
@@ -106,7 +106,7 @@ def find_sequence_parallel_sizes(
         RecipeError: the recipe's number does not fit, or the longest sequence would not fit into the largest pack.
     """
     key, wanted = f"{section}.sequence_parallel", getattr(settings, section).sequence_parallel
-    one, on = member_of(settings.parallel.tensor), f"on {count_ranks(num_ranks, settings.parallel.tensor)}"
+    member, tensor = name_member(settings.parallel.tensor), settings.parallel.tensor
     # Any number of heads may be that of a model that cannot be seen.
     heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
     possible = list_sequence_parallel_sizes(num_ranks, heads) if shape.no_sequence_parallelism is None else [1]
@@ -128,9 +128,12 @@ def find_sequence_parallel_sizes(
     else:
         and_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {settings.model.path}"
         and_heads += " that a rank has" if and_heads and settings.parallel.tensor > 1 else ""
-        nearest = " or ".join(str(k) for k in _nearest(possible, wanted))
+        nearest = " or ".join(str(k) for k in _find_nearest(possible, wanted))
         raise RecipeError(
-            [f"{key}: found {wanted} {on}; expected auto, or a divisor of the {num_ranks} {one}s{and_heads}: {nearest}"]
+            [
+                f"{key}: found {wanted} on {count_ranks(num_ranks, tensor)}; expected auto, or a divisor of the "
+                f"{num_ranks} {member}s{and_heads}: {nearest}"
+            ]
         )
     longest, pack = settings.cutoff_length, settings.batch.pack_tokens_per_rank
     if pack is not None and chosen[-1] * pack < longest:
@@ -142,7 +145,7 @@ def _explain_too_short(settings: PlanSettings, key: str, size: int, possible: Se
     """Explain that no pack can hold the longest sequence, and which settings would do."""
     longest, pack = settings.cutoff_length, settings.batch.pack_tokens_per_rank
     assert pack is not None
-    one = member_of(settings.parallel.tensor)
+    member = name_member(settings.parallel.tensor)
     larger = [k for k in possible if k * pack >= longest]
     remedies = [
         f"batch.pack_tokens_per_rank {-(-longest // size)} or more",
@@ -152,13 +155,13 @@ def _explain_too_short(settings: PlanSettings, key: str, size: int, possible: Se
         remedies.insert(0, f"{key} {larger[0]} or auto")
     return (
         f"batch.pack_tokens_per_rank: found {pack} together with data.cutoff_length {longest}, where at most "
-        f"{count(size, one)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
+        f"{count(size, member)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
         f"sequence: {', or '.join(remedies)}"
     )
 
 
-def _nearest(numbers: Sequence[int], target: int) -> list[int]:
-    """The largest of ascending numbers below the target, and the smallest above it."""
+def _find_nearest(numbers: Sequence[int], target: int) -> list[int]:
+    """Find the largest of ascending numbers below the target, and the smallest above it."""
     below, above = [n for n in numbers if n < target], [n for n in numbers if n > target]
     return [*below[-1:], *above[:1]]
 
@@ -208,7 +211,7 @@ class BatchPlan:
     @property
     def member(self) -> Member:
         """The word for a member of the data-parallel group: `rank`, or `group` with tensor parallelism."""
-        return member_of(self.tensor)
+        return name_member(self.tensor)
 
     @property
     def batches_per_utility_pass(self) -> int:
@@ -228,26 +231,26 @@ class BatchPlan:
         return None if self.pack_tokens_per_rank is None else self.main_parallel_sizes[-1] * self.pack_tokens_per_rank
 
     def spread_main(self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None) -> Spread:
-        """The sequences `ids`, of `lengths` tokens, over all ranks.
+        """Spread the sequences `ids`, of `lengths` tokens, over all ranks.
 
         Args:
             micro_batch_size: sequences per rank in one forward; None for as in the main batch.
         """
-        limit = self._limit(micro_batch_size or self.micro_batch_size_per_rank)
+        limit = self._make_limit(micro_batch_size or self.micro_batch_size_per_rank)
         return spread(ids, lengths, parallel_sizes=self.main_parallel_sizes, limit=limit, time_model=self.time_model)
 
     def spread_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> Spread:
         """As `spread_main`, for a probe batch."""
-        limit = self._limit(self.probe_micro_batch_size_per_rank)
+        limit = self._make_limit(self.probe_micro_batch_size_per_rank)
         return spread(ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model)
 
-    def _limit(self, micro_batch_size: int | None) -> MicroBatchLimit:
+    def _make_limit(self, micro_batch_size: int | None) -> MicroBatchLimit:
         return MicroBatchLimit(self.pack_tokens_per_rank, micro_batch_size, self.may_pack)
 
     @property
     def is_packed(self) -> bool:
         """Whether the sequences of a main micro-batch are one pack."""
-        return self._limit(self.micro_batch_size_per_rank).is_packed
+        return self._make_limit(self.micro_batch_size_per_rank).is_packed
 
     @property
     def may_pack(self) -> bool:
@@ -258,37 +261,37 @@ class BatchPlan:
     def simulate(self, longest: int, lengths: LengthModel | None = None) -> dict[Part, Utilization]:
         """Simulate how batches with lengths of at most `longest` tokens use the ranks; leaves out batches too large to
         simulate quickly."""
-        batches = self.simulated_spreads(longest, lengths)
+        batches = self.simulate_spreads(longest, lengths)
         return {part: summarize([spread for _, spread in spreads]) for part, spreads in batches.items()}
 
-    def simulated_spreads(
+    def simulate_spreads(
         self, longest: int, lengths: LengthModel | None = None
     ) -> dict[Part, list[tuple[list[int], Spread]]]:
-        """Lengths of simulated batches, and how they would be spread; as in `simulate`.
+        """Simulate batches as in `simulate`: return their lengths, and how they would be spread.
 
         Args:
             lengths: None for those of typical reasoning traces.
         """
         model = lengths or LengthModel()
         simulated: dict[Part, list[tuple[list[int], Spread]]] = {}
-        if batches := model.batches("main", self.global_batch_size, longest):
+        if batches := model.draw_batches("main", self.global_batch_size, longest):
             simulated["main"] = [(lengths, self.spread_main(range(len(lengths)), lengths)) for lengths in batches]
-        if batches := model.batches("probe", self.probe_batch_size_global or 0, longest):
+        if batches := model.draw_batches("probe", self.probe_batch_size_global or 0, longest):
             simulated["probe"] = [(lengths, self.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
         return simulated
 
-    def warning(self, part: Part) -> str:
-        """Warning where a part's batches leave many ranks waiting."""
-        return f"the {part} batch leaves much of the ranks' time unused: {self.remedy(part)}"
+    def describe_warning(self, part: Part) -> str:
+        """Describe that a part's batches leave many ranks waiting, and what to change."""
+        return f"the {part} batch leaves much of the ranks' time unused: {self.describe_remedy(part)}"
 
-    def remedy(self, part: Part) -> str:
-        """Settings to change where a part's batches leave many ranks waiting."""
+    def describe_remedy(self, part: Part) -> str:
+        """Describe the settings to change where a part's batches leave many ranks waiting."""
         key, size, parallel_sizes = "batch.global_size", self.global_batch_size, self.main_parallel_sizes
-        limit = self._limit(self.micro_batch_size_per_rank)
+        limit = self._make_limit(self.micro_batch_size_per_rank)
         if part == "probe":
             # A pool that is one probe batch is as large as it is; what fits it is fewer ranks.
             key, size, parallel_sizes = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_parallel_sizes
-            limit = self._limit(self.probe_micro_batch_size_per_rank)
+            limit = self._make_limit(self.probe_micro_batch_size_per_rank)
         shape = self.time_model.shape
         if shape.no_sequence_parallelism is None and list(parallel_sizes) != list_sequence_parallel_sizes(
             self.num_ranks, shape.num_heads
@@ -299,9 +302,9 @@ class BatchPlan:
             return "set batch.pack_tokens_per_rank to data.cutoff_length and every micro_batch_size_per_rank to 1"
         wanted = max(enough, 2 * size)
         larger = f"set {key} to {wanted} or more, or " if size else ""
-        one = self.member
-        most = count(parallel_sizes[-1], one)
-        return f"{larger}use fewer {one}s (at most {most} of {self.num_ranks} can form a Ulysses group)"
+        member = self.member
+        most = count(parallel_sizes[-1], member)
+        return f"{larger}use fewer {member}s (at most {most} of {self.num_ranks} can form a Ulysses group)"
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
@@ -315,8 +318,8 @@ class BatchPlan:
             self.probe_batch_size_global, f"; probe {self.probe_batch_size_global}"
         )
         held += f", {self.num_trusted_global} of them trusted" if self.num_trusted_global else ""
-        on = count_ranks(self.num_ranks, self.tensor)
-        return f"{count(self.global_batch_size, 'sequence')} a step on {on}, {held}{probe}"
+        ranks = count_ranks(self.num_ranks, self.tensor)
+        return f"{count(self.global_batch_size, 'sequence')} a step on {ranks}, {held}{probe}"
 
 
 def plan_batch(
@@ -336,14 +339,14 @@ def plan_batch(
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     if settings.estimator == "finite_difference" and shape.experts is not None:
-        raise RecipeError([differences_refused(settings.model.path)])
+        raise RecipeError([explain_refused_differences(settings.model.path)])
     model, batch, probe = settings.model, settings.batch, settings.probe
     tensor, expert = settings.parallel.tensor, settings.parallel.expert
     check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, model.path)
     check_expert_parallel(expert, num_ranks, shape, model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.take_tensor_shard(tensor)
-    shape = shape.for_sequences_of(settings.cutoff_length)
+    shape = shape.adapt_to_length(settings.cutoff_length)
     check_shared_forwards(settings, shape)
     if model.attention != "auto":
         shape = replace(
@@ -375,10 +378,10 @@ def plan_batch(
 
 
 def check_shared_forwards(settings: PlanSettings, shape: ModelShape) -> None:
-    """Raises RecipeError where sequences would share a forward in which they change each other's losses.
+    """Raise RecipeError where sequences would share a forward in which they change each other's losses.
 
     Args:
-        shape: for sequences of data.cutoff_length (`ModelShape.for_sequences_of`).
+        shape: for sequences of data.cutoff_length (`ModelShape.adapt_to_length`).
     """
     batch, beside = settings.batch, f"together with model.path {settings.model.path}"
     problems = []

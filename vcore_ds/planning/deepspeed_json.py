@@ -24,10 +24,14 @@ def deepspeed_config(settings: PlanSettings, plan: BatchPlan) -> dict[str, Any]:
     Raises RecipeError with all contradictions (JSON file, JSON key, both values, remedy) at once.
     """
     path, config = _read_json(settings.deepspeed_config)
-    problems = [*_auto_problems(config), *_contradictions(config, settings), *_placement_problems(config, plan)]
+    problems = [
+        *_find_auto_values(config),
+        *_find_contradictions(config, settings),
+        *_find_placement_problems(config, plan),
+    ]
     if problems:
         raise RecipeError(f"{path}: {problem}" for problem in problems)
-    for key, (value, _) in _owned_by_recipe(settings).items():
+    for key, (value, _) in _list_recipe_values(settings).items():
         _set(config, key, value)
     # DeepSpeed requires batch sizes that multiply, and does not use them here: the engine counts micro-batches itself,
     # and their number differs from step to step.
@@ -45,7 +49,7 @@ def deepspeed_config(settings: PlanSettings, plan: BatchPlan) -> dict[str, Any]:
     return config
 
 
-def _owned_by_recipe(settings: PlanSettings) -> dict[str, tuple[Any, str]]:
+def _list_recipe_values(settings: PlanSettings) -> dict[str, tuple[Any, str]]:
     """JSON key -> (the recipe's value, the recipe's key)."""
     micro = settings.batch.micro_batch_size_per_rank
     return {
@@ -57,7 +61,7 @@ def _owned_by_recipe(settings: PlanSettings) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _auto_problems(value: Any, key: str = "") -> Iterator[str]:
+def _find_auto_values(value: Any, key: str = "") -> Iterator[str]:
     """Hugging Face's placeholder "auto", anywhere."""
     if value == "auto":
         yield (
@@ -66,25 +70,25 @@ def _auto_problems(value: Any, key: str = "") -> Iterator[str]:
         )
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in children:
-        yield from _auto_problems(child, f"{key}.{name}" if key else str(name))
+        yield from _find_auto_values(child, f"{key}.{name}" if key else str(name))
 
 
-def _contradictions(config: dict[str, Any], settings: PlanSettings) -> Iterator[str]:
+def _find_contradictions(config: dict[str, Any], settings: PlanSettings) -> Iterator[str]:
     """Keys that contradict the recipe, or that its steps cannot work with."""
     for section in ("zero_optimization", "data_types", "bf16", "fp16", "timers", "timers.throughput"):
         if not isinstance(_get(config, section, {}), dict):
-            yield f"{section}: {_found(config, section)}; expected an object"
-    for key, (value, recipe_key) in _owned_by_recipe(settings).items():
+            yield f"{section}: {_describe_value(config, section)}; expected an object"
+    for key, (value, recipe_key) in _list_recipe_values(settings).items():
         if _get(config, key, value) not in (value, "auto"):
             yield (
-                f"{key}: {_found(config, key)}, but the recipe's {recipe_key} gives {show(value)}; expected no such "
-                f"key in the JSON (remove it, and set {recipe_key} in the recipe)"
+                f"{key}: {_describe_value(config, key)}, but the recipe's {recipe_key} gives {show(value)}; expected "
+                f"no such key in the JSON (remove it, and set {recipe_key} in the recipe)"
             )
     for section, recipe_section in (("optimizer", "optimizer"), ("scheduler", "schedule")):
         if section in config:
             yield (
-                f"{section}: {_found(config, section)}, but the recipe has a section {recipe_section}; expected no "
-                f"such section in the JSON (remove it, and set {recipe_section}.* in the recipe)"
+                f"{section}: {_describe_value(config, section)}, but the recipe has a section {recipe_section}; "
+                f"expected no such section in the JSON (remove it, and set {recipe_section}.* in the recipe)"
             )
     precision = settings.model.precision
     allowed: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -126,10 +130,10 @@ def _contradictions(config: dict[str, Any], settings: PlanSettings) -> Iterator[
     }
     for key, (values, expected) in allowed.items():
         if _get(config, key) not in (*values, "auto"):
-            yield f"{key}: {_found(config, key)}; expected {expected}"
+            yield f"{key}: {_describe_value(config, key)}; expected {expected}"
 
 
-def _placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
+def _find_placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
     """Problems with hierarchical partitioning, whose groups are neighbouring ranks."""
     key, num_ranks = "zero_optimization.zero_hpz_partition_size", plan.num_ranks
     size = _get(config, key)
@@ -153,12 +157,12 @@ def _read_json(file: str) -> tuple[Path, dict[str, Any]]:
     path = SHIPPED_DEEPSPEED_CONFIGS.parent / file
     duplicates: set[str] = set()
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def collect_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicates.update(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         return dict(pairs)
 
     try:
-        config = json.loads(read_text(path), object_pairs_hook=unique)
+        config = json.loads(read_text(path), object_pairs_hook=collect_duplicates)
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise RecipeError([f"{where}: found text that is not JSON: {error.msg}; expected a DeepSpeed JSON"]) from None
@@ -189,6 +193,6 @@ def _set(config: dict[str, Any], dotted: str, value: Any) -> None:
     config[name] = value
 
 
-def _found(config: dict[str, Any], dotted: str) -> str:
+def _describe_value(config: dict[str, Any], dotted: str) -> str:
     value = _get(config, dotted)
     return "found nothing" if value is _MISSING else f"found {show(value)}"

@@ -50,8 +50,8 @@ class Traffic:
         return max(self.inside / machine.node_bandwidth, self.between / machine.network_bandwidth)
 
 
-def gathered(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Traffic:
-    """A rank's traffic when `num_bytes` of shards are gathered on all ranks, or reduced to shards.
+def estimate_gather_traffic(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Traffic:
+    """Estimate a rank's traffic in an all-gather or reduce-scatter of `num_bytes` over all ranks.
 
     Inside a node all but the rank's own share comes over its link. From other nodes all that the node does not hold
     arrives once, divided among the node's adapters: no other division of the weights within a node changes that.
@@ -60,10 +60,10 @@ def gathered(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Traffic:
     return Traffic(num_bytes * (r - 1) / r, num_bytes * (1 - r / num_ranks) / r)
 
 
-def gathered_weights(
+def estimate_weights_traffic(
     num_bytes: float, num_bytes_experts: float, num_ranks: int, ranks_per_node: int, expert: int = 1
 ) -> Traffic:
-    """A rank's traffic when a model's weights are gathered, or their gradients reduced.
+    """Estimate a rank's traffic when a model's weights are all-gathered, or their gradients reduce-scattered.
 
     Args:
         num_bytes: of all but the experts.
@@ -73,11 +73,13 @@ def gathered_weights(
             whole on the rank.
     """
     num_groups, in_node = num_ranks // expert, max(1, ranks_per_node // expert)
-    return gathered(num_bytes, num_ranks, ranks_per_node) + gathered(num_bytes_experts / expert, num_groups, in_node)
+    return estimate_gather_traffic(num_bytes, num_ranks, ranks_per_node) + estimate_gather_traffic(
+        num_bytes_experts / expert, num_groups, in_node
+    )
 
 
-def exchanged(num_bytes: float, num_sharing: int, ranks_per_node: int) -> Traffic:
-    """A rank's traffic when it hands over `num_bytes` in all-to-alls of its sequence-parallel group, or of its
+def estimate_exchange_traffic(num_bytes: float, num_sharing: int, ranks_per_node: int) -> Traffic:
+    """Estimate a rank's traffic when it sends `num_bytes` in all-to-alls of its sequence-parallel group, or of its
     expert-parallel group, whose tokens go to all experts evenly.
 
     A k-th stays with the rank. Of its group at least `gcd(k, ranks per node)` ranks are in its own node.
@@ -87,22 +89,22 @@ def exchanged(num_bytes: float, num_sharing: int, ranks_per_node: int) -> Traffi
     return Traffic(num_bytes * (neighbours - 1) / k, num_bytes * (k - neighbours) / k)
 
 
-def exchanged_numbers(shape: ModelShape, sequence_parallel: int) -> int:
-    """Numbers that a rank hands over in one layer's forward for each of its tokens: queries, keys, values, and the
+def count_exchanged_numbers(shape: ModelShape, sequence_parallel: int) -> int:
+    """Count the numbers that a rank sends in one layer's forward for each of its tokens: queries, keys, values, and the
     output. Key and value heads are repeated until k divides their number."""
     return shape.head_dim * (2 * shape.num_heads + 2 * math.lcm(shape.num_kv_heads, sequence_parallel))
 
 
-def numbers_to_experts(shape: ModelShape) -> int:
-    """Numbers that a rank hands over in a forward for each of its tokens with expert parallelism: its hidden states,
-    to each of its experts in each layer, and back."""
+def count_numbers_to_experts(shape: ModelShape) -> int:
+    """Count the numbers that a rank sends in a forward for each of its tokens with expert parallelism: its hidden
+    states, to each of its experts in each layer, and back."""
     experts = shape.experts
     return 0 if experts is None else 2 * experts.num_layers * experts.per_token * shape.hidden_size
 
 
-def hidden_state_traffic(num_bytes: float, tensor: int) -> Traffic:
-    """A rank's traffic when hidden states of `num_bytes` are gathered on its tensor-parallel group, or summed over
-    it and scattered: all but its own part. They are in one node."""
+def estimate_hidden_state_traffic(num_bytes: float, tensor: int) -> Traffic:
+    """Estimate a rank's traffic in an all-gather or reduce-scatter of `num_bytes` of hidden states over its
+    tensor-parallel group, which is in one node: all but the rank's own shard."""
     return Traffic(inside=num_bytes * (tensor - 1) / tensor)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vcore_ds.planning.model_shape import shape_of_config
+from vcore_ds.planning.model_shape import parse_shape
 
 
 def _config(
@@ -27,8 +27,8 @@ def _qwen3(layers: int, hidden: int, heads: int, width: int, *, tied: bool = Fal
     return _config("qwen3", layers, hidden, heads, 8, width, 151936, 40960, tied=tied, head_dim=128)
 
 
-def _at(config: dict[str, Any], positions: int, **changed: Any) -> dict[str, Any]:
-    """A model of the same sizes with another number of positions."""
+def _change_positions(config: dict[str, Any], positions: int, **changed: Any) -> dict[str, Any]:
+    """Return a configuration of the same sizes with another number of positions."""
     return config | {"max_position_embeddings": positions} | changed
 
 
@@ -54,33 +54,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 16, 6144, tied=True),
     "Qwen3-4B": _QWEN3_4B,
-    "Qwen3-4B-Instruct-2507": _at(_QWEN3_4B, 262144),
-    "Qwen3-4B-Thinking-2507": _at(_QWEN3_4B, 262144),
+    "Qwen3-4B-Instruct-2507": _change_positions(_QWEN3_4B, 262144),
+    "Qwen3-4B-Thinking-2507": _change_positions(_QWEN3_4B, 262144),
     "Qwen3-8B": _qwen3(36, 4096, 32, 12288),
     "Qwen3-14B": _qwen3(40, 5120, 40, 17408),
     "Qwen3-32B": _qwen3(64, 5120, 64, 25600),
     "Qwen2.5-0.5B": _config("qwen2", 24, 896, 14, 2, 4864, 151936, 32768, tied=True),
     "Qwen2.5-1.5B": _QWEN_1_5B,
-    "Qwen2.5-1.5B-Instruct": _at(_QWEN_1_5B, 32768),
+    "Qwen2.5-1.5B-Instruct": _change_positions(_QWEN_1_5B, 32768),
     "Qwen2.5-3B": _config("qwen2", 36, 2048, 16, 2, 11008, 151936, 32768, tied=True),
     "Qwen2.5-7B": _QWEN_7B,
-    "Qwen2.5-7B-Instruct": _at(_QWEN_7B, 32768),
-    "Qwen2.5-7B-Instruct-1M": _at(_QWEN_7B, 1010000),
+    "Qwen2.5-7B-Instruct": _change_positions(_QWEN_7B, 32768),
+    "Qwen2.5-7B-Instruct-1M": _change_positions(_QWEN_7B, 1010000),
     "Qwen2.5-14B": _QWEN_14B,
-    "Qwen2.5-14B-Instruct": _at(_QWEN_14B, 32768),
-    "Qwen2.5-14B-Instruct-1M": _at(_QWEN_14B, 1010000),
+    "Qwen2.5-14B-Instruct": _change_positions(_QWEN_14B, 32768),
+    "Qwen2.5-14B-Instruct-1M": _change_positions(_QWEN_14B, 1010000),
     "Qwen2.5-32B": _QWEN_32B,
-    "Qwen2.5-32B-Instruct": _at(_QWEN_32B, 32768),
+    "Qwen2.5-32B-Instruct": _change_positions(_QWEN_32B, 32768),
     "Qwen2.5-72B": _QWEN_72B,
-    "Qwen2.5-72B-Instruct": _at(_QWEN_72B, 32768),
-    "Qwen2.5-Math-1.5B": _at(_QWEN_1_5B, 4096),
-    "Qwen2.5-Math-7B": _at(_QWEN_7B, 4096),
-    "Qwen2.5-Math-72B": _at(_QWEN_72B, 4096),
-    "Qwen2.5-Coder-1.5B": _at(_QWEN_1_5B, 32768),
-    "Qwen2.5-Coder-7B": _at(_QWEN_7B, 32768),
-    "Qwen2.5-Coder-14B": _at(_QWEN_14B, 32768),
-    "Qwen2.5-Coder-32B": _at(_QWEN_32B, 32768),
-    "DeepSeek-R1-Distill-Qwen-1.5B": _at(_QWEN_1_5B, 131072, tie_word_embeddings=False),
+    "Qwen2.5-72B-Instruct": _change_positions(_QWEN_72B, 32768),
+    "Qwen2.5-Math-1.5B": _change_positions(_QWEN_1_5B, 4096),
+    "Qwen2.5-Math-7B": _change_positions(_QWEN_7B, 4096),
+    "Qwen2.5-Math-72B": _change_positions(_QWEN_72B, 4096),
+    "Qwen2.5-Coder-1.5B": _change_positions(_QWEN_1_5B, 32768),
+    "Qwen2.5-Coder-7B": _change_positions(_QWEN_7B, 32768),
+    "Qwen2.5-Coder-14B": _change_positions(_QWEN_14B, 32768),
+    "Qwen2.5-Coder-32B": _change_positions(_QWEN_32B, 32768),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _change_positions(_QWEN_1_5B, 131072, tie_word_embeddings=False),
     "DeepSeek-R1-Distill-Qwen-7B": _QWEN_7B,
     "DeepSeek-R1-Distill-Qwen-14B": _QWEN_14B,
     "DeepSeek-R1-Distill-Qwen-32B": _QWEN_32B,
@@ -89,8 +89,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-2-7b": _config("llama", 32, 4096, 32, 32, 11008, 32000, 4096),
     "Llama-2-13b": _config("llama", 40, 5120, 40, 40, 13824, 32000, 4096),
     "Llama-2-70b": _config("llama", 80, 8192, 64, 8, 28672, 32000, 4096),
-    "Llama-3-8B": _at(_LLAMA_8B, 8192),
-    "Llama-3-70B": _at(_LLAMA_70B, 8192),
+    "Llama-3-8B": _change_positions(_LLAMA_8B, 8192),
+    "Llama-3-70B": _change_positions(_LLAMA_70B, 8192),
     "Llama-3.1-8B": _LLAMA_8B,
     "Llama-3.1-70B": _LLAMA_70B,
     "Llama-3.1-405B": _config("llama", 126, 16384, 128, 8, 53248, 128256, 131072),
@@ -118,8 +118,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Mistral-7B-v0.1": _MISTRAL_7B,
     "Mistral-7B-Instruct-v0.1": _MISTRAL_7B,
     "Mistral-7B-Instruct-v0.2": _MISTRAL_7B,
-    "Mistral-7B-v0.3": _at(_MISTRAL_7B, 32768, vocab_size=32768),
-    "Mistral-7B-Instruct-v0.3": _at(_MISTRAL_7B, 32768, vocab_size=32768),
+    "Mistral-7B-v0.3": _change_positions(_MISTRAL_7B, 32768, vocab_size=32768),
+    "Mistral-7B-Instruct-v0.3": _change_positions(_MISTRAL_7B, 32768, vocab_size=32768),
     "Mistral-Nemo-Base-2407": _config("mistral", 40, 5120, 32, 8, 14336, 131072, 128000, head_dim=128),
     "Mistral-Nemo-Instruct-2407": _config("mistral", 40, 5120, 32, 8, 14336, 131072, 128000, head_dim=128),
     "Mistral-Small-24B-Base-2501": _config("mistral", 40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
@@ -128,11 +128,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "SmolLM2-360M": _config("llama", 32, 960, 15, 5, 2560, 49152, 8192, tied=True),
     "SmolLM2-1.7B": _config("llama", 24, 2048, 32, 32, 8192, 49152, 8192, tied=True),
     "Qwen3-30B-A3B": _MOE_30B,
-    "Qwen3-30B-A3B-Instruct-2507": _at(_MOE_30B, 262144),
-    "Qwen3-30B-A3B-Thinking-2507": _at(_MOE_30B, 262144),
+    "Qwen3-30B-A3B-Instruct-2507": _change_positions(_MOE_30B, 262144),
+    "Qwen3-30B-A3B-Thinking-2507": _change_positions(_MOE_30B, 262144),
     "Qwen3-235B-A22B": _MOE_235B,
-    "Qwen3-235B-A22B-Instruct-2507": _at(_MOE_235B, 262144),
-    "Qwen3-235B-A22B-Thinking-2507": _at(_MOE_235B, 262144),
+    "Qwen3-235B-A22B-Instruct-2507": _change_positions(_MOE_235B, 262144),
+    "Qwen3-235B-A22B-Thinking-2507": _change_positions(_MOE_235B, 262144),
     "DeepSeek-V3": _config(
         "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, 163840, first_k_dense_replace=3,
         q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
@@ -158,11 +158,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """By the name with which their hub ids begin."""
 
-KNOWN_MODELS = {name: shape for name, config in CONFIGS.items() if (shape := shape_of_config(config)) is not None}
+KNOWN_MODELS = {name: shape for name, config in CONFIGS.items() if (shape := parse_shape(config)) is not None}
 
 
-def known_model(path: str) -> str | None:
-    """The name in `KNOWN_MODELS` of a model's folder or hub id, such as `Qwen/Qwen3-8B-Base`; None for others.
+def find_known_model(path: str) -> str | None:
+    """Find the name in `KNOWN_MODELS` of a model's folder or hub id, such as `Qwen/Qwen3-8B-Base`; None for others.
 
     The last part of the path has to begin with the whole name, so that `Qwen3-4B2` is not taken for another size; the
     longest such name counts.

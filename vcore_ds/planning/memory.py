@@ -102,12 +102,12 @@ def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) ->
         return ParameterCounts(base, base)
     # Inputs and outputs of query, key, value and output; of gate, up and down.
     added = adapters.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
-    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in mlps_without_routed_experts(shape))
+    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in list_unrouted_mlps(shape))
     return ParameterCounts(base + added, added)
 
 
-def mlps_without_routed_experts(shape: ModelShape) -> list[tuple[int, int]]:
-    """Numbers of MLPs in all layers and their widths; of MoE layers the shared expert alone."""
+def list_unrouted_mlps(shape: ModelShape) -> list[tuple[int, int]]:
+    """List the numbers of MLPs in all layers and their widths; of MoE layers the shared expert alone."""
     if (experts := shape.experts) is None:
         return [(shape.num_layers, shape.intermediate_size)]
     dense = shape.num_layers - experts.num_layers, shape.intermediate_size
@@ -212,37 +212,40 @@ def estimate_memory(
         counts: of the real model or the rank's shard, where known; None for those of `parameter_counts`.
     """
     counts = counts or parameter_counts(shape, settings.adapters)
-    device, host = _persistent(shape, settings, counts)
+    device, host = _estimate_persistent(shape, settings, counts)
     model = _Model(shape, settings, counts)
     phases: dict[Phase, Mapping[str, int]] = {}
     if settings.estimator is not None and settings.probe_tokens:
-        phases["probe"] = model.pass_with_gradient(settings.probe_tokens)
+        phases["probe"] = model.estimate_gradient_pass(settings.probe_tokens)
     if settings.utility_tokens:
-        phases["utility"] = model.pass_without_gradient(settings.utility_tokens)
-    phases["main"] = model.pass_with_gradient(settings.main_tokens, carries_tangents=settings.is_fused)
+        phases["utility"] = model.estimate_gradient_free_pass(settings.utility_tokens)
+    phases["main"] = model.estimate_gradient_pass(settings.main_tokens, carries_tangents=settings.is_fused)
     in_update = 0 if settings.offloads_optimizer else min(SUB_GROUP_NUMEL, _shard(counts.trained, settings))
     phases["step"] = {"gradients of the update": _FP32 * in_update}
     if settings.optimizer == "muon":
-        phases["step"] = {**phases["step"], "a matrix of Muon": _muon_workspace(shape, settings, copies=6, squares=3)}
+        phases["step"] = {
+            **phases["step"],
+            "a matrix of Muon": _estimate_muon_workspace(shape, settings, copies=6, squares=3),
+        }
     if "probe" in phases:
-        in_direction = _making_the_direction(shape, settings, counts)
+        in_direction = _estimate_direction_phase(shape, settings, counts)
         phases["probe"] = max(phases["probe"], in_direction, key=lambda parts: sum(parts.values()))
     if settings.offloads_checkpoints:
         most = max(settings.main_tokens, settings.probe_tokens)
-        host["activation checkpoints"] = model.kept_activations(most)
-    return MemoryEstimate(device, phases, host, model.forward_with_tangents() if settings.is_fused else {})
+        host["activation checkpoints"] = model.estimate_kept_activations(most)
+    return MemoryEstimate(device, phases, host, model.estimate_tangent_forward() if settings.is_fused else {})
 
 
 def _shard(numel: int, settings: MemorySettings) -> int:
     return -(-numel // settings.num_ranks)
 
 
-def _making_the_direction(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts) -> dict[str, int]:
-    """Bytes by kind after the probe's backward: the workspace of Muon's direction; the shard that is factorized, and in
-    fp32 its part in the largest matrices of one module or layer."""
+def _estimate_direction_phase(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts) -> dict[str, int]:
+    """Estimate the bytes by kind after the probe's backward: the workspace of Muon's direction; the shard that is
+    factorized, and in fp32 its part in the largest matrices of one module or layer."""
     parts: dict[str, int] = {}
     if settings.has_muon_direction:
-        parts["a matrix of Muon"] = _muon_workspace(shape, settings, copies=10, squares=6)
+        parts["a matrix of Muon"] = _estimate_muon_workspace(shape, settings, copies=10, squares=6)
     if settings.probe_rank is not None:
         parts["direction before it is factorized"] = settings.number_bytes * _shard(counts.trained, settings)
         most = max(shape.vocabulary_size * shape.hidden_size, shape.layer_parameters + shape.idle_layer_parameters)
@@ -250,7 +253,7 @@ def _making_the_direction(shape: ModelShape, settings: MemorySettings, counts: P
     return parts
 
 
-def _muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int, squares: int) -> int:
+def _estimate_muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int, squares: int) -> int:
     """Compute the bytes of the largest matrix while it is orthogonalized.
 
     Args:
@@ -262,7 +265,7 @@ def _muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int,
     )
 
 
-def _persistent(
+def _estimate_persistent(
     shape: ModelShape, settings: MemorySettings, counts: ParameterCounts
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Compute the bytes by kind, on the device and in host memory."""
@@ -313,80 +316,82 @@ class _Model:
         # If one expert-parallel group has all ranks, its experts are not all-gathered.
         not_gathered = 1 if settings.expert == settings.num_ranks > 1 else 0
         self.gathered_layer = self.layer - not_gathered * shape.expert_layer_parameters // settings.expert
-        elsewhere = shape.parameters_elsewhere(settings.expert)
+        elsewhere = shape.remote_expert_parameters(settings.expert)
         self.gathered_all = counts.all - elsewhere - not_gathered * shape.expert_parameters // settings.expert
         self.is_full = settings.adapters is None
         self.trained_layer = self.layer if self.is_full else counts.trained // shape.num_layers
         self.trained_whole = counts.trained - elsewhere * self.is_full
 
-    def pass_with_gradient(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
-        """Bytes of the forward and backward of one micro-batch, by kind."""
+    def estimate_gradient_pass(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
+        """Estimate the bytes of the forward and backward of one micro-batch, by kind."""
         settings, b = self.settings, self.b
-        kept = self._kept_on_device(num_tokens)
+        kept = self._estimate_kept_on_device(num_tokens)
         # In 16 bits with an fp32 sum beside them.
         coalesced = (4 if b == 4 else b + 4) * self.trained_whole if settings.coalesces_gradients else 0
         gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
-        layer = self._layer_backward(num_tokens)
-        loss = self._loss(num_tokens, has_gradient=True)
+        layer = self._estimate_layer_backward(num_tokens)
+        loss = self._estimate_loss(num_tokens, has_gradient=True)
         # The backward begins with the loss, while all activations are there, and ends with the layers.
         stages = [
             {"a layer's backward": layer, "whole gradients": gradients + coalesced},
             {"loss": loss, "whole gradients": coalesced},
         ]
         if carries_tangents:
-            stages.append(self._with_tangents(num_tokens, has_values=not settings.is_checkpointed))
+            stages.append(self._estimate_tangents(num_tokens, has_values=not settings.is_checkpointed))
         return kept | max(stages, key=lambda stage: sum(stage.values()))
 
-    def forward_with_tangents(self) -> dict[str, int]:
-        """Bytes of the main forward that also computes the utilities, by kind."""
+    def estimate_tangent_forward(self) -> dict[str, int]:
+        """Estimate the bytes of the main forward that also computes the utilities, by kind."""
         num_tokens = self.settings.main_tokens
         # Without checkpoints the values are among the kept activations; only the tangents are added.
         has_values = not self.settings.is_checkpointed
-        return self._kept_on_device(num_tokens) | self._with_tangents(num_tokens, has_values=has_values)
+        return self._estimate_kept_on_device(num_tokens) | self._estimate_tangents(num_tokens, has_values=has_values)
 
-    def pass_without_gradient(self, num_tokens: int) -> dict[str, int]:
-        """Bytes of a JVP pass, or of a plain forward for a finite difference, by kind."""
-        gathered = {"gathered parameters": self._gathered()}
+    def estimate_gradient_free_pass(self, num_tokens: int) -> dict[str, int]:
+        """Estimate the bytes of a JVP pass, or of a plain forward for a finite difference, by kind."""
+        gathered = {"gathered parameters": self._estimate_gathered()}
         if self.settings.estimator == "jvp":
-            return gathered | self._with_tangents(num_tokens)
-        layer, loss = self._layer_forward(num_tokens), self._loss(num_tokens)
+            return gathered | self._estimate_tangents(num_tokens)
+        layer, loss = self._estimate_layer_forward(num_tokens), self._estimate_loss(num_tokens)
         return gathered | ({"a layer's forward": layer} if layer > loss else {"loss": loss})
 
-    def kept_activations(self, num_tokens: int) -> int:
-        """Bytes of activations that the backward needs: each layer's input, or all of them; and the last norm."""
+    def estimate_kept_activations(self, num_tokens: int) -> int:
+        """Estimate the bytes of activations that the backward needs: each layer's input, or all of them; and the last
+        norm."""
         shape, b = self.shape, self.b
-        between = self._between_layers(num_tokens)
+        between = self._count_local_tokens(num_tokens)
         if self.settings.is_checkpointed:
             return between * b * shape.hidden_size * (shape.num_layers + 1)
         last_norm = between * shape.hidden_size * (self._norm_bytes + b)
-        return shape.num_layers * self._layer_kept(num_tokens) + last_norm
+        return shape.num_layers * self._estimate_layer_kept(num_tokens) + last_norm
 
-    def _kept_on_device(self, num_tokens: int) -> dict[str, int]:
-        """Bytes that a pass with a gradient keeps from its forward to its backward, by kind."""
+    def _estimate_kept_on_device(self, num_tokens: int) -> dict[str, int]:
+        """Estimate the bytes that a pass with a gradient keeps from its forward to its backward, by kind."""
         settings = self.settings
-        kept = 0 if settings.offloads_checkpoints else self.kept_activations(num_tokens)
+        kept = 0 if settings.offloads_checkpoints else self.estimate_kept_activations(num_tokens)
         name = "activation checkpoints" if settings.is_checkpointed else "activations"
-        return {"gathered parameters": self._gathered(), name: kept}
+        return {"gathered parameters": self._estimate_gathered(), name: kept}
 
     # ---- parts of a pass -------------------------------------------------------------------------------------------
 
-    def _between_layers(self, num_tokens: int) -> int:
-        """Tokens whose hidden states a rank holds between layers: with tensor parallelism, its share."""
+    def _count_local_tokens(self, num_tokens: int) -> int:
+        """Count the tokens whose hidden states a rank holds between layers: with tensor parallelism, its share."""
         return -(-num_tokens // self.settings.tensor)
 
-    def _exchanged(self, num_tokens: int) -> int:
-        """Bytes of the hidden states that a tensor-parallel group exchanges."""
+    def _estimate_exchanged(self, num_tokens: int) -> int:
+        """Estimate the bytes of the hidden states that a tensor-parallel group exchanges."""
         return 0 if self.settings.tensor == 1 else num_tokens * self.b * self.shape.hidden_size
 
-    def _gathered(self) -> int:
-        """Bytes of the parameters that DeepSpeed keeps gathered, and of those that are being all-gathered."""
-        layer, whole = self.gathered_layer, self.gathered_all
-        live = min(whole, max(self.settings.max_live_parameters, 2 * layer, self.embedding))
-        return self.b * (live + min(layer, whole))
+    def _estimate_gathered(self) -> int:
+        """Estimate the bytes of the parameters that DeepSpeed keeps gathered, and of those that are being
+        all-gathered."""
+        layer, total = self.gathered_layer, self.gathered_all
+        live = min(total, max(self.settings.max_live_parameters, 2 * layer, self.embedding))
+        return self.b * (live + min(layer, total))
 
-    def _with_tangents(self, num_tokens: int, *, has_values: bool = False) -> dict[str, int]:
-        """Bytes of a layer or of the loss, the larger, each with its group of the direction: as received from the
-        ranks, and by parameter. While a layer runs, the next group is in flight.
+    def _estimate_tangents(self, num_tokens: int, *, has_values: bool = False) -> dict[str, int]:
+        """Estimate the bytes of a layer or of the loss, the larger, each with its group of the direction: as received
+        from the ranks, and by parameter. While a layer runs, the next group is in flight.
 
         Args:
             has_values: the layer's values are counted elsewhere.
@@ -399,16 +404,19 @@ class _Model:
         if self.settings.probe_rank is not None:  # factors are not all-gathered
             layer_bytes = loss_bytes = 0
         return max(
-            {"a layer's forward": self._layer_with_tangents(num_tokens) // (2 if has_values else 1), name: layer_bytes},
-            {"loss": self._loss(num_tokens, has_tangent=True), name: loss_bytes},
+            {
+                "a layer's forward": self._estimate_layer_tangents(num_tokens) // (2 if has_values else 1),
+                name: layer_bytes,
+            },
+            {"loss": self._estimate_loss(num_tokens, has_tangent=True), name: loss_bytes},
             key=lambda stage: sum(stage.values()),
         )
 
-    def _layer_kept(self, num_tokens: int) -> int:
-        """Bytes of the tensors that autograd saves in a layer's forward."""
+    def _estimate_layer_kept(self, num_tokens: int) -> int:
+        """Estimate the bytes of the tensors that autograd saves in a layer's forward."""
         shape, b = self.shape, self.b
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-        hidden = self._between_layers(num_tokens) * shape.hidden_size
+        hidden = self._count_local_tokens(num_tokens) * shape.hidden_size
         # The input of a norm; that of a recomputed layer's first norm is the checkpoint.
         num_norms = 1 if self.settings.is_checkpointed and shape.has_llama_norms else 2
         norms = (num_norms * hidden + shape.normalizes_heads * heads * num_tokens) * self._norm_bytes
@@ -420,8 +428,8 @@ class _Model:
         inputs = b * (2 * hidden + num_tokens * self._mlp_width)
         if not self.is_full and b < _FP32 and self.settings.tensor == 1:
             inputs = 0
-        kept = norms + num_tokens * (attention + mlp) + inputs + self._kept_by_adapters(num_tokens)
-        return kept + self._kept_by_routing(num_tokens)
+        kept = norms + num_tokens * (attention + mlp) + inputs + self._estimate_kept_by_adapters(num_tokens)
+        return kept + self._estimate_kept_by_routing(num_tokens)
 
     @property
     def _norm_bytes(self) -> int:
@@ -451,60 +459,63 @@ class _Model:
         return 0 if self.shape.experts is None else self.settings.expert_load * self.shape.experts.per_token
 
     @property
-    def _on_the_way(self) -> float:
+    def _copies_in_flight(self) -> float:
         """Copies in flight to and from other ranks with expert parallelism."""
         return 2 * self._copies if self.settings.expert > 1 else 0
 
-    def _kept_by_routing(self, num_tokens: int) -> int:
-        """Bytes that routing saves beyond the MLPs: the experts' inputs, if they are trained; their outputs, for the
-        gradient of the routing weights; positions in the order of the experts; the probabilities."""
+    def _estimate_kept_by_routing(self, num_tokens: int) -> int:
+        """Estimate the bytes that routing saves beyond the MLPs: the experts' inputs, if they are trained; their
+        outputs, for the gradient of the routing weights; positions in the order of the experts; the probabilities."""
         if self.shape.experts is None:
             return 0
         copies = (1 + self.is_full) * self.b * self.shape.hidden_size + 3 * _INT64
         return num_tokens * (int(self._copies * copies) + _FP32 * self.shape.experts.num_experts)
 
-    def _kept_by_adapters(self, num_tokens: int) -> int:
-        """Bytes that the adapters of a layer save: their inputs in fp32, with dropout masks; and the output of their
-        first factor."""
+    def _estimate_kept_by_adapters(self, num_tokens: int) -> int:
+        """Estimate the bytes that the adapters of a layer save: their inputs in fp32, with dropout masks; and the
+        output of their first factor."""
         adapters, shape = self.settings.adapters, self.shape
         if adapters is None:
             return 0
-        inputs = 5 * self._between_layers(num_tokens) * shape.hidden_size
+        inputs = 5 * self._count_local_tokens(num_tokens) * shape.hidden_size
         inputs += num_tokens * (shape.num_heads * shape.head_dim + shape.intermediate_size)
         copies = _FP32 if adapters.has_dropout or self.b < _FP32 else 0  # an input in fp32 is kept by the layer already
         return (copies + adapters.has_dropout) * inputs + 7 * _FP32 * adapters.rank * num_tokens
 
-    def _layer_backward(self, num_tokens: int) -> int:
-        """Bytes of the recomputed layer, with checkpoints, and of the gradients of its widest activations."""
-        kept = self._layer_kept(num_tokens) if self.settings.is_checkpointed else 0
+    def _estimate_layer_backward(self, num_tokens: int) -> int:
+        """Estimate the bytes of the recomputed layer, with checkpoints, and of the gradients of its widest
+        activations."""
+        kept = self._estimate_layer_kept(num_tokens) if self.settings.is_checkpointed else 0
         shape, b = self.shape, self.b
         widest = 2 * self._mlp_width + 2 * shape.hidden_size
-        copies = int(3 * self._copies + self._on_the_way)
+        copies = int(3 * self._copies + self._copies_in_flight)
         return kept + num_tokens * b * max(widest, copies * shape.hidden_size)
 
-    def _layer_forward(self, num_tokens: int) -> int:
+    def _estimate_layer_forward(self, num_tokens: int) -> int:
         shape, b = self.shape, self.b
         attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         adapter_bytes = 0 if self.is_full else _FP32 * self._mlp_width  # the output of one, in fp32
-        widest = max(4 * self._mlp_width, 2 * attention, int(3 * self._copies + self._on_the_way) * shape.hidden_size)
-        hidden = 4 * self._between_layers(num_tokens) * shape.hidden_size
-        return b * hidden + self._exchanged(num_tokens) + num_tokens * (b * widest + adapter_bytes)
+        widest = max(
+            4 * self._mlp_width, 2 * attention, int(3 * self._copies + self._copies_in_flight) * shape.hidden_size
+        )
+        hidden = 4 * self._count_local_tokens(num_tokens) * shape.hidden_size
+        return b * hidden + self._estimate_exchanged(num_tokens) + num_tokens * (b * widest + adapter_bytes)
 
-    def _layer_with_tangents(self, num_tokens: int) -> int:
-        """Bytes of values and tangents together, as measured in the forward of small models: six widths of the MLP, or
-        queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel), nine times
-        with Llama's norms, beside the residual and the norm. Tensor-parallel layers also exchange the MLP's outputs:
-        value and tangent, and the buffer of the one being sent."""
+    def _estimate_layer_tangents(self, num_tokens: int) -> int:
+        """Estimate the bytes of values and tangents together, as measured in the forward of small models: six widths of
+        the MLP, or queries, keys and values twelve times (projected, normalized, rotated, laid out for the kernel),
+        nine times with Llama's norms, beside the residual and the norm. Tensor-parallel layers also exchange the MLP's
+        outputs: value and tangent, and the buffer of the one being sent."""
         shape, b = self.shape, self.b
         query_heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         adapter_bytes = 0 if self.is_full else 2 * _FP32  # the output of one and its tangent, in fp32
-        mlp = num_tokens * (6 * b + adapter_bytes) * self._mlp_width + 3 * self._exchanged(num_tokens)
-        mlp += int(2 * self._copies + 2 * self._on_the_way) * b * num_tokens * shape.hidden_size
+        mlp = num_tokens * (6 * b + adapter_bytes) * self._mlp_width + 3 * self._estimate_exchanged(num_tokens)
+        mlp += int(2 * self._copies + 2 * self._copies_in_flight) * b * num_tokens * shape.hidden_size
         times = 9 if shape.has_llama_norms else 12
         attention = num_tokens * (times * b * (query_heads + 2 * kv_heads) + adapter_bytes * query_heads)
-        return 4 * b * self._between_layers(num_tokens) * shape.hidden_size + max(mlp, attention)
+        return 4 * b * self._count_local_tokens(num_tokens) * shape.hidden_size + max(mlp, attention)
 
-    def _loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
+    def _estimate_loss(self, num_tokens: int, *, has_gradient: bool = False, has_tangent: bool = False) -> int:
         shape, b = self.shape, self.b
         multiple = loss_block_multiple(shape.hidden_size, on_gpu=self.settings.on_gpu)
         block = min(multiple * LOSS_BLOCK_BYTES, _FP32 * shape.vocabulary_size * num_tokens)
@@ -514,7 +525,7 @@ class _Model:
             # Logits and the loss's gradient by them; tangents are summed in what the products with it return.
             return 2 * block + in_16_bits + 4 * hidden
         if not has_gradient:  # where they are gathered, beside those of the supervised tokens
-            return block + in_16_bits + hidden + self._exchanged(num_tokens)
+            return block + in_16_bits + hidden + self._estimate_exchanged(num_tokens)
         if self.settings.is_anchored:
             # Logits of both models and their ratios; hidden states of both, and a gradient of each of the two losses.
             return 3 * block + in_16_bits + 5 * hidden

@@ -8,7 +8,7 @@ from vcore_ds.common.text import count, gib
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_plan import BatchPlan, Part, find_other_expert_sizes
 from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, ParameterCounts, estimate_memory
-from vcore_ds.planning.model_shape import fullest_rank
+from vcore_ds.planning.model_shape import estimate_fullest_load
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import Utilization, list_sequence_parallel_sizes
 
@@ -84,45 +84,48 @@ class MemoryPlan:
 
     @property
     def estimate(self) -> MemoryEstimate:
-        return self._with({})
+        return self._estimate_changed({})
 
-    def most_tokens(self, available: Available, limit: int) -> int:
-        """Return the tokens of the largest micro-batch on a rank that fits, at most `limit`; 0 for none."""
+    def find_most_tokens(self, available: Available, limit: int) -> int:
+        """Find the tokens of the largest micro-batch on a rank that fits, at most `limit`; 0 for none."""
         settings = self.settings
         tokens = {"main_tokens": 1, "probe_tokens": 1, "utility_tokens": self.plan.batches_per_utility_pass}
         tokens = {key: factor for key, factor in tokens.items() if getattr(settings, key)}
 
-        def fits(num_tokens: int) -> bool:
-            return available.holds(self._with({key: factor * num_tokens for key, factor in tokens.items()}))
+        def does_fit(num_tokens: int) -> bool:
+            return available.holds(self._estimate_changed({key: factor * num_tokens for key, factor in tokens.items()}))
 
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+            low, high = (middle, high) if does_fit(middle) else (low, middle - 1)
         return low
 
-    def remedies(self, available: Available) -> list[Remedy]:
-        """Return the changes one by one, cheapest first; if none is enough, also all of them together."""
-        changes = [*self._changes(available)]
-        remedies = [Remedy(str(change), self._with(change.settings), change.arguments) for change in changes]
-        remedies += self._more_ranks(available)
+    def find_remedies(self, available: Available) -> list[Remedy]:
+        """Find the changes that need less memory, one by one, cheapest first; if none is enough, also all of them
+        together."""
+        changes = [*self._list_changes(available)]
+        remedies = [
+            Remedy(str(change), self._estimate_changed(change.settings), change.arguments) for change in changes
+        ]
+        remedies += self._find_more_ranks(available)
         if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in remedies):
             overrides = {key: value for change in changes for key, value in change.overrides.items()}
             settings = {key: value for change in changes for key, value in change.settings.items()}
             together = _Change(overrides, settings)
-            remedies.append(Remedy(str(together), self._with(settings), together.arguments))
+            remedies.append(Remedy(str(together), self._estimate_changed(settings), together.arguments))
             if not available.holds(remedies[-1].estimate):
-                remedies += self._more_ranks(available, together)
+                remedies += self._find_more_ranks(available, together)
         return remedies
 
-    def _changes(self, available: Available) -> Iterator[_Change]:
+    def _list_changes(self, available: Available) -> Iterator[_Change]:
         settings = self.settings
         if settings.stages_checkpoints:
             yield _Change({"checkpoint.async": "false"}, {"stages_checkpoints": False})
         if not settings.is_checkpointed:
             yield _Change({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
-        yield from self._fewer_experts()
-        yield from self._shrink_micro_batches()
+        yield from self._list_expert_changes()
+        yield from self._list_micro_batch_changes()
         if available.is_cpu:  # offloading moves nothing there
             return
         if settings.number_bytes == 2:
@@ -137,26 +140,26 @@ class MemoryPlan:
             overrides = {**key, "model.activation_offload": "true"}
             yield _Change(overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
 
-    def _fewer_experts(self) -> Iterator[_Change]:
-        """Expert parallelism over the ranks of a node, and at the largest possible size."""
+    def _list_expert_changes(self) -> Iterator[_Change]:
+        """List expert parallelism over the ranks of a node, and at the largest possible size."""
         experts, in_node = self.plan.time_model.shape.experts, self.plan.time_model.ranks_per_node
         larger = [n for n in self.other_expert_sizes if n > self.settings.expert]
         for size in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
             assert experts is not None  # whose sizes these are
-            changed = {"expert": size, "expert_load": fullest_rank(experts.num_experts, size)}
+            changed = {"expert": size, "expert_load": estimate_fullest_load(experts.num_experts, size)}
             yield _Change({"parallel.expert": str(size)}, changed)
 
-    def _shrink_micro_batches(self) -> Iterator[_Change]:
-        """Fewer tokens on a rank: half a pack, one sequence, or a larger sequence-parallel size."""
+    def _list_micro_batch_changes(self) -> Iterator[_Change]:
+        """List changes with fewer tokens on a rank: half a pack, one sequence, or a larger sequence-parallel size."""
         plan, pack = self.plan, self.plan.pack_tokens_per_rank
         if pack is not None:
             half = pack // 2
             if half >= _MIN_PACK_TOKENS and plan.main_parallel_sizes[-1] * half >= self.cutoff_length:
-                yield _Change({"batch.pack_tokens_per_rank": str(half)}, self._fewer_tokens(half / pack))
+                yield _Change({"batch.pack_tokens_per_rank": str(half)}, self._scale_tokens(half / pack))
             return
         if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
             share = 1 / plan.micro_batch_size_per_rank
-            yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._fewer_tokens(share))
+            yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._scale_tokens(share))
         shape = plan.time_model.shape
         larger = [
             k for k in list_sequence_parallel_sizes(plan.num_ranks, shape.num_heads) if k > self.sequence_parallel
@@ -165,25 +168,25 @@ class MemoryPlan:
             overrides = {"batch.sequence_parallel": str(larger[0])}
             if plan.probe_batch_size_global != 0:
                 overrides["probe.sequence_parallel"] = str(larger[0])
-            yield _Change(overrides, self._fewer_tokens(self.sequence_parallel / larger[0]))
+            yield _Change(overrides, self._scale_tokens(self.sequence_parallel / larger[0]))
 
-    def _fewer_tokens(self, share: float) -> dict[str, int]:
+    def _scale_tokens(self, share: float) -> dict[str, int]:
         keys = ("main_tokens", "probe_tokens", "utility_tokens")
         return {key: round(getattr(self.settings, key) * share) for key in keys}
 
-    def _more_ranks(self, available: Available, change: _Change | None = None) -> Iterator[Remedy]:
-        """The smallest number of ranks that fits, by doubling."""
+    def _find_more_ranks(self, available: Available, change: _Change | None = None) -> Iterator[Remedy]:
+        """Find the smallest number of ranks that fits, by doubling."""
         num_groups = 2 * self.settings.num_ranks
         while (num_ranks := num_groups * self.settings.tensor) <= _MOST_RANKS:
             settings = {**(change.settings if change is not None else {}), "num_ranks": num_groups}
-            estimate = self._with(settings)
+            estimate = self._estimate_changed(settings)
             if available.holds(estimate):
                 words = f"{num_ranks} ranks" if change is None else f"{num_ranks} ranks and {change}"
                 yield Remedy(words, estimate, () if change is None else change.arguments, num_ranks)
                 return
             num_groups *= 2
 
-    def _with(self, changed: Mapping[str, Any]) -> MemoryEstimate:
+    def _estimate_changed(self, changed: Mapping[str, Any]) -> MemoryEstimate:
         return estimate_memory(self.plan.time_model.shape, replace(self.settings, **changed), self.counts)
 
 
@@ -213,7 +216,7 @@ def plan_memory(
     counts = counts if counts is not None and counts.all > 0 else None
     hpz = zero.get("zero_hpz_partition_size", 1)
     longest = plan.pack_tokens_per_rank or settings.cutoff_length * (plan.micro_batch_size_per_rank or 1)
-    tokens = {part: found.most_tokens for part, found in passes.items()}
+    tokens = {part: utilization.most_tokens for part, utilization in passes.items()}
     main_tokens = tokens.get("main", longest)
     model, lora = settings.model, settings.lora
     has_utility_pass = settings.estimator is not None and not settings.is_fused
@@ -224,7 +227,9 @@ def plan_memory(
         utility_tokens=main_tokens * plan.batches_per_utility_pass if has_utility_pass else 0,
         tensor=plan.tensor,
         expert=plan.time_model.expert,
-        expert_load=1.0 if shape.experts is None else fullest_rank(shape.experts.num_experts, plan.time_model.expert),
+        expert_load=1.0
+        if shape.experts is None
+        else estimate_fullest_load(shape.experts.num_experts, plan.time_model.expert),
         estimator=settings.estimator,
         probe_rank=settings.probe.rank if settings.estimator == "jvp" and lora is None else None,
         rank_passes=settings.probe.rank_passes,
@@ -281,7 +286,7 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
     return (
         f"memory: {gib(estimate.peak_bytes)} of {gib(available.device)} GiB a rank are needed by the estimate, "
         f"in {estimate.peak_phase}; it may be short by {gib(estimate.margin_bytes)} GiB. Less is taken with\n"
-        + _remedies(plan, available)
+        + _format_remedies(plan, available)
     )
 
 
@@ -306,26 +311,26 @@ def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = ""
         f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, by an estimate for "
         f"{count(plan.plan.num_ranks_of_job, 'rank')} and {plan.settings.main_tokens:,} tokens in a micro-batch on a "
         f"{plan.plan.member}:",
-        *_table("for the whole run", estimate.persistent),
-        *_table(f"at the peak, in {phase}", estimate.phases[phase]),
-        *_table("in host memory", estimate.host),
-        remedies or f"Less is taken with\n{_remedies(plan, available)}",
+        *_format_table("for the whole run", estimate.persistent),
+        *_format_table(f"at the peak, in {phase}", estimate.phases[phase]),
+        *_format_table("in host memory", estimate.host),
+        remedies or f"Less is taken with\n{_format_remedies(plan, available)}",
         "engine.memory_check=false starts anyway",
     ]
     return "\n".join(lines)
 
 
-def _table(title: str, kinds: Mapping[str, int]) -> list[str]:
-    """GiB by kind, one line each, below their sum; nothing where there are none."""
+def _format_table(title: str, kinds: Mapping[str, int]) -> list[str]:
+    """Format GiB by kind, one line each, below their sum; nothing where there are none."""
     if not kinds:
         return []
     rows = [f"  {gib(num_bytes):>10}    {kind}" for kind, num_bytes in kinds.items() if num_bytes]
     return [f"  {gib(sum(kinds.values())):>10}  {title}", *rows]
 
 
-def _remedies(plan: MemoryPlan, available: Available) -> str:
+def _format_remedies(plan: MemoryPlan, available: Available) -> str:
     lines = []
-    for remedy in plan.remedies(available):
+    for remedy in plan.find_remedies(available):
         estimate = remedy.estimate
         host = f" and {gib(estimate.host_bytes)} in host memory" if estimate.host else ""
         verdict = "" if available.holds(estimate) else ", not enough alone"

@@ -56,7 +56,7 @@ SPREAD_OF_EXPERTS = 0.25
 fullest expert (docs/tracking.md)."""
 
 
-def fullest_rank(num_experts: int, num_ranks: int) -> float:
+def estimate_fullest_load(num_experts: int, num_ranks: int) -> float:
     """Estimate the tokens sent to the fullest of the ranks that shard a layer's experts, over their mean.
 
     A rank has the sum of `num_experts / num_ranks` experts, whose loads are assumed independent, and the largest of
@@ -65,7 +65,7 @@ def fullest_rank(num_experts: int, num_ranks: int) -> float:
     return 1 + SPREAD_OF_EXPERTS * math.sqrt(2 * math.log(num_ranks) * num_ranks / num_experts)
 
 
-def differences_refused(path: str) -> str:
+def explain_refused_differences(path: str) -> str:
     """Explain why no finite difference is taken with an MoE model, for a recipe that asks for one."""
     return (
         f"utility.estimator: found finite_difference together with model.path {path}, an MoE model: the "
@@ -74,63 +74,63 @@ def differences_refused(path: str) -> str:
     )
 
 
-def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Whether a language model's configuration, as in config.json, is that of an MoE model: the parameters that a token
-    passes through depend on the parameters."""
+def is_moe(config: Mapping[str, Any]) -> bool:
+    """Whether a language model's configuration, as in config.json, is that of an MoE model: the parameters themselves
+    decide which of them a token passes through."""
     # Gemma 4 and Doge have dense models of the same class.
     is_off = config.get("enable_moe_block") is False or config.get("is_moe") is False
-    return not is_off and (_number(config, _NUM_EXPERTS) or 0) > 1
+    return not is_off and (_read_number(config, _NUM_EXPERTS) or 0) > 1
 
 
-def experts_of(config: Mapping[str, Any], num_layers: int) -> Experts | None:
-    """The experts of a language model; None for a dense one, and where no width is given.
+def read_experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
+    """Read the experts of a language model; None for a dense one, and where no width is given.
 
     Args:
         config: of the language model, as in config.json; what is malformed is passed over.
         num_layers: of the decoder.
     """
-    num_experts, width = _number(config, _NUM_EXPERTS), _number(config, _WIDTH)
-    if not is_mixture(config) or num_experts is None or width is None:
+    num_experts, width = _read_number(config, _NUM_EXPERTS), _read_number(config, _WIDTH)
+    if not is_moe(config) or num_experts is None or width is None:
         return None
-    per_token = min(num_experts, _number(config, _PER_TOKEN) or 1)
-    shared = _number(config, _SHARED_WIDTH) or (_number(config, _NUM_SHARED) or 0) * width
+    per_token = min(num_experts, _read_number(config, _PER_TOKEN) or 1)
+    shared = _read_number(config, _SHARED_WIDTH) or (_read_number(config, _NUM_SHARED) or 0) * width
     if "intermediate_size_mlp" in config:  # Llama 4 has one shared expert, and says so nowhere
         shared = width
     if config.get("enable_moe_block") is True:  # Gemma 4 has experts beside the dense MLP
-        shared = _number(config, ("intermediate_size",)) or 0
-    return Experts(_num_sparse_layers(config, num_layers), num_experts, per_token, width, shared)
+        shared = _read_number(config, ("intermediate_size",)) or 0
+    return Experts(_count_moe_layers(config, num_layers), num_experts, per_token, width, shared)
 
 
-def dense_width(config: Mapping[str, Any]) -> int | None:
-    """Width of the MLP in the layers without experts."""
-    return _number(config, ("intermediate_size_mlp", "intermediate_size"))
+def read_dense_width(config: Mapping[str, Any]) -> int | None:
+    """Read the width of the MLP in the layers without experts."""
+    return _read_number(config, ("intermediate_size_mlp", "intermediate_size"))
 
 
-def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    """Layers with experts, from a list of all layers or from a rule."""
+def _count_moe_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    """Count the MoE layers, from an explicit list or a stride."""
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
         return sum(kind != "dense" for kind in kinds)
     frequency = config.get("moe_layer_freq")
     if isinstance(frequency, list | tuple) and len(frequency) == num_layers:
-        return sum(bool(one) for one in frequency)
-    first = _number(config, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")) or 0
-    step = _number(config, ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")) or 1
+        return sum(bool(has_experts) for has_experts in frequency)
+    first = _read_number(config, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")) or 0
+    step = _read_number(config, ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")) or 1
     offset = step - 1
-    if (period := _number(config, ("expert_layer_period",))) is not None:  # Jamba
-        step, offset = period, _number(config, ("expert_layer_offset",)) or 0
+    if (period := _read_number(config, ("expert_layer_period",))) is not None:  # Jamba
+        step, offset = period, _read_number(config, ("expert_layer_offset",)) or 0
     dense = config.get("mlp_only_layers") or ()
     dense = dense if isinstance(dense, list | tuple) else ()
     return sum(i % step == offset % step and i not in dense for i in range(first, num_layers))
 
 
-def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """The first of these that is a natural number; a list with one for each layer counts as its largest."""
+def _read_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Read the first of these keys that is a natural number; a list with one for each layer counts as its largest."""
     mlp = config.get("ffn_config")  # DBRX keeps them there
     config = {**config, **mlp} if isinstance(mlp, dict) else config
     for name in names:
         value = config.get(name)
-        if isinstance(value, list | tuple) and value and all(type(one) is int for one in value):
+        if isinstance(value, list | tuple) and value and all(type(number) is int for number in value):
             value = max(value)
         if type(value) is int and 0 < value < 2**31:
             return value
@@ -228,10 +228,10 @@ class ModelShape:
             parts["experts"] = replace(experts, **widths)
         return replace(self, **parts, vocabulary_size=rows)
 
-    def for_sequences_of(self, longest: int) -> "ModelShape":
-        """The shape for data whose longest sequence has `longest` tokens. Where one of them makes the rotary embedding
-        change its frequencies, another one in the same forward would be rotated by these too, and a rank that has only
-        the first tokens of a sequence by others than the rest."""
+    def adapt_to_length(self, longest: int) -> "ModelShape":
+        """Return the shape for data whose longest sequence has `longest` tokens. Where one sequence makes the rotary
+        embedding change its frequencies, another one in the same forward would be rotated by these too, and a rank that
+        has only the first tokens of a sequence by others than the rest."""
         if self.rope_limit is None or longest <= self.rope_limit:
             return self
         why = f"whose rotary embedding ({self.rope}) depends on the largest position in a forward"
@@ -258,12 +258,12 @@ class ModelShape:
         """The same of all layers."""
         return 0 if self.experts is None else self.experts.num_layers * self.expert_layer_parameters
 
-    def parameters_elsewhere(self, expert: int) -> int:
+    def remote_expert_parameters(self, expert: int) -> int:
         """Expert parameters held by the other ranks of an expert-parallel group."""
         return self.expert_parameters - self.expert_parameters // expert
 
     def weight_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
-        """The weight matrices of a Llama-like model of this shape: the number of each kind, its rows and columns.
+        """List the weight matrices of a Llama-like model of this shape: the number of each kind, its rows and columns.
 
         Args:
             active: only those that a token is multiplied by, so without input embedding and idle experts.
@@ -272,7 +272,7 @@ class ModelShape:
         return [*self.hidden_matrices(active=active), embeddings]
 
     def hidden_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
-        """The same without embeddings: what Muon updates."""
+        """List the weight matrices without embeddings, which Muon updates; as in `weight_matrices`."""
         hidden, experts = self.hidden_size, self.experts
         num_dense = self.num_layers if experts is None else self.num_layers - experts.num_layers
         matrices = [
@@ -296,9 +296,9 @@ class ModelShape:
         return self.layer_parameters / (self.num_heads * self.head_dim)
 
 
-def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of a decoder, Llama-like but for its experts and for attention that `_attention` knows; None where one
-    of `REQUIRED_SIZES` is missing.
+def make_shape(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> ModelShape | None:
+    """Make the shape of a decoder, Llama-like except for its experts, latent and linear attention; None where one of
+    `REQUIRED_SIZES` is missing.
 
     Args:
         sizes: those of `SIZE_NAMES`, None where the configuration has none.
@@ -308,20 +308,20 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
     if num_layers is None or num_heads is None or hidden is None:
         return None
     num_kv_heads, head_dim = sizes["num_kv_heads"] or num_heads, sizes["head_dim"] or max(1, hidden // num_heads)
-    attention = _attention_parameters(hidden, num_heads, num_kv_heads, head_dim)
-    if (latent := _latent_attention(config, hidden, num_heads)) is not None:
+    attention = _count_attention_parameters(hidden, num_heads, num_kv_heads, head_dim)
+    if (latent := _read_latent_attention(config, hidden, num_heads)) is not None:
         num_kv_heads, (head_dim, attention) = num_heads, latent
-    attention = _with_linear_attention(config, num_layers, hidden, num_heads * head_dim, attention)
+    attention = _count_mixer_parameters(config, num_layers, hidden, num_heads * head_dim, attention)
     width, vocabulary = sizes["intermediate_size"], sizes["vocabulary_size"]
     parameters = attention + 3 * hidden * (width or 4 * hidden)
-    experts = experts_of(config, num_layers)
+    experts = read_experts(config, num_layers)
     if experts is not None:
-        width = dense_width(config) or experts.active_width
+        width = read_dense_width(config) or experts.active_width
         mlp = experts.num_layers * (3 * experts.active_width + experts.num_experts)  # with the router
         mlp += (num_layers - experts.num_layers) * 3 * width
         parameters = attention + hidden * mlp // num_layers
     shape = ModelShape(num_layers, num_heads, num_kv_heads, head_dim, parameters, *find_packing_obstacles(config))
-    shape = replace(shape, max_positions=_max_positions(config))
+    shape = replace(shape, max_positions=_read_max_positions(config))
     if vocabulary is None:
         return replace(shape, experts=experts)
     model_type = str(config.get("model_type", ""))
@@ -337,28 +337,31 @@ def shape_of_sizes(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -
     )
 
 
-def _max_positions(config: Mapping[str, Any]) -> int | None:
-    """Positions of the embeddings, or those to which YaRN extends them."""
-    positions = _number(config, ("max_position_embeddings", "n_positions"))
+def _read_max_positions(config: Mapping[str, Any]) -> int | None:
+    """Read the positions of the embeddings, or those to which YaRN extends them."""
+    positions = _read_number(config, ("max_position_embeddings", "n_positions"))
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if positions is None or not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
         return positions
-    factor, trained = rope.get("factor"), _number(rope, ("original_max_position_embeddings",)) or positions
+    factor, trained = rope.get("factor"), _read_number(rope, ("original_max_position_embeddings",)) or positions
     return max(positions, int(factor * trained)) if isinstance(factor, int | float) else positions
 
 
 def layer_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int) -> int:
     """Linear parameters of a dense, Llama-like layer, for which other architectures are taken."""
-    return _attention_parameters(hidden_size, num_heads, num_kv_heads, head_dim) + 3 * hidden_size * intermediate_size
+    return (
+        _count_attention_parameters(hidden_size, num_heads, num_kv_heads, head_dim)
+        + 3 * hidden_size * intermediate_size
+    )
 
 
-def _attention_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+def _count_attention_parameters(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return 2 * hidden_size * head_dim * (num_heads + num_kv_heads)
 
 
-def _latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) -> tuple[int, int] | None:
-    """Head dimension of queries and keys, and parameters, of multi-head latent attention (DeepSeek-V2 and V3), which
-    computes a key and a value for each query head from what all heads share; None for other attention."""
+def _read_latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) -> tuple[int, int] | None:
+    """Read the head dimension of queries and keys, and the parameters, of multi-head latent attention (DeepSeek-V2 and
+    V3), which computes a key and a value for each query head from what all heads share; None for other attention."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if any(type(config.get(name)) is not int for name in names):
         return None
@@ -370,10 +373,10 @@ def _latent_attention(config: Mapping[str, Any], hidden: int, num_heads: int) ->
     return head_dim, query + hidden * (shared + rope) + num_heads * (shared * (nope + value) + value * hidden)
 
 
-def _with_linear_attention(
+def _count_mixer_parameters(
     config: Mapping[str, Any], num_layers: int, hidden: int, query_size: int, attention: int
 ) -> int:
-    """Parameters of a layer's token mixer, mean over the layers, where most are gated delta nets (Qwen3-Next,
+    """Count the parameters of a layer's token mixer, mean over the layers, where most are gated delta nets (Qwen3-Next,
     Qwen3.5); else those of its attention. Time and memory of these layers are counted as if they were attention."""
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
     if any(type(config.get(name)) is not int for name in names):
@@ -396,42 +399,44 @@ QWEN3_32B = ModelShape(
 """The model that a plan assumes where it cannot see the real one."""
 
 
-def shape_on_disk(path: str) -> ModelShape | None:
-    """The shape of a model in a folder, of a configuration in a .json file, or of a hub id in Hugging Face's cache;
-    None where none of them can be read."""
-    for file in _config_files(path):
+def read_shape(path: str) -> ModelShape | None:
+    """Read the shape of a model in a folder, of a configuration in a .json file, or of a hub id in Hugging Face's
+    cache; None where none of them can be read."""
+    for file in _list_config_files(path):
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
-        shape = shape_of_config(raw) if isinstance(raw, dict) else None
+        shape = parse_shape(raw) if isinstance(raw, dict) else None
         if shape is not None:
             return shape
     return None
 
 
 def is_on_disk(path: str) -> bool:
-    """Whether a model's configuration is where `shape_on_disk` reads it, in whatever state."""
+    """Whether a model's configuration is where `read_shape` reads it, in whatever state."""
     try:
-        return any(file.is_file() for file in _config_files(path))
+        return any(file.is_file() for file in _list_config_files(path))
     except OSError:  # in a folder that this user may not read, which is said where the model is opened
         return False
 
 
-def folder_on_disk(path: str) -> Path | None:
-    """The folder of a model's configuration on this machine; None where there is none."""
-    return next((file.parent for file in _config_files(path) if file.is_file()), None) if is_on_disk(path) else None
+def find_folder(path: str) -> Path | None:
+    """Find the folder of a model's configuration on this machine; None where there is none."""
+    return (
+        next((file.parent for file in _list_config_files(path) if file.is_file()), None) if is_on_disk(path) else None
+    )
 
 
-def _config_files(path: str) -> list[Path]:
-    """Places of config.json, by preference."""
-    own, cached = Path(path) if path.endswith(".json") else Path(path) / "config.json", _cached_config(path)
-    return [own] if cached is None else [own, cached]
+def _list_config_files(path: str) -> list[Path]:
+    """List the places of config.json, by preference."""
+    local, cached = Path(path) if path.endswith(".json") else Path(path) / "config.json", _find_cached_config(path)
+    return [local] if cached is None else [local, cached]
 
 
-def _cached_config(hub_id: str) -> Path | None:
-    """config.json of the newest revision in the cache. `huggingface_hub.try_to_load_from_cache` finds the same file,
-    but takes 0.2 s to import."""
+def _find_cached_config(hub_id: str) -> Path | None:
+    """Find config.json of the newest revision in the cache. `huggingface_hub.try_to_load_from_cache` finds the same
+    file, but takes 0.2 s to import."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
@@ -442,8 +447,8 @@ def _cached_config(hub_id: str) -> Path | None:
     return folder / "snapshots" / revision / "config.json"
 
 
-def shape_of_config(raw: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of what config.json holds; None where it lacks a size, or has one that cannot be meant."""
+def parse_shape(raw: Mapping[str, Any]) -> ModelShape | None:
+    """Parse the values of a config.json; None where it lacks a size, or has one that cannot be meant."""
     for section in _TEXT_SECTIONS:
         if isinstance(raw.get(section), dict):
             raw = raw[section]
@@ -454,4 +459,4 @@ def shape_of_config(raw: Mapping[str, Any]) -> ModelShape | None:
         if any(type(value) is not int or not 1 <= value < 2**31 for value in values):
             return None
         sizes[size] = values[0] if values else None
-    return shape_of_sizes(sizes, raw)
+    return make_shape(sizes, raw)

@@ -67,7 +67,7 @@ def pack_batch(
 
 
 def split_batch(lengths: Sequence[int], *, num_groups: int, micro_batch_size: int) -> list[list[list[int]]]:
-    """Sequences by micro-step and group, of a global batch whose sequence i has `lengths[i]` tokens.
+    """Split a global batch, whose sequence i has `lengths[i]` tokens, by micro-step and group.
 
     Sorted from long to short, each run of num_groups * micro_batch_size sequences is dealt out to the groups one by
     one: at any micro-step all ranks have sequences of about the same length and none waits for another. Every group
@@ -120,7 +120,7 @@ def group_batch(
 
 
 def _deal(run: list[int], num_groups: int) -> list[list[int]]:
-    """The positions `run` by group, dealt out one by one."""
+    """Deal the positions `run` out to the groups, one by one."""
     return [run[group::num_groups] for group in range(num_groups)]
 
 
@@ -224,7 +224,7 @@ def measure_waste(
     work: Callable[[int], float],
     is_packed: bool,
 ) -> Waste:
-    """The waste of one pass.
+    """Measure the waste of one pass.
 
     Args:
         micro_steps: positions in `lengths` by micro-step and group of ranks; groups beyond the last are idle.
@@ -251,10 +251,10 @@ def measure_waste(
     return Waste(num_tokens, num_computed, total / num_ranks, slowest / sequence_parallel, num_idle)
 
 
-def most_tokens(
+def find_most_tokens(
     micro_steps: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, sequence_parallel: int, is_packed: bool
 ) -> int:
-    """Tokens of the largest micro-batch on one rank, padding included; arguments as in `measure_waste`."""
+    """Find the tokens of the largest micro-batch on one rank, padding included; arguments as in `measure_waste`."""
     most = 0
     for groups in micro_steps:
         for positions in groups:
@@ -297,17 +297,17 @@ included, and the key of the position up to which they do not."""
 
 
 def find_packing_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, str, int | None]:
-    """`no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape`.
+    """Find `no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape`.
 
     Args:
         config: of the language model, as in config.json; what is malformed is passed over.
     """
-    why = _why_unpackable(config)
-    return why, why, *_rope(config)
+    why = _explain_unpackable(config)
+    return why, why, *_find_rope(config)
 
 
-def _why_unpackable(config: Mapping[str, Any]) -> str | None:
-    """Why sequences cannot be packed, as far as the layers go; None where they can."""
+def _explain_unpackable(config: Mapping[str, Any]) -> str | None:
+    """Explain why sequences cannot be packed, as far as the layers go; None where they can."""
     if any(name.startswith("index_topk") and value for name, value in config.items()):
         return "whose attention selects keys by their place in the pack"
     for name in _LAYER_LISTS:
@@ -319,10 +319,10 @@ def _why_unpackable(config: Mapping[str, Any]) -> str | None:
     return f"whose layers are not all attention (it has {min(sizes)})" if sizes else None
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[str, int | None]:
+def _find_rope(config: Mapping[str, Any]) -> tuple[str, int | None]:
     # For the model, or for each kind of layer; under another name before transformers 5.
     sections = [part for part in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(part, dict)]
-    sections += [part for whole in sections for part in whole.values() if isinstance(part, dict)]
+    sections += [part for section in sections for part in section.values() if isinstance(part, dict)]
     for part in sections:
         kind = part.get("rope_type", part.get("type"))
         if isinstance(kind, str) and kind in _ROPE_OF_THE_FORWARD:

@@ -15,10 +15,10 @@ from vcore_ds.config.problems import RecipeError, did_you_mean
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
-from vcore_ds.planning.known_models import KNOWN_MODELS, known_model
+from vcore_ds.planning.known_models import KNOWN_MODELS, find_known_model
 from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_counts
 from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, shape_on_disk
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, read_shape
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import LengthModel, Utilization, summarize
 from vcore_ds.planning.step_cost import HOST_LINK, StepCost, StepModel, StepPasses
@@ -124,7 +124,7 @@ class RunPlan:
     goodput: Goodput
     seconds_scoring: float
     """Seconds in which `vcore-ds score` scores the traces of a global batch, along one trusted set."""
-    cost_at: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
+    estimate_cost: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
     """The step's cost with other shares of the peak."""
 
     @property
@@ -144,7 +144,7 @@ class RunPlan:
         """Seconds of a step at the fast and the slow end of what trainers achieve; None where speeds were measured."""
         if self.cluster.achieved != Achieved():
             return None
-        return self.cost_at(FAST).seconds_step, self.cost_at(SLOW).seconds_step
+        return self.estimate_cost(FAST).seconds_step, self.estimate_cost(SLOW).seconds_step
 
     @property
     def tokens_per_day(self) -> float:
@@ -164,13 +164,13 @@ class RunPlan:
         """Steps that the GPU hours are given for: those of the run, or 100 where they are not known."""
         return self.settings.num_steps or 100
 
-    def gpu_hours_scoring(self, num_traces: int) -> float:
+    def scoring_gpu_hours(self, num_traces: int) -> float:
         """GPU hours of `vcore-ds score` along one trusted set, without the gradient of that set."""
         num_batches = num_traces / self.batch.global_batch_size
         return num_batches * self.seconds_scoring * self.cluster.num_gpus / 3600
 
-    def on(self, num_gpus: int) -> "RunPlan":
-        """The plan on another number of GPUs. Raises RecipeError as `plan_run` does."""
+    def replan(self, num_gpus: int) -> "RunPlan":
+        """Plan the same run on another number of GPUs. Raises RecipeError as `plan_run` does."""
         cluster = replace(self.cluster, num_gpus=num_gpus)
         return plan_run(self.settings, cluster, self.shape, lengths=self.lengths)
 
@@ -187,9 +187,9 @@ class LongestSequence:
         return f"Longest sequence that fits: {self.num_tokens:,} tokens ({self.limit})"
 
 
-def longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSequence | None:
-    """The longest sequence by the recipe's packs and the model's positions, and by memory where a plan is given; None
-    where nothing limits it.
+def find_longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSequence | None:
+    """Find the longest sequence by the recipe's packs and the model's positions, and by memory where a plan is given;
+    None where nothing limits it.
 
     Args:
         plan: of the same batch.
@@ -203,14 +203,14 @@ def longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSe
         limits.append(LongestSequence(positions, "the model's positions"))
     if plan is not None:
         most = min((limit.num_tokens for limit in limits), default=_MOST_TOKENS)
-        on_rank = plan.memory.most_tokens(plan.available, -(-most // size))
+        on_rank = plan.memory.find_most_tokens(plan.available, -(-most // size))
         if on_rank * size < most:
             limits.append(LongestSequence(on_rank * size, f"memory, on {members}"))
     return min(limits, key=lambda limit: limit.num_tokens, default=None)
 
 
 def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
-    """A warning where data.cutoff_length is beyond the model's positions."""
+    """Return a warning where data.cutoff_length is beyond the model's positions."""
     positions, cutoff = shape.max_positions, settings.cutoff_length
     if positions is None or cutoff <= positions:
         return None
@@ -221,15 +221,15 @@ def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
 
 
 def find_shape(path: str) -> tuple[ModelShape, str] | None:
-    """The shape of a model that is on this machine or whose name is known, and which of both; None for others."""
-    shape = shape_on_disk(path)
+    """Find the shape of a model that is on this machine or whose name is known, and say which; None for others."""
+    shape = read_shape(path)
     if shape is not None:
         return shape, f"read from {path}"
-    name = known_model(path)
+    name = find_known_model(path)
     return None if name is None else (KNOWN_MODELS[name], f"{name} by its name")
 
 
-def shape_or_assumed(path: str) -> ModelShape:
+def find_or_assume_shape(path: str) -> ModelShape:
     """As `find_shape`; for a model that is neither on this machine nor known, Qwen3-32B's, marked as assumed."""
     known = find_shape(path)
     return replace(QWEN3_32B, is_assumed=True) if known is None else known[0]
@@ -249,8 +249,8 @@ def find_model(path: str) -> tuple[ModelShape, str]:
     )
 
 
-def named_gpu(name: str) -> Gpu:
-    """Raises UserError for a GPU that is not known."""
+def require_gpu(name: str) -> Gpu:
+    """Find a GPU by its name. Raises UserError for one that is not known."""
     gpu = find_gpu(name)
     if gpu is not None:
         return gpu
@@ -261,7 +261,7 @@ def named_gpu(name: str) -> Gpu:
 def plan_run(
     settings: PlanSettings, cluster: Cluster, shape: ModelShape, *, lengths: LengthModel | None = None
 ) -> RunPlan:
-    """Raises RecipeError as `plan_batch` and `deepspeed_config` do, and for what a plan cannot be made of.
+    """Plan a run. Raises RecipeError as `plan_batch` and `deepspeed_config` do, and where no plan can be made.
 
     The layout of the batches is what a run chooses, with the speeds that it assumes for any GPU; their seconds are
     predicted with those of the cluster.
@@ -275,7 +275,7 @@ def plan_run(
     ds_config = deepspeed_config(settings, plan)
     if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
-    spreads = plan.simulated_spreads(settings.cutoff_length, lengths)
+    spreads = plan.simulate_spreads(settings.cutoff_length, lengths)
     passes = {part: summarize([spread for _, spread in simulated]) for part, simulated in spreads.items()}
     memory = plan_memory(settings, plan, ds_config, passes, on_gpu=True)
     if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
@@ -291,7 +291,7 @@ def plan_run(
     memory_settings = memory.settings
     rank_counts = parameter_counts(plan.time_model.shape, memory_settings.adapters)
     is_full = memory_settings.adapters is None
-    unsharded = rank_counts.trained - (shape.parameters_elsewhere(memory_settings.expert) if is_full else 0)
+    unsharded = rank_counts.trained - (shape.remote_expert_parameters(memory_settings.expert) if is_full else 0)
     unsharded *= 6 if is_full and memory_settings.number_bytes == 2 else 4
     coalesces = settings.coalesce_gradient_reduction
     if coalesces == "auto":
@@ -308,10 +308,10 @@ def plan_run(
     main, probe = spreads["main"], spreads.get("probe", [])
     step_passes = derive_passes(settings, memory_settings)
 
-    def cost_at(achieved: Achieved) -> StepCost:
-        return replace(model, cluster=replace(cluster, achieved=achieved)).step(step_passes, main, probe)
+    def estimate_cost(achieved: Achieved) -> StepCost:
+        return replace(model, cluster=replace(cluster, achieved=achieved)).estimate_step(step_passes, main, probe)
 
-    main_lengths, probe_lengths = [own for own, _ in main], [own for own, _ in probe]
+    main_lengths, probe_lengths = [lengths for lengths, _ in main], [lengths for lengths, _ in probe]
     return RunPlan(
         settings,
         cluster,
@@ -321,34 +321,35 @@ def plan_run(
         memory,
         passes,
         parameter_counts(shape, memory_settings.adapters),
-        cost_at(cluster.achieved),
+        estimate_cost(cluster.achieved),
         sum(map(sum, main_lengths)) / len(main),
         model.needed_flops(derive_needed_passes(settings, memory_settings), main_lengths, probe_lengths),
         Goodput.derive(cluster, parameter_counts(shape, memory_settings.adapters), memory_settings),
         model.scoring_seconds(main),
-        cost_at,
+        estimate_cost,
     )
 
 
 def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
-    """The passes of an optimizer step."""
+    """Derive the passes of an optimizer step."""
     steps_per_probe = settings.probe.every if settings.estimator is not None else 1
-    return StepPasses.of(memory, reference_forwards=int(settings.runs_reference), steps_per_probe=steps_per_probe)
+    return StepPasses.derive(memory, reference_forwards=int(settings.runs_reference), steps_per_probe=steps_per_probe)
 
 
 def derive_needed_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
-    """The same without activation checkpoints: recomputation does not count."""
+    """Derive the passes without activation checkpoints: recomputation does not count."""
     return derive_passes(settings, replace(memory, is_checkpointed=False))
 
 
-def smallest_cluster(plan: RunPlan) -> RunPlan | None:
-    """The plan on the fewest GPUs of the same kind on which the recipe fits with its margin; None above `MOST_GPUS`.
+def find_smallest_cluster(plan: RunPlan) -> RunPlan | None:
+    """Plan the run on the fewest GPUs of the same kind on which the recipe fits with its margin; None above
+    `MOST_GPUS`.
 
     Parts of a node are tried in powers of two, then whole nodes.
     """
-    for num_gpus in _sizes(plan.cluster.gpus_per_node):
+    for num_gpus in _list_sizes(plan.cluster.gpus_per_node):
         try:
-            candidate = plan.on(num_gpus)
+            candidate = plan.replan(num_gpus)
         except RecipeError:  # no such sequence-parallel size at this world size
             continue
         if candidate.fits_with_margin:
@@ -356,7 +357,7 @@ def smallest_cluster(plan: RunPlan) -> RunPlan | None:
     return None
 
 
-def _sizes(gpus_per_node: int) -> Iterator[int]:
+def _list_sizes(gpus_per_node: int) -> Iterator[int]:
     size = 1
     while size < gpus_per_node:
         yield size
@@ -375,14 +376,14 @@ class Way:
     plan: RunPlan
 
 
-def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]) -> list[Way]:
-    """The changes with which the run fits that take the fewest GPU hours, cheapest first.
+def find_cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]) -> list[Way]:
+    """Find the changes with which the run fits that take the fewest GPU hours, cheapest first.
 
     Args:
         reload: the settings of the recipe with further overrides.
     """
     ways = []
-    for remedy in plan.memory.remedies(plan.available):
+    for remedy in plan.memory.find_remedies(plan.available):
         settings = reload(remedy.overrides) if remedy.overrides else plan.settings
         cluster = replace(plan.cluster, num_gpus=remedy.num_ranks or plan.cluster.num_gpus)
         try:
@@ -395,8 +396,8 @@ def cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]
     return ways[:_MOST_WAYS]
 
 
-def expert_ways(plan: RunPlan) -> list[Way]:
-    """The run with every other expert-parallel size that is possible, ascending."""
+def plan_other_expert_sizes(plan: RunPlan) -> list[Way]:
+    """Plan the run with every other expert-parallel size that is possible, ascending."""
     ways = []
     for size in plan.memory.other_expert_sizes:
         parallel = plan.settings.parallel.model_copy(update={"expert": size})
@@ -412,8 +413,8 @@ def expert_ways(plan: RunPlan) -> list[Way]:
 # Plans in words.
 
 
-def plan_verdict(plan: RunPlan) -> str:
-    """Whether it fits; `tight` where the margin is not left."""
+def describe_verdict(plan: RunPlan) -> str:
+    """Say whether a plan fits; `tight` where it does without the margin."""
     return "fits" if plan.fits_with_margin else "tight" if plan.fits else "does not fit"
 
 
@@ -428,7 +429,7 @@ def describe_plan(plan: RunPlan) -> str:
     """One line, such as `Plan on 64 H100 (8 nodes of 8): fits, 18.8 of 79 GiB; 3.98 s per step, ...`."""
     estimate = plan.memory.estimate
     return (
-        f"Plan on {plan.cluster.describe()}: {plan_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
+        f"Plan on {plan.cluster.describe()}: {describe_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
         f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s per step{describe_range(plan)}, "
         f"{plan.tokens_per_day / 1e6:,.0f} million tokens per day, {plan.gpu_hours(plan.costed_steps):,.1f} GPU hours "
         f"for {count(plan.costed_steps, 'step')} (assumed speeds: vcore-ds plan)"

@@ -48,7 +48,7 @@ class PlanSettings:
 
 
 def derive_plan_settings(recipe: Recipe) -> PlanSettings:
-    """The settings of a recipe."""
+    """Derive the settings of a recipe."""
     method, utility, lora = recipe.method, recipe.utility, recipe.lora
     estimator = utility.estimator if method.uses_utilities else None
     return PlanSettings(
@@ -83,5 +83,5 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
 
 
 def count_trusted(recipe: Recipe) -> int:
-    """Sequences of each global batch that are drawn from data.probe_path."""
+    """Count the sequences of each global batch that are drawn from data.probe_path."""
     return round(recipe.data.trusted_share * recipe.batch.global_size)

@@ -12,17 +12,17 @@ from vcore_ds.common.text import count
 from vcore_ds.planning.hardware import (
     EXCHANGES_OF_EXPERTS,
     Machine,
-    exchanged,
-    exchanged_numbers,
-    gathered_weights,
+    count_exchanged_numbers,
+    estimate_exchange_traffic,
+    estimate_weights_traffic,
 )
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import (
     Waste,
+    find_most_tokens,
     group_batch,
     list_padded_lengths,
     measure_waste,
-    most_tokens,
     pack_batch,
     padded_length,
     split_batch,
@@ -69,25 +69,25 @@ class TimeModel:
         shape, machine = self.shape, self.machine
         active, expert_parameters = shape.num_layers * shape.layer_parameters, shape.expert_parameters
         others = active + shape.idle_parameters - expert_parameters
-        moved = gathered_weights(others, expert_parameters, self.num_ranks, self.ranks_per_node, self.expert)
+        moved = estimate_weights_traffic(others, expert_parameters, self.num_ranks, self.ranks_per_node, self.expert)
         tokens = machine.flops * _BYTES / 2 * moved.seconds(machine) / active
         tokens += machine.half_speed_tokens * (others + expert_parameters / self.expert) / active
         if self.expert > 1:
             tokens += EXCHANGES_OF_EXPERTS * machine.exchange_latency / self._seconds_per_token
         return tokens
 
-    def exchange(self, sequence_parallel: int) -> float:
-        """Sending query, key, value and output of one of this rank's tokens to its sequence-parallel group.
+    def estimate_exchange(self, sequence_parallel: int) -> float:
+        """Estimate the time to send query, key, value and output of a token to the rank's sequence-parallel group.
 
         What goes to the ranks of other nodes and what stays in the node are on their way at the same time. The slowest
         rank counts.
         """
-        handed_over = _BYTES * exchanged_numbers(self.shape, sequence_parallel)
-        traffic = exchanged(handed_over, sequence_parallel, self.ranks_per_node)
+        handed_over = _BYTES * count_exchanged_numbers(self.shape, sequence_parallel)
+        traffic = estimate_exchange_traffic(handed_over, sequence_parallel, self.ranks_per_node)
         return traffic.seconds(self.machine) / self._seconds_per_token
 
-    def exchanges(self, sequence_parallel: int) -> float:
-        """The latency of a layer's two exchanges, in every micro-step."""
+    def estimate_exchange_latency(self, sequence_parallel: int) -> float:
+        """Estimate the latency of a layer's two exchanges, in every micro-step."""
         return 0.0 if sequence_parallel == 1 else 2 * self.machine.exchange_latency / self._seconds_per_token
 
     @property
@@ -147,11 +147,11 @@ class Spread:
 
     @property
     def ids(self) -> list[int]:
-        """All of them, in the order of micro-steps and groups."""
-        return [i for groups in self.micro_steps for own in groups for i in own]
+        """All ids, in the order of micro-steps and groups."""
+        return [i for groups in self.micro_steps for group in groups for i in group]
 
-    def ids_of_group(self, group: int) -> list[list[int]]:
-        """Ids by micro-step of one group, from 0."""
+    def list_group_ids(self, group: int) -> list[list[int]]:
+        """List the ids by micro-step of one group, from 0."""
         return [groups[group] if group < len(groups) else [] for groups in self.micro_steps]
 
 
@@ -178,7 +178,7 @@ def spread(
     limit: MicroBatchLimit,
     time_model: TimeModel,
 ) -> Spread:
-    """The global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, over the ranks of a job.
+    """Spread the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, over the ranks of a job.
 
     Deterministic: every rank comes to the same result. The size is the same for all groups of the pass, and the
     smaller one where two take the same time.
@@ -191,8 +191,10 @@ def spread(
     micro_step = time_model.micro_step
     for k in select_sizes_with_room(max(lengths), parallel_sizes, limit):
         num_groups = time_model.num_ranks // k
-        exchanges = time_model.exchanges(k)
-        sequence_time = partial(_estimate_sequence_time, k=k, work=time_model.work, exchange=time_model.exchange(k))
+        exchanges = time_model.estimate_exchange_latency(k)
+        sequence_time = partial(
+            _estimate_sequence_time, k=k, work=time_model.work, exchange=time_model.estimate_exchange(k)
+        )
         max_tokens = limit.max_tokens(k, max(lengths))
         if limit.is_packed:
             positions = pack_batch(
@@ -229,7 +231,7 @@ def spread(
         work=time_model.work,
         is_packed=limit.is_packed,
     )
-    most = most_tokens(micro_steps, lengths, sequence_parallel=size, is_packed=limit.is_packed)
+    most = find_most_tokens(micro_steps, lengths, sequence_parallel=size, is_packed=limit.is_packed)
     in_ids = [[[ids[i] for i in group] for group in groups] for groups in micro_steps]
     return Spread(size, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
 
@@ -295,22 +297,22 @@ class Utilization:
         """Whether `LOW_UTILIZATION` is not reached, which is worth a warning."""
         return self.waste.utilization < LOW_UTILIZATION
 
-    def describe(self, one: Member = "rank") -> str:
+    def describe(self, member: Member = "rank") -> str:
         """Such as `sequence-parallel size 8; slowest rank 1.026 x mean, 97% useful work; no idle ranks; 0.27% padding`.
 
         Args:
-            one: what a rank of the spread is.
+            member: the word for a rank of the spread.
         """
         num_idle = round(self.waste.mean_idle_ranks)
-        idle = f"{num_idle:,} idle {one}" + ("" if num_idle == 1 else "s") if num_idle else f"no idle {one}s"
+        idle = f"{num_idle:,} idle {member}" + ("" if num_idle == 1 else "s") if num_idle else f"no idle {member}s"
         return (
-            f"sequence-parallel size {self.typical_parallel_size}; slowest {one} {self.waste.rank_imbalance:.3f} x "
+            f"sequence-parallel size {self.typical_parallel_size}; slowest {member} {self.waste.rank_imbalance:.3f} x "
             f"mean, {self.waste.utilization:.0%} useful work; {idle}; {self.waste.padding_share:.2%} padding"
         )
 
 
 def summarize(spreads: Sequence[Spread]) -> Utilization:
-    """The utilization of at least one pass."""
+    """Sum up the utilization of one or more passes."""
     total = spreads[0].waste
     for spread in spreads[1:]:
         total += spread.waste
@@ -339,26 +341,26 @@ class LengthModel:
     source: str = ""
     """The sample, in words."""
 
-    def batches(self, part: Literal["main", "probe"], batch_size: int, longest: int) -> list[list[int]]:
-        """Lengths in tokens of simulated batches. Fewer batches where they are large; none where one alone would take
-        long, or has no sequences.
+    def draw_batches(self, part: Literal["main", "probe"], batch_size: int, longest: int) -> list[list[int]]:
+        """Draw the lengths in tokens of simulated batches: fewer batches if they are large; none if one alone would
+        take long, or has no sequences.
 
         Args:
             longest: tokens at which sequences are cut.
         """
-        drawn = random.Random(0)
+        generator = random.Random(0)
         sampled = (part == "probe" and self.sampled_probe) or self.sampled
         mu = math.log(self.mean) - _SIMULATED_SIGMA**2 / 2
 
-        def length() -> int:
-            tokens = drawn.choice(sampled) if sampled else int(drawn.lognormvariate(mu, _SIMULATED_SIGMA))
+        def draw_length() -> int:
+            tokens = generator.choice(sampled) if sampled else int(generator.lognormvariate(mu, _SIMULATED_SIGMA))
             return max(2, min(longest, tokens))
 
         num_batches = min(_SIMULATED_BATCHES, _SIMULATED_SEQUENCES // batch_size) if batch_size else 0
-        return [[length() for _ in range(batch_size)] for _ in range(num_batches)]
+        return [[draw_length() for _ in range(batch_size)] for _ in range(num_batches)]
 
     def describe(self, longest: int) -> str:
-        """A line on where the lengths come from; `longest` as in `batches`."""
+        """A line on where the lengths come from; `longest` as in `draw_batches`."""
         if self.sampled:
             return f"Lengths: {self.source}"
         return (
@@ -370,8 +372,8 @@ class LengthModel:
 # Counts in words.
 
 
-def member_of(tensor: int) -> Member:
-    """The word for a member of the data-parallel group: with tensor parallelism, a group of `tensor` ranks."""
+def name_member(tensor: int) -> Member:
+    """Name a member of the data-parallel group: with tensor parallelism, a group of `tensor` ranks."""
     return "rank" if tensor == 1 else "group"
 
 

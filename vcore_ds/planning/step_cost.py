@@ -13,19 +13,19 @@ from vcore_ds.planning.hardware import (
     EXCHANGES_OF_EXPERTS,
     Cluster,
     Traffic,
-    exchanged,
-    exchanged_numbers,
-    gathered,
-    gathered_weights,
-    hidden_state_traffic,
-    numbers_to_experts,
+    count_exchanged_numbers,
+    count_numbers_to_experts,
+    estimate_exchange_traffic,
+    estimate_gather_traffic,
+    estimate_hidden_state_traffic,
+    estimate_weights_traffic,
 )
 from vcore_ds.planning.memory import (
     MemorySettings,
     ParameterCounts,
     Phase,
     count_factors,
-    mlps_without_routed_experts,
+    list_unrouted_mlps,
 )
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import list_padded_lengths
@@ -64,7 +64,7 @@ def quantized_bytes(shape: ModelShape, num_tokens: float) -> float:
     weights = (linear_flops_per_token(shape) - routed_flops_per_token(shape)) / 2
     weights -= shape.vocabulary_size * shape.hidden_size
     inputs = shape.num_layers * (3 * shape.hidden_size + shape.num_heads * shape.head_dim)
-    for number, width in mlps_without_routed_experts(shape):
+    for number, width in list_unrouted_mlps(shape):
         inputs += number * (2 * shape.hidden_size + width)
     return _BYTES_OF_QUANTIZATION * (weights + num_tokens * inputs)
 
@@ -115,9 +115,10 @@ class PassWork:
     attention_again: float = 0.0
     """GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU."""
 
-    def exchanges_of_hidden_states(self, num_layers: int, *, is_full: bool) -> tuple[int, int]:
-        """Exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and tangents
-        travel together, twice the hidden states. Returns their number, and the hidden states they hold of each token.
+    def count_hidden_state_exchanges(self, num_layers: int, *, is_full: bool) -> tuple[int, int]:
+        """Count the exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and
+        tangents travel together, twice the hidden states. Returns their number, and the hidden states they hold of each
+        token.
 
         A layer gathers and scatters before and after attention and MLP, once more in a backward, and gathers the inputs
         of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py counts them.
@@ -166,8 +167,8 @@ class PassWork:
 FORWARD = PassWork(1, 1, 1, 1, 1)
 
 
-def tangents_beside(settings: MemorySettings, *, is_fused: bool) -> PassWork:
-    """The cost that tangents add to a forward.
+def derive_tangent_work(settings: MemorySettings, *, is_fused: bool) -> PassWork:
+    """Derive the work that tangents add to a forward.
 
     Args:
         is_fused: the forward is the main one, whose values FlashAttention computes.
@@ -211,16 +212,18 @@ class StepPasses:
     steps_per_probe: int = 1
 
     @classmethod
-    def of(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
-        """Args:
-        reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
+    def derive(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
+        """Derive the passes of a step.
+
+        Args:
+            reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
         """
         # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
         is_full, again = settings.adapters is None, int(settings.is_checkpointed)
         linear = (3 if is_full else 2) + again
         # The backward of FlashAttention computes the scores again, half a forward.
         train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True, attention_again=0.5)
-        tangents = tangents_beside(settings, is_fused=settings.is_fused)
+        tangents = derive_tangent_work(settings, is_fused=settings.is_fused)
         forwards = reference_forwards
         utility: PassWork | None = None
         if settings.estimator == "jvp" and not settings.is_fused:
@@ -235,15 +238,18 @@ class StepPasses:
         return cls(train, main, train if has_probe else None, utility, steps_per_probe)
 
     def flops(self, shape: ModelShape, main: Sequence[int], probe: Sequence[int]) -> StepFlops:
-        """FLOP of a step with batches of sequences of these lengths; an empty probe batch adds none."""
+        """Count the FLOP of a step with batches of sequences of these lengths; an empty probe batch adds none."""
 
-        def of(work: PassWork | None, lengths: Sequence[int]) -> float:
+        def count_flops(work: PassWork | None, lengths: Sequence[int]) -> float:
             if work is None:
                 return 0.0
             return forward_flops(shape, lengths, linear=work.linear_multiple(shape), attention=work.attention)
 
-        training = of(self.training, main)
-        return StepFlops(training, of(self.main, main) - training + of(self.utility, main) + of(self.probe, probe))
+        training = count_flops(self.training, main)
+        return StepFlops(
+            training,
+            count_flops(self.main, main) - training + count_flops(self.utility, main) + count_flops(self.probe, probe),
+        )
 
 
 # Seconds and bytes of a step, from its passes.
@@ -322,8 +328,8 @@ class StepModel:
     gathers_in_place: bool = False
     """DeepSpeed's `stage3_allgather_sequential`: one all-gather for each parameter, without copies."""
 
-    def step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
-        """Means over the batches that were spread.
+    def estimate_step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
+        """Estimate the cost of a step, mean over the batches.
 
         Args:
             main, probe: batches, spread over the GPUs of the cluster, or over its tensor-parallel groups.
@@ -331,20 +337,22 @@ class StepModel:
         sums = _Sums()
         for batch in main:
             if passes.utility is not None:
-                self._pass(sums, "utility", passes.utility, batch, 1 / len(main))
-            self._pass(sums, "main", passes.main, batch, 1 / len(main))
+                self._add_pass(sums, "utility", passes.utility, batch, 1 / len(main))
+            self._add_pass(sums, "main", passes.main, batch, 1 / len(main))
         if passes.probe is not None:
             for batch in probe:
-                self._pass(sums, "probe", passes.probe, batch, 1 / (len(probe) * passes.steps_per_probe))
-            self._factorize(sums, 1 / passes.steps_per_probe)
-        self._update(sums, passes)
+                self._add_pass(sums, "probe", passes.probe, batch, 1 / (len(probe) * passes.steps_per_probe))
+            self._add_factorization(sums, 1 / passes.steps_per_probe)
+        self._add_update(sums, passes)
         return StepCost(sums.seconds, sums.parts, sums.traffic)
 
     def scoring_seconds(self, main: Sequence[SpreadBatch]) -> float:
         """Seconds in which `vcore-ds score` takes a batch along one direction, mean over the batches."""
         sums = _Sums()
         for batch in main:
-            self._pass(sums, "utility", FORWARD + tangents_beside(self.settings, is_fused=False), batch, 1 / len(main))
+            self._add_pass(
+                sums, "utility", FORWARD + derive_tangent_work(self.settings, is_fused=False), batch, 1 / len(main)
+            )
         return sums.seconds["utility"]
 
     def needed_flops(self, passes: StepPasses, main: Sequence[Sequence[int]], probe: Sequence[Sequence[int]]) -> float:
@@ -357,16 +365,16 @@ class StepModel:
         probe_flops = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
         return main_flops + probe_flops / passes.steps_per_probe
 
-    def _pass(self, sums: _Sums, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
-        """All micro-steps of one pass over one batch."""
-        machine, achieved, shape = self.cluster.machine, self.cluster.achieved, self._part
+    def _add_pass(self, sums: _Sums, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
+        """Add all micro-steps of one pass over one batch."""
+        machine, achieved, shape = self.cluster.machine, self.cluster.achieved, self._shard_shape
         b, (lengths, spread) = self.settings.number_bytes, batch
         k, num_micro_steps = spread.sequence_parallel, len(spread.micro_steps)
         settings = self.settings
         # Seconds. All ranks of an expert-parallel group wait for the one that is sent most tokens.
         per_token = linear_flops_per_token(shape) + (settings.expert_load - 1) * routed_flops_per_token(shape)
         per_token /= machine.flops
-        all_weights_flops = flops_of_all_weights(shape) - 2 * shape.parameters_elsewhere(settings.expert)
+        all_weights_flops = flops_of_all_weights(shape) - 2 * shape.remote_expert_parameters(settings.expert)
         per_square = attention_flops_per_square(shape) / self.cluster.attention_flops
         reduces_once = self.settings.coalesces_gradients
         for step, groups in enumerate(spread.micro_steps):
@@ -379,31 +387,37 @@ class StepModel:
                 group_linear, group_attention = per_token * sum(padded) / k, per_square * squares / k
                 if group_linear + group_attention > linear + attention:
                     linear, attention, tokens = group_linear, group_attention, sum(padded) / k
-            whatever = all_weights_flops * machine.half_speed_tokens / machine.flops  # a pass of no tokens
-            compute = work.linear_time_multiple(shape) * (linear + whatever)
+            empty_pass = all_weights_flops * machine.half_speed_tokens / machine.flops  # a pass of no tokens
+            compute = work.linear_time_multiple(shape) * (linear + empty_pass)
             compute += (work.attention + work.attention_again) * attention
             compute += work.fp8 * quantized_bytes(shape, tokens) / self.cluster.memory_bandwidth
             # ZeRO++'s second copy is made by the first all-gather of a step, which crosses all ranks.
             makes_copy = self._num_in_copy < self._num_groups and phase == "main" and step == 0
-            moved: dict[str, Traffic] = self._parameters(work, makes_copy)
+            moved: dict[str, Traffic] = self._estimate_gathers(work, makes_copy)
             if work.reduces and (step == num_micro_steps - 1 or not reduces_once):
-                moved["gradients"] = self._move_trained(b)
+                moved["gradients"] = self._estimate_trained_traffic(b)
             hidden = sum((traffic.seconds(machine) for traffic in moved.values()), 0.0)
-            hidden += self._host_seconds(work) + self._ring_seconds(work, makes_copy, reduces="gradients" in moved)
+            hidden += self._estimate_host_copy_seconds(work) + self._estimate_ring_seconds(
+                work, makes_copy, reduces="gradients" in moved
+            )
             if k > 1:
-                handed_over = b * exchanged_numbers(shape, k) * shape.num_layers * tokens * work.exchanges
-                moved["sequence-parallel activations"] = exchanged(handed_over, k, self._groups_per_node)
+                handed_over = b * count_exchanged_numbers(shape, k) * shape.num_layers * tokens * work.exchanges
+                moved["sequence-parallel activations"] = estimate_exchange_traffic(
+                    handed_over, k, self._groups_per_node
+                )
                 seconds = moved["sequence-parallel activations"].seconds(machine)
                 seconds += work.exchanges * 2 * shape.num_layers * machine.exchange_latency
                 sums.spend(phase, "exchanges", weight * seconds)
             if settings.expert > 1:
-                handed_over = b * numbers_to_experts(shape) * tokens * work.exchanges
-                moved["expert-parallel tokens"] = exchanged(handed_over, settings.expert, self._groups_per_node)
+                handed_over = b * count_numbers_to_experts(shape) * tokens * work.exchanges
+                moved["expert-parallel tokens"] = estimate_exchange_traffic(
+                    handed_over, settings.expert, self._groups_per_node
+                )
                 seconds = settings.expert_load * moved["expert-parallel tokens"].seconds(machine)
                 seconds += work.exchanges * EXCHANGES_OF_EXPERTS * shape.num_layers * machine.exchange_latency
                 sums.spend(phase, "exchanges", weight * seconds)
             if self.settings.tensor > 1:
-                moved["tensor-parallel activations"], num_exchanges = self.between_layers(work, tokens)
+                moved["tensor-parallel activations"], num_exchanges = self.estimate_tensor_exchanges(work, tokens)
                 seconds = (
                     moved["tensor-parallel activations"].seconds(machine) + num_exchanges * machine.exchange_latency
                 )
@@ -416,25 +430,28 @@ class StepModel:
                 checkpoints = b * tokens / self.settings.tensor * shape.hidden_size * (shape.num_layers + 1)
                 sums.spend(phase, "copies to the host", weight * 2 * checkpoints / HOST_LINK)
             # The device waits where the host needs longer to launch a pass than the device to compute it.
-            seconds_waiting = weight * self._launch_seconds(work, makes_copy) - (sums.seconds[phase] - seconds_before)
+            seconds_waiting = weight * self._estimate_launch_seconds(work, makes_copy) - (
+                sums.seconds[phase] - seconds_before
+            )
             if seconds_waiting > 0:
                 sums.spend(phase, "launches on the host", seconds_waiting)
             for kind, traffic in moved.items():
                 sums.move(kind, traffic * weight)
 
-    def _ring_seconds(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> float:
-        """Latency of the all-gathers and reduce-scatters of one micro-step: one for each layer, embedding and head, or
-        one for each parameter."""
+    def _estimate_ring_seconds(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> float:
+        """Estimate the latency of the all-gathers and reduce-scatters of one micro-step: one for each layer, embedding
+        and head, or one for each parameter."""
         num_layers, in_node = self.shape.num_layers, self._groups_per_node
-        whole = self.cluster.ring_seconds(self._num_groups, in_node)
+        over_all_ranks = self.cluster.ring_seconds(self._num_groups, in_node)
         within_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
         num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.gathers_in_place else 1)
         num_others = (2 + num_layers) * (work.tangent_gathers + int(reduces))
-        seconds_gathers = work.gathers * within_copy + makes_copy * (whole - within_copy)
-        return num_gathers * seconds_gathers + num_others * whole
+        seconds_gathers = work.gathers * within_copy + makes_copy * (over_all_ranks - within_copy)
+        return num_gathers * seconds_gathers + num_others * over_all_ranks
 
-    def _launch_seconds(self, work: PassWork, makes_copy: bool) -> float:
-        """Host time of a pass: Python and launches of its layers, and of all-gathers, which grows with the ranks."""
+    def _estimate_launch_seconds(self, work: PassWork, makes_copy: bool) -> float:
+        """Estimate the host time of a pass: Python and launches of its layers, and of all-gathers, which grows with the
+        ranks."""
         achieved = self.cluster.achieved
         per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
         per_layer += work.fp8 * achieved.fp8_overhead + work.reduces * achieved.backward_overhead
@@ -443,10 +460,10 @@ class StepModel:
             per_layer += num_ranks * achieved.gather_overhead
         return self.shape.num_layers * per_layer
 
-    def _factorize(self, sums: _Sums, weight: float) -> None:
-        """The factors of a low-rank direction, in each pass two GEMMs with the rank's shard, and the sums of `G Omega`
-        and `Q^T G` over the ranks, in fp32 and not hidden."""
-        rank, shape = self.settings.probe_rank, self._part
+    def _add_factorization(self, sums: _Sums, weight: float) -> None:
+        """Add the factorization of a low-rank direction: in each pass two GEMMs with the rank's shard, and the sums of
+        `G Omega` and `Q^T G` over the ranks, in fp32 and not hidden."""
+        rank, shape = self.settings.probe_rank, self._shard_shape
         if rank is None:
             return
         experts, expert_part = shape.experts, 0
@@ -455,26 +472,28 @@ class StepModel:
         others = count_factors(shape, rank) - expert_part
         weight *= self.settings.rank_passes
         # An all-reduce is a reduce-scatter and an all-gather.
-        traffic = self._over_shards(2 * _FP32 * others, 2 * _FP32 * expert_part)
+        traffic = self._estimate_gather_over_shards(2 * _FP32 * others, 2 * _FP32 * expert_part)
         sums.move("factors of the direction", traffic * weight)
         sums.spend("probe", "all-gathers and reduce-scatters", weight * traffic.seconds(self.cluster.machine))
         flops = 4 * rank * self.counts.trained / self._num_groups
         sums.spend("probe", "matrix multiplications", weight * flops / self.cluster.machine.flops)
 
-    def between_layers(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
-        """Exchanges of one micro-step over a tensor-parallel group, and their number. Those of the losses, 8
+    def estimate_tensor_exchanges(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
+        """Estimate the exchanges of one micro-step over a tensor-parallel group, and count them. Those of the losses, 8
         bytes for each token and GPU, are left out, and so is the sum of the gradients that all of them have, once a
         pass."""
         settings, shape = self.settings, self.shape
-        num_exchanges, num_hidden = work.exchanges_of_hidden_states(shape.num_layers, is_full=settings.adapters is None)
+        num_exchanges, num_hidden = work.count_hidden_state_exchanges(
+            shape.num_layers, is_full=settings.adapters is None
+        )
         num_bytes = float(settings.number_bytes * num_hidden * shape.hidden_size)
         if settings.adapters is not None:  # what those of q, k and v make of the tokens, and those of gate and up
             num_bytes += _FP32 * 5 * settings.adapters.rank * shape.num_layers * work.exchanges
             num_exchanges += 2 * shape.num_layers * (work.exchanges - work.num_with_tangents)
-        return hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
+        return estimate_hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
 
-    def _parameters(self, work: PassWork, makes_copy: bool) -> dict[str, Traffic]:
-        """All-gathers of one micro-step.
+    def _estimate_gathers(self, work: PassWork, makes_copy: bool) -> dict[str, Traffic]:
+        """Estimate the all-gathers of one micro-step.
 
         Args:
             makes_copy: whether the first one makes ZeRO++'s second copy.
@@ -482,17 +501,19 @@ class StepModel:
         counts, b = self.counts, self.settings.number_bytes
         expert_part = b * self.shape.expert_parameters
         others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - expert_part
-        moved = self._gathered(others, expert_part) * (work.gathers - work.reduces)
+        moved = self._estimate_gather(others, expert_part) * (work.gathers - work.reduces)
         if makes_copy:
-            moved += self._over_shards(others, expert_part) + self._gathered(others, expert_part) * -1
+            moved += (
+                self._estimate_gather_over_shards(others, expert_part) + self._estimate_gather(others, expert_part) * -1
+            )
         if work.reduces:
-            moved += self._gathered(*self._again_in_backward(others, expert_part))
+            moved += self._estimate_gather(*self._count_gathered_again(others, expert_part))
         traffic = {"parameters": moved}
         if work.tangent_gathers:
-            traffic["tangents"] = self._move_trained(self._bytes_trained) * work.tangent_gathers
+            traffic["tangents"] = self._estimate_trained_traffic(self._bytes_trained) * work.tangent_gathers
         return traffic
 
-    def _again_in_backward(self, others: float, expert_part: float) -> tuple[float, float]:
+    def _count_gathered_again(self, others: float, expert_part: float) -> tuple[float, float]:
         """Return the bytes that a backward all-gathers again after its forward: of all parameters but the experts, and
         of the experts.
 
@@ -500,17 +521,17 @@ class StepModel:
         order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
         any case; the head, where twice its own are fewer.
         """
-        shape, b, reuse = self._part, self.settings.number_bytes, self.reuse_distance
+        shape, b, reuse = self._shard_shape, self.settings.number_bytes, self.reuse_distance
         head = shape.vocabulary_size * shape.hidden_size
         embeddings = head if shape.is_tied else 2 * head
-        layer = (self.counts.all - embeddings - shape.parameters_elsewhere(self.settings.expert)) / shape.num_layers
+        layer = (self.counts.all - embeddings - shape.remote_expert_parameters(self.settings.expert)) / shape.num_layers
         num_kept = max(1, math.ceil((reuse - head) / layer))
         share = max(0, shape.num_layers - num_kept) / shape.num_layers
         head_again = b * head if reuse <= 2 * head else 0
         return share * (others - b * embeddings) + head_again, share * expert_part
 
-    def _host_seconds(self, work: PassWork) -> float:
-        """Copies of offloaded shards between host and device in one micro-step."""
+    def _estimate_host_copy_seconds(self, work: PassWork) -> float:
+        """Estimate the seconds of copies of offloaded shards between host and device in one micro-step."""
         settings, n = self.settings, self._num_groups
         num_bytes = 0.0
         if settings.offloads_parameters:
@@ -519,8 +540,8 @@ class StepModel:
             num_bytes += _FP32 * self.counts.trained / n
         return num_bytes / HOST_LINK
 
-    def _update(self, sums: _Sums, passes: StepPasses) -> None:
-        """The optimizer, and what the direction takes: bytes of a shard, read and written."""
+    def _add_update(self, sums: _Sums, passes: StepPasses) -> None:
+        """Add the optimizer's update and the direction's: bytes of a shard, read and written."""
         settings, memory = self.settings, self.cluster.memory_bandwidth
         shard = self.counts.trained / self._num_groups
         # Norm and alpha read and write the gradient; the update reads gradient, master and moments, writes the last
@@ -532,59 +553,61 @@ class StepModel:
         else:
             sums.spend("step", "update", shard * update / memory)
         if settings.optimizer == "muon":
-            self._orthogonalize(sums, "step", 1.0, num_exchanges=2, wide=4, square=2)
+            self._add_orthogonalization(sums, "step", 1.0, num_exchanges=2, wide=4, square=2)
         if settings.estimator is None:
             return
         if passes.probe is not None and settings.has_muon_direction:
             # The derivative of the iterations: gradient and momentum go in, the direction comes out.
-            self._orthogonalize(sums, "probe", 1 / passes.steps_per_probe, num_exchanges=3, wide=10, square=4)
+            self._add_orthogonalization(sums, "probe", 1 / passes.steps_per_probe, num_exchanges=3, wide=10, square=4)
         if passes.probe is not None:  # reads the gradient and the moments, writes the direction
             read = 3 * _FP32 + settings.number_bytes
             sums.spend("probe", "update", shard * read / memory / passes.steps_per_probe)
         if settings.estimator == "finite_difference":  # perturbed and put back
             sums.spend("utility", "update", 2 * shard * (_FP32 + 2 * settings.number_bytes) / memory)
 
-    def _orthogonalize(
+    def _add_orthogonalization(
         self, sums: _Sums, phase: Phase, weight: float, *, num_exchanges: int, wide: int, square: int
     ) -> None:
-        """Newton-Schulz iterations of all matrices, divided among the ranks, and the exchanges of their shards.
+        """Add Newton-Schulz iterations of all matrices, divided among the ranks, and the exchanges of their shards.
 
         Args:
             num_exchanges: all-to-alls of the shards.
             wide: FLOP of an iteration, in units of `n^2 m` for a matrix of n rows and m >= n columns.
             square: the same in units of `n^3`.
         """
-        hidden = self._part.hidden_matrices()
+        hidden = self._shard_shape.hidden_matrices()
         sizes = [(number, min(rows, columns), max(rows, columns)) for number, rows, columns in hidden]
         flops = NUM_ITERATIONS * sum(number * n * n * (wide * m + square * n) for number, n, m in sizes)
         shard = self.settings.number_bytes * sum(number * n * m for number, n, m in sizes) / self._num_groups
-        traffic = exchanged(num_exchanges * shard, self._num_groups, self._groups_per_node) * weight
+        traffic = estimate_exchange_traffic(num_exchanges * shard, self._num_groups, self._groups_per_node) * weight
         sums.move("matrices of Muon", traffic)
         sums.spend(phase, "exchanges", traffic.seconds(self.cluster.machine))
         sums.spend(phase, "matrix multiplications", weight * flops / self._num_groups / self.cluster.machine.flops)
 
-    def _move_trained(self, number_bytes: int) -> Traffic:
-        """A reduce-scatter of all gradients, or an all-gather of the direction."""
+    def _estimate_trained_traffic(self, number_bytes: int) -> Traffic:
+        """Estimate a reduce-scatter of all gradients, or an all-gather of the direction."""
         expert_part = self.shape.expert_parameters if self.settings.adapters is None else 0
         others = self.counts.trained - expert_part
-        return self._over_shards(number_bytes * others, number_bytes * expert_part)
+        return self._estimate_gather_over_shards(number_bytes * others, number_bytes * expert_part)
 
-    def _gathered(self, others: float, expert_part: float) -> Traffic:
-        """An all-gather of parameters, over those ranks alone that share a second copy."""
+    def _estimate_gather(self, others: float, expert_part: float) -> Traffic:
+        """Estimate an all-gather of parameters: only over the ranks that share a second copy, if there is one."""
         in_copy = self._num_in_copy
         if in_copy < self._num_groups:
-            return gathered(others + expert_part, in_copy, min(in_copy, self._groups_per_node))
-        return self._over_shards(others, expert_part)
+            return estimate_gather_traffic(others + expert_part, in_copy, min(in_copy, self._groups_per_node))
+        return self._estimate_gather_over_shards(others, expert_part)
 
-    def _over_shards(self, others: float, expert_part: float) -> Traffic:
-        return gathered_weights(others, expert_part, self._num_groups, self._groups_per_node, self.settings.expert)
+    def _estimate_gather_over_shards(self, others: float, expert_part: float) -> Traffic:
+        return estimate_weights_traffic(
+            others, expert_part, self._num_groups, self._groups_per_node, self.settings.expert
+        )
 
     @property
     def _bytes_trained(self) -> int:
         return self.settings.number_bytes if self.settings.adapters is None else _FP32
 
     @property
-    def _part(self) -> ModelShape:
+    def _shard_shape(self) -> ModelShape:
         """Shape of a GPU's shard of every layer."""
         return self.shape.take_tensor_shard(self.settings.tensor)
 

@@ -18,7 +18,7 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.run_plan import shape_or_assumed
+from vcore_ds.planning.run_plan import find_or_assume_shape
 from vcore_ds.planning.settings import derive_plan_settings
 
 KEYS = ("recipe", "output_dir", "seeds", "common", "grid", "cells", "reference")
@@ -68,7 +68,7 @@ class Sweep:
 
 
 def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
-    """Reads a sweep file and resolves the recipe of every run.
+    """Read a sweep file and resolve the recipe of every run.
 
     Args:
         num_ranks: world size of a run; None where that is not known yet.
@@ -77,9 +77,9 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
         RecipeError: with all problems of the file and of all cells.
     """
     draft = _read(Path(path))
-    cells = [*_grid_cells(draft), *_listed_cells(draft)]
-    seeds, recipe, folder = _seeds(draft), _text(draft, "recipe"), _text(draft, "output_dir")
-    common = _overrides(draft, "common", draft.values.get("common"))
+    cells = [*_expand_grid(draft), *_list_named_cells(draft)]
+    seeds, recipe, folder = _take_seeds(draft), _take_text(draft, "recipe"), _take_text(draft, "output_dir")
+    common = _check_overrides(draft, "common", draft.values.get("common"))
     names = [cell.name for cell in cells]
     for name in sorted(name for name, count in Counter(names).items() if count > 1):
         draft.add("cells", f"found two cells that are called {show(name)}; expected different names")
@@ -87,7 +87,7 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     if num_runs > MOST_RUNS:
         draft.add("seeds", f"found {num_runs:,} runs; expected at most {MOST_RUNS:,}")
         cells = []
-    references = {cell.name: _reference_of(draft, cell, cells) for cell in cells}
+    references = {cell.name: _find_reference(draft, cell, cells) for cell in cells}
     if draft.problems:
         raise RecipeError(draft.problems)
     base = Path(folder).expanduser()
@@ -131,7 +131,7 @@ def _read(path: Path) -> _Draft:
     return draft
 
 
-def _text(draft: _Draft, key: str) -> str:
+def _take_text(draft: _Draft, key: str) -> str:
     value = draft.values.get(key)
     if isinstance(value, str) and value:
         return value
@@ -140,7 +140,7 @@ def _text(draft: _Draft, key: str) -> str:
     return ""
 
 
-def _seeds(draft: _Draft) -> list[int]:
+def _take_seeds(draft: _Draft) -> list[int]:
     value = draft.values.get("seeds")
     seeds = value if isinstance(value, list) else []
     if seeds and all(type(seed) is int and seed >= 0 for seed in seeds) and len(set(seeds)) == len(seeds):
@@ -149,8 +149,8 @@ def _seeds(draft: _Draft) -> list[int]:
     return []
 
 
-def _overrides(draft: _Draft, key: str, value: Any) -> tuple[str, ...]:
-    """Fragments and overrides: a word, a list of them, or null for none."""
+def _check_overrides(draft: _Draft, key: str, value: Any) -> tuple[str, ...]:
+    """Return fragments and overrides, given as a word, a list of words, or null for none."""
     overrides = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(overrides, list) or not all(isinstance(word, str) and word for word in overrides):
         draft.add(key, f"found {show(value)}; expected FRAGMENT.yaml or section.key=value, or a list of these")
@@ -161,61 +161,63 @@ def _overrides(draft: _Draft, key: str, value: Any) -> tuple[str, ...]:
     return tuple(overrides)
 
 
-def _named(draft: _Draft, key: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _iter_named_overrides(draft: _Draft, key: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     if not isinstance(value, dict) or not value:
         draft.add(key, f"found {show(value)}; expected NAME: its overrides, one or more")
         return
     for name, overrides in value.items():
         if not _NAME.fullmatch(name):
             draft.add(key, f"found the name {show(name)}; expected letters, digits and . _ + -")
-        yield name, _overrides(draft, f"{key}.{name}", overrides)
+        yield name, _check_overrides(draft, f"{key}.{name}", overrides)
 
 
-def _listed_cells(draft: _Draft) -> list[Cell]:
+def _list_named_cells(draft: _Draft) -> list[Cell]:
     if "cells" not in draft.values:
         if "grid" not in draft.values:
             draft.add("cells", "found neither cells nor grid; expected at least one")
         return []
-    return [Cell(name, {}, overrides) for name, overrides in _named(draft, "cells", draft.values["cells"])]
+    return [
+        Cell(name, {}, overrides) for name, overrides in _iter_named_overrides(draft, "cells", draft.values["cells"])
+    ]
 
 
-def _grid_cells(draft: _Draft) -> list[Cell]:
-    """The product of the axes, the last one fastest."""
+def _expand_grid(draft: _Draft) -> list[Cell]:
+    """List the cells of the product of the axes, the last one fastest."""
     grid = draft.values.get("grid", {})
     if not isinstance(grid, dict) or ("grid" in draft.values and not grid):
         draft.add("grid", f"found {show(grid)}; expected axes: section.key: [values], or NAME: {{choice: overrides}}")
         return []
-    axes = {axis: list(_choices(draft, axis, value)) for axis, value in grid.items()}
+    axes = {axis: list(_iter_choices(draft, axis, value)) for axis, value in grid.items()}
     if math.prod(map(len, axes.values())) > MOST_RUNS:
         draft.add("grid", f"found more than {MOST_RUNS:,} cells; expected at most {MOST_RUNS:,} runs")
         return []
     cells = []
     for chosen in itertools.product(*axes.values()) if axes else ():
         labels = [label for label, _ in chosen]
-        overrides = tuple(word for _, own in chosen for word in own)
+        overrides = tuple(word for _, words in chosen for word in words)
         cells.append(Cell(",".join(labels), dict(zip(axes, labels, strict=True)), overrides))
     return cells
 
 
-def _choices(draft: _Draft, axis: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(label, overrides) along an axis: the values of a key of the recipe, or named overrides."""
+def _iter_choices(draft: _Draft, axis: str, value: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (label, overrides) along an axis: the values of a key of the recipe, or named overrides."""
     if "." not in axis:
-        yield from _named(draft, f"grid.{axis}", value)
+        yield from _iter_named_overrides(draft, f"grid.{axis}", value)
         return
     if axis in _SET_BY_THE_SWEEP:
         draft.add(f"grid.{axis}", "found a key that the sweep sets; expected another one")
     if not isinstance(value, list) or not value:
         draft.add(f"grid.{axis}", f"found {show(value)}; expected a list of values")
         return
-    for one in value:
-        text = f"{one:g}" if isinstance(one, float) else one if isinstance(one, str) else json.dumps(one)
+    for choice in value:
+        text = f"{choice:g}" if isinstance(choice, float) else choice if isinstance(choice, str) else json.dumps(choice)
         label, key = re.sub(r"[^\w.+-]", "_", text), axis.rpartition(".")[2]
-        yield label if key == "name" else f"{key}={label}", (make_override(axis, one),)
+        yield label if key == "name" else f"{key}={label}", (make_override(axis, choice),)
 
 
-def _reference_of(draft: _Draft, cell: Cell, cells: Sequence[Cell]) -> str | None:
-    """The cell that `reference` names for this one: a cell of that name, else the cell that differs in having this
-    choice on its axis. None for the reference itself."""
+def _find_reference(draft: _Draft, cell: Cell, cells: Sequence[Cell]) -> str | None:
+    """Find the cell that `reference` names for this one: a cell of that name, else the cell that differs only in having
+    this choice on its axis. None for the reference itself."""
     wanted = draft.values.get("reference")
     if wanted is None:
         return None
@@ -241,7 +243,7 @@ def _resolve(
     folder: Path,
     num_ranks: int | None,
 ) -> list[SweepRun]:
-    """Raises RecipeError with the problems of all cells; what all of them have is said once."""
+    """Resolve the recipe of every run. Raises RecipeError with the problems of all cells; a common one appears once."""
     runs: list[SweepRun] = []
     problems: dict[str, list[str]] = {}
     for cell in cells:
@@ -256,7 +258,9 @@ def _resolve(
             try:
                 loaded = load_recipe(recipe, overrides)
                 settings = derive_plan_settings(loaded)
-                plan = plan_batch(settings, num_ranks or _enough_ranks(loaded), shape_or_assumed(loaded.model.path))
+                plan = plan_batch(
+                    settings, num_ranks or _find_divisible_ranks(loaded), find_or_assume_shape(loaded.model.path)
+                )
                 deepspeed_config(settings, plan)
             except UserError as error:
                 for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
@@ -264,7 +268,7 @@ def _resolve(
                 break  # the other seeds have the same problems
             runs.append(SweepRun(name, cell.name, seed, loaded))
     if not problems:
-        problems |= {problem: [] for problem in _equal_cells(draft.file, runs)}
+        problems |= {problem: [] for problem in _find_equal_cells(draft.file, runs)}
     if problems:
         raise RecipeError(
             problem if len(where) in (0, len(cells)) else f"{draft.file}: {', '.join(where)}: {problem}"
@@ -273,14 +277,14 @@ def _resolve(
     return runs
 
 
-def _enough_ranks(recipe: Recipe) -> int:
-    """A world size that the recipe's tensor-, expert- and sequence-parallel sizes divide."""
+def _find_divisible_ranks(recipe: Recipe) -> int:
+    """Find a world size that the recipe's tensor-, expert- and sequence-parallel sizes divide."""
     sizes = [k for k in (recipe.batch.sequence_parallel, recipe.probe.sequence_parallel) if k != "auto"]
     return recipe.parallel.tensor * math.lcm(_MANY_RANKS, recipe.parallel.expert, *sizes)
 
 
-def _equal_cells(file: Path, runs: Sequence[SweepRun]) -> Iterator[str]:
-    """Cells that train the same under two names, which a typing mistake makes."""
+def _find_equal_cells(file: Path, runs: Sequence[SweepRun]) -> Iterator[str]:
+    """Find cells with the same recipe under two names, which a typing mistake makes."""
     by_recipe: dict[str, str] = {}
     for run in runs:
         values = {key: value for key, value in flat_values(run.recipe).items() if key not in _SET_BY_THE_SWEEP}

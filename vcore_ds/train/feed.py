@@ -144,7 +144,7 @@ def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_
     """This rank's micro-batches of a spread batch, whose ids are positions in `sequences`."""
     size = spread.sequence_parallel
     batches = []
-    for ids in spread.ids_of_group(layout.rank("data", size)):
+    for ids in spread.list_group_ids(layout.rank("data", size)):
         selected = [sequences[i] for i in ids]
         if not selected:
             batches.append(idle_batch(pad_token_id, size))

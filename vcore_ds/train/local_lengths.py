@@ -14,7 +14,7 @@ from vcore_ds.data.prepare.rows import Malformed, chat_rows
 from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
-from vcore_ds.planning.model_shape import folder_on_disk
+from vcore_ds.planning.model_shape import find_folder
 from vcore_ds.planning.spread import LengthModel
 
 _MOST_ROWS = 256  # rows of raw data that are tokenized, which takes a second or two
@@ -102,7 +102,7 @@ def _read_conversations(path: str) -> tuple[list[Conversation], bool]:
 
 def _token_counter(model_path: str) -> tuple[CountTokens, bool]:
     """Counts by the model's tokenizer, or by characters where it cannot be used; and whether they are exact."""
-    folder = folder_on_disk(model_path)
+    folder = find_folder(model_path)
     if folder is not None:
         try:
             tokenizer = load_tokenizer(str(folder))

@@ -132,7 +132,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         console.notes.insert(0, "\n".join([*lines, ""]))  # first in start.txt too
     for part, used in utilization.items():
         if used.is_low:
-            console.warn(plan.warning(part))
+            console.warn(plan.describe_warning(part))
     for line in start_screen.describe_use_of_ranks(plan, utilization, memory):
         console.note(line)
     check_memory(memory, recipe.engine, console)

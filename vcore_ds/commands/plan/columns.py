@@ -216,13 +216,17 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
         column_shape, _ = run_plan.find_shape(recipe.model.path) or (shape, model)
         lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
         plan = run_plan.plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
-        ways = [] if plan.fits else run_plan.cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
+        ways = (
+            [] if plan.fits else run_plan.find_cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
+        )
         rarer_probe = None
         if plan.settings.estimator is not None and plan.settings.probe.every == 1 and not arguments.compare:
             probe = plan.settings.probe.model_copy(update={"every": RARER_PROBE})
             settings = replace(plan.settings, probe=probe)
             rarer_probe = run_plan.plan_run(settings, cluster, column_shape, lengths=lengths)
-        return Column(title, plan, run_plan.smallest_cluster(plan), ways, run_plan.expert_ways(plan), rarer_probe)
+        return Column(
+            title, plan, run_plan.find_smallest_cluster(plan), ways, run_plan.plan_other_expert_sizes(plan), rarer_probe
+        )
 
     columns = []
     if arguments.compare:
@@ -263,7 +267,7 @@ def split_setting(setting: str) -> list[str]:
 
 def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     """The GPU of `--gpu`, with the values of the options that replace some. Raises UserError for an unknown name."""
-    gpu = run_plan.named_gpu(arguments.gpu)
+    gpu = run_plan.require_gpu(arguments.gpu)
     options = {
         "memory_bytes": ("gpu_memory", GIB),
         "flops": ("tflops", 1e12),
@@ -321,5 +325,5 @@ def plans_by_size(plan: run_plan.RunPlan, most: int) -> Iterator[run_plan.RunPla
     size = 1
     while size <= most:
         with suppress(RecipeError):
-            yield plan.on(size)
+            yield plan.replan(size)
         size *= 2

@@ -16,7 +16,7 @@ from vcore_ds.planning.run_plan import (
     RunPlan,
     Way,
     describe_range,
-    plan_verdict,
+    describe_verdict,
     warn_of_positions,
 )
 
@@ -74,11 +74,13 @@ def _verdict(columns: list[Column]) -> list[str]:
         smallest = "none" if column.smallest is None else f"{column.smallest.cluster.num_gpus:,}"
         hours = f"{plan.gpu_hours(plan.costed_steps):,.1f}"
         seconds = _seconds(plan.cost.seconds_step) + describe_range(plan)
-        rows.append([column.title, plan_verdict(plan), memory, seconds, hours, smallest])
+        rows.append([column.title, describe_verdict(plan), memory, seconds, hours, smallest])
         if (rarer := column.rarer_probe) is not None:
             seconds = _seconds(rarer.cost.seconds_step) + describe_range(rarer)
             hours = f"{rarer.gpu_hours(rarer.costed_steps):,.1f}"
-            rows.append([f"{column.title} probe.every={RARER_PROBE}", plan_verdict(rarer), memory, seconds, hours, ""])
+            rows.append(
+                [f"{column.title} probe.every={RARER_PROBE}", describe_verdict(rarer), memory, seconds, hours, ""]
+            )
     return [f"  {line}" for line in align_columns(rows, left=("verdict",))]
 
 
@@ -139,7 +141,7 @@ def _plan_rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("Model FLOPs utilization (MFU)", lambda plan: f"{plan.utilization:.1%}")
     if plans[0].cluster.num_nodes > 1:
         yield from _goodput_rows(row)
-    yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.gpu_hours_scoring(10_000):,.1f}")
+    yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.scoring_gpu_hours(10_000):,.1f}")
 
 
 def _goodput_rows(row: Callable[[str, Callable[[RunPlan], str]], Row]) -> Iterator[Row]:
@@ -285,7 +287,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
             "margin": estimate.margin_bytes,
             "available": plan.available.device,
         },
-        "verdict": plan_verdict(plan),
+        "verdict": describe_verdict(plan),
         "tensor": plan.batch.tensor,
         "expert": plan.settings.parallel.expert,
         "sequence_parallel": {part: utilization.typical_parallel_size for part, utilization in plan.passes.items()},

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.imports import without_compiler
-from vcore_ds.planning.model_shape import is_mixture
+from vcore_ds.planning.model_shape import is_moe
 
 with warnings.catch_warnings(), without_compiler():
     # It warns about GPU packages that the layers used here do not need; they need no compiler either.
@@ -90,7 +90,7 @@ def padded_vocabulary(config: PretrainedConfig, tensor: int) -> int:
 
 def _check_architecture(path: str, config: PretrainedConfig) -> None:
     conflict = f"model.provider: found megatron together with model.path {path} ({config.model_type})"
-    if is_mixture(config.to_dict()):
+    if is_moe(config.to_dict()):
         raise UserError(
             f"{conflict}, an MoE model; expected a dense one, or huggingface: routed experts are not sharded over a "
             "tensor-parallel group"
