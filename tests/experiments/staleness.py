@@ -30,7 +30,7 @@ def rows() -> dict[str, Setting]:
         "sft": sft,
         "every step, Adam's direction, alpha": vcore,
         "every step": replace(vcore, direction="sgd", alpha="none"),
-        "once an epoch": replace(stored, stored="epoch"),
+        "once per epoch": replace(stored, stored="epoch"),
         "once before training": replace(stored, stored="start"),
         "once, with the finished sft model": replace(stored, stored="finished"),
     }
