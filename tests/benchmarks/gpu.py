@@ -3,7 +3,7 @@
     python -m tests.benchmarks.gpu --shape 1.7b [--layers N] [--rounds 5] [--output FOLDER]
     torchrun --nproc_per_node 8 -m tests.benchmarks.gpu --shape 8b --output FOLDER
 
-Random weights of the shape of a Qwen3, all parameters trained, bf16, activation checkpoints, rows of packed sequences.
+Random weights of the shape of a Qwen3, all parameters trained, bf16, activation checkpoints, packs.
 The methods take turns on one engine, step by step over the same batches, so that ratios meet the same state of the
 machine. A shape that the device has no room for is said so, and cut with `--layers`. With `--output`, gpu.md and
 gpu.json are written there. The tiny shape runs on a CPU, which only shows that this file works.
@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.benchmarks.gpu_attention import measure_attention
-from tests.benchmarks.gpu_plan import estimated, lengths_of_row, needed_flops, predict_seconds, read_zero_section
+from tests.benchmarks.gpu_plan import estimated, needed_flops, pack_lengths, predict_seconds, read_zero_section
 from tests.benchmarks.gpu_report import markdown
 from tests.gpu.results import command_line, describe_devices
 from tests.helpers import step_runs, tiny
@@ -84,11 +84,11 @@ LOW_RANK = {f"jvp, fused, rank {rank}": METHODS["jvp, fused"] | {"probe": {"rank
 """Only where asked for."""
 
 
-def row(num_tokens: int, vocabulary: int, seed: int) -> Batch:
-    """A packed row of four sequences; an eighth of each is its prompt."""
+def make_pack(num_tokens: int, vocabulary: int, seed: int) -> Batch:
+    """A pack of four sequences; an eighth of each is its prompt."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for i, length in enumerate(lengths_of_row(num_tokens)):
+    for i, length in enumerate(pack_lengths(num_tokens)):
         ids = torch.randint(0, vocabulary, (length,), generator=generator).int().numpy()
         made.append(TokenizedSequence(i, ids, torch.arange(length).ge(length // 8).numpy()))
     return pack([made], pad_token_id=0)
@@ -127,7 +127,7 @@ def measure_steps(
     sizes: dict[str, Any],
     num_tokens: int,
     num_rounds: int,
-    rows: int,
+    num_packs: int,
     chosen: Sequence[str] = tuple(METHODS),
     deepspeed_config: str = "zero3_bf16.json",
     profiles: Path | None = None,
@@ -157,10 +157,10 @@ def measure_steps(
         return step_runs.train_step(engine, make_recipe(name), batches, estimators[name])
 
     for k in range(num_rounds + 1):
-        # Rows of the ranks differ, those of the methods do not.
+        # Packs of the ranks differ, those of the methods do not.
         seed = 1000 * k + 10 * layout.rank("shards")
-        main = [row(num_tokens, sizes["vocab_size"], seed + i) for i in range(rows)]
-        probe = [row(num_tokens, sizes["vocab_size"], seed + 9)]
+        main = [make_pack(num_tokens, sizes["vocab_size"], seed + i) for i in range(num_packs)]
+        probe = [make_pack(num_tokens, sizes["vocab_size"], seed + 9)]
         for name in methods[k % len(methods) :] + methods[: k % len(methods)]:
             if "skipped" in found.get(name, {}):
                 continue
@@ -173,15 +173,15 @@ def measure_steps(
                 continue
             if k > 0:  # the first round allocates, compiles, and records ZeRO-3's trace
                 lines[name].append(dict(values))
-    sequences = lengths_of_row(num_tokens)
+    sequences = pack_lengths(num_tokens)
     for name in methods:
         if lines[name] and name not in found:
-            flops = needed_flops(name, sizes, num_tokens, rows)
+            flops = needed_flops(name, sizes, num_tokens, num_packs)
             others = {id(x): x for x in (direction, *(e.direction for e in estimators.values())) if x is not None}
             others.pop(id(estimators[name].direction), None)
             kept = sum(other.persistent_bytes for other in others.values())
-            found[name] = summary(lines[name], sum(sequences) * rows, flops, needed[name], kept)
-            found[name]["predicted_seconds"] = predict_seconds(name, sizes, num_tokens, rows, deepspeed_config)
+            found[name] = summary(lines[name], sum(sequences) * num_packs, flops, needed[name], kept)
+            found[name]["predicted_seconds"] = predict_seconds(name, sizes, num_tokens, num_packs, deepspeed_config)
             if "sft" in methods and len(lines["sft"]) == len(lines[name]):
                 pairs = zip(lines[name], lines["sft"], strict=True)
                 found[name]["over_sft"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
@@ -191,7 +191,7 @@ def measure_steps(
             if "skipped" not in found[name]:
                 file = profiles / (re.sub(r"\W+", "_", f"{name} {deepspeed_config}") + ".txt")
                 write_profile(file, lambda name=name: train(name, batches))
-    fidelity = fidelity_in_bf16(engine, direction, row(min(num_tokens, 4096), sizes["vocab_size"], 7))
+    fidelity = fidelity_in_bf16(engine, direction, make_pack(min(num_tokens, 4096), sizes["vocab_size"], 7))
     engine.close()
     return {name: found[name] for name in chosen}, fidelity
 
@@ -265,8 +265,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--layers", type=int, help="fewer decoder layers, for what fits")
-    parser.add_argument("--tokens", type=int, help="tokens of a row (default 16,384; 64 for tiny), a multiple of 128")
-    parser.add_argument("--rows", type=int, default=2, help="main rows of a rank in a step")
+    parser.add_argument("--tokens", type=int, help="tokens of a pack (default 16,384; 64 for tiny), a multiple of 128")
+    parser.add_argument("--packs", type=int, default=2, help="main packs of a rank in a step")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of all methods")
     parser.add_argument("--methods", nargs="+", choices=METHODS | LOW_RANK, default=list(METHODS), metavar="METHOD")
     parser.add_argument(
@@ -295,7 +295,7 @@ def main() -> None:
                 sizes,
                 num_tokens,
                 arguments.rounds,
-                arguments.rows,
+                arguments.packs,
                 arguments.methods,
                 file,
                 arguments.output if arguments.profile else None,
@@ -312,12 +312,12 @@ def main() -> None:
         "commit": where["git_commit"],
         "shape": arguments.shape,
         "sizes": sizes,
-        "tokens_of_a_row": num_tokens,
-        "rows": arguments.rows,
+        "tokens_of_a_pack": num_tokens,
+        "packs": arguments.packs,
         "rounds": arguments.rounds,
         "steps": steps,
         "fidelity_in_bf16": fidelity,
-        "attention": measure_attention(sizes, lengths_of_row(num_tokens), timed),
+        "attention": measure_attention(sizes, pack_lengths(num_tokens), timed),
     }
     if not layout.is_first():
         return

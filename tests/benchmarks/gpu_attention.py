@@ -22,7 +22,7 @@ Timed = Callable[[Callable[[], object], int], float]
 
 
 def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Timed) -> dict[str, Any]:
-    """Seconds of one layer's attention on a packed row, by way; and of every tile, where there is the kernel."""
+    """Seconds of one layer's attention on a pack, by way; and of every tile, where there is the kernel."""
     heads, kv_heads, head_dim = (sizes[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     num_tokens, on, scale = sum(lengths), device(), head_dim**-0.5
     torch.manual_seed(0)

@@ -17,8 +17,8 @@ from vcore_ds.planning.packing import Waste
 from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.step_cost import StepModel, StepPasses
 
-PARTS_OF_A_ROW = (8, 4, 3, 1)
-"""Lengths of a row's sequences, in sixteenths."""
+PARTS_OF_A_PACK = (8, 4, 3, 1)
+"""Lengths of a pack's sequences, in sixteenths."""
 
 
 def shape_of(sizes: dict[str, Any]) -> ModelShape:
@@ -31,8 +31,8 @@ def shape_of(sizes: dict[str, Any]) -> ModelShape:
     )  # fmt: skip
 
 
-def lengths_of_row(num_tokens: int) -> list[int]:
-    return [num_tokens * part // 16 for part in PARTS_OF_A_ROW]
+def pack_lengths(num_tokens: int) -> list[int]:
+    return [num_tokens * part // 16 for part in PARTS_OF_A_PACK]
 
 
 def read_zero_section(deepspeed_config: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def settings_of(
     """What decides the memory and the passes of a method's step.
 
     Args:
-        num_tokens: of a row; a micro-batch is one row.
+        num_tokens: of a pack, which is a micro-batch.
         num_ranks: those of this job by default.
     """
     zero = read_zero_section(deepspeed_config)
@@ -76,18 +76,18 @@ def estimated(method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_con
     return estimate_memory(shape_of(sizes), settings_of(method, num_tokens, deepspeed_config)).peak_bytes
 
 
-def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, rows: int) -> float:
+def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, num_packs: int) -> float:
     """FLOP of a rank's step, as MFU counts them: what activation checkpoints compute again is not needed."""
     passes = StepPasses.derive(replace(settings_of(method, num_tokens), is_checkpointed=False))
-    lengths = lengths_of_row(num_tokens)
-    return passes.flops(shape_of(sizes), lengths * rows, lengths).total
+    lengths = pack_lengths(num_tokens)
+    return passes.flops(shape_of(sizes), lengths * num_packs, lengths).total
 
 
 def predict_seconds(
     method: str,
     sizes: dict[str, Any],
     num_tokens: int,
-    rows: int,
+    num_packs: int,
     deepspeed_config: str,
     gpu: Gpu | None = None,
     num_ranks: int | None = None,
@@ -103,17 +103,17 @@ def predict_seconds(
         return None
     settings = settings_of(method, num_tokens, deepspeed_config, num_ranks)
     ranks, shape, zero = settings.num_ranks, shape_of(sizes), read_zero_section(deepspeed_config)
-    row = lengths_of_row(num_tokens)
+    pack = pack_lengths(num_tokens)
 
-    def batch(num_rows: int) -> tuple[list[int], Spread]:
-        """Rows of every rank, one a micro-step."""
+    def batch(num_packs: int) -> tuple[list[int], Spread]:
+        """Packs of every rank, one a micro-step."""
         steps = [
-            [list(range(start, start + len(row))) for start in range(first, first + ranks * len(row), len(row))]
-            for first in range(0, num_rows * ranks * len(row), ranks * len(row))
+            [list(range(start, start + len(pack))) for start in range(first, first + ranks * len(pack), len(pack))]
+            for first in range(0, num_packs * ranks * len(pack), ranks * len(pack))
         ]
-        num_total = num_rows * ranks * num_tokens
+        num_total = num_packs * ranks * num_tokens
         waste = Waste(num_total, num_total, num_total / ranks, num_total / ranks, 0)
-        return row * ranks * num_rows, Spread(1, ranks, steps, waste, num_tokens, True, 0.0)
+        return pack * ranks * num_packs, Spread(1, ranks, steps, waste, num_tokens, True, 0.0)
 
     cluster = Cluster(gpu, ranks, num_local_ranks() if num_ranks is None else num_ranks)
     model = StepModel(
@@ -125,4 +125,4 @@ def predict_seconds(
         bool(zero.get("stage3_allgather_sequential", False)),
     )
     probe = [batch(1)] if method != "sft" else []
-    return model.estimate_step(StepPasses.derive(settings), [batch(rows)], probe).seconds
+    return model.estimate_step(StepPasses.derive(settings), [batch(num_packs)], probe).seconds

@@ -18,8 +18,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"{found['date']}; `{found['command']}`; {versions}; commit {found['commit']}. Random weights, all "
-        f"parameters trained, bf16, activation checkpoints, {found['rows']} packed row(s) of "
-        f"{found['tokens_of_a_row']:,} tokens a rank and step; medians of {found['rounds']} round(s) in turns."
+        f"parameters trained, bf16, activation checkpoints, {found['packs']} pack(s) of "
+        f"{found['tokens_of_a_pack']:,} tokens a rank and step; medians of {found['rounds']} round(s) in turns."
     )
     yield ""
     yield (
@@ -43,7 +43,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         speed = f"{row['tokens_per_second_per_rank']:,.0f}"
         yield f"| {name} | {total} | {over} | {speed} | {mfu} | {memory} | {parts} |"
     yield ""
-    yield "| attention of one layer, one row | ms |"
+    yield "| attention of one layer, one pack | ms |"
     yield "|---|---|"
     for name, seconds in found["attention"].items():
         yield f"| {name} | {seconds if isinstance(seconds, str) else f'{1e3 * seconds:.3f}'} |"

@@ -178,12 +178,12 @@ def count_compiles(head_dim: int) -> int:
         keys.add(key)
         return True  # do not compile
 
-    rows = ([1], [5], [16], [48, 1], [32], [33], [2048], [4096, 5], [1] * 16, [16] * 16, [7] * 17)
+    packs = ([1], [5], [16], [48, 1], [32], [33], [2048], [4096, 5], [1] * 16, [16] * 16, [7] * 17)
     triton.knobs.runtime.jit_cache_hook = keep
-    for lengths in ([row] * number for row in rows for number in (1, 3)):
+    for lengths in ([pack] * number for pack in packs for number in (1, 3)):
         num_tokens = sum(lengths[0])
         query = torch.empty(len(lengths), num_tokens, HEADS, head_dim, dtype=torch.bfloat16).transpose(1, 2)
-        ends = torch.tensor([0, *(n for row in lengths for n in row)]).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor([0, *(n for pack in lengths for n in pack)]).cumsum(0, dtype=torch.int32)
         options = dict(cu_seqlens=ends, max_seqlen=max(lengths[0]), scale=0.1, tiles=TILES[128][0])
         flash_tangent(query, query, query, (query, query, query), **options)
     triton.knobs.runtime.jit_cache_hook = None

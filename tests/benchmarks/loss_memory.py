@@ -1,4 +1,4 @@
-"""Memory of the per-token loss of one long row with a large vocabulary, beside that of logits that are whole.
+"""Memory of the per-token loss of one long sequence with a large vocabulary, beside that of logits that are whole.
 
     python -m tests.benchmarks.loss_memory [--tokens 16384] [--vocabulary 151936] [--hidden 64]
 

@@ -126,14 +126,14 @@ def make_feed(num_main: int = NUM_MAIN, num_probe: int = NUM_PROBE) -> Feed:
     return Feed(data, plan, main, probe, data, None, data, pad_token_id=0, probe_every=1)
 
 
-def rows_of_similar_length(feed: Feed, k: int) -> list[Batch]:
-    """This rank's main micro-batches of step k, a row for each sequence."""
+def make_unpacked_batches(feed: Feed, k: int) -> list[Batch]:
+    """This rank's main micro-batches of step k, unpacked."""
     ids = feed.main_order.step(k)
     lengths = [len(feed.dataset[i]) for i in ids]
     limit = MicroBatchLimit(num_sequences=None)
     found = spread(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
-    own = found.list_group_ids(layout.rank("shards"))
-    return [collate([feed.dataset[i] for i in row], 0) if row else idle_batch(0) for row in own]
+    micro_batches = found.list_group_ids(layout.rank("shards"))
+    return [collate([feed.dataset[i] for i in ids], 0) if ids else idle_batch(0) for ids in micro_batches]
 
 
 def deepspeed_config() -> dict:
@@ -182,11 +182,11 @@ def measure(names: tuple[str, str], num_rounds: int) -> dict:
     loops: dict[str, Any] = {name: BareLoop() if name == "bare" else OurLoop(VARIANTS[name]) for name in names}
     seconds, parts = ({name: [] for name in names} for _ in range(2))
     for k in range(num_rounds + 1):
-        batches, rows = feed.step(k), rows_of_similar_length(feed, k)
+        batches, unpacked = feed.step(k), make_unpacked_batches(feed, k)
         for name in names if k % 2 else names[::-1]:
             torch.distributed.barrier()
             start = time.perf_counter()
-            values = loops[name].step(rows if name == "bare" else batches)
+            values = loops[name].step(unpacked if name == "bare" else batches)
             torch.distributed.barrier()
             if k > 0:  # the first round allocates, and records ZeRO-3's trace
                 seconds[name].append(time.perf_counter() - start)

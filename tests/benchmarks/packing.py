@@ -1,4 +1,4 @@
-"""Training tokens per second with packed rows against a row for each sequence, on the quickstart's traces.
+"""Training tokens per second with packs against unpacked sequences, on the quickstart's traces.
 
     make quickstart && python -m tests.benchmarks.packing [--rounds 5]
 
@@ -29,7 +29,7 @@ from vcore_ds.planning.spread import CPU, MicroBatchLimit, TimeModel, spread
 
 QUICKSTART = Path("runs/quickstart_data")
 NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024
-LAYOUTS = {"a row each, 1 in a micro-batch": 1, "a row each, 4 in a micro-batch": 4, "packed rows of 1,024": None}
+LAYOUTS = {"unpacked, 1 in a micro-batch": 1, "unpacked, 4 in a micro-batch": 4, "packs of 1,024": None}
 METHODS = {"sft": dict(method={"name": "sft"}), "vcore, jvp": dict()}
 SHAPE = ModelShape(8, 6, 2, 64, 1_720_320)
 """Of the model; its attention length is 4,480 tokens."""

@@ -117,8 +117,8 @@ class OurLoop:
 
 
 class BareLoop:
-    """What a careful user of DeepSpeed writes: small parameters stay gathered, one reduction a step, long rows with
-    long ones; or packed rows, which the model tells apart by their positions."""
+    """What a careful user of DeepSpeed writes: small parameters stay gathered, one reduction a step, long sequences
+    with long ones; or packs, whose sequences the model tells apart by their positions."""
 
     def __init__(self, folder: Path, traces: Traces, micro_batch_size: int | None):
         self.traces, self.micro_batch_size = traces, micro_batch_size

@@ -4,11 +4,12 @@
     python -m tests.benchmarks.sequence_parallel time [--rounds 5]
     python -m tests.benchmarks.sequence_parallel long
 
-`memory`: what a forward and backward of one row allocate beyond what lives between steps, counted tensor by tensor, for
-rows of 8,192 to 32,768 tokens. Everything that grows with the row should be divided by the number of ranks.
+`memory`: what a forward and backward of one sequence allocate beyond what lives between steps, counted tensor by
+tensor, for sequences of 8,192 to 32,768 tokens. Everything that grows with the length should be divided by the number
+of ranks.
 
 `time`: seconds of a whole step on four sequences of very different lengths, with the degree that the plan chooses and
-with a row for each rank, in turns.
+without sequence parallelism, in turns.
 
 `long`: one step on a sequence of 131,072 tokens that four ranks share.
 """
@@ -34,7 +35,7 @@ NUM_RANKS = 4
 DEGREES = (1, 2, 4)
 LENGTHS = (8_192, 16_384, 32_768)
 LONGEST_IN_BLOCKS = 16_384
-"""Tokens of the longest row of which attention in blocks is measured, which takes minutes on a CPU."""
+"""Tokens of the longest sequence of which attention in blocks is measured, which takes minutes on a CPU."""
 LONG = 131_072
 SMALL = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
@@ -45,7 +46,7 @@ MEDIUM = dict(
 )  # fmt: skip
 
 
-def row(num_tokens: int, sequence_parallel: int) -> Batch:
+def make_sequence(num_tokens: int, sequence_parallel: int) -> Batch:
     """One sequence, all of whose tokens but the first are targets."""
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(0, tiny.VOCABULARY, (1, num_tokens), generator=generator)
@@ -60,11 +61,11 @@ def memory_of_rank() -> dict[tuple[str, int, int], int]:
     recipe = step_runs.make_recipe()
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **SMALL), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    take_direction(estimator.direction, derive_step_settings(recipe), [row(256, 1)])
+    take_direction(estimator.direction, derive_step_settings(recipe), [make_sequence(256, 1)])
     peaks = {}
     for num_tokens in LENGTHS:
         for k in DEGREES:
-            batch = row(num_tokens, k)
+            batch = make_sequence(num_tokens, k)
             with Allocations() as allocations, engine.accumulation(1):
                 engine.backward(engine.token_losses(batch).mean())
             peaks["forward and backward", num_tokens, k] = allocations.peak_bytes
@@ -93,8 +94,8 @@ def report_memory() -> None:
         print(f"  proportional to T / k within {max(per_token) / middle - 1:.1%}")
 
 
-def rows_of_rank(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
-    """This rank's rows of the four sequences, and their degree; `sequence_parallel` None lets the plan choose."""
+def make_packs(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
+    """This rank's packs of the four sequences, and their sequence-parallel size; None lets the plan choose the size."""
     hidden, heads, kv_heads, head_dim = (
         MEDIUM[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -107,49 +108,51 @@ def rows_of_rank(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
         limit=MicroBatchLimit(pack_tokens_per_rank=sum(SEQUENCES)),
         time_model=TimeModel(shape, NUM_RANKS, NUM_RANKS, CPU),
     )
-    k, rows = chosen.sequence_parallel, []
+    k, packs = chosen.sequence_parallel, []
     for ids in chosen.list_group_ids(layout.rank("data", k)):
-        parts = [row(SEQUENCES[i], 1) for i in ids]
-        ids_of_row, labels = (torch.cat([getattr(p, name) for p in parts], 1) for name in ("input_ids", "labels"))
+        parts = [make_sequence(SEQUENCES[i], 1) for i in ids]
+        input_ids, labels = (torch.cat([getattr(p, name) for p in parts], 1) for name in ("input_ids", "labels"))
         lengths = torch.tensor([SEQUENCES[i] for i in ids])
         segments = torch.repeat_interleave(torch.arange(len(ids)), lengths)[None] if len(ids) > 1 else None
-        rows.append(Batch(list(ids), ids_of_row, labels, segments=segments, sequence_parallel=k))
-    return k, rows
+        packs.append(Batch(list(ids), input_ids, labels, segments=segments, sequence_parallel=k))
+    return k, packs
 
 
 def times_of_rank(rounds: int) -> tuple[int, dict[str, list[tuple[float, float]]]]:
-    """The degree that the plan chooses, and by method the seconds of a step with a row a rank and with that degree."""
+    """The sequence-parallel size that the plan chooses, and by method the seconds of a step without and with it."""
     layout.make_sequence_groups(DEGREES)
-    whole, (degree, shared) = rows_of_rank(1)[1], rows_of_rank(None)
+    unshared, (size, shared) = make_packs(1)[1], make_packs(None)
     found: dict[str, list[tuple[float, float]]] = {}
     for name, method in {"sft": {"name": "sft"}, "vcore, jvp": {"kl_budget": 0.05}}.items():
         recipe = step_runs.make_recipe(method=method)
         engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **MEDIUM), recipe)
         estimator = step_runs.make_estimator(recipe, engine)
 
-        def seconds(rows: list[Batch], engine=engine, recipe=recipe, estimator=estimator) -> float:
-            batches = StepBatches(rows, rows if estimator.direction is not None else [])
+        def seconds(packs: list[Batch], engine=engine, recipe=recipe, estimator=estimator) -> float:
+            batches = StepBatches(packs, packs if estimator.direction is not None else [])
             layout.sum_over("job", [0.0])  # all begin together
             started = time.perf_counter()
             step_runs.train_step(engine, recipe, batches, estimator)
             return time.perf_counter() - started
 
-        pairs = [(seconds(whole), seconds(shared)) for _ in range(rounds + 1)]
+        pairs = [(seconds(unshared), seconds(shared)) for _ in range(rounds + 1)]
         found[name] = pairs[1:]  # the first warms up
         engine.close()
-    return degree, found
+    return size, found
 
 
 def report_times(rounds: int) -> None:
     by_rank = run_ranks(times_of_rank, NUM_RANKS, rounds, timeout_seconds=3600)
-    print(f"sequences of {SEQUENCES} tokens on {NUM_RANKS} ranks; the plan chooses {by_rank[0][0]} ranks a row")
+    print(
+        f"sequences of {SEQUENCES} tokens on {NUM_RANKS} ranks; the plan chooses sequence-parallel size {by_rank[0][0]}"
+    )
     for name in by_rank[0][1]:
         slowest = [
             tuple(max(rank_times[1][name][i][side] for rank_times in by_rank) for side in (0, 1)) for i in range(rounds)
         ]
         ratios = [alone / shared for alone, shared in slowest]
         print(
-            f"  {name:<12} {statistics.median(a for a, _ in slowest):.2f} s with a row a rank, "
+            f"  {name:<12} {statistics.median(a for a, _ in slowest):.2f} s without sequence parallelism, "
             f"{statistics.median(b for _, b in slowest):.2f} s shared: {statistics.median(ratios):.2f} times faster "
             f"({min(ratios):.2f} to {max(ratios):.2f} in {rounds} rounds)"
         )
@@ -162,7 +165,7 @@ def long_step_of_rank() -> tuple[float, int, float]:
     model = tiny.token_loss_model(checkpointing=True, num_hidden_layers=1, **SMALL)
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    batches = StepBatches([row(LONG, NUM_RANKS)], [])
+    batches = StepBatches([make_sequence(LONG, NUM_RANKS)], [])
     started = time.perf_counter()
     with Allocations() as allocations:
         metrics = step_runs.train_step(engine, recipe, batches, estimator)

@@ -1,8 +1,8 @@
-"""How many ranks share a row, and how long ranks wait for each other: the paper's batch on 8 to 128 GPUs, simulated.
+"""How many ranks share a pack, and how long ranks wait for each other: the paper's batch on 8 to 128 GPUs, simulated.
 
     python -m tests.benchmarks.spread
 
-Qwen3-32B's shape, nodes of 8 H100s, rows of 16,384 tokens a rank, 40 batches of lengths as `LengthModel` draws
+Qwen3-32B's shape, nodes of 8 H100s, packs of 16,384 tokens a rank, 40 batches of lengths as `LengthModel` draws
 them: lognormal with a mean of 2,970 tokens, cut at 16,384. Nothing is run: the times are those of `TimeModel`.
 """
 
@@ -51,7 +51,7 @@ def measure(num_ranks: int, batch_size: int, parallel_sizes: Sequence[int] | Non
 
 
 def main() -> None:
-    print("ranks  batch        ranks to a row (times)      slowest / mean  (worst)  idle  steps  k = 1: slowest  idle")
+    print("ranks  batch        ranks to a pack (times)     slowest / mean  (worst)  idle  steps  k = 1: slowest  idle")
     for batch, size in (("main or probe, 32", 32), ("probe, 4", 4)):
         for num_ranks in (8, 16, 32, 64, 128):
             found, alone = measure(num_ranks, size), measure(num_ranks, size, [1])

@@ -89,9 +89,11 @@ def make_recipe(folder: Path, name: str, *, precision: str, base: str, lora: dic
 
 
 def compute_engine_logits(engine: Engine) -> Tensor:
-    row = SequenceLayout.from_lengths([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
+    sequence_layout = SequenceLayout.from_lengths([[PROMPT.shape[1]]] * len(PROMPT), 1, PROMPT.device)
     with engine.without_gradient():
-        hidden = engine.module.decoder(input_ids=PROMPT, use_cache=False, sequence_layout=row).last_hidden_state
+        hidden = engine.module.decoder(
+            input_ids=PROMPT, use_cache=False, sequence_layout=sequence_layout
+        ).last_hidden_state
         return engine.module.base.get_output_embeddings()(hidden)
 
 

@@ -202,7 +202,7 @@ def test_1_2_4_and_8_ranks_take_the_same_batches_in_the_same_order(
                 key = {"main": "sequence_parallel", "probe": "probe_sequence_parallel"}[part]
                 assert all(step.measured[key] == size for step in batches)
                 groups = [rank_batches[start : start + size] for start in range(0, num_ranks, size)]
-                for group in groups:  # the ranks that share a row hold the same tokens
+                for group in groups:  # the ranks that share a pack hold the same tokens
                     pairs = [pair for micro_batches in group for pair in zip(micro_batches, group[0], strict=True)]
                     assert all(torch.equal(a.input_ids, b.input_ids) for a, b in pairs)
                     assert all(

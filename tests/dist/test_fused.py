@@ -58,13 +58,13 @@ class Pass:
 
 
 PASSES = {
-    "full, tied, checkpointed, packed, row of 2 ranks": Pass(
+    "full, tied, checkpointed, packed, 2 sequence-parallel ranks": Pass(
         tied=True, checkpointing=True, packed=True, sequence_parallel=2
     ),
     "MoE model, packed": Pass(moe_kind="qwen3_moe", packed=True),
     "MoE model, rank 4": Pass(moe_kind="qwen3_moe", rank=4),
     "MoE model, bf16, checkpointed": Pass(moe_kind="deepseek_v3", precision="bf16", checkpointing=True),
-    "lora, tied, packed, row of 2 ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
+    "lora, tied, packed, 2 sequence-parallel ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
     "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
 } | soak(
     {
@@ -73,9 +73,9 @@ PASSES = {
         "full, bf16": Pass(precision="bf16"),
         "lora": Pass(lora=True),
         "full, tied, packed": Pass(tied=True, packed=True),
-        "full, packed, row of 2 ranks": Pass(packed=True, sequence_parallel=2),
+        "full, packed, 2 sequence-parallel ranks": Pass(packed=True, sequence_parallel=2),
         "full, bf16, checkpointed": Pass(precision="bf16", checkpointing=True),
-        "lora, checkpointed, row of 2 ranks": Pass(lora=True, checkpointing=True, sequence_parallel=2),
+        "lora, checkpointed, 2 sequence-parallel ranks": Pass(lora=True, checkpointing=True, sequence_parallel=2),
         "lora, checkpointed, packed": Pass(lora=True, checkpointing=True, packed=True),
         "lora, bf16": Pass(lora=True, precision="bf16"),
     }

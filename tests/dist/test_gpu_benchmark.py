@@ -18,7 +18,7 @@ from vcore_ds.train.step_metrics import StepRecorder
 
 pytestmark = pytest.mark.dist
 
-ROUNDS, ROWS = 1, 1
+ROUNDS, PACKS = 1, 1
 FORWARDS = {
     "sft": {"main": 1},
     "jvp": {"probe": 1, "utility": 1, "main": 1},
@@ -58,7 +58,7 @@ def run_benchmark(folder: str) -> list[tuple[Any, dict[str, int]]]:
         return metrics
 
     step_runs.train_step = train_and_count
-    sizes = ["--layers", "1", "--rounds", str(ROUNDS), "--rows", str(ROWS)]
+    sizes = ["--layers", "1", "--rounds", str(ROUNDS), "--packs", str(PACKS)]
     sys.argv = ["gpu", "--shape", "tiny", *sizes, "--output", folder]
     gpu.main()
     return steps

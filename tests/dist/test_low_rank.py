@@ -63,7 +63,7 @@ CASES = {
     "checkpointed, packed": Case(checkpointing=True, packed=True),
     "MoE model, packed": Case(moe_kind="qwen3_moe", packed=True),
     "MoE model, most experts idle, separate": Case(moe_kind="qwen3_moe, idle experts", fused=False),
-    "row of 2 ranks": Case(sequence_parallel=2),
+    "2 sequence-parallel ranks": Case(sequence_parallel=2),
     "rank above every matrix": Case(rank=64),
     "two passes, MoE model, checkpointed": Case(passes=2, moe_kind="qwen3_moe", checkpointing=True),
     "tensor-parallel, packed": Case(tensor=2, packed=True),

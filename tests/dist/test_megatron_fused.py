@@ -19,8 +19,8 @@ PASSES = {
     {
         "full": Pass(),
         "full, bf16, checkpointed, packed": Pass(precision="bf16", checkpointing=True, packed=True),
-        "lora, row of 2 groups": Pass(lora=True, sequence_parallel=2),
-        "full, checkpointed, row of 2 groups": Pass(checkpointing=True, sequence_parallel=2),
+        "lora, 2 sequence-parallel groups": Pass(lora=True, sequence_parallel=2),
+        "full, checkpointed, 2 sequence-parallel groups": Pass(checkpointing=True, sequence_parallel=2),
         "full, bf16": Pass(precision="bf16"),
         "lora, tied, checkpointed, packed": Pass(lora=True, tied=True, checkpointing=True, packed=True),
     }

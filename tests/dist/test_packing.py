@@ -28,13 +28,13 @@ def sequences(seed: int = 0) -> list[TokenizedSequence]:
 
 
 def layouts(made: list[TokenizedSequence]) -> dict[str, list[Batch]]:
-    """This rank's micro-batches: the same sequences a row each, or packed in rows, in one or two batches."""
+    """This rank's micro-batches: the same sequences unpacked or in packs, in one or two batches."""
     local = made[layout.rank("shards") :: layout.size("shards")]
     half = len(local) // 2
     return {
-        "a row each": [collate(local[:half], 0), collate(local[half:], 0)],
-        "one row a batch": [pack([local[:half]], 0), pack([local[half:]], 0)],
-        "rows of several and of one": [pack([local[1:], local[:1]], 0), idle_batch(0)],
+        "unpacked": [collate(local[:half], 0), collate(local[half:], 0)],
+        "one pack in a batch": [pack([local[:half]], 0), pack([local[half:]], 0)],
+        "packs of several and of one": [pack([local[1:], local[:1]], 0), idle_batch(0)],
     }
 
 
@@ -88,12 +88,12 @@ def run_layout(section: str, arrangement: str, batches_per_pass: int, attention:
 
 
 def run_all() -> dict[str, dict[str, float]]:
-    """Worst relative deviation from a row each, by quantity."""
+    """Worst relative deviation from unpacked sequences, by quantity."""
     worst = {}
     for section in SECTIONS:
         for attention in ATTENTIONS if section == "jvp" else (TRAINING_ATTENTION,):
-            expected = run_layout(section, "a row each", 1, attention)
-            for arrangement, batches_per_pass in (("one row a batch", 2), ("rows of several and of one", 2)):
+            expected = run_layout(section, "unpacked", 1, attention)
+            for arrangement, batches_per_pass in (("one pack in a batch", 2), ("packs of several and of one", 2)):
                 measured = run_layout(section, arrangement, batches_per_pass, attention)
                 assert measured.keys() == expected.keys()
                 # All sequences of a step together: the one supervised token of a short one may be near zero.
@@ -141,7 +141,7 @@ def test_a_packed_batch_by_hand() -> None:
     assert merged.num_supervised_tokens().tolist() == [0, 2, 1, 3, 2]
 
 
-def test_rows_of_one_sequence_need_no_segments() -> None:
+def test_unpacked_sequences_need_no_segments() -> None:
     batch = collate(sequences(), 0)
     assert batch.segments is None and batch.num_sequences == len(LENGTHS)
     assert batch.sequence_lengths() == [[32]] * len(LENGTHS)

@@ -1,6 +1,6 @@
 """`vcore-ds score` against explicit inner products of gradients of single traces, in fp64 and plain PyTorch.
 
-On one, two and four ranks, which share rows or not, packed or not, for all parameters and for adapters, in both
+On one, two and four ranks, which share sequences or not, packed or not, for all parameters and for adapters, in both
 providers, at base models and at checkpoints. A scoring that was killed and resumed writes the same files.
 """
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.dist
 DEEPSPEED_CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "zero3_fp32.json"
 LORA = {"rank": 4, "alpha": 8}
 MEGATRON = {"path": "model", "provider": "megatron"}
-SHARED_ROWS = ["batch.sequence_parallel=2", "probe.sequence_parallel=2"]
+SEQUENCE_PARALLEL = ["batch.sequence_parallel=2", "probe.sequence_parallel=2"]
 LARGE_EPS = {"learning_rate": 1e-3, "eps": 1e-4}
 """Adam's Jacobian divides by a root of second moments, of which fp32 keeps few digits where they are tiny."""
 SMALL_CHUNKS = 64
@@ -74,18 +74,22 @@ SETS = ("trusted", "other")
 CASES: dict[int, dict[str, Case]] = {
     1: {
         "packed": Case("full.yaml", sets=SETS),
-        "rows": Case("full.yaml", ("batch.micro_batch_size_per_rank=2",)),
+        "unpacked": Case("full.yaml", ("batch.micro_batch_size_per_rank=2",)),
         "adam": Case("runs/lora", ("probe.direction=adam",), checkpoint="step_00000002", steps=(2,)),
     },
     2: {
         "packed": Case("full.yaml", sets=SETS),
-        "shared rows": Case("full.yaml", tuple(SHARED_ROWS)),
+        "sequence-parallel": Case("full.yaml", tuple(SEQUENCE_PARALLEL)),
         "checkpoints": Case("runs/lora", checkpoint="all", steps=(2, 4)),
         "divided experts": Case("full.yaml", ("parallel.expert=2",), model="moe_model"),
         "megatron": Case("full.yaml", ("model.provider=megatron", "parallel.tensor=2")),
         "megatron, LoRA": Case("runs/megatron", checkpoint="step_00000004", steps=(4,)),
     },
-    4: {"shared rows, packed": Case("full.yaml", ("batch.pack_tokens_per_rank=128", *SHARED_ROWS), sets=SETS)},
+    4: {
+        "sequence-parallel, packed": Case(
+            "full.yaml", ("batch.pack_tokens_per_rank=128", *SEQUENCE_PARALLEL), sets=SETS
+        )
+    },
 }
 """By world size."""
 
@@ -170,12 +174,14 @@ def refuse_rewritten_checkpoint(folder: Path) -> None:
 
 
 def refuse_too_little_memory(folder: Path) -> None:
-    """Refuse before a model is loaded, by the longest row of the trusted set: only its passes keep a graph."""
+    """Refuse before a model is loaded, by the longest sequence of the trusted set: only its passes keep a graph."""
     unfinished = folder / "refused"
     unfinished.mkdir()
     write_conversations(folder / "short.jsonl", sums([50]))
-    rows = replace(CASES[1]["rows"], overrides=(*CASES[1]["rows"].overrides, f"data.probe_path={folder}/short.jsonl"))
-    scoring_request = make_case_request(folder, rows, folder / "scores" / "refused")
+    case = replace(
+        CASES[1]["unpacked"], overrides=(*CASES[1]["unpacked"].overrides, f"data.probe_path={folder}/short.jsonl")
+    )
+    scoring_request = make_case_request(folder, case, folder / "scores" / "refused")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(start_checks, "available_memory_bytes", lambda: 2**10)
         patched.delattr(compute, "build_engine")

@@ -172,7 +172,7 @@ def measure_model(name: str) -> dict[int, tuple[float, float, float]]:
 
 
 def measure_bf16_agreement() -> dict[int, float]:
-    """Spearman correlation of utilities in bf16 with those in fp32 on one rank per row, along one direction, by
+    """Spearman correlation of utilities in bf16 with those in fp32 on one rank per pack, along one direction, by
     sequence-parallel size."""
     recipe = step_runs.make_recipe(model={"path": "none", "precision": "bf16"})
     engine = step_runs.make_engine(tiny.token_loss_model(dtype=torch.bfloat16), recipe)
@@ -242,20 +242,20 @@ def counting_exchanges() -> Iterator[dict[str, list[int]]]:
 
 
 def count_exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
-    """Count the elements that one row of 32 tokens exchanges, by pass."""
+    """Count the elements that one sequence of 32 tokens exchanges, by pass."""
     recipe = step_runs.make_recipe(utility={"fused": False})
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
-    row = replace(tiny.take_rows(tiny.make_batch(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
+    batch = replace(tiny.take_rows(tiny.make_batch(1, num_tokens=32), [0]), sequence_parallel=sequence_parallel)
     result = {}
     with engine.accumulation(1):
         with counting_exchanges() as result["forward"]:
-            losses = engine.token_losses(row)
+            losses = engine.token_losses(batch)
         with counting_exchanges() as result["backward"]:
             engine.backward(losses.sum())
-    take_direction(estimator.direction, derive_step_settings(recipe), [row])
+    take_direction(estimator.direction, derive_step_settings(recipe), [batch])
     with counting_exchanges() as result["jvp"]:
-        estimator.begin([row])
+        estimator.begin([batch])
     engine.close()
     return result
 

@@ -27,7 +27,7 @@ from vcore_ds.train.token_records import Origin, SequenceTokens, TraceTokens, re
 pytestmark = pytest.mark.dist
 
 FOLLOWING = ("alone", "2_4", "resumed")
-"""Runs with followed traces: on one rank, and with rows shared by two ranks, also by four after resuming."""
+"""Runs with followed traces: on one rank, and with packs shared by two ranks, also by four after resuming."""
 SEQUENCE_PARALLEL_SIZES = [(2, 4), ("auto", "auto"), *([(1, 1), (4, 2)] if IS_SOAK else [])]
 """Of the main batch and of the probe batch, on 4 ranks."""
 STOP = 1
@@ -133,8 +133,8 @@ def run_on_two_ranks(folder: Path) -> RankResult:
 def run_on_four_ranks(folder: Path) -> RankResult:
     for main, probe in SEQUENCE_PARALLEL_SIZES:
         resumed_runs.run_to_end(make_recipe(folder, f"{main}_{probe}", (main, probe)))
-    # A row of a rank holds a quarter of the longest sequence.
-    resumed_runs.run_to_end(make_recipe(folder, "short_rows", ("auto", "auto"), pack_tokens=32))
+    # A pack of a rank holds a quarter of the longest sequence.
+    resumed_runs.run_to_end(make_recipe(folder, "short_packs", ("auto", "auto"), pack_tokens=32))
     resumed_runs.run_to_end(make_recipe(folder, "resumed", (4, 4)))
     return RankResult(
         [choose_sequences(size) for size in (1, 2, 4)],
@@ -151,7 +151,7 @@ class Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("shared_rows")
+    folder = tmp_path_factory.mktemp("shared_packs")
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -168,9 +168,9 @@ def folder(results: Results) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"{main}_{probe}" for main, probe in SEQUENCE_PARALLEL_SIZES), "short_rows", "resumed"]
+    "name", [*(f"{main}_{probe}" for main, probe in SEQUENCE_PARALLEL_SIZES), "short_packs", "resumed"]
 )
-def test_a_run_on_shared_rows_has_the_metrics_and_parameters_of_one_rank(folder: Path, name: str) -> None:
+def test_a_run_on_shared_packs_has_the_metrics_and_parameters_of_one_rank(folder: Path, name: str) -> None:
     expected, metrics = (resumed_runs.read_deterministic_metrics(folder / run) for run in ("alone", name))
     assert len(metrics) == NUM_STEPS
     for key in ("loss", "weighted_loss", "grad_norm", "direction_norm", "effective_sample_size"):
@@ -187,14 +187,14 @@ def test_a_run_on_shared_rows_has_the_metrics_and_parameters_of_one_rank(folder:
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"{main}_{probe}" for main, probe in SEQUENCE_PARALLEL_SIZES), "short_rows", "resumed"]
+    "name", [*(f"{main}_{probe}" for main, probe in SEQUENCE_PARALLEL_SIZES), "short_packs", "resumed"]
 )
-def test_token_records_on_shared_rows_equal_those_of_one_rank(folder: Path, name: str) -> None:
+def test_token_records_on_shared_packs_equal_those_of_one_rank(folder: Path, name: str) -> None:
     assert assert_same_records(folder / name, folder / "alone", num_sequences=6) == [*range(1, NUM_STEPS + 1)]
 
 
 @pytest.mark.parametrize("name", FOLLOWING[1:])
-def test_followed_traces_on_shared_rows_equal_those_of_one_rank(folder: Path, name: str) -> None:
+def test_followed_traces_on_shared_packs_equal_those_of_one_rank(folder: Path, name: str) -> None:
     assert assert_same_followed(folder / name, folder / "alone", num_traces=5) == [*range(1, NUM_STEPS + 1)]
 
 
@@ -234,4 +234,4 @@ def test_metrics_have_the_sequence_parallel_sizes(folder: Path) -> None:
     assert read_sizes("resumed") == [
         (d, d if k % 2 == 0 else None) for k in range(NUM_STEPS) for d in (2 if k < STOP else 4,)
     ]
-    assert all(main == 4 for main, _ in read_sizes("short_rows"))  # no shorter row holds the longest sequence
+    assert all(main == 4 for main, _ in read_sizes("short_packs"))  # no shorter pack holds the longest sequence

@@ -116,7 +116,7 @@ def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, 
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
 
 
-def test_packed_rows_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
+def test_packs_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.pack_tokens_per_rank=300", model=setup.tied)
     run = fork([RECIPE, *overrides], folder, num_ranks=2)

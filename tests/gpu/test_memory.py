@@ -25,8 +25,8 @@ def test_a_step_takes_what_is_estimated(method: str) -> None:
     before = torch.cuda.memory_allocated()
     engine = benchmark.build_engine(SIZES)
     estimator = NoUtilities(engine) if method == "sft" else benchmark.estimator_of(method, engine, Direction(engine))
-    row = benchmark.row(NUM_TOKENS, SIZES["vocab_size"], 0)
-    batches = StepBatches([row], [] if method == "sft" else [row])
+    pack = benchmark.make_pack(NUM_TOKENS, SIZES["vocab_size"], 0)
+    batches = StepBatches([pack], [] if method == "sft" else [pack])
     for _ in range(3):  # the first compiles kernels and records ZeRO-3's trace
         values = step_runs.train_step(engine, benchmark.make_recipe(method), batches, estimator).values
     phases = [values[f"peak_memory_bytes_{phase}"] for phase in ("probe", "utility", "main", "step")]

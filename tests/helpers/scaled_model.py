@@ -80,7 +80,7 @@ def scaled_shape(shape: ModelShape) -> ModelShape:
     MLP and heads to the hidden size; tied embeddings and normalized heads as there."""
     ratio = shape.num_heads // shape.num_kv_heads
     heads = ratio * max(1, math.ceil(8 / ratio))
-    heads += heads % 2 * ratio  # even, so that two ranks can share a row
+    heads += heads % 2 * ratio  # even, so that two ranks can share a sequence
     hidden = 8 * max(1, round(heads * _HEAD_DIM * shape.hidden_size / (shape.num_heads * shape.head_dim) / 8))
     width = 8 * max(1, round(hidden * shape.intermediate_size / shape.hidden_size / 8))
     kv_heads = heads // ratio

@@ -62,8 +62,8 @@ def deal(batch: Batch, micro_batch_size: int, sequence_parallel: int = 1, *, pac
     """This rank's micro-batches of a global batch: rows are dealt out in turn, with idle batches when they run out.
 
     Args:
-        sequence_parallel: number of ranks that share a row.
-        packed: whether the sequences of a micro-batch are packed into one row.
+        sequence_parallel: number of ranks that share a sequence or pack.
+        packed: whether the sequences of a micro-batch are one pack.
     """
     k = sequence_parallel
     indices = list(range(layout.rank("data", k), batch.num_sequences, layout.size("data", k)))

@@ -141,7 +141,7 @@ def take_rows(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> B
 
 
 def pack_rows(batch: Batch, indices: list[int], sequence_parallel: int = 1) -> Batch:
-    """Some rows of a batch, packed into a single row."""
+    """Some rows of a batch, in one pack."""
     references = batch.reference_log_probability
     sequences = [
         TokenizedSequence(

@@ -115,7 +115,7 @@ def draw_texts(num: int, seed: int, longest: int = LONGEST) -> list[Text]:
 def make_local_batches(
     given: Sequence[Text], *, packed: bool = False, alone: bool = False, sequence_parallel: int = 1
 ) -> list[Batch]:
-    """Make this rank's batches of every `world size`-th sequence: one sequence per row, one pack, or one per batch."""
+    """Make this rank's batches of every `world size`-th sequence: unpacked, one pack, or one per batch."""
     rank, size = layout.rank("data", sequence_parallel), layout.size("data", sequence_parallel)
     sequences = [as_sequence(i, text) for i, text in enumerate(given) if i % size == rank]
     if alone:

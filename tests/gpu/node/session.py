@@ -33,7 +33,7 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> dict[str, Part]:
     """The parts for this number of ranks, in the order of their value."""
     ranks, shape = ("--ranks", str(num_ranks)), ("--shape", "tiny" if is_tiny else "0.6b")
     if is_tiny:
-        sizes, low_rank = ("--shape", "tiny", "--tokens", "64", "--rows", "1", "--rounds", "1"), "jvp, fused, rank 8"
+        sizes, low_rank = ("--shape", "tiny", "--tokens", "64", "--packs", "1", "--rounds", "1"), "jvp, fused, rank 8"
     else:
         sizes, low_rank = ("--shape", "32b", "--tokens", "16384", "--rounds", "3"), "jvp, fused, rank 32"
     layers = (

@@ -1,6 +1,6 @@
-"""One whole training step on a packed row of 16,384 tokens with the 151,936-token vocabulary, on one CPU rank.
+"""One whole training step on a pack of 16,384 tokens with the 151,936-token vocabulary, on one CPU rank.
 
-    python -m tests.benchmarks.long_row
+    python -m tests.benchmarks.long_pack
 
 The model has Qwen3's vocabulary and two small layers, so that nearly all memory is that of the loss. Counted tensor by
 tensor (`tests/helpers/allocations.py`): the highest sum of what a step allocates beyond what lives between steps. Whole
@@ -29,7 +29,7 @@ METHODS = {
 }
 
 
-def row() -> Batch:
+def make_pack() -> Batch:
     """Four sequences, every token but their first 200 supervised."""
     generator = np.random.default_rng(0)
     sequences = [
@@ -42,7 +42,7 @@ def row() -> Batch:
 
 def main() -> None:
     start_process_group(timeout_minutes=30)
-    batch = row()
+    batch = make_pack()
     for name, sections in METHODS.items():
         recipe = step_runs.make_recipe(model={"path": "none", "precision": "fp32"}, **sections)
         model = tiny.token_loss_model(
