@@ -1,4 +1,4 @@
-"""GPUs by name: what their data sheets promise, and which part of it a step is assumed to achieve."""
+"""GPUs by name: the peaks of their data sheets, and the shares of them that a step is assumed to achieve."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from vcore_ds.planning.model_shape import ModelShape
 
 
 EXCHANGES_OF_EXPERTS = 3
-"""Exchanges of an expert-parallel group in a layer's forward: how many tokens go where, the tokens, what experts made
-of them. A backward has two of them."""
+"""Exchanges of an expert-parallel group in a layer's forward: numbers of tokens, tokens, outputs of the experts. A
+backward has two of them."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Machine:
     """Sustained speeds of one device, the part of the peak that large passes reach."""
 
     flops: float
-    """FLOP a second of matrix products."""
+    """FLOP a second of matrix multiplications."""
     node_bandwidth: float
     """Bytes a second that a device sends to others of its node."""
     network_bandwidth: float
@@ -27,7 +27,7 @@ class Machine:
     exchange_latency: float
     """Seconds of an exchange without contents."""
     half_speed_tokens: float
-    """Tokens at which matrix products reach half of `flops`: what a pass of no tokens costs, in tokens."""
+    """Tokens at which matrix multiplications reach half of `flops`: the cost of a pass without tokens, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Traffic:
 def estimate_gather_traffic(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Traffic:
     """Estimate a rank's traffic in an all-gather or reduce-scatter of `num_bytes` over all ranks.
 
-    Inside a node all but the rank's own share comes over its link. From other nodes all that the node does not hold
-    arrives once, divided among the node's adapters: no other division of the weights within a node changes that.
+    Inside a node everything but the rank's shard comes over its link. From other nodes the bytes that the node does not
+    hold arrive once, divided among the node's adapters, however the weights are sharded within the node.
     """
     r = ranks_per_node
     return Traffic(num_bytes * (r - 1) / r, num_bytes * (1 - r / num_ranks) / r)
@@ -68,9 +68,8 @@ def estimate_weights_traffic(
     Args:
         num_bytes: of all but the experts.
         num_bytes_experts: of all routed experts.
-        expert: ranks of an expert-parallel group, neighbours that divide the experts among them. A rank's own are
-            gathered from those ranks that have the same place in their groups; where there is one group, they are
-            whole on the rank.
+        expert: expert-parallel size: neighbouring ranks shard the experts. A rank all-gathers its experts from the
+            ranks with the same place in the other groups; with one group it already holds them.
     """
     num_groups, in_node = num_ranks // expert, max(1, ranks_per_node // expert)
     return estimate_gather_traffic(num_bytes, num_ranks, ranks_per_node) + estimate_gather_traffic(
@@ -82,7 +81,7 @@ def estimate_exchange_traffic(num_bytes: float, num_sharing: int, ranks_per_node
     """Estimate a rank's traffic when it sends `num_bytes` in all-to-alls of its sequence-parallel group, or of its
     expert-parallel group, whose tokens go to all experts evenly.
 
-    A k-th stays with the rank. Of its group at least `gcd(k, ranks per node)` ranks are in its own node.
+    A k-th stays on the rank. At least `gcd(k, ranks per node)` ranks of the group are in its node.
     """
     k = num_sharing
     neighbours = math.gcd(k, ranks_per_node)
@@ -116,7 +115,7 @@ class Gpu:
     memory_bytes: int
     """Memory that the driver leaves to processes, in whole GiB."""
     flops: float
-    """FLOP a second of dense bf16 matrix products."""
+    """FLOP a second of dense bf16 matrix multiplications."""
     memory_bandwidth: float
     """Bytes a second."""
     node_bandwidth: float
@@ -194,7 +193,7 @@ class Achieved:
     measured on no run of this one."""
 
     compute: float = 0.40
-    """Share of the peak that matrix products in large passes achieve, the kernels between them included."""
+    """Share of the peak that matrix multiplications in large passes achieve, the kernels between them included."""
     attention: float = 1.0
     """Speed of fused attention over `Gpu.attention_flops`."""
     memory: float = 0.80
@@ -239,7 +238,7 @@ class Cluster:
     gpus_per_node: int = 8
     achieved: Achieved = Achieved()
     host_bytes_per_node: int = 2048 * GIB
-    """Host memory, for what is offloaded."""
+    """Host memory, for offloaded shards."""
     storage_bandwidth: float = 20e9
     """Bytes a second at which all nodes together read or write checkpoints."""
 
@@ -268,7 +267,7 @@ class Cluster:
             node_bandwidth=achieved.node * gpu.node_bandwidth,
             network_bandwidth=achieved.network * gpu.network_bandwidth,
             exchange_latency=achieved.exchange_latency,
-            # Tokens whose products take as long as reading the bf16 weights once, and as much again for tails.
+            # Tokens whose GEMMs take as long as reading the bf16 weights once, and as much again for tails.
             half_speed_tokens=2 * flops / bandwidth,
         )
 

@@ -121,10 +121,11 @@ def active_parameters(shape: ModelShape) -> int:
 
 def count_factors(shape: ModelShape, rank: int, *, active: bool = False) -> int:
     """Count the elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices; `active` as in
-    `ModelShape.weight_matrices`. A matrix with a dimension of at most `rank` is not factorized, and counts in full."""
+    `ModelShape.list_weight_matrices`. A matrix with a dimension of at most `rank` is not factorized and counts in
+    full."""
     return sum(
         number * (rank * (rows + columns) if min(rows, columns) > rank else rows * columns)
-        for number, rows, columns in shape.weight_matrices(active=active)
+        for number, rows, columns in shape.list_weight_matrices(active=active)
     )
 
 
@@ -164,11 +165,11 @@ class MemoryEstimate:
     persistent: Mapping[str, int]
     """By kind, on the device for the whole run."""
     phases: Mapping[Phase, Mapping[str, int]]
-    """By kind, on the device at the peak of each phase that the run has, beyond what is persistent."""
+    """By kind, on the device at the peak of each phase of the run, beyond the persistent bytes."""
     host: Mapping[str, int]
-    """By kind, in host memory: what is offloaded, and the copy of a checkpoint."""
+    """By kind, in host memory: offloaded shards, and the copy of a checkpoint."""
     with_tangents: Mapping[str, int]
-    """By kind, beyond what is persistent, while the main forward carries tangents; the peak of main is at least that.
+    """By kind, beyond the persistent bytes, while the main forward carries tangents; the peak of main is at least that.
     Empty where it carries none."""
 
     @property
@@ -261,7 +262,7 @@ def _estimate_muon_workspace(shape: ModelShape, settings: MemorySettings, *, cop
         squares: tensors of the shape of the matrix times its transpose.
     """
     return settings.number_bytes * max(
-        copies * rows * columns + squares * min(rows, columns) ** 2 for _, rows, columns in shape.hidden_matrices()
+        copies * rows * columns + squares * min(rows, columns) ** 2 for _, rows, columns in shape.list_hidden_matrices()
     )
 
 
@@ -284,7 +285,7 @@ def _estimate_persistent(
     if settings.optimizer != "sgd":
         optimizer_home["moments"] = 2 * _FP32 * trained
     if settings.optimizer == "muon":  # one moment instead of two
-        hidden = sum(number * rows * columns for number, rows, columns in shape.hidden_matrices())
+        hidden = sum(number * rows * columns for number, rows, columns in shape.list_hidden_matrices())
         optimizer_home["moments"] -= _FP32 * min(trained, _shard(hidden, settings))
     direction = b_trained * trained
     if settings.probe_rank is not None:
@@ -522,7 +523,7 @@ class _Model:
         in_16_bits = block // 2 if b < _FP32 else 0  # beside the block in fp32
         hidden = num_tokens * b * shape.hidden_size
         if has_tangent:
-            # Logits and the loss's gradient by them; tangents are summed in what the products with it return.
+            # Logits and the loss's gradient by them; tangents are summed in the results of its GEMMs.
             return 2 * block + in_16_bits + 4 * hidden
         if not has_gradient:  # where they are gathered, beside those of the supervised tokens
             return block + in_16_bits + hidden + self._estimate_exchanged(num_tokens)

@@ -26,7 +26,7 @@ class Available:
     device: int
     host: int
     is_cpu: bool = False
-    """Whether the device is the host: what is offloaded takes the same memory."""
+    """Whether the device is the host: offloaded shards take the same memory."""
 
     def holds(self, estimate: MemoryEstimate) -> bool:
         """Whether the estimate fits, without a margin."""

@@ -38,7 +38,7 @@ class Experts:
     width: int
     """W, of one expert."""
     shared_width: int = 0
-    """S, of what all tokens of these layers go through beside them: shared experts together, or a dense MLP."""
+    """S, width of the MLP that all tokens of these layers pass through in addition: shared experts, or a dense MLP."""
 
     @property
     def active_width(self) -> int:
@@ -86,7 +86,7 @@ def read_experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
     """Read the experts of a language model; None for a dense one, and where no width is given.
 
     Args:
-        config: of the language model, as in config.json; what is malformed is passed over.
+        config: of the language model, as in config.json; malformed values are ignored.
         num_layers: of the decoder.
     """
     num_experts, width = _read_number(config, _NUM_EXPERTS), _read_number(config, _WIDTH)
@@ -262,17 +262,17 @@ class ModelShape:
         """Expert parameters held by the other ranks of an expert-parallel group."""
         return self.expert_parameters - self.expert_parameters // expert
 
-    def weight_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
+    def list_weight_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
         """List the weight matrices of a Llama-like model of this shape: the number of each kind, its rows and columns.
 
         Args:
             active: only those that a token is multiplied by, so without input embedding and idle experts.
         """
         embeddings = (1 if self.is_tied or active else 2, self.vocabulary_size, self.hidden_size)
-        return [*self.hidden_matrices(active=active), embeddings]
+        return [*self.list_hidden_matrices(active=active), embeddings]
 
-    def hidden_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
-        """List the weight matrices without embeddings, which Muon updates; as in `weight_matrices`."""
+    def list_hidden_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
+        """List the weight matrices without embeddings, which Muon updates; as in `list_weight_matrices`."""
         hidden, experts = self.hidden_size, self.experts
         num_dense = self.num_layers if experts is None else self.num_layers - experts.num_layers
         matrices = [
@@ -290,7 +290,7 @@ class ModelShape:
     def attention_length(self) -> float:
         """Tokens of a sequence whose causal attention costs as much as its linear layers, P / (A D).
 
-        A token at position t needs 4 t products per head dimension, on average half of that over a sequence; and 2 per
+        A token at position t needs 4 t FLOP per head dimension, on average half of that over a sequence; and 2 per
         linear parameter of a layer.
         """
         return self.layer_parameters / (self.num_heads * self.head_dim)
@@ -302,7 +302,7 @@ def make_shape(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> Mo
 
     Args:
         sizes: those of `SIZE_NAMES`, None where the configuration has none.
-        config: of the language model, as in config.json; what is malformed is passed over.
+        config: of the language model, as in config.json; malformed values are ignored.
     """
     num_layers, num_heads, hidden = (sizes[key] for key in REQUIRED_SIZES)
     if num_layers is None or num_heads is None or hidden is None:

@@ -1,7 +1,7 @@
 """Assigns sequences to micro-steps: packs of equal cost, one for each group of ranks, or a few unpacked sequences.
 
-A group is a sequence-parallel group, mostly of one rank. There are never more groups here than sequences: what is
-beyond is idle.
+A group is a sequence-parallel group, mostly of one rank. There are never more groups here than sequences; further
+groups are idle.
 """
 
 import heapq
@@ -96,7 +96,7 @@ def group_batch(
     Args:
         most_tokens: of a group's micro-batch, padding included; a single sequence may have more.
         sequence_time: maps the tokens of an unpacked sequence, padding included, to its time.
-        micro_step_time: what a further micro-step costs whatever it holds, in the same unit.
+        micro_step_time: fixed cost of another micro-step, in the same unit.
     """
     num_groups = min(num_groups, len(lengths))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -300,7 +300,7 @@ def find_packing_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str |
     """Find `no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape`.
 
     Args:
-        config: of the language model, as in config.json; what is malformed is passed over.
+        config: of the language model, as in config.json; malformed values are ignored.
     """
     why = _explain_unpackable(config)
     return why, why, *_find_rope(config)

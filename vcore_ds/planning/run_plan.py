@@ -152,7 +152,7 @@ class RunPlan:
 
     @property
     def utilization(self) -> float:
-        """Share of the GPUs' peak that the step's products take (MFU)."""
+        """Share of the GPUs' peak that the step's GEMMs use (MFU)."""
         peak = self.cluster.num_gpus * self.cluster.gpu.flops
         return self.flops_per_step / self.cost.seconds_step / peak
 
@@ -263,8 +263,8 @@ def plan_run(
 ) -> RunPlan:
     """Plan a run. Raises RecipeError as `plan_batch` and `deepspeed_config` do, and where no plan can be made.
 
-    The layout of the batches is what a run chooses, with the speeds that it assumes for any GPU; their seconds are
-    predicted with those of the cluster.
+    Batches have the layout that a run chooses, with the speeds that it assumes for any GPU; seconds are predicted with
+    the cluster's speeds.
 
     Args:
         shape: of the whole model.

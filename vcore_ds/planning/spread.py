@@ -58,13 +58,13 @@ class TimeModel:
     def micro_step(self) -> float:
         """Fixed cost of a micro-step: it all-gathers the weights of every layer once, and its kernels start.
 
-        A parameter is `_BYTES` to be gathered, and 2 FLOP for each token; so the gather costs as much as
-        `flops * _BYTES / (2 * bandwidth)` tokens, whatever the model: about 1,000 on H100s, within a node (where all
-        but a rank's own share comes over its link) as between nodes (where the node's adapters bring in one copy
-        together). It is added to the work although a part of it runs behind it: a step with little work has nothing to
-        hide it behind, and in one with much work it is small. In an MoE model all weights are all-gathered and
-        read, and a token's FLOP are those of a few experts, which multiplies these tokens. Expert parallelism gathers
-        and reads a part of the experts, and adds the latency of a layer's exchanges.
+        A parameter takes `_BYTES` in an all-gather, and 2 FLOP for each token; so the all-gather costs as much as
+        `flops * _BYTES / (2 * bandwidth)` tokens for any model: about 1,000 on H100s, both within a node (everything
+        but the rank's shard comes over its link) and between nodes (the node's adapters together bring in one copy).
+        It is added to the work although it partly overlaps with it: little work cannot hide it, and beside much work it
+        is small. An MoE model all-gathers and reads all weights, while a token takes the FLOP of a few experts, which
+        multiplies these tokens. Expert parallelism all-gathers and reads a part of the experts, and adds the latency of
+        a layer's exchanges.
         """
         shape, machine = self.shape, self.machine
         active, expert_parameters = shape.num_layers * shape.layer_parameters, shape.expert_parameters
@@ -79,8 +79,7 @@ class TimeModel:
     def estimate_exchange(self, sequence_parallel: int) -> float:
         """Estimate the time to send query, key, value and output of a token to the rank's sequence-parallel group.
 
-        What goes to the ranks of other nodes and what stays in the node are on their way at the same time. The slowest
-        rank counts.
+        Transfers within the node and to other nodes overlap. The slowest rank counts.
         """
         handed_over = _BYTES * count_exchanged_numbers(self.shape, sequence_parallel)
         traffic = estimate_exchange_traffic(handed_over, sequence_parallel, self.ranks_per_node)

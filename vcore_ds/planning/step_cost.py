@@ -79,7 +79,7 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 
     """FLOP of the GEMMs of one forward over sequences of these lengths: linear layers, head, causal attention.
 
     Args:
-        linear, attention: how often a pass takes the products of both.
+        linear, attention: multiples of a forward's GEMMs that a pass computes.
     """
     per_token = linear * linear_flops_per_token(shape)
     per_square = attention * attention_flops_per_square(shape)
@@ -120,8 +120,9 @@ class PassWork:
         tangents travel together, twice the hidden states. Returns their number, and the hidden states they hold of each
         token.
 
-        A layer gathers and scatters before and after attention and MLP, once more in a backward, and gathers the inputs
-        of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py counts them.
+        A layer all-gathers before and reduce-scatters after attention and MLP, once more in a backward, and all-gathers
+        the inputs of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py
+        counts them.
 
         Args:
             is_full: all parameters are trained; nothing is sent to a frozen embedding.
@@ -140,7 +141,7 @@ class PassWork:
         """GEMMs of linear layers, with those of a low-rank direction's factors, in multiples of a plain forward's."""
         if self.low_rank == 0:
             return self.linear
-        num_active = sum(number * rows * columns for number, rows, columns in shape.weight_matrices(active=True))
+        num_active = sum(number * rows * columns for number, rows, columns in shape.list_weight_matrices(active=True))
         return self.linear + count_factors(shape, self.low_rank, active=True) / num_active
 
     def linear_time_multiple(self, shape: ModelShape) -> float:
@@ -359,7 +360,7 @@ class StepModel:
         """FLOP that a step needs over all ranks, mean over batches of sequences of these lengths.
 
         Args:
-            passes: without activation checkpoints, since what they compute again is not needed.
+            passes: without activation checkpoints, since recomputation is not needed.
         """
         main_flops = sum(passes.flops(self.shape, lengths, []).total for lengths in main) / max(1, len(main))
         probe_flops = sum(passes.flops(self.shape, [], lengths).total for lengths in probe) / max(1, len(probe))
@@ -487,7 +488,7 @@ class StepModel:
             shape.num_layers, is_full=settings.adapters is None
         )
         num_bytes = float(settings.number_bytes * num_hidden * shape.hidden_size)
-        if settings.adapters is not None:  # what those of q, k and v make of the tokens, and those of gate and up
+        if settings.adapters is not None:  # outputs of the first adapter factors of q, k, v, gate and up
             num_bytes += _FP32 * 5 * settings.adapters.rank * shape.num_layers * work.exchanges
             num_exchanges += 2 * shape.num_layers * (work.exchanges - work.num_with_tangents)
         return estimate_hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
@@ -575,7 +576,7 @@ class StepModel:
             wide: FLOP of an iteration, in units of `n^2 m` for a matrix of n rows and m >= n columns.
             square: the same in units of `n^3`.
         """
-        hidden = self._shard_shape.hidden_matrices()
+        hidden = self._shard_shape.list_hidden_matrices()
         sizes = [(number, min(rows, columns), max(rows, columns)) for number, rows, columns in hidden]
         flops = NUM_ITERATIONS * sum(number * n * n * (wide * m + square * n) for number, n, m in sizes)
         shard = self.settings.number_bytes * sum(number * n * m for number, n, m in sizes) / self._num_groups
