@@ -59,5 +59,5 @@ def train_each(*runs: TinyRun) -> None:
 def test_the_finished_run_equals_an_undisturbed_one(run: TinyRun):
     undisturbed = replace(run, folder=run.folder.with_name("undisturbed"))
     run_ranks(train_each, run.num_ranks, run, undisturbed)
-    assert run.steps_lost() == []  # the run resumed after its last step each time
+    assert run.steps_lost() == []  # each attempt resumed after the last step taken
     assert run.differences(undisturbed) == []

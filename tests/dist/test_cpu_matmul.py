@@ -1,4 +1,4 @@
-"""Whole steps in bf16 against the oracle in fp32, with the package's matrix multiplications for CPUs without bf16
+"""Complete steps in bf16 against the oracle in fp32, with the package's matrix multiplications for CPUs without bf16
 instructions and with PyTorch's: each forced on the same CPU, and as this CPU has it."""
 
 from collections.abc import Sequence

@@ -112,7 +112,7 @@ def test_a_trusted_probe_comes_from_the_trusted_file(ids_by_world_size) -> None:
 
 
 def test_the_trusted_share_of_each_batch_comes_from_the_pool(monkeypatch) -> None:
-    """Also with SFT; ids of the pool's sequences follow those of the training data."""
+    """With any method, such as SFT; ids of the pool's sequences follow those of the training data."""
     monkeypatch.setattr(layout, "rank", lambda axis, sequence_parallel=1: 0)
     recipe = step_runs.make_recipe(
         batch={"global_size": 8, "micro_batch_size_per_rank": 8},

@@ -45,7 +45,7 @@ CASES = [
     (False, True, "none", "muon", True),
     (False, False, "optimizer", "muon", False),
 ]
-"""(LoRA, bf16, what is offloaded, optimizer, coalesced reduction)"""
+"""(LoRA, bf16, offloaded states, optimizer, coalesced reduction)"""
 
 
 def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: bool) -> Engine:
@@ -65,7 +65,7 @@ def make_engine(lora: bool, bf16: bool, offload: str, optimizer: str, coalesce: 
 
 
 def accumulate(engine: Engine, seed: int) -> None:
-    """Two micro-batches on each rank."""
+    """Run two micro-batches forward and backward on each rank."""
     batches = step_runs.deal(tiny.make_batch(2 * layout.size("shards"), seed=seed), 1)
     with engine.accumulation(len(batches)):
         for batch in batches:

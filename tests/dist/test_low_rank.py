@@ -224,7 +224,7 @@ def test_factors_are_the_projection_of_the_unsharded_matrices(ranks) -> None:
 
 
 def test_utilities_are_exact_along_the_factors(ranks) -> None:
-    """Against forward mode of the plain model in fp64, along the product of the same factors."""
+    """Against forward mode of the plain model in fp64, along the matrices that the same factors multiply to."""
     for name, case in CASES.items():
         if name not in ranks[0]:
             continue

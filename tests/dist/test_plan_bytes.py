@@ -33,7 +33,7 @@ from vcore_ds.planning.step_cost import StepModel, StepPasses
 pytestmark = pytest.mark.dist
 
 BOUND = 0.10
-"""Largest error that passes, as a share of what was measured."""
+"""Largest error that passes, relative to the measured bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
+        """Relative to the measured bytes."""
         return self.predicted / self.measured - 1 if self.measured else float(self.predicted > 0)
 
     @property

@@ -174,7 +174,7 @@ def refuse_rewritten_checkpoint(folder: Path) -> None:
 
 
 def refuse_too_little_memory(folder: Path) -> None:
-    """Refuse before a model is loaded, by the longest sequence of the trusted set: only its passes keep a graph."""
+    """Refuse before a model is loaded, by the micro-batches of the trusted set: only their passes keep a graph."""
     unfinished = folder / "refused"
     unfinished.mkdir()
     write_conversations(folder / "short.jsonl", sums([50]))

@@ -232,8 +232,8 @@ def _randomize(model: torch.nn.Module) -> None:
         if not parameter.is_floating_point():
             continue
         if name.endswith("A_log"):
-            # Slow decay. Where a state is forgotten at once, the output is a product of few numbers, of which the next
-            # norm keeps little more than the sign: near 0, no precision gets that right.
+            # Slow decay. Where a state is forgotten at once, the output is a product of at most two numbers, of which
+            # the next norm keeps the sign: near 0, no precision gets that right.
             parameter.sub_(3.0)
         if id(parameter) in embeddings:
             parameter.normal_(0, 0.5)
