@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Most authors of the training traces follow the same wrong rule; eight trusted traces tell which. Trains SmolLM2-135M
+# Most training traces follow the same wrong rule; eight trusted traces show the right one. Trains SmolLM2-135M
 # on all traces (SFT), scores them along the gradient of the trusted ones, trains on the quarter of highest utility, and
 # evaluates both: on all GPUs, or on two CPU processes, where it takes four minutes.
 #   bash launch_scripts/wrong_traces.sh [OVERRIDES]     such as schedule.num_steps=20; of both trainings

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with verl (0.9.1) from an exported model, with the paper's settings:
 #   bash launch_scripts/rl/grpo_verl.sh MODEL rl_data [KEY=VALUE ...]      KEY=VALUE in verl's names, as verl takes it
-# DAPO is the paper's: actor_rollout_ref.actor.clip_ratio_high=0.28, and nothing else differs.
+# For DAPO as in the paper, set only actor_rollout_ref.actor.clip_ratio_high=0.28.
 set -euo pipefail
 if [ $# -lt 2 ]; then
     echo "grpo_verl.sh: expected MODEL (an exported model, LoRA merged in) and the folder that problems.py wrote" >&2

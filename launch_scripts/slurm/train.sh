@@ -1,5 +1,5 @@
 # Common part of the .slurm files, which source it in the job, on its first node. Needs $recipe; "$@" are overrides.
-# Exit code: the ranks'. 85 (stopped on request, and saved) puts the job back into the queue first.
+# Exits with the code of the ranks. With 85 (saved and stopped on request) the job is requeued first.
 
 : "${SLURM_JOB_ID:?submit this with sbatch}"
 # In a job array, %a in an override is the task's number, as in the file names of sbatch.
@@ -9,7 +9,8 @@ attempt=${SLURM_RESTART_COUNT:-0}
 logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt
 mkdir -p "$logs"
 export PATH="$PWD/.venv/bin:$PATH"
-# The next phase of a step can use freed memory, whatever the block sizes. A setting of the user stays, under either name.
+# Lets a phase of a step reuse memory that another has freed, whatever the block sizes. The user's setting, under either
+# name, takes precedence.
 if [[ -z ${PYTORCH_CUDA_ALLOC_CONF+set} ]]; then export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}; fi
 
 # SLURM also requeues a job that was preempted or lost a node, without a limit.
@@ -21,7 +22,7 @@ fi
 # The ranks meet at the first node. A port per job, below those that Linux hands out by itself.
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export RENDEZVOUS=$first_node:$((20000 + SLURM_JOB_ID % 12000))
-# Where SLURM does not know the nodes' GPUs, RANKS_PER_NODE says how many: RANKS_PER_NODE=8 sbatch ...
+# If SLURM does not know the GPUs of a node, set their number: RANKS_PER_NODE=8 sbatch ...
 export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 
 # NCCL finds NVLink, InfiniBand, GPUDirect and SHARP without settings. These depend on the site (docs/slurm.md): remove the #
@@ -34,12 +35,12 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 srun_options+=(${SRUN_OPTIONS-})
 
 # `vcore-ds COMMAND ARGUMENT...` once on each GPU of each node; "${srun_options[@]}" are added to srun's.
-# In single quotes, so that each node takes its own variables, not this one's. torchrun's --node-rank is not given: with a c10d
-# rendezvous it has no effect. exec: the signals are for torchrun and the ranks, a bash above them would die of them.
+# Single quotes: each node expands the variables itself. --node-rank would have no effect with a c10d rendezvous.
+# exec: signals must reach torchrun and the ranks; a bash process above them would be killed by them.
 # --export: some sites start steps with an empty environment. --cpu-bind: a step of one task may be bound to one core.
 # --kill-on-bad-exit: ranks that exit with 85 do so within seconds of each other, not at once.
-# --wait: SLURM ends a rank that does not notice that others are gone, this many seconds after the first node has ended; not
-# sooner, since one node may write the last files of a run.
+# --wait: seconds after the end of the first node until SLURM kills ranks that have not noticed it; long, because one node
+# may still write the last files of a run.
 on_every_node() {
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --export=ALL --cpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
         "${srun_options[@]}" bash -c '
@@ -63,7 +64,7 @@ fi
 # SLURM_ARRAY_JOB_ID alone does not tell: a job submitted from within a task of an array inherits that array's.
 job=$SLURM_JOB_ID
 if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
-# Requeue=0, by --no-requeue or scontrol update: the job must not come back, since another one may resume the run.
+# Requeue=0 (--no-requeue or scontrol update): do not requeue the job, because another one may resume the run.
 if ((code == 85)) && ((attempt < max_restarts)) && [[ $(scontrol show job "$job") == *Requeue=1* ]]; then
     echo "stopped and saved; back into the queue ($(date))"
     scontrol requeue "$job"

@@ -230,7 +230,7 @@ def test_recommended_is_consistent_with_the_optimizer_of_the_recipes() -> None:
 def test_a_preset_explains_temperature() -> None:
     for name in PRESETS:
         header = (FOLDER / "presets" / f"{name}.yaml").read_text().partition("method:")[0].replace("\n# ", " ")
-        assert "means two things that are a factor of 2.5e7 apart" in header
+        assert "has two meanings that differ by a factor of 2.5e7" in header
         assert "multiplies" in header and "divides" in header
 
 
