@@ -28,7 +28,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> TinySetup:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[None]:
-    """Let commands of this process join a process group of one rank, and remove every trace of it afterwards."""
+    """Let commands of this process join a process group of one rank, and restore the environment afterwards."""
     before = dict(os.environ)
     yield
     if torch.distributed.is_initialized():

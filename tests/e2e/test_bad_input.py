@@ -31,7 +31,7 @@ Refuses = Callable[..., str]
 
 @pytest.fixture
 def refuses(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> Refuses:
-    """Trains with changes to a recipe that works; returns what was printed, the message last."""
+    """A function that runs a command with changes that it must refuse, and returns its output, the message last."""
     monkeypatch.chdir(REPOSITORY)
 
     def refuses(
@@ -39,7 +39,7 @@ def refuses(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> str:
         files_before = sorted(tmp_path.rglob("*"))
         overrides = setup.overrides(tmp_path / "output", *changes, model=model)
-        capsys.readouterr()  # of the test's own preparations
+        capsys.readouterr()  # discard what the preparations of the test printed
         assert main([command[0], str(recipe), *command[1:], *overrides]) == UserError.EXIT_CODE == 2
         captured = capsys.readouterr()
         assert captured.err.startswith("vcore-ds: ") and captured.err.count("vcore-ds: ") == 1
@@ -69,14 +69,14 @@ def test_all_problems_of_files_and_overrides_are_one_message(refuses: Refuses, t
     assert 'override batch.global_size: found "batch.global_size"; expected section.key=value' in message
 
 
-def test_misspelt_files(refuses: Refuses):
+def test_misspelt_files_get_the_nearest_names(refuses: Refuses):
     message = refuses("methods/dtf.yaml", recipe=RECIPES / "qwen3_32b.yaml")
     assert f"methods/dtf.yaml: found no such file; expected a recipe file (YAML); tried {REPOSITORY}" in message
     assert 'did you mean "methods/dft.yaml"' in message
     assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_math_full.yaml" in message
 
 
-def test_rows_that_cannot_hold_the_longest_sequence(refuses: Refuses):
+def test_packs_smaller_than_the_longest_sequence_are_refused(refuses: Refuses):
     message = refuses("batch.pack_tokens_per_rank=128")
     assert (
         "batch.pack_tokens_per_rank: found 128 together with data.cutoff_length 256, where at most 1 rank of 1"
@@ -85,14 +85,14 @@ def test_rows_that_cannot_hold_the_longest_sequence(refuses: Refuses):
     assert "batch.pack_tokens_per_rank 256 or more, or data.cutoff_length 128 or less" in message
 
 
-def test_ranks_that_cannot_share_a_row_on_the_ranks_of_a_check(refuses: Refuses):
+def test_check_refuses_a_sequence_parallel_size_that_does_not_divide_the_ranks(refuses: Refuses):
     message = refuses("probe.sequence_parallel=2", command=("check", "--ranks", "3"))
     assert (
         "probe.sequence_parallel: found 2 on 3 ranks; expected auto, or a divisor of the 3 ranks and the 4" in message
     )
 
 
-def test_contradicting_deepspeed_json(refuses: Refuses, tmp_path: Path):
+def test_a_deepspeed_json_that_contradicts_the_recipe_is_refused(refuses: Refuses, tmp_path: Path):
     json_file = tmp_path / "zero3.json"
     text = (REPOSITORY / "ds_configs" / "zero3_fp32.json").read_text()
     json_file.write_text(text.rstrip().removesuffix("}") + ', "gradient_clipping": 0.5, "train_batch_size": 4}')
@@ -103,8 +103,8 @@ def test_contradicting_deepspeed_json(refuses: Refuses, tmp_path: Path):
 
 
 def test_two_ranks_give_one_message(setup: TinySetup, tmp_path: Path):
-    """The arithmetic of two ranks, which only a run on two ranks can refuse. How the deepspeed launcher passes an exit
-    code on is tested in `test_stops.py`."""
+    """A sequence-parallel size of 4, which only a run on fewer ranks can refuse. `test_stops.py` tests how the
+    deepspeed launcher passes an exit code on."""
     words = ["train", str(FULL), *setup.overrides(tmp_path / "output", "batch.sequence_parallel=4")]
     with ForkedJob(main, words, tmp_path / "log", num_ranks=2, rank_0_serves_store=True) as job:
         assert job.wait() == 2, job.output
@@ -118,29 +118,29 @@ def test_two_ranks_give_one_message(setup: TinySetup, tmp_path: Path):
 # Data
 
 
-def test_missing_data_file(refuses: Refuses, tmp_path: Path):
+def test_a_missing_data_file_is_named(refuses: Refuses, tmp_path: Path):
     message = refuses(f"data.train_path={tmp_path}/trian.jsonl")
     assert f"{tmp_path}/trian.jsonl: there is no such file" in message
 
 
-def test_missing_validation_file(refuses: Refuses, tmp_path: Path):
+def test_a_missing_validation_file_is_named(refuses: Refuses, tmp_path: Path):
     assert f"{tmp_path}/held_out.jsonl: there is no such" in refuses(f"data.validation_path={tmp_path}/held_out.jsonl")
 
 
-def test_empty_data_file(refuses: Refuses, tmp_path: Path):
+def test_a_data_file_without_rows_is_refused(refuses: Refuses, tmp_path: Path):
     (tmp_path / "train.jsonl").write_text("\n\n")
     message = refuses(f"data.train_path={tmp_path}/train.jsonl")
     assert f"{tmp_path}/train.jsonl: no row is left" in message
 
 
-def test_line_that_is_not_json(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_a_line_that_is_not_json_is_named(refuses: Refuses, tmp_path: Path, setup: TinySetup):
     lines = setup.train.read_text().splitlines()
     lines[4] = lines[4][:-5]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     assert f"{tmp_path}/train.jsonl:5: not JSON" in refuses(f"data.train_path={tmp_path}/train.jsonl")
 
 
-def test_message_without_content(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_a_message_without_content_is_named(refuses: Refuses, tmp_path: Path, setup: TinySetup):
     lines = setup.train.read_text().splitlines()
     lines[2] = '{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "text": "hi"}]}'
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
@@ -148,7 +148,7 @@ def test_message_without_content(refuses: Refuses, tmp_path: Path, setup: TinySe
     assert f"{tmp_path}/train.jsonl:3: message 2 has no `content`, found role, text" in message
 
 
-def test_all_sequences_longer_than_the_cutoff(refuses: Refuses, setup: TinySetup):
+def test_data_with_only_sequences_above_the_cutoff_is_refused(refuses: Refuses, setup: TinySetup):
     message = refuses("data.cutoff_length=20")
     assert f"{setup.train}: no sequence is left" in message
     assert "prompt alone longer than the cutoff            12" in message
@@ -168,7 +168,7 @@ def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp
     assert f"{train}: {kept}, " in output and f"3 {verb}" in output
 
 
-def test_store_that_was_damaged_at_equal_size(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_a_damaged_store_of_the_right_size_is_refused(refuses: Refuses, tmp_path: Path, setup: TinySetup):
     store = tmp_path / "store"
     assert main(["prepare", "chat", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(store)]) == 0
     tokens = store / "tokens.bin"
@@ -177,7 +177,7 @@ def test_store_that_was_damaged_at_equal_size(refuses: Refuses, tmp_path: Path, 
     assert f"{tokens}: damaged, or of another store: its size is right" in message
 
 
-def test_tokens_that_the_model_has_no_embedding_for(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_token_ids_beyond_the_vocabulary_are_refused(refuses: Refuses, tmp_path: Path, setup: TinySetup):
     model = tmp_path / "model"
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=200).save_pretrained(model)
@@ -190,20 +190,20 @@ def test_tokens_that_the_model_has_no_embedding_for(refuses: Refuses, tmp_path: 
 # Models
 
 
-def test_tokenizer_without_chat_template(refuses: Refuses, tmp_path: Path):
+def test_a_tokenizer_without_a_chat_template_is_refused(refuses: Refuses, tmp_path: Path):
     model = write_model(tmp_path / "model", chat_template=None)
     message = refuses(model=model)
     assert f"The tokenizer of {model} has no chat template" in message and "chat_template.jinja" in message
 
 
-def test_model_folder_without_weights(refuses: Refuses, tmp_path: Path):
+def test_a_model_folder_without_weights_is_refused(refuses: Refuses, tmp_path: Path):
     model = write_model(tmp_path / "model")
     (model / "model.safetensors").unlink()
     message = refuses(model=model)
     assert f"model.path: {model}: found a config.json but no weights (*.safetensors)" in message
 
 
-def test_weights_that_were_copied_in_part(refuses: Refuses, tmp_path: Path):
+def test_truncated_weights_are_refused(refuses: Refuses, tmp_path: Path):
     model = write_model(tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -211,20 +211,20 @@ def test_weights_that_were_copied_in_part(refuses: Refuses, tmp_path: Path):
     assert f"model.path: {model}: model.safetensors: truncated: found " in message and "download complete?" in message
 
 
-def test_model_folder_without_configuration(refuses: Refuses, tmp_path: Path):
+def test_a_model_folder_without_configuration_is_refused(refuses: Refuses, tmp_path: Path):
     model = write_model(tmp_path / "model")
     (model / "config.json").unlink()
     assert f"model.path: {model}: no config.json there" in refuses(model=model)
 
 
-def test_missing_model_folder(refuses: Refuses, tmp_path: Path):
+def test_a_missing_model_folder_is_named(refuses: Refuses, tmp_path: Path):
     assert f"model.path: {tmp_path}/model: no such folder" in refuses(model=tmp_path / "model")
 
 
 # Memory
 
 
-def test_adapters_that_no_machine_has_memory_for(refuses: Refuses):
+def test_adapters_too_large_for_the_memory_are_refused(refuses: Refuses):
     message = refuses("lora.rank=2000000000", "lora.alpha=8", recipe=RECIPES / "qwen3_32b_math_lora.yaml")
     assert "memory: found " in message and "GiB of host memory for each rank; expected " in message
     assert "  moments\n" in message and "engine.memory_check=false starts anyway" in message
@@ -233,7 +233,7 @@ def test_adapters_that_no_machine_has_memory_for(refuses: Refuses):
 # The output folder
 
 
-def test_folder_of_another_run(refuses: Refuses, tmp_path: Path):
+def test_the_folder_of_another_run_is_left_alone(refuses: Refuses, tmp_path: Path):
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "recipe.yaml").write_text("method: {}\n")
     message = refuses()
@@ -241,7 +241,7 @@ def test_folder_of_another_run(refuses: Refuses, tmp_path: Path):
     assert (tmp_path / "output" / "recipe.yaml").read_text() == "method: {}\n"
 
 
-def test_output_folder_that_is_a_file(refuses: Refuses, tmp_path: Path):
+def test_an_output_folder_that_is_a_file_is_left_alone(refuses: Refuses, tmp_path: Path):
     (tmp_path / "output").write_text("notes")
     assert f"run.output_dir: {tmp_path}/output: is not an empty folder" in refuses()
     assert (tmp_path / "output").read_text() == "notes"
@@ -255,7 +255,7 @@ without_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="this P
 
 @without_cuda
 @pytest.mark.parametrize("command", ["train", "reference", "fidelity", "score", "chat"])
-def test_gpus_that_pytorch_cannot_use_are_not_left_idle(
+def test_commands_refuse_gpus_that_pytorch_cannot_use(
     refuses: Refuses, setup: TinySetup, tmp_path: Path, command: str, monkeypatch, capsys, tmp_path_factory
 ):
     for name, value in variables_with_unused_gpu(tmp_path_factory.mktemp("machine")).items():

@@ -1,4 +1,4 @@
-"""Damaged data files, stores and model folders, at random: each ends in success or in one message, and soon."""
+"""Randomly damaged data files, stores and model folders: each ends in success or in one message, within seconds."""
 
 import contextlib
 import io
@@ -64,20 +64,20 @@ Damage = Callable[[bytes], bytes]
 
 @st.composite
 def byte_damages(draw: st.DrawFn) -> Damage:
-    """Bytes flipped, cut off, put in, moved; offsets are shares of the file, so that one damage fits any size."""
+    """Flip, truncate, insert, repeat, swap or zero bytes. Offsets are shares of the file, so that they fit any size."""
     kind = draw(st.sampled_from(["flip", "truncate", "insert", "repeat", "swap", "zero"]))
     where, length = draw(st.floats(0, 1)), draw(st.integers(1, 64))
     new = draw(st.binary(min_size=1, max_size=16))
     mask = draw(st.integers(1, 255))
 
     def damage(content: bytes) -> bytes:
-        at = int(where * max(0, len(content) - 1))
-        before, part, after = content[:at], content[at : at + length], content[at + length :]
+        offset = int(where * max(0, len(content) - 1))
+        before, part, after = content[:offset], content[offset : offset + length], content[offset + length :]
         return {
             "flip": before + bytes(byte ^ mask for byte in part) + after,
             "truncate": before,
-            "insert": before + new + content[at:],
-            "repeat": before + part + content[at:],
+            "insert": before + new + content[offset:],
+            "repeat": before + part + content[offset:],
             "swap": after + part + before,
             "zero": before + bytes(len(part)) + after,
         }[kind]
@@ -87,7 +87,7 @@ def byte_damages(draw: st.DrawFn) -> Damage:
 
 @st.composite
 def json_damages(draw: st.DrawFn) -> Damage:
-    """One value somewhere in a JSON file replaced by an extreme or mistyped one, or removed with its key."""
+    """Replace a value somewhere in a JSON file by an extreme or mistyped one, or remove it with its key."""
     steps = draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))
     value, removes = draw(st.sampled_from(EXTREMES)), draw(st.integers(0, 3)) == 0
 
@@ -112,8 +112,8 @@ def _change(tree: Any, steps: list[int], value: Any, removes: bool) -> Any:
     return tree
 
 
-def ends_well(work: Callable[[], object]) -> None:
-    """Success, or a UserError of one message; any other exception, and a late end, is a failure of the test."""
+def check_end(work: Callable[[], object]) -> None:
+    """Assert that `work` succeeds or raises a UserError with a short message, within `MAX_SECONDS`."""
     started = time.process_time()
     try:
         work()
@@ -122,7 +122,7 @@ def ends_well(work: Callable[[], object]) -> None:
     assert time.process_time() - started < MAX_SECONDS
 
 
-def in_a_copy(folder: Path, copy: Path) -> Path:
+def copy_folder(folder: Path, copy: Path) -> Path:
     shutil.rmtree(copy, ignore_errors=True)
     return shutil.copytree(folder, copy)
 
@@ -149,7 +149,7 @@ def data_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @given(
     st.sampled_from([".jsonl", ".json", ".parquet"]), st.lists(byte_damages(), min_size=1, max_size=3), json_damages()
 )
-def test_damaged_data(
+def test_damaged_data_is_prepared_or_refused(
     data_files: dict[str, bytes],
     setup: TinySetup,
     tmp_path: Path,
@@ -205,24 +205,24 @@ STORE_FILES += ["sequence_id.npy", "num_supervised_tokens.npy"]
 
 @settings(bounded, max_examples=150)  # these are cheap
 @given(st.data())
-def test_damaged_store(store: Path, tmp_path: Path, data: st.DataObject) -> None:
-    damaged = in_a_copy(store, tmp_path / "store")
+def test_a_damaged_store_is_never_read_as_written(store: Path, tmp_path: Path, data: st.DataObject) -> None:
+    damaged = copy_folder(store, tmp_path / "store")
     damage_folder(damaged, STORE_FILES, data)
-    whole = {name: (store / name).read_bytes() for name in STORE_FILES}
-    ends_well(lambda: read_whole(damaged, whole, tmp_path / "cache"))
+    written = {name: (store / name).read_bytes() for name in STORE_FILES}
+    check_end(lambda: check_store(damaged, written, tmp_path / "cache"))
 
 
-def read_whole(folder: Path, whole: dict[str, bytes], cache: Path) -> None:
-    """What passes has the tokens that were written: nothing that is damaged gets into a run."""
+def check_store(folder: Path, written: dict[str, bytes], cache: Path) -> None:
+    """Assert that a store which passes the checks has the bytes that were written: no damaged token gets into a run."""
     check_contents(folder, cache, lambda text: None)
     opened = TokenStore(folder, vocabulary_size=259)
     opened.describe()
     assert all(len(sequence) for sequence in opened)
-    assert all((folder / name).read_bytes() == content for name, content in whole.items() if name != "manifest.json")
+    assert all((folder / name).read_bytes() == content for name, content in written.items() if name != "manifest.json")
 
 
 def damage_folder(folder: Path, names: list[str], data: st.DataObject) -> None:
-    """One file damaged, removed, or exchanged with another."""
+    """Damage or remove a file, or exchange it with another."""
     path = folder / data.draw(st.sampled_from(names))
     kind = data.draw(st.sampled_from(["bytes", "json", "remove", "exchange"]))
     if kind == "json" and path.suffix == ".json":
@@ -246,13 +246,13 @@ MODEL_FILES = ["config.json", "model.safetensors", "generation_config.json", "to
 
 @bounded
 @given(st.data())
-def test_damaged_model_folder(setup: TinySetup, tmp_path: Path, data: st.DataObject) -> None:
-    folder = in_a_copy(setup.untied, tmp_path / "model")
+def test_a_damaged_model_folder_is_loaded_or_refused(setup: TinySetup, tmp_path: Path, data: st.DataObject) -> None:
+    folder = copy_folder(setup.untied, tmp_path / "model")
     damage_folder(folder, MODEL_FILES, data)
-    ends_well(lambda: load_all(folder))
+    check_end(lambda: load_model_folder(folder))
 
 
-def load_all(folder: Path) -> None:
+def load_model_folder(folder: Path) -> None:
     from vcore_ds.data.tokenization import load_tokenizer
 
     check_model_folder(str(folder))
@@ -263,7 +263,7 @@ def load_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def offline() -> Iterator[None]:
-    """A damaged folder is no reason to ask the hub."""
+    """Keep transformers from asking the hub for what a damaged folder lacks."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     yield

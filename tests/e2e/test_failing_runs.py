@@ -58,7 +58,7 @@ def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     pairs = sums(range(12))
     pairs[bad] = (pairs[bad][0] + " Z", pairs[bad][1])
     train = write_conversations(tmp_path / "train.jsonl", pairs)
-    model = model_with_nan(tmp_path / "model", "Z")
+    model = write_model_with_nan(tmp_path / "model", "Z")
 
     overrides = setup.overrides(tmp_path / "output", f"data.train_path={train}", model=model)
     with ForkedJob(main, ["train", RECIPE, *overrides], tmp_path / "log", num_ranks=2) as job:
@@ -71,7 +71,7 @@ def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     assert not (tmp_path / "output" / "model").exists()
 
 
-def model_with_nan(folder: Path, character: str) -> Path:
+def write_model_with_nan(folder: Path, character: str) -> Path:
     write_model(folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][make_tokenizer().convert_tokens_to_ids(character)] = float("nan")
@@ -80,7 +80,7 @@ def model_with_nan(folder: Path, character: str) -> Path:
 
 
 Failures = tuple[dict[str, tuple[str, bool]], str]
-"""Of one rank: what `non_finite_steps` and `run_of_a_model_that_sees_too_much` give."""
+"""Results of `take_non_finite_steps` and `run_model_with_leaky_packing` on one rank."""
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +89,21 @@ def failures(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> list
 
 
 def fail(setup: TinySetup, folder: Path) -> Failures:
-    return non_finite_steps(), run_of_a_model_that_sees_too_much(setup, folder)
+    return take_non_finite_steps(), run_model_with_leaky_packing(setup, folder)
 
 
-def test_a_model_whose_losses_are_wrong_ends_the_run_before_its_first_step(failures: list[Failures]):
+def test_attention_across_packed_sequences_ends_the_run_before_its_first_step(failures: list[Failures]):
     for _, message in failures:
         assert message.startswith("model.path: gpt_oss: another sequence in one pack changes a sequence's losses")
         assert "Set batch.pack_tokens_per_rank to null" in message and "nats in the mean, expected at most" in message
 
 
-def run_of_a_model_that_sees_too_much(setup: TinySetup, folder: Path) -> str:
-    """What ends a run of gpt-oss with its eager attention, whose mask knows nothing of packed sequences. Nothing is
-    written. On one rank, and the last engine of its process: none can follow one that was not closed."""
+def run_model_with_leaky_packing(setup: TinySetup, folder: Path) -> str:
+    """Message with which a run of gpt-oss ends under eager attention, whose mask does not separate packed sequences.
+    Nothing is written. Must be the last engine of its process, as it is not closed."""
     if layout.is_first():
         tokenizer = make_tokenizer()
-        config = tiny_gpt_oss(len(tokenizer))
+        config = make_tiny_gpt_oss_config(len(tokenizer))
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
     torch.distributed.barrier()
@@ -116,15 +116,15 @@ def run_of_a_model_that_sees_too_much(setup: TinySetup, folder: Path) -> str:
     return "no error"
 
 
-def tiny_gpt_oss(vocabulary: int) -> GptOssConfig:
+def make_tiny_gpt_oss_config(vocabulary: int) -> GptOssConfig:
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
     experts = dict(num_local_experts=4, num_experts_per_tok=2)
     return GptOssConfig(**sizes, **experts, num_key_value_heads=2, vocab_size=vocabulary, pad_token_id=0)
 
 
 def test_non_finite_losses_and_gradients_leave_the_parameters_alone(failures: list[Failures]):
-    for found, _ in failures:
-        for case, (message, as_expected) in found.items():
+    for steps, _ in failures:
+        for case, (message, as_expected) in steps.items():
             assert as_expected, case
             if case != "good data afterwards":
                 expected = MESSAGES[case] + r"\. The parameters were not updated\."
@@ -142,33 +142,31 @@ MESSAGES = {
 }
 
 
-def non_finite_steps() -> dict[str, tuple[str, bool]]:
-    """On one rank: the message of each case, and whether parameters and optimizer are byte for byte what they were.
-
-    (For the good data afterwards: whether the same engine continues to learn.)
-    """
+def take_non_finite_steps() -> dict[str, tuple[str, bool]]:
+    """The message of each case on this rank, and whether the step left parameters and optimizer state untouched; for
+    the good data afterwards, whether the same engine continues to learn."""
     vcore, sft = step_runs.make_recipe(), step_runs.make_recipe(method={"name": "sft"})
-    found = {}
+    outcomes = {}
 
     model = tiny.token_loss_model()
     with torch.no_grad():
         model.causal_lm.model.embed_tokens.weight[BAD_TOKEN] = float("nan")
     engine = step_runs.make_engine(model, vcore)
     estimator = step_runs.make_estimator(vcore, engine)
-    good = step_runs.deal(with_bad_token([]), 1)
+    good = step_runs.deal(make_batch_with_bad_token([]), 1)
     # Adam has moments by now.
     step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)
     cases = {
-        "loss": StepBatches(step_runs.deal(with_bad_token([3]), 1), good),
-        "losses on both ranks": StepBatches(step_runs.deal(with_bad_token([1, 2, 3]), 2), good),
-        "probe": StepBatches(good, step_runs.deal(with_bad_token([3]), 1)),
+        "loss": StepBatches(step_runs.deal(make_batch_with_bad_token([3]), 1), good),
+        "losses on both ranks": StepBatches(step_runs.deal(make_batch_with_bad_token([1, 2, 3]), 2), good),
+        "probe": StepBatches(good, step_runs.deal(make_batch_with_bad_token([3]), 1)),
     }
     for case, batches in cases.items():
-        found[case] = attempt(engine, vcore, batches, estimator)
+        outcomes[case] = try_step(engine, vcore, batches, estimator)
     before = state_bytes(engine)
     metrics = step_runs.train_step(engine, vcore, StepBatches(good, good), estimator, learning_rate=1e-3)
     moved = state_bytes(engine) != before
-    found["good data afterwards"] = ("", moved and math.isfinite(metrics.values["grad_norm"]))
+    outcomes["good data afterwards"] = ("", moved and math.isfinite(metrics.values["grad_norm"]))
     engine.close()
 
     model = tiny.token_loss_model()
@@ -178,14 +176,14 @@ def non_finite_steps() -> dict[str, tuple[str, bool]]:
         model.causal_lm.model.embed_tokens.weight.mul_(0.01)
     engine = step_runs.make_engine(model, sft)
     batches = step_runs.deal(tiny.make_batch(4), 1)
-    found["gradient"] = attempt(engine, sft, StepBatches(batches, []), step_runs.make_estimator(sft, engine))
+    outcomes["gradient"] = try_step(engine, sft, StepBatches(batches, []), step_runs.make_estimator(sft, engine))
     probing = step_runs.make_estimator(vcore, engine)
-    found["probe gradient"] = attempt(engine, vcore, StepBatches(batches, batches), probing)
+    outcomes["probe gradient"] = try_step(engine, vcore, StepBatches(batches, batches), probing)
     engine.close()
-    return found
+    return outcomes
 
 
-def attempt(engine: Engine, recipe: Recipe, batches: StepBatches, estimator: Estimator) -> tuple[str, bool]:
+def try_step(engine: Engine, recipe: Recipe, batches: StepBatches, estimator: Estimator) -> tuple[str, bool]:
     before = state_bytes(engine)
     try:
         step_runs.train_step(engine, recipe, batches, estimator, learning_rate=1e-3)
@@ -195,7 +193,7 @@ def attempt(engine: Engine, recipe: Recipe, batches: StepBatches, estimator: Est
 
 
 def state_bytes(engine: Engine) -> bytes:
-    """This rank's shards of parameters, masters, and whatever the optimizer keeps by now."""
+    """This rank's shards of parameters, master weights and optimizer state."""
     tensors = [parameter.ds_tensor for parameter in engine.module.parameters()]
     tensors += engine.shards.masters()
     for state in engine.optimizer.optimizer.state.values():
@@ -203,8 +201,8 @@ def state_bytes(engine: Engine) -> bytes:
     return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
 
 
-def with_bad_token(rows: list[int]) -> Batch:
-    """Four sequences; those of `rows` hold the token in their prompt."""
+def make_batch_with_bad_token(rows: list[int]) -> Batch:
+    """Four sequences; those of `rows` have the token in their prompt."""
     batch = tiny.make_batch(4)
     batch.input_ids[batch.input_ids == BAD_TOKEN] = 0
     batch.labels[batch.labels == BAD_TOKEN] = 0

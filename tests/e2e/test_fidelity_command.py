@@ -15,31 +15,31 @@ pytestmark = pytest.mark.e2e
 RECIPE = "launch_scripts/recipes/quickstart.yaml"
 
 
-def fidelity(arguments: list[str], log: Path, *, num_ranks: int = 1, code: int = 0) -> str:
-    """What it prints; `code`: its exit code."""
+def run_fidelity(arguments: list[str], log: Path, *, num_ranks: int = 1, code: int = 0) -> str:
+    """Run the command; returns its output. `code`: the expected exit code."""
     with ForkedJob(main, ["fidelity", RECIPE, *arguments], log, num_ranks=num_ranks) as job:
         assert job.wait() == code, job.output
     assert "Traceback" not in job.output
     return job.output
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_report(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "fidelity.json").read_text(), parse_constant=pytest.fail)
 
 
 def by_epsilon(report: dict[str, Any]) -> dict[float | None, dict[str, Any]]:
-    """None: jvp."""
-    return {found["epsilon"]: found for found in report["estimators"]}
+    """Epsilon, None for JVP -> results of the estimator."""
+    return {result["epsilon"]: result for result in report["estimators"]}
 
 
-def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Path) -> None:
+def test_two_ranks_measure_the_same_as_one_process(setup: TinySetup, tmp_path: Path) -> None:
     recipe = setup.overrides(tmp_path / "run", "lora=null", "probe.direction=sgd", "probe.clip=null")
-    own = ["utility.estimator=finite_difference", "utility.epsilon=3e-3"]
+    estimator = ["utility.estimator=finite_difference", "utility.epsilon=3e-3"]
     options = "--after-steps 1 --stale-steps 1 8 --epsilons 1e-2 1e-8".split()  # overrides may follow a list
     one, two = tmp_path / "one", tmp_path / "two"
-    said = fidelity([*recipe, *options, *own, "--output", str(one)], tmp_path / "one.log")
-    fidelity([*recipe, *options, *own, "--output", str(two)], tmp_path / "two.log", num_ranks=2)
-    single, double = read(one), read(two)
+    output_text = run_fidelity([*recipe, *options, *estimator, "--output", str(one)], tmp_path / "one.log")
+    run_fidelity([*recipe, *options, *estimator, "--output", str(two)], tmp_path / "two.log", num_ranks=2)
+    single, double = read_report(one), read_report(two)
 
     assert (single["precision"], single["reference_precision"]) == ("fp32", "fp64")
     assert single["environment"]["world_size"] == 1 and double["environment"]["world_size"] == 2
@@ -47,29 +47,29 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
     assert single["recipe"]["utility"]["epsilon"] == 3e-3
     assert double["utility_std"] == pytest.approx(single["utility_std"], rel=1e-3) and single["utility_std"] > 0
     assert list(by_epsilon(single)) == list(by_epsilon(double)) == [None, 1e-2, 3e-3, 1e-8]
-    assert [found["epsilon"] for found in single["estimators"] if found["of_recipe"]] == [3e-3]
+    assert [result["epsilon"] for result in single["estimators"] if result["of_recipe"]] == [3e-3]
     for report in (single, double):
-        jvp, long, own_epsilon, short = by_epsilon(report).values()
+        jvp, long, recipe_epsilon, short = by_epsilon(report).values()
         assert jvp["estimator"] == "jvp" and long["estimator"] == "finite_difference"
         assert jvp["spearman"] > 0.9999 and jvp["relative_error"] < 1e-4 and jvp["weight_overlap"] > 0.9999
-        # What holds in exact arithmetic holds here: the error of a finite difference falls with its step.
-        assert 0 < own_epsilon["relative_error"] < 0.5 * long["relative_error"]
-        assert own_epsilon["spearman"] > 0.99
-        # In fp32 this step is rounding.
-        assert short["signal_to_noise"] < own_epsilon["signal_to_noise"] and short["spearman"] < 0.9
+        # In fp32 the error of a finite difference still falls with its step, as in exact arithmetic.
+        assert 0 < recipe_epsilon["relative_error"] < 0.5 * long["relative_error"]
+        assert recipe_epsilon["spearman"] > 0.99
+        # Differences over this step are lost in rounding.
+        assert short["signal_to_noise"] < recipe_epsilon["signal_to_noise"] and short["spearman"] < 0.9
         assert 0 < short["changed_fraction"] < 1 and 0 < short["rounding_floor_nats"] < 1e-4
-        assert [found["batch_size"] for found in report["probe_sizes"]] == [1, 2, 4]
-        assert [found["num_draws"] for found in report["probe_sizes"]] == [4, 2, 1]
+        assert [result["batch_size"] for result in report["probe_sizes"]] == [1, 2, 4]
+        assert [result["num_draws"] for result in report["probe_sizes"]] == [4, 2, 1]
         other = report["other_probe_loss"]
         assert (other["batch_size"], other["loss"]) == (report["probe_batch_size"], "dft")
-        assert [found["steps"] for found in report["stale_directions"]] == [1]
+        assert [result["steps"] for result in report["stale_directions"]] == [1]
         assert any("cannot be kept for 8" in note for note in report["notes"])
-    for found, again in zip(single["probe_sizes"], double["probe_sizes"], strict=True):
-        assert again["spearman"] == pytest.approx(found["spearman"], abs=0.02) and found["spearman"] < 1
+    for first, again in zip(single["probe_sizes"], double["probe_sizes"], strict=True):
+        assert again["spearman"] == pytest.approx(first["spearman"], abs=0.02) and first["spearman"] < 1
     other, again = single["other_probe_loss"], double["other_probe_loss"]
     assert again["spearman"] == pytest.approx(other["spearman"], abs=0.02)
-    own = next(found for found in single["probe_sizes"] if found["of_recipe"])
-    assert other["spearman"] != own["spearman"]
+    recipe_size = next(result for result in single["probe_sizes"] if result["of_recipe"])
+    assert other["spearman"] != recipe_size["spearman"]
     stale, again = single["stale_directions"][0], double["stale_directions"][0]
     assert again["spearman"] == pytest.approx(stale["spearman"], abs=0.02) and stale["spearman"] < 1
 
@@ -80,25 +80,25 @@ def test_two_ranks_measure_what_one_process_does(setup: TinySetup, tmp_path: Pat
         "Stale direction",
         *single["verdict"],
     ):
-        assert words in said
-    assert not (tmp_path / "run").exists()  # a measurement is no run
+        assert words in output_text
+    assert not (tmp_path / "run").exists()  # measuring does not begin a run
 
 
-def test_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_path: Path) -> None:
-    output = tmp_path / "found"
-    own = "utility.estimator=finite_difference utility.epsilon=auto utility.rounding=stochastic".split()
-    own.append(f"data.probe_path={setup.validation}")
-    arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *own, precision="bf16"), "lora=null"]
+def test_fidelity_of_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_path: Path) -> None:
+    output = tmp_path / "fidelity"
+    changes = "utility.estimator=finite_difference utility.epsilon=auto utility.rounding=stochastic".split()
+    changes.append(f"data.probe_path={setup.validation}")
+    arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *changes, precision="bf16"), "lora=null"]
     arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--ranks", "4", "64", "--output", str(output)]
-    said = fidelity(arguments, tmp_path / "log", num_ranks=2)
-    report = read(output)
-    assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in said
-    assert f"Trusted data: {setup.validation}: 5 sequences" in said and report["probe_batch_size"] == 2
+    output_text = run_fidelity(arguments, tmp_path / "log", num_ranks=2)
+    report = read_report(output)
+    assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in output_text
+    assert f"Trusted data: {setup.validation}: 5 sequences" in output_text and report["probe_batch_size"] == 2
     jvp, fp8, searched, short = report["estimators"]
     assert jvp["spearman"] > 0.95 and 0 < jvp["relative_error"] < 0.1
     assert fp8["spearman"] > 0.9 and jvp["relative_error"] < fp8["relative_error"] < 0.3
-    assert [found["of_recipe"] for found in report["estimators"]] == [False, False, True, False]
-    assert f"search for epsilon: {searched['epsilon']:.3g}" in said
+    assert [result["of_recipe"] for result in report["estimators"]] == [False, False, True, False]
+    assert f"search for epsilon: {searched['epsilon']:.3g}" in output_text
     assert searched["signal_to_noise"] > short["signal_to_noise"] and searched["spearman"] > 0.5
     assert short["spearman"] is None or abs(short["spearman"]) < 0.5
     assert report["probe_sizes"] == report["stale_directions"] == []
@@ -106,7 +106,7 @@ def test_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_path: Path) ->
     assert low["rank"] == 4 and 0.3 < low["energy"] < 1 and 0.3 < low["spearman"] < 1
     assert larger_than_any_matrix["energy"] == pytest.approx(1.0, abs=1e-3)
     assert larger_than_any_matrix["spearman"] == pytest.approx(1.0, abs=1e-6)
-    assert "Low-rank direction" in said
+    assert "Low-rank direction" in output_text
 
-    again = fidelity(arguments, tmp_path / "again.log", code=2)
+    again = run_fidelity(arguments, tmp_path / "again.log", code=2)
     assert f"--output: {output}: holds a fidelity.json already" in again

@@ -1,4 +1,4 @@
-"""The literal command lines: each trains, and leaves a folder that is complete and that other libraries load."""
+"""Command lines as they are typed: each trains, and leaves a complete folder that other libraries load."""
 
 import json
 import math
@@ -30,7 +30,7 @@ from vcore_ds.config.load import dump_recipe, load_recipe
 pytestmark = pytest.mark.e2e
 
 RECIPE = "launch_scripts/recipes/qwen3_32b_math_full.yaml"
-"""That of train_32b.sh."""
+"""The recipe of train_32b.sh."""
 HELD_OUT = re.compile(r"Held-out loss: ([\d.]+) -> ([\d.]+)")
 
 
@@ -58,27 +58,27 @@ def train(command: str, overrides: list[str], folder: Path, *, terminal: bool = 
 
 
 def fork(arguments: list[str], folder: Path, *, num_ranks: int = 1) -> Run:
-    """`vcore-ds train` without a launcher."""
+    """Run `vcore-ds train` without a launcher."""
     with ForkedJob(main, ["train", *arguments], folder.with_suffix(".log"), num_ranks=num_ranks) as job:
         assert job.wait() == 0, job.output
     return Run(job.output, folder)
 
 
-def script(arguments: Sequence[str]) -> int:
-    """What train_32b.sh runs on each rank. `test_stops.py` starts the script itself under the deepspeed launcher."""
+def run_script(arguments: Sequence[str]) -> int:
+    """Do what train_32b.sh does on each rank. `test_stops.py` starts the script itself under the deepspeed launcher."""
     return launch(RECIPE, arguments)
 
 
 @pytest.fixture(scope="module")
 def bash_run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """All parameters of a model with tied embeddings, exact utilities."""
+    """A run that trains all parameters of a model with tied embeddings, with JVP utilities."""
     folder = tmp_path_factory.mktemp("runs") / "bash"
     return train("bash launch_scripts/train_32b.sh", setup.overrides(folder, model=setup.tied), folder)
 
 
-def test_bash(setup: TinySetup, bash_run: Run):
+def test_the_bash_script_trains_and_exports(setup: TinySetup, bash_run: Run):
     assert "step 1/2  loss " in bash_run.output and "step 2/2  loss " in bash_run.output
-    world_size = check_folder(bash_run, load_recipe_of(bash_run))
+    world_size = check_folder(bash_run, read_recipe(bash_run))
     assert f"ZeRO-3 over {world_size} rank" in bash_run.output
     check_model(bash_run, setup, setup.tied)
 
@@ -89,7 +89,7 @@ def test_bash(setup: TinySetup, bash_run: Run):
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
 
 
-def test_vcore_ds_on_a_terminal_repeats_the_run_from_its_recipe(bash_run: Run, tmp_path: Path):
+def test_vcore_ds_train_on_a_terminal_repeats_a_run_from_its_recipe(bash_run: Run, tmp_path: Path):
     folder = tmp_path / "again"
     recipe_file = bash_run.folder / "recipe.yaml"
     again = train(f"vcore-ds train {recipe_file}", [f"run.output_dir={folder}"], folder, terminal=True)
@@ -98,30 +98,30 @@ def test_vcore_ds_on_a_terminal_repeats_the_run_from_its_recipe(bash_run: Run, t
     assert bars and "\r" in again.output and "loss" in bars[-1]
     assert "step 1/2  loss" not in again.output  # the bar stands in for the plain lines
 
-    expected = load_recipe_of(bash_run).model_dump() | {"run": load_recipe_of(again).run.model_dump()}
-    assert load_recipe_of(again).model_dump() == expected
-    if check_folder(again, load_recipe_of(again)) == environment_of(bash_run)["world_size"]:
+    expected = read_recipe(bash_run).model_dump() | {"run": read_recipe(again).run.model_dump()}
+    assert read_recipe(again).model_dump() == expected
+    if check_folder(again, read_recipe(again)) == read_environment(bash_run)["world_size"]:
         assert again.losses == bash_run.losses
     else:  # on a machine where `bash FILE` starts several ranks
         assert again.losses == pytest.approx(bash_run.losses, rel=1e-5)
 
 
-def test_torchrun_on_two_ranks_is_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
+def test_torchrun_on_two_ranks_gives_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.micro_batch_size_per_rank=2", model=setup.tied)
     run = train("torchrun --nproc_per_node 2 launch_scripts/train_32b.sh", overrides, folder)
-    assert run.output.count("step 2/2  loss ") == 1  # one rank speaks
-    assert check_folder(run, load_recipe_of(run)) == 2
+    assert run.output.count("step 2/2  loss ") == 1  # only one rank prints
+    assert check_folder(run, read_recipe(run)) == 2
     check_model(run, setup, setup.tied)
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
 
 
-def test_packs_on_two_ranks_are_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
+def test_packs_on_two_ranks_give_the_same_run(setup: TinySetup, bash_run: Run, tmp_path: Path):
     folder = tmp_path / "run"
     overrides = setup.overrides(folder, "batch.pack_tokens_per_rank=300", model=setup.tied)
     run = fork([RECIPE, *overrides], folder, num_ranks=2)
     assert "4 sequences a step on 2 ranks, in packs of at most 300 tokens" in run.output
-    assert check_folder(run, load_recipe_of(run)) == 2
+    assert check_folder(run, read_recipe(run)) == 2
     assert assert_same_records(folder, bash_run.folder, num_sequences=4) == [1, 2]
     check_model(run, setup, setup.tied)
     assert run.losses == pytest.approx(bash_run.losses, rel=1e-5)
@@ -131,31 +131,31 @@ def test_the_script_on_two_ranks_with_finite_differences_and_lora(setup: TinySet
     folder = tmp_path / "run"
     words = ["--recipe", "launch_scripts/recipes/qwen3_32b_math_lora.yaml"]
     words += setup.overrides(folder, "utility.estimator=finite_difference", "utility.epsilon=1e-3")
-    with ForkedJob(script, words, tmp_path / "log", num_ranks=2, rank_0_serves_store=True) as job:
+    with ForkedJob(run_script, words, tmp_path / "log", num_ranks=2, rank_0_serves_store=True) as job:
         assert job.wait() == 0, job.output
     run = Run(job.output, folder)
     assert "Traceback" not in run.output and not has_control_characters(run.output), ascii(run.output)
     assert run.output.count("step 2/2  loss ") == 1
     assert "warning: utility.epsilon" not in run.output  # in fp32 this epsilon resolves the loss
-    assert check_folder(run, load_recipe_of(run), also=FINITE_DIFFERENCE_METRICS) == 2
+    assert check_folder(run, read_recipe(run), also=FINITE_DIFFERENCE_METRICS) == 2
     lines = read_metrics(folder)
     assert [line["epsilon"] for line in lines] == [1e-3, 1e-3]
     assert lines[0]["signal_to_noise"] > 3
     assert all(0 < line["changed_fraction"] <= 1 for line in lines)
 
     base = load_model(setup.untied)
-    assert plain_held_out_loss(base, setup) == pytest.approx(run.held_out_losses[0], abs=1e-3)
+    assert compute_plain_held_out_loss(base, setup) == pytest.approx(run.held_out_losses[0], abs=1e-3)
     adapted = PeftModel.from_pretrained(base, folder / "adapter")
     trained = [p for name, p in adapted.named_parameters() if "lora_B" in name]
     assert len(trained) == 2 * 7 and all(p.abs().max() > 0 for p in trained)  # all linear layers of both decoder layers
-    assert plain_held_out_loss(adapted, setup) == pytest.approx(run.held_out_losses[1], abs=1e-3)
+    assert compute_plain_held_out_loss(adapted, setup) == pytest.approx(run.held_out_losses[1], abs=1e-3)
     assert run.held_out_losses[1] != run.held_out_losses[0]
 
 
-def test_sft_with_validation(setup: TinySetup, tmp_path: Path):
+def test_sft_reports_validation_losses(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     run = fork([RECIPE, *setup.overrides(folder, "methods/sft.yaml", "run.validate_every=1")], folder)
-    check_folder(run, load_recipe_of(run), some={"validation_loss"})
+    check_folder(run, read_recipe(run), some={"validation_loss"})
     first, second = read_metrics(folder)
     assert first["validation_loss"] < run.held_out_losses[0] and "validation_loss" not in second
     assert first["alpha"] == 1.0 and first["loss"] == pytest.approx(first["weighted_loss"], rel=1e-6)
@@ -164,12 +164,14 @@ def test_sft_with_validation(setup: TinySetup, tmp_path: Path):
 
 
 def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), some: frozenset[str] = frozenset()) -> int:
-    """Everything but the result itself. Returns the number of ranks.
+    """Check a run's folder except for the exported model; returns the number of ranks.
 
-    `also`: keys of every line of metrics.jsonl beside the usual ones; `some`: of some lines.
+    Args:
+        also: additional keys of every line of metrics.jsonl.
+        some: additional keys of some of its lines.
     """
     assert (run.folder / "recipe.yaml").read_text() == dump_recipe(recipe)
-    environment = environment_of(run)
+    environment = read_environment(run)
     assert environment["packages"]["torch"] == torch.__version__
     assert environment["packages"]["deepspeed"] == version("deepspeed")
     assert environment["python"] and environment["devices"] and environment["git_commit"]
@@ -187,11 +189,11 @@ def check_folder(run: Run, recipe, *, also: frozenset[str] = frozenset(), some: 
 
 
 def check_model(run: Run, setup: TinySetup, base: Path) -> None:
-    """The exported weights are those that were validated, before and after training, computed without this package."""
+    """Assert that base and exported model have the reported held-out losses, computed without this package."""
     before, after = run.held_out_losses
     assert after < before
-    assert plain_held_out_loss(load_model(base), setup) == pytest.approx(before, abs=1e-3)
-    assert plain_held_out_loss(load_model(run.folder / "model"), setup) == pytest.approx(after, abs=1e-3)
+    assert compute_plain_held_out_loss(load_model(base), setup) == pytest.approx(before, abs=1e-3)
+    assert compute_plain_held_out_loss(load_model(run.folder / "model"), setup) == pytest.approx(after, abs=1e-3)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -201,26 +203,26 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def plain_held_out_loss(model: torch.nn.Module, setup: TinySetup) -> float:
-    """Mean over conversations of the mean loss of the assistant's tokens, the end of turn included."""
+def compute_plain_held_out_loss(model: torch.nn.Module, setup: TinySetup) -> float:
+    """Mean over conversations of the mean loss of the assistant's tokens, including the end of turn."""
     tokenizer = AutoTokenizer.from_pretrained(setup.untied)
     losses = []
     for line in setup.validation.read_text().splitlines():
         messages = json.loads(line)["messages"]
         prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert whole.startswith(prompt)
+        conversation = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert conversation.startswith(prompt)
         context, answer = (
-            tokenizer(text, return_tensors="pt")["input_ids"] for text in (prompt, whole[len(prompt) :].rstrip())
+            tokenizer(text, return_tensors="pt")["input_ids"] for text in (prompt, conversation[len(prompt) :].rstrip())
         )
         labels = torch.cat([torch.full_like(context, -100), answer], dim=1)
         losses.append(model(input_ids=torch.cat([context, answer], dim=1), labels=labels).loss)
     return float(torch.stack(losses).mean())
 
 
-def load_recipe_of(run: Run):
+def read_recipe(run: Run):
     return load_recipe(run.folder / "recipe.yaml")
 
 
-def environment_of(run: Run) -> dict:
+def read_environment(run: Run) -> dict:
     return json.loads((run.folder / "environment.json").read_text())

@@ -29,14 +29,14 @@ from vcore_ds.train.token_records import read_records
 pytestmark = pytest.mark.e2e
 
 NUM_LAYERS = 2
-"""Of 30: tokens and weights are real, and a step takes a fraction. The whole model is for `test_quickstart.py`."""
+"""Of 30: tokens and weights are real, and steps are cheap. `test_quickstart.py` trains the full model."""
 FRAGMENTS = {
     name: f"methods/{name}.yaml" for name in ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random")
 }
 
 
 def train_all(overrides: list[str], folder: str) -> None:
-    """In one process, one after the other: starting costs more than a step."""
+    """Train with every method in this process, since a start costs more than a step."""
     for name, fragment in {"vcore": None, **FRAGMENTS}.items():
         words = [*overrides, *([fragment] if fragment else []), f"run.output_dir={folder}/{name}"]
         resumed_runs.run_to_end(load_recipe(RECIPE, words))
@@ -62,26 +62,26 @@ def lines_by_method(folder: Path) -> dict[str, list[dict]]:
     return {name: read_metrics(folder / name) for name in ("vcore", *FRAGMENTS)}
 
 
-def test_loss_is_the_same_quantity_whatever_the_method(lines_by_method) -> None:
+def test_loss_is_the_same_quantity_for_every_method(lines_by_method) -> None:
     firsts = {name: lines[0] for name, lines in lines_by_method.items()}
     print({name: (first["loss"], first["weighted_loss"], first["total_weight"]) for name, first in firsts.items()})
-    # The same sequences under the same parameters, so the same number, while what is trained on differs. LoRA dropout
-    # is off in this recipe.
+    # The same sequences under the same parameters have the same loss, whatever is trained on. LoRA dropout is off in
+    # this recipe.
     assert {first["loss"] for first in firsts.values()} == {firsts["sft"]["loss"]}
     assert firsts["sft"]["weighted_loss"] == pytest.approx(firsts["sft"]["loss"], rel=1e-6)
     for name in ("dft", "asft", "eaft", "deft", "profit", "random", "vcore"):
         assert firsts[name]["weighted_loss"] != pytest.approx(firsts[name]["loss"], rel=1e-3), name
     assert firsts["dft"]["total_weight"] < 0.9
-    # Not what rounding leaves of a ratio: these methods have no alpha.
+    # Exactly 1: these methods compute no ratio.
     baselines = [lines for name, lines in lines_by_method.items() if name != "vcore"]
     assert {line["alpha"] for lines in baselines for line in lines} == {1.0}
-    # Adapters start where the reference is.
+    # Adapters start at the reference.
     assert firsts["iw_sft"]["total_weight"] == pytest.approx(1.0, abs=1e-3)
     assert firsts["asft"]["base_kl"] == pytest.approx(0.0, abs=1e-6) and "base_kl" not in firsts["dft"]
     assert lines_by_method["asft"][1]["base_kl"] > 1e-6
 
 
-def test_the_second_steps_differ(lines_by_method) -> None:
+def test_methods_differ_in_their_second_step(lines_by_method) -> None:
     assert len({lines[1]["grad_norm"] for lines in lines_by_method.values()}) == len(lines_by_method)
     assert lines_by_method["iw_sft"][1]["total_weight"] != pytest.approx(1.0, abs=1e-6)
     for name, lines in lines_by_method.items():
@@ -93,7 +93,7 @@ def test_the_second_steps_differ(lines_by_method) -> None:
 
 
 @pytest.mark.parametrize("name", ["vcore", *FRAGMENTS])
-def test_the_records_add_up_to_the_metrics(folder: Path, lines_by_method, name: str) -> None:
+def test_token_records_add_up_to_the_metrics(folder: Path, lines_by_method, name: str) -> None:
     for record, line in zip(read_records(folder / name), lines_by_method[name], strict=True):
         assert (record.step, record.num_sequences_global) == (line["step"], line["sequences"])
         assert record.num_tokens == record.num_supervised_tokens_global == line["supervised_tokens"]
@@ -108,22 +108,23 @@ def test_the_records_add_up_to_the_metrics(folder: Path, lines_by_method, name: 
 
 
 def print_report(capsys, *words: object) -> tuple[int, str, str]:
-    """Exit code and output of `vcore-ds report --text WORDS`, in this process."""
+    """Run `vcore-ds report --text WORDS` in this process; returns exit code, stdout and stderr."""
     code = main(["report", "--text", *map(str, words)])
     return code, *capsys.readouterr()
 
 
-def tables_of_tokens(output: str) -> str:
+def cut_token_tables(output: str) -> str:
+    """The part of a text report between its heading and its times."""
     return output.partition("Recorded: ")[2].partition("Seconds of a step")[0]
 
 
-def rows_of(output: str, title: str) -> list[list[str]]:
-    """The words of each row of a table."""
+def parse_rows(output: str, title: str) -> list[list[str]]:
+    """Words of each row of the table under `title`."""
     _, _, *rows = output[output.index(title) :].partition("\n\n")[0].splitlines()
     return [row.split() for row in rows]
 
 
-def test_the_text_says_which_tokens_gained_and_lost(folder: Path, capsys) -> None:
+def test_the_text_report_lists_the_tokens_that_gained_and_lost(folder: Path, capsys) -> None:
     code, output, _ = print_report(capsys, folder / "vcore", "--top", 3, "--min-count", 2)
     assert code == 0 and "What was learnt" in output and "Seconds of a step" in output
     assert "at steps 1, 2 (first third of the records: 1; last third: 2)" in output
@@ -131,7 +132,7 @@ def test_the_text_says_which_tokens_gained_and_lost(folder: Path, capsys) -> Non
     records = read_records(folder / "vcore")
     tables = make_tables(records, load_tokenizer(str(folder / "model")), top=3, min_count=2)
     for kind, rows, is_above in (("gained", tables.tokens.gained, True), ("lost", tables.tokens.lost, False)):
-        shown = rows_of(output, f"Tokens that {kind} most weight (at least 2 times)")
+        shown = parse_rows(output, f"Tokens that {kind} most weight (at least 2 times)")
         assert len(shown) == len(rows) == 3
         for words, row in zip(shown, rows, strict=True):
             assert (row.relative_weight > 1) == is_above and row.count >= 2
@@ -146,12 +147,12 @@ def test_the_text_says_which_tokens_gained_and_lost(folder: Path, capsys) -> Non
     assert "over the run" not in output
 
 
-def test_the_text_compares_runs_by_kind_and_position(folder: Path, capsys) -> None:
+def test_the_text_report_compares_runs_by_kind_and_position(folder: Path, capsys) -> None:
     runs = [folder / name for name in ("vcore", "dft", "sft", "random")]
     code, output, _ = print_report(capsys, runs[0], "--top", 3, *runs[1:])
     assert code == 0
     assert "sft: All recorded tokens have the uniform weight: none gained or lost." in output
-    rows = rows_of(output, "Relative weight by position in the trace")
+    rows = parse_rows(output, "Relative weight by position in the trace")
     assert len(rows) == 10 and {len(row) for row in rows} == {6}
     assert all(float(row[-2]) < 1 for row in rows)  # dft's weights are probabilities
     assert "method.name" in output and "Tokens that gained" not in output
@@ -159,14 +160,14 @@ def test_the_text_compares_runs_by_kind_and_position(folder: Path, capsys) -> No
     assert "their mean relative weight is 0." in output
 
 
-def test_a_run_without_records_is_said_to_have_none(folder: Path, tmp_path: Path, capsys) -> None:
+def test_the_text_report_says_that_a_run_has_no_records(folder: Path, tmp_path: Path, capsys) -> None:
     for name in ("recipe.yaml", "metrics.jsonl"):
         shutil.copy(folder / "vcore" / name, tmp_path)
     code, output, _ = print_report(capsys, tmp_path)
     assert code == 0 and "No tokens were recorded: tokens/ is empty or missing." in output
 
 
-def test_records_that_the_text_cannot_show(folder: Path, tmp_path: Path, capsys) -> None:
+def test_records_that_the_text_report_cannot_show_get_a_message(folder: Path, tmp_path: Path, capsys) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder / "vcore" / "tokens", copy / "tokens")
     shutil.copy(folder / "vcore" / "metrics.jsonl", copy)
@@ -191,7 +192,7 @@ def test_records_that_the_text_cannot_show(folder: Path, tmp_path: Path, capsys)
         assert (code, output) == (2, "") and message in error and "Traceback" not in error
     _, output, _ = print_report(capsys, copy, "--tokenizer", folder / "vcore" / "adapter")
     expected = print_report(capsys, folder / "vcore")[1]
-    assert tables_of_tokens(output) == tables_of_tokens(expected) != ""
+    assert cut_token_tables(output) == cut_token_tables(expected) != ""
 
 
 # ---- the reference of iw_sft -----------------------------------------------------------------------------------------
@@ -215,16 +216,16 @@ def reference(setup: TinySetup, tmp_path_factory) -> Reference:
     return Reference(folder / "reference.npz", job.output)
 
 
-def test_the_reference_holds_every_sequences_log_probability(reference: Reference, setup: TinySetup) -> None:
-    """Against the plain Hugging Face model, one conversation after the other."""
+def test_the_reference_has_the_log_probability_of_every_sequence(reference: Reference, setup: TinySetup) -> None:
+    """Compare with the plain Hugging Face model, one conversation at a time."""
     model = AutoModelForCausalLM.from_pretrained(setup.untied, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(setup.untied)
     expected = []
     for line in setup.train.read_text().splitlines():
         messages = json.loads(line)["messages"]
         prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
-        ids = tokenizer(whole, return_tensors="pt")["input_ids"]
+        conversation = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
+        ids = tokenizer(conversation, return_tensors="pt")["input_ids"]
         start = len(tokenizer(prompt)["input_ids"])
         with torch.no_grad():
             log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1)

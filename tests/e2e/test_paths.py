@@ -1,7 +1,8 @@
 """Folders that cannot be written, files that cannot be read, and disks that fill: one message, exit code 2, and nothing
 half-written that does not end in `.unfinished`.
 
-All commands run in this process. What needs root (a mounted disk, another user) is skipped with a reason elsewhere.
+All commands run in this process. Tests that need root (a mounted disk, another user) are skipped with a reason
+elsewhere.
 """
 
 import json
@@ -45,12 +46,12 @@ def run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Commands:
-    """The commands that write into a folder of the user's."""
+    """Command lines that write into a folder of the user."""
 
     setup: TinySetup
     run: Path
     scratch: Path
-    """Where what is not tested may go."""
+    """Folder for output that a test does not look at."""
 
     def line(self, name: str, output: Path) -> list[str]:
         recipe = [str(RECIPE), *self.setup.overrides(self.scratch / "output")]
@@ -90,14 +91,14 @@ Refusal = Callable[[list[str]], str]
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """The one message of a command that ends with exit code 2."""
+    """A function that runs a command which must end with exit code 2, and returns its only message."""
 
     def refusal(line: list[str]) -> str:
         capsys.readouterr()
         assert main(line) == UserError.EXIT_CODE == 2
-        said = capsys.readouterr().err
-        assert said.count("vcore-ds: ") == 1 and "Traceback" not in said and "Exception ignored" not in said, said
-        return said[said.index("vcore-ds: ") + len("vcore-ds: ") :]
+        error = capsys.readouterr().err
+        assert error.count("vcore-ds: ") == 1 and "Traceback" not in error and "Exception ignored" not in error, error
+        return error[error.index("vcore-ds: ") + len("vcore-ds: ") :]
 
     return refusal
 
@@ -107,7 +108,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own, of 1 MiB."""
+    """A separate disk of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)], capture_output=True)
@@ -123,7 +124,7 @@ def remount(disk: Path, options: str) -> None:
 
 @contextmanager
 def without_permission(folder: Path) -> Iterator[None]:
-    """Root may write everywhere but where a folder is immutable."""
+    """Make a folder read-only inside the block; for root, who may write anywhere else, immutable."""
     if os.geteuid() != 0:
         folder.chmod(0o500)
         yield
@@ -155,52 +156,56 @@ def behind_a_circular_link(folder: Path) -> tuple[Path, str]:
     return folder / "one" / "output", f"{folder / 'one'} is a link to {folder / 'two'}, "
 
 
-def of_a_long_name(folder: Path) -> tuple[Path, str]:
+def with_a_long_name(folder: Path) -> tuple[Path, str]:
     return folder / ("x" * 300), "File name too long"
 
 
-def of_a_long_path(folder: Path) -> tuple[Path, str]:
-    # The system counts bytes, a recipe's bound on texts characters.
+def with_a_long_path(folder: Path) -> tuple[Path, str]:
+    # The system limits bytes, a recipe characters.
     return folder.joinpath(*["é" * 100] * 25, "output"), "File name too long"
 
 
-OBSTACLES = (in_proc, behind_a_file, behind_a_dangling_link, behind_a_circular_link, of_a_long_name, of_a_long_path)
+OBSTACLES = (in_proc, behind_a_file, behind_a_dangling_link, behind_a_circular_link, with_a_long_name, with_a_long_path)
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES, ids=[obstacle.__name__ for obstacle in OBSTACLES])
 @pytest.mark.parametrize("name", KEYS)
-def test_a_folder_that_cannot_be_made(commands: Commands, refusal: Refusal, tmp_path: Path, name: str, obstacle):
+def test_a_folder_that_cannot_be_created_is_refused(
+    commands: Commands, refusal: Refusal, tmp_path: Path, name: str, obstacle
+):
     (tmp_path / "place").mkdir()
-    output, found = obstacle(tmp_path / "place")
-    check_refused(commands, refusal, tmp_path, name, output, found)
+    output, cause = obstacle(tmp_path / "place")
+    check_refused(commands, refusal, tmp_path, name, output, cause)
 
 
 @pytest.mark.parametrize("name", [name for name in KEYS if name != "reference"])  # whose file replaces a link
-def test_a_dangling_link_itself(commands: Commands, refusal: Refusal, tmp_path: Path, name: str):
+def test_a_dangling_link_is_refused(commands: Commands, refusal: Refusal, tmp_path: Path, name: str):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     check_refused(commands, refusal, tmp_path, name, tmp_path / "link", f"{tmp_path}/link is a link to {tmp_path}/gone")
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_folder_without_permission(commands: Commands, refusal: Refusal, tmp_path: Path, name: str):
+def test_a_folder_without_permission_is_refused(commands: Commands, refusal: Refusal, tmp_path: Path, name: str):
     (tmp_path / "place").mkdir()
     with without_permission(tmp_path / "place"):
-        found = "Operation not permitted" if os.geteuid() == 0 else "Permission denied"
-        check_refused(commands, refusal, tmp_path, name, tmp_path / "place" / "output", found)
+        cause = "Operation not permitted" if os.geteuid() == 0 else "Permission denied"
+        check_refused(commands, refusal, tmp_path, name, tmp_path / "place" / "output", cause)
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_read_only_file_system(commands: Commands, refusal: Refusal, tmp_path: Path, disk: Path, name: str):
+def test_a_read_only_file_system_is_refused(
+    commands: Commands, refusal: Refusal, tmp_path: Path, disk: Path, name: str
+):
     remount(disk, "ro")
     check_refused(commands, refusal, tmp_path, name, disk / "output", "Read-only file system")
 
 
-def check_refused(commands: Commands, refusal: Refusal, folder: Path, name: str, output: Path, found: str) -> None:
-    """By a message that names key, path, cause and remedy, with nothing made."""
+def check_refused(commands: Commands, refusal: Refusal, folder: Path, name: str, output: Path, cause: str) -> None:
+    """Assert that the message names key, path, cause and remedy, and that nothing was created."""
     before = sorted(folder.rglob("*"))
     message = refusal(commands.line(name, output))
     assert message.startswith(f"{KEYS[name]}: {output}"), message
-    assert f": cannot be written: {found}" in message and "; expected a" in message and "name " in message, message
+    assert f": cannot be written: {cause}" in message and "; expected a" in message and "name " in message, message
     assert sorted(folder.rglob("*")) == before
 
 
@@ -208,19 +213,19 @@ def check_refused(commands: Commands, refusal: Refusal, folder: Path, name: str,
 
 
 def fill(disk: Path, num_bytes_left: int) -> None:
-    """Leaves whole pages only."""
+    """Fill the disk up to a number of free bytes, a multiple of the page size."""
     free = shutil.disk_usage(disk).free
     (disk / "filler").write_bytes(b"\0" * (free - num_bytes_left))
     assert shutil.disk_usage(disk).free == num_bytes_left
 
 
-def unfinished_only(folder: Path) -> bool:
-    """Whether what a command has left there says that it is not whole; locks are no content."""
+def has_only_unfinished_files(folder: Path) -> bool:
+    """Whether all files that a command left, apart from locks, are marked as unfinished."""
     left = [path.name for path in folder.iterdir() if path.name != "filler" and not path.name.endswith(".lock")]
     return all(name.endswith(".unfinished") for name in left)
 
 
-def test_a_disk_that_fills_under_prepare_which_then_goes_on(
+def test_prepare_stops_on_a_full_disk_and_resumes_with_more_space(
     commands: Commands, refusal: Refusal, disk: Path, tmp_path: Path
 ):
     rows = write_conversations(tmp_path / "rows.jsonl", [(f"what is {n}?", f"{n} " * 200) for n in range(2000)])
@@ -234,8 +239,8 @@ def test_a_disk_that_fills_under_prepare_which_then_goes_on(
     assert main(line) == 0 and len(TokenStore(disk / "store")) == 2000
 
 
-def test_a_disk_that_fills_anywhere_in_prepare(commands: Commands, disk: Path, tmp_path: Path):
-    """From the first page that `prepare` writes to the last, which is one of the store itself."""
+def test_prepare_leaves_only_unfinished_files_wherever_the_disk_fills(commands: Commands, disk: Path, tmp_path: Path):
+    """Fill the disk at every third page, from the first that `prepare` writes to the last one of the store."""
     line = commands.line("prepare", disk / "store")
     assert main(commands.line("prepare", tmp_path / "straight")) == 0
     num_pages, code = 0, UserError.EXIT_CODE
@@ -243,7 +248,7 @@ def test_a_disk_that_fills_anywhere_in_prepare(commands: Commands, disk: Path, t
         shutil.rmtree(disk / "store.unfinished", ignore_errors=True)
         fill(disk, num_pages * os.sysconf("SC_PAGE_SIZE"))
         code = main(line)
-        assert code == 0 or (code == UserError.EXIT_CODE and unfinished_only(disk))
+        assert code == 0 or (code == UserError.EXIT_CODE and has_only_unfinished_files(disk))
         (disk / "filler").unlink()
         num_pages += 3
     assert num_pages > 9
@@ -252,26 +257,30 @@ def test_a_disk_that_fills_anywhere_in_prepare(commands: Commands, disk: Path, t
     assert all((disk / "store" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes() for name in names)
 
 
-def test_a_disk_that_fills_under_the_cache(commands: Commands, refusal: Refusal, disk: Path, tmp_path: Path):
+def test_a_disk_that_fills_while_the_cache_is_written_is_named(
+    commands: Commands, refusal: Refusal, disk: Path, tmp_path: Path
+):
     fill(disk, 4 * os.sysconf("SC_PAGE_SIZE"))
     message = refusal(commands.line("train, cache", disk / "cache"))
     assert message.startswith(f"data.cache_dir: {disk}/cache/train-") and "No space left on device" in message
     assert "Restore" not in message and "malformed" not in message
-    assert unfinished_only(disk / "cache") and not (tmp_path / "scratch").exists()
+    assert has_only_unfinished_files(disk / "cache") and not (tmp_path / "scratch").exists()
 
 
-def test_a_disk_that_is_full_when_a_run_begins(commands: Commands, refusal: Refusal, disk: Path):
+def test_a_disk_that_is_full_at_the_start_of_a_run_is_named(commands: Commands, refusal: Refusal, disk: Path):
     (disk / "output").mkdir()
     fill(disk, 0)
     message = refusal(commands.line("train", disk / "output"))
     assert message.startswith(
         f"run.output_dir: {disk}/output: cannot be written: No space left on device (0 bytes free"
     )
-    assert unfinished_only(disk / "output")
+    assert has_only_unfinished_files(disk / "output")
 
 
 @pytest.mark.parametrize("room", ["for nothing", "for the weights"])
-def test_a_disk_that_is_too_small_for_an_export(commands: Commands, refusal: Refusal, disk: Path, run: Path, room: str):
+def test_an_export_to_a_disk_that_is_too_small_leaves_nothing(
+    commands: Commands, refusal: Refusal, disk: Path, run: Path, room: str
+):
     masters = sum(tensor.nbytes for tensor in trained_masters(commands.setup.untied, lora=False).values())
     page = os.sysconf("SC_PAGE_SIZE")
     fill(disk, page * (4 if room == "for nothing" else -(-masters // page) + 2))
@@ -283,7 +292,7 @@ def test_a_disk_that_is_too_small_for_an_export(commands: Commands, refusal: Ref
 
 
 @pytest.mark.parametrize("name", ["reference", "fidelity"])
-def test_a_disk_that_is_full_when_a_result_is_written(commands: Commands, refusal: Refusal, disk: Path, name: str):
+def test_a_result_on_a_full_disk_leaves_nothing(commands: Commands, refusal: Refusal, disk: Path, name: str):
     (disk / "place").mkdir()
     fill(disk, 0)
     output = disk / "place" / "result.npz" if name == "reference" else disk / "place"
@@ -297,7 +306,7 @@ def test_a_disk_that_is_full_when_a_result_is_written(commands: Commands, refusa
 
 @contextmanager
 def as_another_user() -> Iterator[None]:
-    """Root may read everything, so as nobody where this is root."""
+    """Become the user nobody inside the block if this is root, who may read everything."""
     if os.geteuid() != 0:
         yield
         return
@@ -310,7 +319,7 @@ def as_another_user() -> Iterator[None]:
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that every user can look into; pytest's own are the user's alone."""
+    """A folder that every user can read, unlike the folders of pytest."""
     folder = Path(tempfile.mkdtemp(prefix="vcore_ds_test_"))
     folder.chmod(0o755)
     yield folder
@@ -318,14 +327,16 @@ def public() -> Iterator[Path]:
 
 
 def open_to_all(folder: Path) -> Path:
-    """Weights are written for their owner alone."""
+    """Let every user read the files of a folder, since weights are written for their owner alone."""
     for path in folder.iterdir():
         path.chmod(0o644)
     return folder
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "store"])
-def test_data_without_permission(refusal: Refusal, public: Path, setup: TinySetup, commands: Commands, what: str):
+def test_data_without_permission_is_named(
+    refusal: Refusal, public: Path, setup: TinySetup, commands: Commands, what: str
+):
     model = open_to_all(write_model(public / "model"))
     data = write_conversations(public / "train.jsonl", sums(range(12)))
     if what == "folder":
@@ -353,7 +364,7 @@ def test_data_without_permission(refusal: Refusal, public: Path, setup: TinySetu
     assert list((public / "runs").iterdir()) == []
 
 
-def test_a_run_without_permission(refusal: Refusal, public: Path, commands: Commands):
+def test_a_run_without_permission_is_named(refusal: Refusal, public: Path, commands: Commands):
     (public / "run").mkdir(mode=0)
     with as_another_user():
         message = refusal(["export", str(public / "run")])
@@ -362,7 +373,7 @@ def test_a_run_without_permission(refusal: Refusal, public: Path, commands: Comm
         assert message.startswith(f"run.output_dir: {public}/run/inner: cannot be written: Permission denied"), message
 
 
-def test_a_checkpoint_without_permission_is_one_that_cannot_be_used(
+def test_a_checkpoint_without_permission_does_not_verify(
     refusal: Refusal, public: Path, run: Path, setup: TinySetup, commands: Commands
 ):
     copied = shutil.copytree(run, public / "run")

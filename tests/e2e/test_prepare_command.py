@@ -1,4 +1,4 @@
-"""`vcore-ds prepare` as a user runs it: killed and run again, refused, and its store read."""
+"""`vcore-ds prepare` as a user runs it: killed and run again, or refused."""
 
 import os
 import time
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 
 
 def prepare_and_stall(words: Sequence[str]) -> int:
-    """The command, which has not finished when it is killed, however long that takes."""
+    """Run the command up to its first finished shard and wait there to be killed."""
     run = Pool.run
 
     def run_and_stall(self, calls):
@@ -58,7 +58,7 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
         while not list(curated.glob("*.json")):
             assert process.is_running() and time.monotonic() < deadline, job.output
             time.sleep(0.01)
-        process.kill()  # this process alone: its children must notice
+        process.kill()  # only this process: its children must notice
     deadline = time.monotonic() + HANG_SECONDS
     while _is_alive(process.pid):
         assert time.monotonic() < deadline, "processes outlive the command that was killed"
@@ -74,11 +74,12 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
 
 
 def _is_alive(group: int) -> bool:
+    """Whether a process of this process group is still running."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    # Ended ones that nobody waits for count as alive to killpg.
+    # killpg also succeeds for zombies, which have ended.
     states = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -93,6 +94,6 @@ def _is_alive(group: int) -> bool:
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tokenizer().save_pretrained(tmp_path / "model")
     assert main(f"prepare chat --tokenizer {tmp_path}/model --output {tmp_path}/store".split()) == 2
-    said = capsys.readouterr()
-    assert "prepare chat: found no SOURCE" in said.out + said.err and "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert "prepare chat: found no SOURCE" in output.out + output.err and "Traceback" not in output.err
     assert not (tmp_path / "store").exists()

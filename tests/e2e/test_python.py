@@ -29,15 +29,15 @@ def test_the_twenty_lines_print_what_the_page_shows(tmp_path: Path) -> None:
     row = re.compile(r"^('.*?') +utility +(\S+) +weight +(\S+)$", re.MULTILINE)
     printed, expected = row.findall(job.output), row.findall(shown)
     assert [token for token, _, _ in printed] == [token for token, _, _ in expected] and len(expected) == 13
-    for (_, *found), (_, *wanted) in zip(printed, expected, strict=True):
-        # Another machine's kernels round differently.
-        assert [float(x) for x in found] == pytest.approx([float(x) for x in wanted], rel=1e-3, abs=2e-2)
+    for (_, *numbers), (_, *expected_numbers) in zip(printed, expected, strict=True):
+        # The kernels of another machine round differently.
+        assert [float(x) for x in numbers] == pytest.approx([float(x) for x in expected_numbers], rel=1e-3, abs=2e-2)
     assert float(printed[-2][1]) < -10  # the wrong digit
 
 
 def run_code(arguments: Sequence[str]) -> int:
-    """Runs code with `folder`, in that folder or in the repository, as without a launcher: none of its variables is
-    set."""
+    """Run code with a variable `folder`, without the environment variables of a launcher. The code of the page runs in
+    that folder, `SCRIPT` in the repository."""
     code, folder = arguments
     plain = {name: value for name, value in command_environment().items() if not name.startswith("TORCHELASTIC_")}
     os.environ.clear()
@@ -103,9 +103,9 @@ except vcore_ds.UserError as error:
 """
 
 
-def test_score_and_train_are_functions(tmp_path: Path) -> None:
-    """One process: scores of all tokens equal `token_utilities`, and a run with stored weights has the weighted loss of
-    plain transformers."""
+def test_score_and_train_agree_with_the_functions_and_plain_transformers(tmp_path: Path) -> None:
+    """Scores of all tokens equal `token_utilities`, and a run with stored weights has the weighted loss of plain
+    transformers, all in one process."""
     write_model(tmp_path / "model")
     write_conversations(tmp_path / "train.jsonl", sums(range(6)))
     write_conversations(tmp_path / "trusted.jsonl", sums(range(20, 23)))

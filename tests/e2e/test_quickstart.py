@@ -19,9 +19,9 @@ from vcore_ds.config.load import load_recipe, make_override
 pytestmark = pytest.mark.e2e
 
 
-def test_quickstart(tmp_path: Path):
+def test_the_quickstart_trains_reports_and_exports_an_adapter(tmp_path: Path):
     folder = tmp_path / "my #1 [quick] start"
-    # Short traces only, in training and held-out files alike, and none that is followed: the default takes minutes.
+    # Short traces, and none that is followed, since the default takes minutes.
     changes = "schedule.num_steps=1 batch.global_size=2 batch.micro_batch_size_per_rank=1 data.cutoff_length=176"
     changes += " run.num_followed_traces=0"
     word = shlex.quote(make_override("run.output_dir", folder))
@@ -37,7 +37,7 @@ def test_quickstart(tmp_path: Path):
     weights = [[float(line.split()[0]) for line in part.strip().splitlines()[1:]] for part in (most, least)]
     assert len(weights[0]) == len(weights[1]) == 3
     assert weights[0] == sorted(weights[0], reverse=True) and weights[1] == sorted(weights[1])
-    assert weights[0][-1] > 1 > weights[1][-1]  # of the uniform weight
+    assert weights[0][-1] > 1 > weights[1][-1]  # relative to the uniform weight
 
     assert f"{folder / 'adapter'} (Hugging Face format)" in output
     assert f"Report: {folder / 'report.html'} " in output
@@ -60,6 +60,6 @@ def test_quickstart(tmp_path: Path):
     base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.bfloat16)
     tokens = AutoTokenizer.from_pretrained(folder / "adapter")("two and two is four", return_tensors="pt")
     with torch.no_grad():
-        logits_of_base = base(**tokens).logits
+        base_logits = base(**tokens).logits
         logits = PeftModel.from_pretrained(base, folder / "adapter")(**tokens).logits
-    assert logits.isfinite().all() and not torch.equal(logits, logits_of_base)
+    assert logits.isfinite().all() and not torch.equal(logits, base_logits)

@@ -29,7 +29,7 @@ NUM_STEPS = 3
 
 
 def train_all(overrides: list[str], folder: str) -> None:
-    """In one process, one after the other: starting costs more than a step."""
+    """Train all runs in this process, since a start costs more than a step."""
     from vcore_ds.train.run import train
 
     for name, changes in {
@@ -51,10 +51,10 @@ def runs(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(runs: Path) -> Path:
     """The report of one run."""
-    said = io.StringIO()
-    with redirect_stdout(said):
+    output = io.StringIO()
+    with redirect_stdout(output):
         assert main(["report", f"{runs}/vcore_1"]) == 0
-    assert said.getvalue().strip() == f"{runs}/vcore_1/report.html"
+    assert output.getvalue().strip() == f"{runs}/vcore_1/report.html"
     return runs / "vcore_1" / "report.html"
 
 
@@ -63,15 +63,15 @@ def several(runs: Path) -> tuple[Path, Path]:
     """The report of all runs, and the folder of its pictures."""
     page, pictures = runs / "reports" / "all.html", runs / "pictures"
     names = [f"{runs}/{name}" for name in ("vcore_1", "vcore_2", "sft")]
-    said = io.StringIO()
-    with redirect_stdout(said):
+    output = io.StringIO()
+    with redirect_stdout(output):
         assert main(["report", *names, "--output", str(page), "--png", str(pictures)]) == 0
-    first, *others = said.getvalue().split()
+    first, *others = output.getvalue().split()
     assert first == str(page) and {Path(word) for word in others} == set(pictures.iterdir())
     return page, pictures
 
 
-def test_the_report_is_one_file(one: Path, runs: Path) -> None:
+def test_the_report_is_one_file_without_links(one: Path, runs: Path) -> None:
     text = one.read_text(encoding="utf-8")
     assert not re.search(r"""\b(src|href)\s*=\s*["']?[^"'#\s]|@import|url\(""", text)
     assert "What gained and lost weight" in text and "By kind of token" in text
@@ -79,7 +79,7 @@ def test_the_report_is_one_file(one: Path, runs: Path) -> None:
     assert environment["packages"]["torch"] in text and "kl_budget" in text
 
 
-def test_pictures_of_the_curves(several: tuple[Path, Path]) -> None:
+def test_curves_are_also_written_as_pictures(several: tuple[Path, Path]) -> None:
     names = {path.name for path in several[1].iterdir()}
     assert {"loss.png", "loss.pdf", "alpha.png", "quantiles.png", "negative.pdf"} <= names
     for name in names:
@@ -94,39 +94,39 @@ def shown(browser: "Browser", one: Path) -> "Iterator[Page]":
         yield page
 
 
-def test_curves_are_those_of_the_metrics(shown: "Page", runs: Path) -> None:
+def test_curves_show_the_metrics(shown: "Page", runs: Path) -> None:
     metrics = read_metrics(runs / "vcore_1")
     for key in ("loss", "weighted_loss", "alpha", "grad_norm", "effective_sample_size", "utility_mean"):
-        assert shown_at(shown, key) == (NUM_STEPS, pytest.approx(metrics[-1][key], rel=1e-3)), key
-    negative = [utilities(record) < 0 for record in read_records(runs / "vcore_1")]
-    assert shown_at(shown, "negative")[1] == pytest.approx(100 * negative[-1].mean(), rel=1e-3, abs=1e-3)
+        assert read_curve(shown, key) == (NUM_STEPS, pytest.approx(metrics[-1][key], rel=1e-3)), key
+    negative = [read_utilities(record) < 0 for record in read_records(runs / "vcore_1")]
+    assert read_curve(shown, "negative")[1] == pytest.approx(100 * negative[-1].mean(), rel=1e-3, abs=1e-3)
     assert f"KL from uniform weights {metrics[-1]['kl']:.4g} nats" in shown.locator("#constants").inner_text()
-    # One cursor for all curves, by the keyboard and by the pointer.
+    # All curves share a cursor, moved by keyboard or pointer.
     shown.locator("figure[data-chart=loss] svg").focus()
     shown.keyboard.press("ArrowLeft")
     for key in ("loss", "grad_norm"):
-        assert shown_at(shown, key) == (NUM_STEPS - 1, pytest.approx(metrics[-2][key], rel=1e-3))
+        assert read_curve(shown, key) == (NUM_STEPS - 1, pytest.approx(metrics[-2][key], rel=1e-3))
     shown.keyboard.press("Home")
-    assert shown_at(shown, "loss") == (1, pytest.approx(metrics[0]["loss"], rel=1e-3))
+    assert read_curve(shown, "loss") == (1, pytest.approx(metrics[0]["loss"], rel=1e-3))
     curve = shown.locator("figure[data-chart=alpha] svg")
     box = curve.bounding_box()
     curve.hover(position={"x": box["width"] / 2 + 20, "y": 30})
-    assert shown_at(shown, "loss")[0] == 2
+    assert read_curve(shown, "loss")[0] == 2
 
 
-def shown_at(page: "Page", key: str) -> tuple[int, float]:
-    """Step and value under a curve of a single run."""
+def read_curve(page: "Page", key: str) -> tuple[int, float]:
+    """Step and value below the curve of a single run."""
     text = page.locator(f"figure[data-chart={key}] .readout").inner_text()
     step, value = re.match(r"step ([\d,]+): (-?[\d.,e-]+)", text).groups()
     return int(step.replace(",", "")), float(value.replace(",", ""))
 
 
-def utilities(record: TokenRecord) -> np.ndarray:
+def read_utilities(record: TokenRecord) -> np.ndarray:
     return np.concatenate([sequence.utilities for sequence in record.sequences])
 
 
 def test_a_token_shows_what_was_recorded(browser: "Browser", one: Path, runs: Path) -> None:
-    """By pointer and by keyboard, for the most and the least weighted token of a trace and those beside them."""
+    """By pointer and by keyboard, for tokens with the most, the least and the median weight, and the first ones."""
     record = read_records(runs / "vcore_1")[0]
     sequence = record.sequences[0]
     order = np.argsort(-sequence.relative_weights, kind="stable").tolist()
@@ -163,37 +163,37 @@ def check_tip(page: "Page", sequence, i: int, order: list[int]) -> None:
     assert float(facts["utility"]) == pytest.approx(float(sequence.utilities[i]), rel=0.06, abs=0.02 * largest)
 
 
-def test_filters_leave_what_they_say(browser: "Browser", one: Path, runs: Path) -> None:
+def test_filters_show_the_tokens_that_they_name(browser: "Browser", one: Path, runs: Path) -> None:
     records = read_records(runs / "vcore_1")
     num_tokens = sum(record.num_tokens for record in records)
     with open_page(browser, one) as page:
         assert page.locator("#viewer .trace h4").inner_text().startswith(f"Step {NUM_STEPS}, training data")
         show_all(page)
-        assert count(page) == (num_tokens, sum(len(record.sequences) for record in records))
-        control(page, "Step").select_option("2")
-        assert count(page) == (records[1].num_tokens, len(records[1].sequences))
+        assert count_shown(page) == (num_tokens, sum(len(record.sequences) for record in records))
+        find_control(page, "Step").select_option("2")
+        assert count_shown(page) == (records[1].num_tokens, len(records[1].sequences))
         assert page.locator("#viewer .trace h4").all_inner_texts()[0].startswith("Step 2, training data")
         few = sum(int(np.ceil(0.05 * len(sequence))) for sequence in records[1].sequences)
         for extreme in ("most", "least"):
-            control(page, "Weights").select_option(extreme)
-            assert count(page)[0] == few == page.locator("#viewer .tokens span:not(.dim)").count()
-        control(page, "Weights").select_option("all")
-        control(page, "Step").select_option("")
+            find_control(page, "Weights").select_option(extreme)
+            assert count_shown(page)[0] == few == page.locator("#viewer .tokens span:not(.dim)").count()
+        find_control(page, "Weights").select_option("all")
+        find_control(page, "Step").select_option("")
         for kind in page.locator("fieldset label").all_inner_texts():
             if kind.strip() != "digit":
                 page.get_by_label(kind.strip(), exact=True).uncheck()
         digits = page.locator("#viewer .tokens span:not(.dim)").all_inner_texts()
         assert digits and all(text.isdigit() for text in digits)
-        # A trace that comes again in a later step: how its weights moved.
+        # A trace that is repeated in a later step shows how its weights moved.
         seen = [sequence.sequence_id for record in records for sequence in record.sequences]
         again = max(seen, key=seen.count)
-        control(page, "Trace").select_option(f"training data, {again}")
-        assert count(page)[1] == seen.count(again)
-        control(page, "Answer").select_option("inside")
-        assert count(page) == (0, 0)
+        find_control(page, "Trace").select_option(f"training data, {again}")
+        assert count_shown(page)[1] == seen.count(again)
+        find_control(page, "Answer").select_option("inside")
+        assert count_shown(page) == (0, 0)
 
 
-def test_the_followed_traces_of_a_run(shown: "Page", runs: Path) -> None:
+def test_followed_traces_are_shown_with_prompt_and_entropies(shown: "Page", runs: Path) -> None:
     records = read_all_followed(runs / "vcore_1")
     assert [record.step for record in records] == [1, 2, 3]
     held_out, trained = (f"{origin.source}, {origin.sequence_id}" for origin in records[0].origins)
@@ -201,7 +201,7 @@ def test_the_followed_traces_of_a_run(shown: "Page", runs: Path) -> None:
     place = shown.locator("#followed")
     options = place.get_by_role("combobox", name="Trace").locator("option")
     assert options.evaluate_all("options => options.map((one) => one.value)") == [held_out, trained]
-    # Above a trace its prompt, with which the choice names it.
+    # The prompt stands above a trace, and its beginning names the trace in the selection.
     prompt = place.locator(".prompt").inner_text()
     name = options.first.inner_text().removesuffix(f" ({held_out})")
     assert name.removesuffix(" …") in " ".join(prompt.split()) and len(name) > 5
@@ -215,28 +215,28 @@ def test_the_followed_traces_of_a_run(shown: "Page", runs: Path) -> None:
     assert float(facts["entropy"].split()[0]) == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
-def control(page: "Page", label: str) -> "Locator":
+def find_control(page: "Page", label: str) -> "Locator":
     return page.locator("#viewer").get_by_role("combobox", name=label, exact=True)
 
 
 def show_all(page: "Page") -> None:
-    """All traces of all steps, and the filters of tokens."""
-    control(page, "Step").select_option("")
-    control(page, "Trace").select_option("")
+    """Show all traces of all steps, and open the filters of tokens."""
+    find_control(page, "Step").select_option("")
+    find_control(page, "Trace").select_option("")
     page.locator("#viewer summary").click()
 
 
-def count(page: "Page") -> tuple[int, int]:
-    """Tokens and traces that the filters leave."""
+def count_shown(page: "Page") -> tuple[int, int]:
+    """Number of tokens and traces that the filters leave."""
     text = page.locator("#viewer [role=status]").inner_text().replace(",", "")
     return tuple(map(int, re.match(r"(\d+) of \d+ tokens in (\d+) of", text).groups()))
 
 
-def test_the_measure_switches_the_colours(browser: "Browser", one: Path) -> None:
+def test_each_measure_has_different_colours(browser: "Browser", one: Path) -> None:
     with open_page(browser, one) as page:
         seen = set()
         for measure in ("weight", "loss", "utility", "probability"):
-            control(page, "Colour by").select_option(measure)
+            find_control(page, "Colour by").select_option(measure)
             labels = page.locator("#viewer .scale span").all_inner_texts()
             shades = page.evaluate(
                 "[...document.querySelectorAll('#viewer .tokens span')]"
@@ -244,7 +244,7 @@ def test_the_measure_switches_the_colours(browser: "Browser", one: Path) -> None
             )
             seen.add((tuple(labels), shades))
         assert len(seen) == 4
-        # The same tokens in the picture of utility against loss.
+        # The plot of utility against loss shows the same tokens.
         assert page.locator("#density rect[style]").count() > 3
         page.locator("#density svg").focus()
         page.keyboard.press("ArrowRight")
@@ -253,7 +253,7 @@ def test_the_measure_switches_the_colours(browser: "Browser", one: Path) -> None
         )
 
 
-def test_several_runs_side_by_side(browser: "Browser", several: tuple[Path, Path], runs: Path) -> None:
+def test_several_runs_are_shown_side_by_side(browser: "Browser", several: tuple[Path, Path], runs: Path) -> None:
     losses = [read_metrics(runs / name)[-1]["loss"] for name in ("vcore_1", "vcore_2", "sft")]
     with open_page(browser, several[0]) as page:
         assert page.locator("#legend > span").all_inner_texts() == [
@@ -267,6 +267,6 @@ def test_several_runs_side_by_side(browser: "Browser", several: tuple[Path, Path
         differing = page.locator("#recipe tbody th").all_inner_texts()
         assert "run.seed" in differing and "method.name" in differing and "run.output_dir" not in differing
         assert page.locator("#cost tbody th").all_inner_texts() == ["vcore_1", "vcore_2", "sft"]
-        control(page, "Run").select_option(label="sft")
+        find_control(page, "Run").select_option(label="sft")
         page.locator("#viewer option[value=utility]").wait_for(state="detached")  # plain fine-tuning has none
         assert "none gained or lost" in page.locator("#viewer").inner_text()

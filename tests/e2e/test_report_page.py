@@ -37,7 +37,7 @@ TEXT = "日本 😀 so \\boxed{42} is\n\tright & <b>bold</b> — done"
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose tokens, names and numbers' names are hostile; every token occurs often enough for the tables."""
+    """A run whose tokens, names and metric names are hostile; every token occurs often enough for the tables."""
     tokenizer = make_tokenizer(special_tokens=(*SPECIAL_TOKENS, *HOSTILE))
     ids = tokenizer("".join(HOSTILE) + TEXT, add_special_tokens=False)["input_ids"]
     records = {step: [random_sequence(ids * 3, i, seed=10 * step + i, share=0.5) for i in range(2)] for step in (1, 2)}
@@ -64,12 +64,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(browser: "Browser", report: Path) -> "Iterator[Page]":
-    """The report, for tests that only look and point at it."""
+    """The open report, for tests that do not change it."""
     with open_page(browser, report) as page:
         yield page
 
 
-def test_a_profile_is_a_table_with_links_to_its_files(shown: "Page") -> None:
+def test_a_profile_is_shown_as_a_table_with_links_to_its_files(shown: "Page") -> None:
     details = shown.locator("#cost details")
     assert details.locator("summary").inner_text() == "operations of step 3 on rank 1, by phase"
     cells = details.locator("tbody tr").first.locator("th, td").all_inner_texts()
@@ -78,10 +78,10 @@ def test_a_profile_is_a_table_with_links_to_its_files(shown: "Page") -> None:
     assert Path(unquote(urlsplit(link).path)).read_bytes() == b"trace"
 
 
-def test_text_of_a_run_is_text(shown: "Page") -> None:
+def test_hostile_text_of_a_run_is_shown_as_text(shown: "Page") -> None:
     assert "hacked" not in shown.title().replace("'hacked'", "")
     assert shown.locator("img, svg[onload], b:not(#tip b)").count() == 0
-    assert shown.locator("script").count() == 4  # JSON, tokens, followed traces, and the page's own
+    assert shown.locator("script").count() == 4  # JSON, tokens, followed traces, code
     tokens = shown.locator("#viewer .tokens").first
     for text in HOSTILE[:4]:
         assert text in tokens.inner_text()
@@ -91,7 +91,7 @@ def test_text_of_a_run_is_text(shown: "Page") -> None:
     assert shown.locator("figcaption", has_text="script").count() == 1
 
 
-def test_a_character_of_several_tokens_is_whole(shown: "Page") -> None:
+def test_a_character_split_over_tokens_is_shown_once(shown: "Page") -> None:
     spans = shown.locator("#viewer .tokens").first.locator("span")
     texts = spans.evaluate_all("spans => spans.map(span => span.textContent)")
     place = texts.index("😀")
@@ -102,7 +102,7 @@ def test_a_character_of_several_tokens_is_whole(shown: "Page") -> None:
     assert shown.locator("#tip b").inner_text() == "(part of the character before)"
 
 
-def test_the_page_begins_with_what_was_learnt_and_coloured_tokens(browser: "Browser", report: Path) -> None:
+def test_the_page_begins_with_results_and_coloured_tokens(browser: "Browser", report: Path) -> None:
     order = ["learnt", "movement", "traces", "gained", "map", "curves", "cost", "recipe", "environment"]
     with open_page(browser, report, viewport={"width": 1280, "height": 900}) as page:
         assert page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)") == order
@@ -122,16 +122,16 @@ def test_the_most_coloured_trace_of_the_last_step_is_selected(browser: "Browser"
     tokenizer = make_tokenizer()
     ids = tokenizer(TEXT * 4, add_special_tokens=False)["input_ids"]
 
-    def flattened(sequence: SequenceTokens, share: float) -> SequenceTokens:
-        """With weights nearer to uniform ones."""
+    def flatten(sequence: SequenceTokens, share: float) -> SequenceTokens:
+        """The sequence with weights nearer to uniform ones."""
         weights = share * sequence.weights + (1 - share) / len(sequence)
         return replace(sequence, weights=weights.astype(np.float32))
 
-    def record(first_id: int, shares: tuple[float, ...]) -> list[SequenceTokens]:
-        made = [random_sequence(ids, first_id + i, seed=0, share=1 / len(shares)) for i in range(len(shares))]
-        return [flattened(one, share) for one, share in zip(made, shares, strict=True)]
+    def make_sequences(first_id: int, shares: tuple[float, ...]) -> list[SequenceTokens]:
+        sequences = [random_sequence(ids, first_id + i, seed=0, share=1 / len(shares)) for i in range(len(shares))]
+        return [flatten(sequence, share) for sequence, share in zip(sequences, shares, strict=True)]
 
-    records = {3: record(10, (1.0, 0.5)), 7: record(20, (0.1, 0.6, 0.3)) + record(11, (0.2,))}
+    records = {3: make_sequences(10, (1.0, 0.5)), 7: make_sequences(20, (0.1, 0.6, 0.3)) + make_sequences(11, (0.2,))}
     run = write_run(tmp_path / "run", tokenizer, [step_line(3), step_line(7)], records)
     (path,) = write_report([run])
     with open_page(browser, path) as page:
@@ -143,7 +143,7 @@ def test_the_most_coloured_trace_of_the_last_step_is_selected(browser: "Browser"
 
         assert heading.all_inner_texts()[0].startswith("Step 7, training data 21 ·") and heading.count() == 1
         assert options() == ["", *(f"training data, {i}" for i in (11, 20, 21, 22))]
-        # A step that has the trace keeps it; another one shows its own most coloured trace.
+        # A selected trace stays selected in steps that have it; other steps show their most coloured trace.
         controls["Trace"].select_option("training data, 11")
         controls["Step"].select_option("3")
         assert options() == ["", "training data, 10", "training data, 11"]
@@ -159,7 +159,7 @@ def test_the_most_coloured_trace_of_the_last_step_is_selected(browser: "Browser"
         assert heading.count() == 6
 
 
-def test_without_weights_tokens_show_their_loss(browser: "Browser", tmp_path: Path) -> None:
+def test_tokens_without_weights_are_coloured_by_loss(browser: "Browser", tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     one = random_sequence(ids, 0, seed=0)
@@ -180,7 +180,7 @@ def test_without_weights_tokens_show_their_loss(browser: "Browser", tmp_path: Pa
             run.select_option(label="sft")
             page.locator("#viewer option[value=utility]").wait_for(state="detached")
             assert measure.input_value() == "loss"
-            # What a reader has chosen stays, where the run has it.
+            # A measure that the reader has chosen stays, where the run has it.
             measure.select_option("probability")
             run.select_option(label="vcore")
             page.locator("#viewer option[value=utility]").wait_for(state="attached")
@@ -208,11 +208,11 @@ def test_no_label_of_an_axis_is_repeated(browser: "Browser", tmp_path: Path, ste
     with open_page(browser, path) as page:
         drawn = page.evaluate(AXES)
         assert {"barely", "close", "large", "small", "orders", "negative", "integers"} <= drawn.keys()
-        assert ("kl" in drawn) == (len(steps) == 1)  # where it is constant it has no curve
+        assert ("kl" in drawn) == (len(steps) == 1)  # a constant has no curve
         for key, axes in drawn.items():
             values = [float(text.replace(",", "")) for text in axes["value"]]
             assert len(set(axes["value"])) == len(axes["value"]) >= 2, (key, axes)  # one label is no scale
-            # Labels stand where they say: evenly.
+            # Labels are evenly spaced.
             gaps = np.diff(values)
             assert gaps == pytest.approx([gaps[0]] * len(gaps), rel=1e-6), (key, axes)
             assert len(set(axes["step"])) == len(axes["step"]) >= min(2, len(steps)), (key, axes)
@@ -225,20 +225,20 @@ AXES = """() => Object.fromEntries([...document.querySelectorAll('figure[data-ch
   const texts = (name) => [...figure.querySelectorAll(`text.${name}`)];
   const box = figure.querySelector('svg').getBoundingClientRect();
   const outside = [...texts('value'), ...texts('step')].filter((text) => {
-    const own = text.getBoundingClientRect();
-    return own.left < box.left || own.right > box.right || own.top < box.top || own.bottom > box.bottom;
+    const label = text.getBoundingClientRect();
+    return label.left < box.left || label.right > box.right || label.top < box.top || label.bottom > box.bottom;
   });
   return [figure.dataset.chart, Object.fromEntries([
     ...['value', 'step'].map((name) => [name, texts(name).map((text) => text.textContent)]),
     ['outside', outside.map((text) => text.textContent)],
   ])];
 }))"""
-"""By chart: labels of its axes, and those that reach out of it."""
+"""Chart -> labels of its axes, and labels that extend beyond the chart."""
 
 
-def test_tokens_can_be_read_on_every_colour(browser: "Browser", report: Path) -> None:
-    """WCAG's contrast of 4.5 on all 256 shades of every measure, and for the words of the page: opened in dark mode,
-    and after the change to light."""
+def test_text_is_readable_on_every_colour(browser: "Browser", report: Path) -> None:
+    """WCAG's contrast of 4.5 on all 256 shades of every measure and for the text of the page: opened in dark mode, and
+    after the change to light."""
     with open_page(browser, report, color_scheme="dark") as page:
         for scheme in ("dark", "light"):
             page.emulate_media(color_scheme=scheme)
@@ -265,17 +265,17 @@ const contrast = (...colours) => {
   return (bright + 0.05) / (dark + 0.05);
 };
 """
-"""WCAG's contrast of two colours of any notation."""
+"""WCAG's contrast of two colours in any CSS notation."""
 CONTRASTS = f"""() => {{ {CONTRAST}
   const span = document.querySelector('#viewer .tokens span');
-  const own = span.className;
-  const found = [...Array(256).keys()].map((code) => {{
+  const before = span.className;
+  const contrasts = [...Array(256).keys()].map((code) => {{
     span.className = 'c' + code;
     const style = getComputedStyle(span);
     return contrast(style.color, style.backgroundColor);
   }});
-  span.className = own;
-  return found;
+  span.className = before;
+  return contrasts;
 }}"""
 CONTRAST_OF = f"""(name) => {{ {CONTRAST}
   const node = document.querySelector(name), style = getComputedStyle(node);
@@ -285,7 +285,7 @@ CONTRAST_OF = f"""(name) => {{ {CONTRAST}
 }}"""
 
 
-def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None:
+def test_a_followed_trace_is_shown_at_every_step(browser: "Browser", report: Path) -> None:
     with open_page(browser, report) as page:
         place = page.locator("#followed")
         rows = place.locator(".rows div")
@@ -298,12 +298,12 @@ def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None
         assert place.locator(".trace h4").inner_text().startswith("Step 5, held out, ")
         pixels = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, 1).data].join()"
         drawn = [canvas.evaluate(pixels) for canvas in rows.locator("canvas").all()]
-        assert len(set(drawn)) == 3  # three steps, three rows of colours
+        assert len(set(drawn)) == 3  # one row of colours for each of the three steps
         rows.nth(1).click()
         assert place.get_by_role("combobox", name="Step").input_value() == "2"
         assert place.locator(".rows .shown").inner_text() == "step 2"
         assert place.locator(".trace h4").inner_text().startswith("Step 2, ")
-        # The trace below has the colours of its row, and those of the other viewer stay.
+        # Changing the measure recolours the rows, but not the other viewer.
         before = page.locator("#viewer .tokens span").first.evaluate("span => getComputedStyle(span).backgroundColor")
         place.get_by_role("combobox", name="Colour by").select_option("entropy")
         assert rows.nth(1).locator("canvas").evaluate(pixels) != drawn[1]
@@ -318,8 +318,7 @@ def test_a_followed_trace_over_the_run(browser: "Browser", report: Path) -> None
 
 
 def test_no_window_scrolls_sideways(browser: "Browser", report: Path) -> None:
-    """320 px is the width to which WCAG's reflow holds pages; a wide table scrolls by itself. No script asks for the
-    width of the window when the page is drawn."""
+    """From 320 px, the width that WCAG requires for reflow. Only wide tables scroll."""
     with open_page(browser, report, viewport={"width": 320, "height": 900}) as page:
         for summary in page.locator("summary").all():
             if not summary.evaluate("summary => summary.parentElement.open"):
@@ -329,7 +328,7 @@ def test_no_window_scrolls_sideways(browser: "Browser", report: Path) -> None:
             assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def test_on_a_phone(browser: "Browser", report: Path) -> None:
+def test_the_page_fits_a_phone(browser: "Browser", report: Path) -> None:
     options = dict(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2)
     with open_page(browser, report, **options) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -342,7 +341,7 @@ def test_on_a_phone(browser: "Browser", report: Path) -> None:
         assert small == 0
 
 
-def test_printed(browser: "Browser", report: Path) -> None:
+def test_the_printed_page_is_light_and_has_no_controls(browser: "Browser", report: Path) -> None:
     with open_page(browser, report, color_scheme="dark") as page:
         page.emulate_media(media="print", color_scheme="dark")
         assert not page.locator("nav").is_visible() and not page.locator(".controls").first.is_visible()
@@ -354,7 +353,7 @@ def test_printed(browser: "Browser", report: Path) -> None:
         assert page.pdf(format="A4").startswith(b"%PDF")
 
 
-def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Path) -> None:
+def test_every_control_can_be_reached_by_keyboard(browser: "Browser", report: Path) -> None:
     with open_page(browser, report) as page:
         reached = []
         for _ in range(200):
@@ -367,7 +366,7 @@ def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Pa
             if page.evaluate("document.activeElement.parentElement?.matches('#viewer .tokens')"):
                 break
         assert {"Colour by", "Step", "Trace", "Weights", "Answer"} <= set(reached)
-        # One stop a trace, not one a token: the next one is the next trace.
+        # Each trace, not each token, is a stop of the Tab key.
         page.locator("#viewer").get_by_role("combobox", name="Trace").select_option("")
         page.locator("#viewer .tokens [tabindex='0']").first.focus()
         page.keyboard.press("Tab")
@@ -383,7 +382,9 @@ def test_every_control_is_reached_by_the_keyboard(browser: "Browser", report: Pa
         assert unnamed == 0
 
 
-def test_a_run_without_recorded_tokens(browser: "Browser", tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_recorded_tokens_has_curves_only(
+    browser: "Browser", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [step_line(1, kl=None, tau=None)]
     run = write_run(tmp_path / "run", make_tokenizer(), lines, {}, run={"num_token_records": 0})
     assert main(["report", str(run)]) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")

@@ -21,19 +21,19 @@ RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 
 
 def main_until_killed(arguments: Sequence[str]) -> int:
-    """The command, killed as it shows step 7."""
+    """Run the command, which kills itself as it prints step 7."""
     say = Console.say
 
-    def say_and_end(console: Console, text: str = "") -> None:
+    def say_or_die(console: Console, text: str = "") -> None:
         say(console, text)
         if text.startswith(f"step 7/{NUM_STEPS} "):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Console.say = say_and_end
+    Console.say = say_or_die
     return main(arguments)
 
 
-def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
+def test_a_killed_run_resumes_and_a_finished_run_is_refused(setup: TinySetup, tmp_path: Path):
     folder = tmp_path / "run"
     changes = ("methods/sft.yaml", f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
     arguments = ["train", RECIPE, *setup.overrides(folder, *changes)]
@@ -48,7 +48,7 @@ def test_killed_and_started_again(setup: TinySetup, tmp_path: Path):
         assert again.wait() == 0, again.output
     assert f"Resumed after step {step} from {folder}/checkpoints/{newest}" in again.output
     before = [text for text in job.output.splitlines() if text.startswith("Held-out loss before training")]
-    assert before and before[0] in again.output  # not that of the point where it was resumed
+    assert before and before[0] in again.output  # not measured again at the resumed step
     lines = read_metrics(folder)
     assert [each["step"] for each in lines] == list(range(1, NUM_STEPS + 1))
     assert [each["step"] for each in lines if "seconds_checkpoint" in each][:1] == [3]

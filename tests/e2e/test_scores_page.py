@@ -1,4 +1,4 @@
-"""The page of scores in a real browser: hostile names and tokens, two sets side by side, what the numbers say."""
+"""The page of scores in a real browser: hostile names and tokens, two sets side by side, statistics of the scores."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,9 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "scores"
 
 
-def test_what_the_page_says(browser: "Browser", folder: Path) -> None:
+def test_the_page_shows_statistics_by_set_and_source(browser: "Browser", folder: Path) -> None:
     with open_page(browser, folder / "scores.html", viewport={"width": 1280, "height": 900}) as page:
-        assert "hacked" not in page.title() and page.locator("script").count() == 4  # JSON, two sets, the page's own
+        assert "hacked" not in page.title() and page.locator("script").count() == 4  # JSON, two sets, code
         sections = page.evaluate("[...document.querySelectorAll('main > section')].map(section => section.id)")
         assert sections == ["sets", "distribution", "sources", "length", "traces"]
         rows = page.locator("#sources table").first.locator("tbody tr").all_inner_texts()
@@ -70,7 +70,7 @@ def test_what_the_page_says(browser: "Browser", folder: Path) -> None:
         assert "+0.50" in page.locator("#sets tbody tr").first.inner_text()
 
 
-def test_the_best_and_the_worst_traces(browser: "Browser", folder: Path) -> None:
+def test_the_viewer_shows_the_best_and_the_worst_traces(browser: "Browser", folder: Path) -> None:
     with open_page(browser, folder / "scores.html") as page:
         viewer = page.locator("#viewer")
         heading, tokens = viewer.locator("h4"), viewer.locator(".tokens").first
@@ -107,7 +107,7 @@ def test_no_window_scrolls_sideways(browser: "Browser", folder: Path) -> None:
             assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def test_without_a_tokenizer_the_page_has_the_rest(browser: "Browser", folder: Path) -> None:
+def test_the_page_without_a_tokenizer_lacks_only_the_tokens(browser: "Browser", folder: Path) -> None:
     model = folder.parent / "model"
     model.rename(folder.parent / "moved")
     write_page(folder)

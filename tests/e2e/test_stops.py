@@ -1,6 +1,6 @@
 """Stop requests, and ranks that die or hang: one run, stopped and resumed by one test after the other.
 
-Launchers are started where the test is about what they do. Elsewhere the ranks are forked.
+Tests of a launcher start it; in all others the ranks are forked.
 """
 
 import re
@@ -26,15 +26,16 @@ RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 SCRIPT = f"launch_scripts/train_32b.sh --recipe {RECIPE}"
 NUM_STEPS = 80
 LOST_RANK_SECONDS = 10
-"""Long enough that a rank which only waits for a core is not taken for a lost one."""
+"""Long enough that a rank waiting for a core does not count as lost."""
 
 
-def script(arguments: Sequence[str]) -> int:
+def run_script(arguments: Sequence[str]) -> int:
+    """Do what train_32b.sh does on each rank."""
     return launch(RECIPE, arguments)
 
 
-class OneRun:
-    """The run's folder, and how far it has come."""
+class SharedRun:
+    """A run that all tests of this file share: its folder, command lines and saved steps."""
 
     def __init__(self, setup: TinySetup, folder: Path):
         self.folder, self._logs = folder / "run", folder
@@ -55,7 +56,7 @@ class OneRun:
 
     def fork(self, *changes: str, num_ranks: int = 2, rank_0_serves_store: bool = False) -> ForkedJob:
         return ForkedJob(
-            script,
+            run_script,
             [*self._overrides, *changes],
             self._new_log(),
             num_ranks=num_ranks,
@@ -70,27 +71,27 @@ class OneRun:
         return sorted(int(path.parent.name.removeprefix("step_")) for path in complete)
 
     def check_stopped(self, job: AnyJob, reason: str, code: int = EXIT_STOPPED) -> None:
-        """Checks that it ends with a checkpoint of its last step, and says so once."""
+        """Assert that the job ends with a checkpoint of its last step, and says so once."""
         assert job.wait() == code, job.output
         steps = [line["step"] for line in read_metrics(self.folder)]
         assert steps == list(range(1, steps[-1] + 1)) and steps[-1] < NUM_STEPS
         assert self.saved_steps()[-1] == steps[-1]
-        said = f"stopped by {reason} after step {steps[-1]} of {NUM_STEPS} and saved in {self.folder}"
-        assert job.output.count(said) == 1, job.output
+        message = f"stopped by {reason} after step {steps[-1]} of {NUM_STEPS} and saved in {self.folder}"
+        assert job.output.count(message) == 1, job.output
         assert "Traceback" not in job.output
 
 
 @pytest.fixture(scope="module")
-def run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> OneRun:
-    return OneRun(setup, tmp_path_factory.mktemp("stops"))
+def run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> SharedRun:
+    return SharedRun(setup, tmp_path_factory.mktemp("stops"))
 
 
-def next_step(run: OneRun) -> str:
-    """Beginning of the console's line for the first step that a resumed run takes."""
+def next_step_line(run: SharedRun) -> str:
+    """Beginning of the console line of the first step after resuming."""
     return f"step {max([0, *run.saved_steps()]) + 1}/{NUM_STEPS} "
 
 
-def test_stop_file(run: OneRun):
+def test_a_stop_file_stops_the_run(run: SharedRun):
     with run.fork() as job:
         job.wait_for(f"step 2/{NUM_STEPS} ")
         (run.folder / "STOP").touch()
@@ -98,33 +99,33 @@ def test_stop_file(run: OneRun):
     assert not (run.folder / "STOP").exists()
 
 
-def test_sigusr1_to_one_rank_under_deepspeed(run: OneRun):
+def test_sigusr1_to_one_rank_under_deepspeed_stops_the_run(run: SharedRun):
     with run.deepspeed(num_ranks=2) as job:
-        job.wait_for(next_step(run))
+        job.wait_for(next_step_line(run))
         job.rank(1).send_signal(signal.SIGUSR1)
         run.check_stopped(job, "SIGUSR1")
 
 
-def test_sigterm_to_torchrun(run: OneRun):
+def test_sigterm_to_torchrun_stops_the_run(run: SharedRun):
     with run.start("python -m vcore_ds.distributed.torchrun --nproc_per_node 1") as job:
-        job.wait_for(next_step(run))
+        job.wait_for(next_step_line(run))
         job.launcher.terminate()
         run.check_stopped(job, "SIGTERM")
 
 
-def test_sigterm_to_the_deepspeed_command(run: OneRun):
-    """It dies without telling the launcher below it and the rank, which stops by itself."""
+def test_sigterm_to_the_deepspeed_command_stops_the_run(run: SharedRun):
+    """The command does not pass the signal on; the rank stops by itself once its launcher is gone."""
     with run.deepspeed(num_ranks=1) as job:
-        job.wait_for(next_step(run))
+        job.wait_for(next_step_line(run))
         job.launcher.terminate()
         run.check_stopped(job, "the end of its launcher", code=-signal.SIGTERM)
 
 
 @soak_only
-def test_sigterm_to_torchrun_itself(run: OneRun):
-    """It passes the signal on and waits for the ranks, but does not return their exit code."""
+def test_plain_torchrun_loses_the_exit_code_after_sigterm(run: SharedRun):
+    """torchrun passes the signal on and waits for the ranks, but does not return their exit code."""
     with run.start("torchrun --nproc_per_node 2") as job:
-        job.wait_for(next_step(run))
+        job.wait_for(next_step_line(run))
         job.launcher.terminate()
         assert job.wait() == 1
         steps = [line["step"] for line in read_metrics(run.folder)]
@@ -132,43 +133,43 @@ def test_sigterm_to_torchrun_itself(run: OneRun):
         assert job.output.count(f"stopped by SIGTERM after step {steps[-1]} of {NUM_STEPS}") == 1
 
 
-def test_killed_rank(run: OneRun):
+def test_a_killed_rank_ends_the_run_and_is_named(run: SharedRun):
     with run.fork() as job:
-        job.wait_for(next_step(run))
+        job.wait_for(next_step_line(run))
         victim = job.rank(1)
         victim.kill()
         assert job.wait() != 0
-        said = rf"rank 0: {named(1, victim)}: its process is dead; what follows"
-        assert re.search(said, job.output), job.output
-        assert "Traceback" in job.output  # how the other rank noticed
+        message = rf"rank 0: {name_pattern(1, victim)}: its process is dead; what follows"
+        assert re.search(message, job.output), job.output
+        assert "Traceback" in job.output  # of the other rank
 
 
-def test_rank_that_hangs_and_serves_the_store(run: OneRun):
-    """The other ranks cannot tell each other, since the store does not answer: each notices for itself."""
+def test_a_hanging_rank_that_serves_the_store_ends_the_run_and_is_named(run: SharedRun):
+    """Each other rank must notice by itself, since the store does not answer."""
     with run.fork(rank_0_serves_store=True) as job:
-        job.wait_for(next_step(run))
+        job.wait_for(next_step_line(run))
         victim = job.rank(0)
         victim.suspend()
-        # Of rank 1, or of rank 0, which rank 1 ends.
+        # The exit code of rank 1, or of rank 0, which is killed once rank 1 has ended.
         assert job.wait() in (1, 256 - signal.SIGKILL)
-        said = rf"rank 1: {named(0, victim)}: (no sign of life|no answer) for \d+ s.*; the run ends"
-        assert re.search(said, job.output), job.output
+        message = rf"rank 1: {name_pattern(0, victim)}: (no sign of life|no answer) for \d+ s.*; the run ends"
+        assert re.search(message, job.output), job.output
         assert "most recent call first" in job.output  # the stacks of the rank that waited
 
 
-def named(rank: int, process: psutil.Process) -> str:
-    """Pattern of the words that name a rank; its position may be a second old."""
+def name_pattern(rank: int, process: psutil.Process) -> str:
+    """Pattern of the words that name a rank. Its reported position may be a second old, so any matches."""
     return re.escape(f"rank {rank} (host {socket.gethostname()}, pid {process.pid})") + r", last seen at: [\w, ]+"
 
 
-def test_time_limit_on_one_rank(run: OneRun):
-    expected = next_step(run)
-    with run.fork("run.time_limit_minutes=1e-3", num_ranks=1) as job:  # over before the first step is, on any machine
+def test_a_time_limit_stops_the_run(run: SharedRun):
+    expected = next_step_line(run)
+    with run.fork("run.time_limit_minutes=1e-3", num_ranks=1) as job:  # shorter than the first step on any machine
         run.check_stopped(job, "run.time_limit_minutes")
-        assert expected in job.output and next_step(run) not in job.output
+        assert expected in job.output and next_step_line(run) not in job.output
 
 
-def test_signal_before_the_first_step(run: OneRun):
+def test_a_signal_before_the_first_step_saves_nothing(run: SharedRun):
     before = run.saved_steps()
     with run.fork(num_ranks=1) as job:
         job.wait_for("Data: ")
@@ -179,8 +180,8 @@ def test_signal_before_the_first_step(run: OneRun):
     assert run.saved_steps() == before
 
 
-def test_the_run_can_be_finished(run: OneRun):
-    """In fewer steps than it was started with, which a constant learning rate allows."""
+def test_the_stopped_run_can_be_finished(run: SharedRun):
+    """With fewer steps than it was started with, which a constant learning rate allows."""
     num_steps = run.saved_steps()[-1] + 2
     with run.fork(f"schedule.num_steps={num_steps}") as job:
         assert job.wait() == 0, job.output
@@ -188,7 +189,7 @@ def test_the_run_can_be_finished(run: OneRun):
     assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_a_signal_ends_a_scoring(run: OneRun, setup: TinySetup):
+def test_a_signal_stops_scoring_without_output(run: SharedRun, setup: TinySetup):
     output = run.folder.with_name("scores")
     words = ["score", str(run.folder), f"data.probe_path={setup.validation}", "--output", str(output)]
     with ForkedJob(main, words, output.with_name("scores.log"), num_ranks=1) as job:

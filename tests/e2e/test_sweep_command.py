@@ -1,5 +1,5 @@
-"""`vcore-ds sweep` on real runs of a tiny model: a run that fails holds up no other, a run that is interrupted resumes,
-and the same command ends both. With seeds, kills and a job array: `slurm/test_sweep.py`, in `make soak`."""
+"""`vcore-ds sweep` on real runs of a tiny model: a failing run does not stop the others, an interrupted one resumes,
+and the same command finishes both. `slurm/test_sweep.py` adds seeds, kills and a job array, in `make soak`."""
 
 import signal
 import time
@@ -19,7 +19,9 @@ NUM_STEPS = 30
 CHANGES = (f"schedule.num_steps={NUM_STEPS}", "run.num_token_records=0", "run.num_followed_traces=0")
 
 
-def test_a_sweep_ends_with_all_runs_done(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeating_the_command_finishes_interrupted_and_failed_runs(
+    setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     here, probes = tmp_path / "here", tmp_path / "here" / "probe.jsonl"
     file = write_sweep(here, setup, [1], CHANGES, vcore=["schedule.num_steps=2", f"data.probe_path={probes}"])
     line, sweep = f"vcore-ds sweep {file}", here / "sweep"

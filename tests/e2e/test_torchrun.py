@@ -25,11 +25,11 @@ def start(script: Path, source: str, *options: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """Waits for the end. Returns the output."""
+    """Wait for the end; returns the output."""
     try:
         return process.communicate(timeout=HANG_SECONDS)[0]
     finally:
-        process.kill()  # its ranks end by themselves: none sleeps longer than this
+        process.kill()  # no rank sleeps longer than this, so they end by themselves
 
 
 def one_node(num_ranks: int) -> tuple[str, ...]:
@@ -43,22 +43,22 @@ def wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_exit_codes_of_ranks(tmp_path: Path):
-    """That of a run which was stopped, 85, is passed on in the next tests."""
+def test_exit_codes_of_ranks_are_passed_on(tmp_path: Path):
+    """The next tests cover 85, the exit code of a stopped run."""
     cases = {"sys.exit(2)": 2, "sys.exit(3)": 1, "pass": 0}
-    found = {}
+    codes = {}
     for source, code in cases.items():
-        # The other rank is ended because of the first, and its code says nothing.
+        # The other rank is terminated because of the first; its exit code does not count.
         process = start(
             tmp_path / "rank.py", f"if os.environ['RANK'] == '1': time.sleep(5 * {code})\n{source}", *one_node(2)
         )
         output = finish(process)
-        found[source] = process.returncode
+        codes[source] = process.returncode
         assert ("exitcode" in output) == (code == 1), output
-    assert found == cases
+    assert codes == cases
 
 
-def test_a_request_to_stop_reaches_the_ranks_and_waits_for_them(tmp_path: Path):
+def test_a_stop_request_reaches_the_ranks_and_waits_for_them(tmp_path: Path):
     source = f"""
 mark = "{tmp_path}/rank_" + os.environ["RANK"]
 def stop(number, _):
@@ -77,7 +77,7 @@ time.sleep(600)
     assert process.returncode == 85 and "rank 0 saved" in output and "rank 1 saved" in output
 
 
-def test_a_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
+def test_a_stop_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
     process = start(tmp_path / "rank.py", f"open('{tmp_path}/started', 'w').close()\ntime.sleep(600)", *one_node(1))
     wait_for(tmp_path / "started")
     process.send_signal(signal.SIGUSR1)
@@ -85,7 +85,7 @@ def test_a_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
     assert process.returncode == 85 and output == ""
 
 
-def test_nodes_that_end_seconds_apart_say_the_same(tmp_path: Path):
+def test_nodes_that_end_seconds_apart_have_the_same_exit_code(tmp_path: Path):
     """The node that serves the rendezvous ends first."""
     port = free_port()
     several = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")

@@ -1,4 +1,4 @@
-"""Trackers of real runs, read back: TensorBoard's event files, and what Weights & Biases keeps offline."""
+"""Files that the trackers of real runs write: TensorBoard's events and offline runs of Weights & Biases."""
 
 import json
 import shutil
@@ -21,8 +21,8 @@ RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 OFFLINE = {"WANDB_MODE": "offline"}
 
 
-def start(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: str, **environment: str) -> str:
-    """The output of a run of four steps that saves after every second one, which has to end well."""
+def train(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: str, **environment: str) -> str:
+    """Run four steps with a checkpoint after every second one; returns the output."""
     overrides = setup.overrides(
         folder,
         "schedule.num_steps=4",
@@ -36,65 +36,65 @@ def start(setup: TinySetup, folder: Path, log: Path, num_ranks: int, *changes: s
         return job.output
 
 
-def back_to_step_2(folder: Path) -> None:
-    """The folder as a kill after step 4 might have left it."""
+def rewind_to_step_2(folder: Path) -> None:
+    """Leave the folder as a kill after step 4 might have left it."""
     shutil.rmtree(folder / "adapter")
     shutil.rmtree(folder / "checkpoints" / "step_00000004")
 
 
-def events(folder: Path) -> EventAccumulator:
+def read_events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
 
 
-def check_scalars(found: EventAccumulator, lines: list[dict[str, Any]]) -> None:
-    """TensorBoard has every number of metrics.jsonl, in fp32, once."""
+def check_scalars(events: EventAccumulator, lines: list[dict[str, Any]]) -> None:
+    """Assert that TensorBoard has every number of metrics.jsonl once, in fp32."""
     expected: dict[str, dict[int, float]] = {}
     for line in lines:
         for key, value in line.items():
             if key != "step" and value is not None:
                 expected.setdefault(key, {})[line["step"]] = value
-    # A name stays known where its only steps were taken again and have it no more.
-    shown = {key for key in found.Tags()["scalars"] if found.Scalars(key)}
+    # A tag remains although its only steps were repeated without it.
+    shown = {key for key in events.Tags()["scalars"] if events.Scalars(key)}
     assert shown == expected.keys() and len(expected) > 25
     for key, values in expected.items():
-        scalars = found.Scalars(key)
+        scalars = events.Scalars(key)
         assert [scalar.step for scalar in scalars] == list(values), key
         assert [scalar.value for scalar in scalars] == pytest.approx(list(values.values()), rel=1e-6), key
 
 
-def test_tensorboard_and_wandb_have_the_lines_also_of_a_resumed_run(setup: TinySetup, tmp_path: Path) -> None:
+def test_tensorboard_and_wandb_have_all_metrics_also_after_resuming(setup: TinySetup, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     changes = ("track.trackers=[tensorboard,wandb]", "track.group=the_group", "track.tags=[first_tag,second_tag]")
-    output = start(setup, folder, tmp_path / "1.log", 2, *changes, **OFFLINE)
+    output = train(setup, folder, tmp_path / "1.log", 2, *changes, **OFFLINE)
     assert "warning: " not in output and "Weights & Biases: offline" in output
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    check_scalars(events(folder), lines)
-    (text,) = events(folder).Tensors("recipe/text_summary")
+    check_scalars(read_events(folder), lines)
+    (text,) = read_events(folder).Tensors("recipe/text_summary")
     assert "    run:\n" in text.tensor_proto.string_val[0].decode()
 
-    back_to_step_2(folder)
-    assert "Resumed after step 2" in start(setup, folder, tmp_path / "2.log", 2, *changes, **OFFLINE)
+    rewind_to_step_2(folder)
+    assert "Resumed after step 2" in train(setup, folder, tmp_path / "2.log", 2, *changes, **OFFLINE)
     assert len((folder / "metrics_lost.jsonl").read_text().splitlines()) == 2
-    check_scalars(events(folder), read_metrics(folder))
+    check_scalars(read_events(folder), read_metrics(folder))
 
     kept = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     run_id = json.loads((folder / "checkpoints" / "step_00000002" / "run_state.json").read_text())["wandb_run_id"]
     assert len(kept) == 2
-    for path in kept:  # both attempts are the same run there
+    for path in kept:  # both attempts belong to the same run
         content = path.read_bytes()
         assert path.name == f"run-{run_id}.wandb"
         assert all(word in content for word in (b"the_group", b"first_tag", b"second_tag", b"flops_training"))
 
 
-def test_a_tracker_that_fails_in_a_run_is_a_warning(setup: TinySetup, tmp_path: Path) -> None:
+def test_a_failing_tracker_only_causes_a_warning(setup: TinySetup, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    start(setup, folder, tmp_path / "1.log", 1)
+    train(setup, folder, tmp_path / "1.log", 1)
     before = read_metrics(folder)
-    back_to_step_2(folder)
+    rewind_to_step_2(folder)
     shutil.rmtree(folder / "tensorboard")
     (folder / "tensorboard").write_text("in the way")
-    output = start(setup, folder, tmp_path / "2.log", 1)
+    output = train(setup, folder, tmp_path / "2.log", 1)
     warned = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert len(warned) == 1 and warned[0].startswith("warning: track.trackers: tensorboard: "), output
     assert [line["loss"] for line in read_metrics(folder)] == [line["loss"] for line in before]

@@ -23,7 +23,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     port = free_port()
     words = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port), "--device", "cpu"]
     with (tmp_path / "server.log").open("w") as log:
-        # A cache that is not there: the server then fails to list its models, which the evaluation does without.
+        # Without a cache the server cannot list its models, which the evaluation does not need.
         environment = command_environment() | {"HF_HUB_CACHE": str(tmp_path / "none")}
         process = subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -44,9 +44,9 @@ def is_healthy(port: int) -> bool:
         return False
 
 
-def test_transformers_serve(url: str, tmp_path: Path) -> None:
+def test_answers_of_transformers_serve_equal_those_of_this_process(url: str, tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
-    # A model that was never trained seldom ends its answer: so some ordinary tokens end it too.
+    # An untrained model seldom ends its answer, so let some ordinary tokens end it too.
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60, 68)]}))
     words = ["eval", str(base), "--tasks", "arithmetic", "--limit", "8", "--max-new-tokens", "40"]
     served = ["--output", str(tmp_path / "served"), "--url", url, "--served-name", str(base)]
@@ -54,6 +54,6 @@ def test_transformers_serve(url: str, tmp_path: Path) -> None:
     assert main([*words, "--output", str(tmp_path / "here"), "--precision", "fp32", "--batch-size", "1"]) == 0
     name = "arithmetic.jsonl"
     assert (tmp_path / "served" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
-    found = read_evaluation(tmp_path / "served")
-    assert found.versions["server: transformers"] == "not reported" and found.model["url"] == url
-    assert 0 < found.tasks["arithmetic"].truncated_share < 1  # both ends of an answer
+    evaluation = read_evaluation(tmp_path / "served")
+    assert evaluation.versions["server: transformers"] == "not reported" and evaluation.model["url"] == url
+    assert 0 < evaluation.tasks["arithmetic"].truncated_share < 1  # some answers end, some are truncated

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 PAGE = REPOSITORY / "docs" / "tutorial.md"
 NUM_LAYERS = 2
 DEEPSPEED_PORT = 29500
-"""That of the deepspeed launcher when it is told none."""
+"""Default of the deepspeed launcher."""
 LAUNCHER = "deepspeed --quiet --num_accelerators 2 --module vcore_ds.commands.cli "
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -38,7 +38,7 @@ WITHOUT_WEIGHTS = re.compile(
     r"\{|mine.jsonl: |rows read |  malformed |kept |formats: |  this store |8 of 24 traces|"
     r"Batch: |Data: .* sequences|Held out: "
 )
-"""Begins lines whose numbers are the same with any weights."""
+"""Beginnings of lines whose numbers do not depend on the weights."""
 TOLERANCE = 0.1
 """Relative difference of other numbers between machines, with the page's model."""
 
@@ -58,7 +58,7 @@ def split_commands(block: str) -> list[str]:
 
 
 def check_output(shown: list[str], output: str, *, has_page_weights: bool) -> None:
-    """Raises AssertionError where a shown line was not printed; `...` stands for anything."""
+    """Assert that every shown line was printed; `...` stands for any text."""
     for line in shown:
         texts, numbers = NUMBER.split(line), NUMBER.findall(line)
         # Columns are as wide as their numbers.
@@ -77,7 +77,7 @@ def _is_close(*texts: str) -> bool:
     return math.isclose(*(float(text.replace(",", "")) for text in texts), rel_tol=TOLERANCE)
 
 
-def test_the_tutorial(tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     cut_model(folder / "quickstart_data" / MODEL_NAME)
     (making_the_model, _), *blocks = read_blocks()
@@ -94,7 +94,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
                 num_typed += command.startswith(LAUNCHER)
                 output += type_command(command, folder)
         assert output.strip()
-        if "vcore-ds chat" not in block:  # what two layers say makes no sense
+        if "vcore-ds chat" not in block:  # two layers do not answer sensibly
             check_output(shown, output, has_page_weights=False)
     assert num_typed == 1
     losses = [json.loads((folder / "runs" / run / "held_out.json").read_text()) for run in ("mine", "kept")]
@@ -104,7 +104,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
 
 
 def cut_model(target: Path) -> None:
-    """Writes the quickstart's model with its first layers alone."""
+    """Write the quickstart's model with only its first layers."""
     source = DATA / MODEL_NAME
     if not (source / "config.json").is_file():
         prepare_quickstart_data(DATA)
@@ -117,7 +117,7 @@ def cut_model(target: Path) -> None:
 
 
 def type_command(command: str, folder: Path) -> str:
-    """What bash prints for a command that is typed in `folder`."""
+    """Run a command in bash in `folder`; returns its output."""
     while True:
         done = subprocess.run(
             ["bash", "-c", command],
@@ -135,7 +135,7 @@ def type_command(command: str, folder: Path) -> str:
 
 
 def fork(words: list[str], folder: Path, *, num_ranks: int = 1, text: str = "") -> str:
-    """What a command of ours prints in `folder`, with `text` on standard input."""
+    """Run a command of the package in `folder` with `text` on standard input; returns its output."""
     with ForkedJob(main_in, [str(folder), text, *words], folder.parent / "log", num_ranks=num_ranks) as job:
         assert job.wait() == 0, job.output
     return job.output
@@ -151,8 +151,8 @@ def main_in(words: list[str]) -> int:
     return main(arguments)
 
 
-def type_whole_page(folder: Path) -> None:
-    """The page as a reader would run it. Raises AssertionError at the first difference."""
+def type_page(folder: Path) -> None:
+    """Run the page as a reader would; raises AssertionError at the first difference."""
     folder.mkdir(parents=True)
     for block, shown in read_blocks():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -164,4 +164,4 @@ def type_whole_page(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    type_whole_page(Path(sys.argv[1]))
+    type_page(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The package installed away from its repository, as a wheel and with -e: what ships with it is found by name."""
+"""The package installed outside its repository, as a wheel and with -e: shipped files are found by name."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.helpers.commands import REPOSITORY
 from vcore_ds import __version__
 
 pytestmark = pytest.mark.e2e
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
 PAGES = ("report/page", "score/page")
 """Folders below commands/ with HTML, CSS and JavaScript."""
@@ -27,19 +27,19 @@ NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
 def run(words: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command in `folder`, without what this process imports from."""
+    """Run a command in `folder`, without the import paths of this process."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def pip(*words: str | Path, folder: Path) -> None:
+def run_pip(*words: str | Path, folder: Path) -> None:
     done = run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words], folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is built: setuptools leaves files where it works."""
+    """A copy of the files that are built, since setuptools leaves files behind."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
@@ -51,17 +51,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, source, folder=folder)
+    run_pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, source, folder=folder)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def environment(folder: Path) -> Path:
-    """A new virtual environment's Python. Dependencies are seen where they are; this project is not among them."""
+def make_environment(folder: Path) -> Path:
+    """Create a virtual environment that sees the dependencies of this one, but not this project; returns its Python."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     (site_packages,) = folder.glob("lib/python*/site-packages")
-    # A .pth file names a folder to import from, and the .pth files in that folder (our own -e among them) play no role.
+    # Python ignores the .pth files of a folder that another .pth file names, and so this project, installed with -e.
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
@@ -69,36 +69,36 @@ def environment(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the wheel, installed by its name as from an index."""
-    python = environment(tmp_path_factory.mktemp("installed"))
-    # The environment of the tests, which this one sees, has the package already.
+    python = make_environment(tmp_path_factory.mktemp("installed"))
+    # --ignore-installed: the environment of the tests, which this one sees, has the package already.
     options = ("--no-deps", "--no-index", "--ignore-installed", "--find-links", wheel.parent)
-    pip("--python", python, "install", *options, "vcore-ds", folder=wheel.parent)
+    run_pip("--python", python, "install", *options, "vcore-ds", folder=wheel.parent)
     return python
 
 
 @pytest.fixture(scope="module")
 def editable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the copy, installed with -e."""
-    python = environment(tmp_path_factory.mktemp("editable"))
+    python = make_environment(tmp_path_factory.mktemp("editable"))
     options = ("--no-deps", "--no-index", "--no-build-isolation", "--editable")
-    pip("--python", python, "install", *options, source, folder=source)
+    run_pip("--python", python, "install", *options, source, folder=source)
     return python
 
 
 @pytest.fixture(params=["installed", "editable"])
 def vcore_ds(request: pytest.FixtureRequest) -> Path:
-    """The command of an installation."""
+    """The command vcore-ds of an installation."""
     return request.getfixturevalue(request.param).with_name("vcore-ds")
 
 
-def test_the_packages_of_pyproject_are_the_folders_of_the_package() -> None:
+def test_pyproject_lists_all_packages() -> None:
     listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent for path in (REPOSITORY / "vcore_ds").rglob("*.py")}
     names = {".".join(folder.relative_to(REPOSITORY).parts) for folder in folders}
     assert sorted(listed) == sorted([*names, "vcore_ds.shipped.ds_configs", "vcore_ds.shipped.recipes"])
 
 
-def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel: Path) -> None:
+def test_the_wheel_has_the_package_and_the_shipped_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     code = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "vcore_ds").rglob("*.py")}
@@ -113,7 +113,7 @@ def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel: Path) -> None
     assert names == code | recipes | configs | pages | {"vcore_ds/train/model_card.md"}
 
 
-def test_an_index_can_show_the_wheel(wheel: Path) -> None:
+def test_the_wheel_has_the_metadata_that_an_index_needs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
@@ -130,7 +130,9 @@ def test_an_index_can_show_the_wheel(wheel: Path) -> None:
     assert "Environment :: GPU :: NVIDIA CUDA" in classifiers and len(set(classifiers)) == len(classifiers)
 
 
-def test_the_installation_is_what_runs(installed: Path, editable: Path, source: Path, tmp_path: Path) -> None:
+def test_each_environment_imports_its_installation(
+    installed: Path, editable: Path, source: Path, tmp_path: Path
+) -> None:
     where = [
         run([python, "-c", "import vcore_ds; print(vcore_ds.__file__)"], tmp_path) for python in (installed, editable)
     ]
@@ -146,13 +148,13 @@ def test_recipes_are_checked_by_name_in_an_empty_folder(vcore_ds: Path, tmp_path
     assert batch.startswith("Batch: 32 sequences a step")
     recipe = run([vcore_ds, "check", *words, "--recipe"], tmp_path).stdout
     assert yaml.safe_load(recipe)["engine"]["deepspeed_config"] == "ds_configs/zero3_bf16_large.json"
-    resolved = tmp_path / "resolved.yaml"  # what one installation writes, every other one reads
+    resolved = tmp_path / "resolved.yaml"  # every installation reads what another one writes
     resolved.write_text(recipe)
     again = run([vcore_ds, "check", resolved, "--ranks", "8"], tmp_path).stdout.splitlines()
     assert again[1:] == [batch, *others]
 
 
-def test_a_recipe_of_ones_own_is_based_on_shipped_files(vcore_ds: Path, tmp_path: Path) -> None:
+def test_a_users_recipe_can_be_based_on_shipped_files(vcore_ds: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "base: [qwen3_8b_math_full.yaml, methods/sft.yaml]\nrun: {output_dir: runs/mine}\n"
     )
@@ -162,7 +164,7 @@ def test_a_recipe_of_ones_own_is_based_on_shipped_files(vcore_ds: Path, tmp_path
     assert missing.returncode == 2 and 'did you mean "qwen3_4b_math_lora.yaml"' in missing.stderr
 
 
-def test_recipes_are_listed(vcore_ds: Path, tmp_path: Path) -> None:
+def test_all_shipped_recipes_are_listed(vcore_ds: Path, tmp_path: Path) -> None:
     done = run([vcore_ds, "recipes"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
