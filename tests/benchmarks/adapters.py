@@ -1,4 +1,4 @@
-"""What a LoRA step costs with adapters added before rounding, over the same step with peft's own forward.
+"""Time of a LoRA step whose adapters are added before rounding, over the same step with the forward of peft.
 
     python -m tests.benchmarks.adapters [--rounds 7] [--output FILE.json]
 
@@ -28,7 +28,7 @@ from vcore_ds.train.setup import build_engine
 METHODS = ("sft", "jvp")
 
 
-def use_the_forward_of_peft(model: nn.Module) -> None:
+def use_peft_forward(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is LoraLinear:
             module.__class__, module.base_layer.__class__ = lora.Linear, nn.Linear
@@ -50,7 +50,7 @@ def measure(num_rounds: int, folder: str, dropout: float) -> dict[str, list[floa
     feed, loops = make_feed(), {}
     for method in METHODS:
         loops[method], loops[f"{method}, peft"] = (Loop(method, folder, dropout) for _ in range(2))
-        use_the_forward_of_peft(loops[f"{method}, peft"].engine.module)
+        use_peft_forward(loops[f"{method}, peft"].engine.module)
     seconds = {name: [] for name in loops}
     for k in range(num_rounds + 1):
         batches = feed.step(k)
@@ -77,8 +77,8 @@ def main() -> None:
     for name, times in seconds.items():
         print(f"  {name:10} median {statistics.median(times):6.2f} s a step")
     ratios = {f"{method} / {method}, peft": ratio(seconds[method], seconds[f"{method}, peft"]) for method in METHODS}
-    for pair, found in ratios.items():
-        print(f"{pair:18} " + "  ".join(f"{name} {value:.3f}" for name, value in found.items()))
+    for pair, statistic in ratios.items():
+        print(f"{pair:18} " + "  ".join(f"{name} {value:.3f}" for name, value in statistic.items()))
     if arguments.output:
         with open(arguments.output, "w") as file:
             json.dump({"seconds": seconds, "ratios": ratios}, file, indent=2)

@@ -1,10 +1,11 @@
-"""How long the steps wait for a checkpoint, written at once and beside the steps (`checkpoint.async`).
+"""Time for which steps wait for a checkpoint, written synchronously or asynchronously (`checkpoint.async`).
 
     python -m tests.benchmarks.checkpoint_stall [--rounds 5] [--folder FOLDER]
 
-One run on two ranks saves every fourth step, in turns in either way, so that the machine's moods meet both. fp32 AdamW
-on a Qwen3 of 29.9M parameters. Printed are the medians over the rounds, with the least and the most: of the seconds
-that a save holds the steps, of the four steps after it (those beside a write have less of the cores), and of both.
+One run on two ranks saves every fourth step, alternating between the two ways, so that other load on the machine
+affects both. fp32 AdamW on a Qwen3 of 29.9M parameters. Prints median, minimum and maximum over the rounds: of the
+seconds that a save delays the steps, of the four steps after it (which share the cores with an asynchronous write), and
+of both together.
 """
 
 import argparse
@@ -26,7 +27,7 @@ WAYS = ("at once", "beside the steps")
 
 
 def make_recipe(folder: Path, rounds: int) -> Recipe:
-    """A run with a save for each way and round, two more to warm up, and the last one."""
+    """Recipe of a run with a save for each way and round, two more to warm up, and the last one."""
     tokenizer = make_tokenizer()
     model = tiny.qwen3(
         vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
@@ -37,7 +38,7 @@ def make_recipe(folder: Path, rounds: int) -> Recipe:
     write_conversations(folder / "train.jsonl", sums(range(64)))
     config = tiny.deepspeed_config(bf16=False)
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
-        del config[key]  # the recipe's
+        del config[key]  # the recipe sets them
     (folder / "zero3.json").write_text(json.dumps(config))
     return Recipe(
         method={"name": "sft"},
@@ -53,7 +54,7 @@ def make_recipe(folder: Path, rounds: int) -> Recipe:
 
 
 def save_in_turns(recipe: Recipe) -> None:
-    """The run, whose saves alternate between the two ways."""
+    """Train with saves that alternate between the two ways."""
     save = Checkpoints.save
 
     def save_in_turn(self: Checkpoints, step: int, *rest, **options):
@@ -75,14 +76,14 @@ def main() -> None:
         recipe = make_recipe(Path(name), arguments.rounds)
         run_ranks(save_in_turns, 2, recipe)
         lines = [json.loads(line) for line in (Path(name) / "run" / "metrics.jsonl").read_text().splitlines()]
-    of_step = {line["step"]: line for line in lines}
+    by_step = {line["step"]: line for line in lines}
     print(f"\n{next(line['checkpoint_bytes'] for line in lines if 'checkpoint_bytes' in line) / 1e6:.0f} MB")
     for number, way in enumerate(WAYS):
-        saved = [step for step in of_step if step % EVERY == 0 and step // EVERY % 2 == number][
+        saved = [step for step in by_step if step % EVERY == 0 and step // EVERY % 2 == number][
             1 : arguments.rounds + 1
         ]
-        stalls = [of_step[step + 1]["seconds_checkpoint"] for step in saved]
-        steps = [sum(of_step[step + k]["seconds"] for k in range(1, EVERY + 1)) for step in saved]
+        stalls = [by_step[step + 1]["seconds_checkpoint"] for step in saved]
+        steps = [sum(by_step[step + k]["seconds"] for k in range(1, EVERY + 1)) for step in saved]
         both = [stall + seconds for stall, seconds in zip(stalls, steps, strict=True)]
         for title, values in (("save", stalls), (f"{EVERY} steps after it", steps), ("both", both)):
             print(f"{way:17} {title:18} {statistics.median(values):6.2f} s ({min(values):.2f} to {max(values):.2f})")

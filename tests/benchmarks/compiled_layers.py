@@ -1,21 +1,21 @@
-"""What compiling the pointwise parts of a decoder layer would bring: norms, rotary embedding, gated activation.
+"""Step time with compiled pointwise parts of a decoder layer: norms, rotary embedding, gated activation.
 
     python -m tests.benchmarks.compiled_layers [--rounds 5] [--precision bf16] [--only NAME ...]
 
 Steps of `tests.benchmarks.overhead` on one rank, half a batch each, with these parts in one of four ways:
 
 - plain: as Hugging Face writes them. Tangents come from PyTorch, one operation at a time.
-- left out: as little as keeps all products. No way of computing these parts can gain more.
+- left out: the least that keeps all matrix multiplications. No way of computing these parts can be faster.
 - norm by rule: the norm as one autograd Function that gives value and tangent, with few intermediates; eager.
 - compiled: `torch.compile` (inductor) of a part's value, of its tangent, and of both together, from formulas. A dual
-  number loses its tangent in a compiled function, and `torch.func.jvp` in one cannot be traced within a dual level.
+  tensor loses its tangent in a compiled function, where `torch.func.jvp` cannot be traced within a dual level either.
 
 Parameters are gathered before a part runs and are its arguments, so ZeRO-3's hooks stay outside what is compiled. The
-ways take turns within one engine, over the same batch, and what counts is CPU seconds, way by way over `plain`.
+ways take turns within one engine, over the same batch. Compared are CPU seconds of each way over `plain`.
 
-Predicted before the first run, from 20% of an SFT step that are neither products nor attention: compiled takes 0.92 of
-a step of SFT, 0.90 of jvp and 0.88 of jvp with LoRA in bf16; rules for all parts 0.97, 0.94 and 0.93; a graph for each
-part, kind of pass and precision, none for a new length. `docs/decisions/performance.md` has what was found.
+Predicted before the first run, from 20% of an SFT step that are neither matrix multiplications nor attention: compiled
+takes 0.92 of a step of SFT, 0.90 of jvp and 0.88 of jvp with LoRA in bf16; rules for all parts 0.97, 0.94 and 0.93; a
+graph for each part, kind of pass and precision, none for a new length. `docs/decisions/performance.md` has the results.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.dual_tensors import make_dual
 
 way = "plain"
-"""The one in effect; a global, as modules of one engine take turns."""
+"""The way in effect. A global, since the modules of one engine switch between the ways."""
 
 
 # ---- values, as Hugging Face has them, for the compiler; and tangents, for both -------------------------------------
@@ -58,7 +58,7 @@ def along_sphere(unit: Tensor, d_x: Tensor, scale: Tensor) -> Tensor:
 def norm_with_tangent(
     x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """At least one tangent."""
+    """Value and tangent of a norm, from at least one tangent."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     unit = wide * scale
@@ -86,7 +86,7 @@ def gated_with_tangent(gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor) -
 
 
 class Norm(torch.autograd.Function):
-    """Value and tangent, None without one."""
+    """Norm that returns its value and tangent, None without a tangent."""
 
     @staticmethod
     def forward(
@@ -117,20 +117,20 @@ class Norm(torch.autograd.Function):
 # ---- a part, in the way that is in effect ---------------------------------------------------------------------------
 
 
-def compiled(value: Callable[..., Tensor], both: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    """Without gradients value and tangent come of one function; with them the value has a graph, and the tangent,
-    compiled by itself so that no value is written, none."""
+def compile_part(value: Callable[..., Tensor], both: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """Compile a part. Without gradients one function computes value and tangent. With gradients the value has a graph;
+    the tangent has none, and is compiled separately so that no second value is written."""
     functions = value, both, lambda *arguments: both(*arguments)[1]
-    of_value, of_both, of_tangent = (torch.compile(f, dynamic=True, fullgraph=True) for f in functions)
+    compute_value, compute_both, compute_tangent = (torch.compile(f, dynamic=True, fullgraph=True) for f in functions)
 
     def function(values: Sequence[Tensor], tangents: Sequence[Tensor | None], *rest: Any) -> Any:
         if all(tangent is None for tangent in tangents):
-            return of_value(*values, *rest), None
+            return compute_value(*values, *rest), None
         if not torch.is_grad_enabled():
-            return of_both(*values, *tangents, *rest)
+            return compute_both(*values, *tangents, *rest)
         with torch.no_grad():
-            tangent = of_tangent(*(x.detach() for x in values), *tangents, *rest)
-        return of_value(*values, *rest), tangent
+            tangent = compute_tangent(*(x.detach() for x in values), *tangents, *rest)
+        return compute_value(*values, *rest), tangent
 
     return function
 
@@ -144,21 +144,21 @@ WAYS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "norm by rule": {"norm": lambda values, tangents, epsilon: Norm.apply(*values, *tangents, epsilon)},
     "compiled": {
-        "norm": compiled(norm, norm_with_tangent),
-        "rotated": compiled(rotated, lambda x, d_x, *rest: (rotated(x, *rest), rotated(d_x, *rest))),
-        "gated": compiled(gated, gated_with_tangent),
+        "norm": compile_part(norm, norm_with_tangent),
+        "rotated": compile_part(rotated, lambda x, d_x, *rest: (rotated(x, *rest), rotated(d_x, *rest))),
+        "gated": compile_part(gated, gated_with_tangent),
     },
 }
 
 
 def apply(name: str, plain: Callable[[], Tensor], duals: tuple[Tensor, ...], *rest: Any) -> Tensor:
-    """A part of tensors that may be dual, in the way in effect."""
+    """Apply a part to tensors that may be dual, in the way in effect."""
     function = WAYS[way].get(name)
     if function is None:
         return plain()
     if way == "left out":
         return function(*duals, *rest)
-    with torch._C.DisableTorchFunction():  # the fused pass takes functions of duals apart, as is done here
+    with torch._C.DisableTorchFunction():  # else the fused pass would split the dual tensors, too
         values, tangents = zip(*map(forward_ad.unpack_dual, duals), strict=True)
         value, tangent = function(values, tangents, *rest)
         return value if tangent is None else make_dual(value, tangent)
@@ -205,42 +205,44 @@ def make_engine(name: str, precision: str) -> tuple[Any, Engine]:
 
 
 def measure(name: str, precision: str, num_rounds: int, ways: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """CPU seconds, seconds and graphs that were compiled, of each step in each way; the first of each warms up."""
+    """CPU seconds, wall seconds and number of compiled graphs of each step in each way; the first of each warms up."""
     global way
     torch._dynamo.config.recompile_limit = 64
     feed = overhead.make_feed(overhead.NUM_MAIN // 2, overhead.NUM_PROBE // 2)
     recipe, engine = make_engine(name, precision)
     estimator = step_runs.make_estimator(recipe, engine)
-    found: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": [], "graphs": []} for name in ways}
+    measured: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": [], "graphs": []} for name in ways}
     for k in range(num_rounds + 1):
         batches = feed.step(k)
         for way in [*ways[k % len(ways) :], *ways[: k % len(ways)]]:
             cpu, wall = time.process_time(), time.perf_counter()
             step_runs.train_step(engine, recipe, batches, estimator)
-            found[way]["cpu"].append(time.process_time() - cpu)
-            found[way]["wall"].append(time.perf_counter() - wall)
-            found[way]["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return found
+            measured[way]["cpu"].append(time.process_time() - cpu)
+            measured[way]["wall"].append(time.perf_counter() - wall)
+            measured[way]["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    names = [name for name in overhead.VARIANTS if "mixture" not in name]
+    names = [name for name in overhead.VARIANTS if "MoE" not in name]
     parser.add_argument("--only", nargs="+", choices=names, default=["sft", "jvp", "sft, lora", "jvp, lora"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="plain, then others")
     arguments = parser.parse_args()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     for name in arguments.only:
         options = name, arguments.precision, arguments.rounds, arguments.ways
-        found = run_ranks(measure, 1, *options, timeout_seconds=3600)[0]
-        plain = found["plain"]["cpu"][1:]
+        measured = run_ranks(measure, 1, *options, timeout_seconds=3600)[0]
+        plain = measured["plain"]["cpu"][1:]
         print(f"{name}, {arguments.precision}: {statistics.median(plain):.2f} CPU s a step, plain", flush=True)
         for way in arguments.ways[1:]:
-            of_way = overhead.ratio(found[way]["cpu"][1:], plain)
-            print(f"  {way:12}", *(f"{key} {value:.3f}" for key, value in of_way.items()), end="  ")
-            print(f"first step {found[way]['wall'][0]:.1f} s; graphs", *map(int, found[way]["graphs"]), flush=True)
+            ratios = overhead.ratio(measured[way]["cpu"][1:], plain)
+            print(f"  {way:12}", *(f"{key} {value:.3f}" for key, value in ratios.items()), end="  ")
+            print(
+                f"first step {measured[way]['wall'][0]:.1f} s; graphs", *map(int, measured[way]["graphs"]), flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Products and attention in bf16 on a CPU: PyTorch's kernels, those of `vcore_ds.distributed.cpu_matmul`, and fp32.
+"""Matrix multiplications and attention on a CPU: PyTorch's bf16 kernels, those of `vcore_ds.distributed.cpu_matmul`,
+and fp32.
 
-    python -m tests.benchmarks.cpu_products
+    python -m tests.benchmarks.cpu_matmul
 
-Speed in GFLOP a CPU second of one thread, of the shapes that a step of the quickstart's model has, in turns; errors
-against fp64 over those of one rounding; what a call costs where there is hardly anything to compute. On a CPU that has
-bf16 instructions, `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` stand for one that has none.
+Prints speed in GFLOP a CPU second of one thread, for the shapes in a step of the quickstart's model, measured in turns;
+errors against fp64 over those of one rounding; and the overhead of a call on tiny matrices. On a CPU with bf16
+instructions, `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` emulates one without them.
 """
 
 import time
@@ -19,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.helpers.cpu_kernels import replaced_kernels
 
 SECONDS = 0.3
-"""Spent on each measurement, over two turns."""
+"""Duration of each measurement, over two turns."""
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 HIDDEN, INNER, VOCABULARY, HEADS, HEAD_DIM = 576, 1536, 49152, 9, 64
@@ -31,8 +32,8 @@ class Case(NamedTuple):
     flops: float
 
 
-def product(m: int, k: int, n: int, *, transposed: str = "") -> Case:
-    """`transposed`: `left` or `right`, which lies in memory so."""
+def make_matmul(m: int, k: int, n: int, *, transposed: str = "") -> Case:
+    """`transposed`: `left` or `right`, the operand that is transposed in memory."""
     left, right = ((k, m) if transposed == "left" else (m, k)), ((n, k) if transposed == "right" else (k, n))
 
     def compute(a: Tensor, b: Tensor) -> Tensor:
@@ -41,8 +42,8 @@ def product(m: int, k: int, n: int, *, transposed: str = "") -> Case:
     return Case(compute, (left, right), 2.0 * m * k * n)
 
 
-def attention(num_tokens: int) -> tuple[Case, Case]:
-    """Forward, and backward with the forward that it takes."""
+def make_attention(num_tokens: int) -> tuple[Case, Case]:
+    """Cases of the forward, and of forward and backward."""
     shape = (1, HEADS, num_tokens, HEAD_DIM)
     flops = 2.0 * HEADS * num_tokens**2 * HEAD_DIM
 
@@ -56,28 +57,28 @@ def attention(num_tokens: int) -> tuple[Case, Case]:
     return Case(forward, (shape,) * 3, flops), Case(both, (shape,) * 4, 3.5 * flops)
 
 
-FORWARD_ATTENTION, BACKWARD_ATTENTION = attention(512)
+FORWARD_ATTENTION, BACKWARD_ATTENTION = make_attention(512)
 CASES = {
-    "x W^T, 1,024 rows": product(1024, HIDDEN, INNER, transposed="right"),
-    "g W, 1,024 rows (gradient of x)": product(1024, INNER, HIDDEN),
-    "g^T x, 1,024 rows (gradient of W)": product(INNER, 1024, HIDDEN, transposed="left"),
-    "x A^T, rank 8": product(1024, HIDDEN, 8, transposed="right"),
-    "x W^T, output embedding, 512 rows": product(512, HIDDEN, VOCABULARY, transposed="right"),
-    "x W^T, output embedding, 1 row": product(1, HIDDEN, VOCABULARY, transposed="right"),
-    "x W^T, 1 row": product(1, HIDDEN, INNER, transposed="right"),
-    "x W^T, 8 rows": product(8, HIDDEN, INNER, transposed="right"),
+    "x W^T, 1,024 rows": make_matmul(1024, HIDDEN, INNER, transposed="right"),
+    "g W, 1,024 rows (gradient of x)": make_matmul(1024, INNER, HIDDEN),
+    "g^T x, 1,024 rows (gradient of W)": make_matmul(INNER, 1024, HIDDEN, transposed="left"),
+    "x A^T, rank 8": make_matmul(1024, HIDDEN, 8, transposed="right"),
+    "x W^T, output embedding, 512 rows": make_matmul(512, HIDDEN, VOCABULARY, transposed="right"),
+    "x W^T, output embedding, 1 row": make_matmul(1, HIDDEN, VOCABULARY, transposed="right"),
+    "x W^T, 1 row": make_matmul(1, HIDDEN, INNER, transposed="right"),
+    "x W^T, 8 rows": make_matmul(8, HIDDEN, INNER, transposed="right"),
     "batched, 9 of [256, 64] [64, 256]": Case(torch.bmm, ((9, 256, 64), (9, 64, 256)), 2.0 * 9 * 256 * 256 * 64),
     "attention, 512 tokens": FORWARD_ATTENTION,
     "attention and its backward": BACKWARD_ATTENTION,
 }
 
 
-def operands_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
+def draw_operands(case: Case, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in case.shapes]
 
 
-def seconds_of(call: Callable[[], object], seconds: float) -> float:
+def measure_seconds(call: Callable[[], object], seconds: float) -> float:
     """Least CPU seconds of a call."""
     best, end = float("inf"), time.perf_counter() + seconds
     while True:
@@ -90,7 +91,7 @@ def seconds_of(call: Callable[[], object], seconds: float) -> float:
 
 def measure_speed(case: Case) -> dict[str, float]:
     """GFLOP a CPU second."""
-    halves, wide = operands_of(case, torch.bfloat16), operands_of(case, torch.float32)
+    halves, wide = draw_operands(case, torch.bfloat16), draw_operands(case, torch.float32)
     best: dict[str, float] = {}
     for _ in range(2):
         for name, context, operands in (
@@ -99,26 +100,26 @@ def measure_speed(case: Case) -> dict[str, float]:
             ("fp32", nullcontext(), wide),
         ):
             with context, torch.no_grad():
-                seconds = seconds_of(lambda operands=operands: case.compute(*operands), SECONDS / 2)
+                seconds = measure_seconds(lambda operands=operands: case.compute(*operands), SECONDS / 2)
             best[name] = min(best.get(name, seconds), seconds)
     return {name: case.flops / seconds / 1e9 for name, seconds in best.items()}
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def measure_error(computed: Tensor, exact: Tensor) -> float:
     """Root mean square, over that of the exact result in fp64 rounded once to bf16."""
-    rounded = exact.to(found.dtype).double()
-    return float(((found.double() - exact).square().mean() / (rounded - exact).square().mean()).sqrt())
+    rounded = exact.to(computed.dtype).double()
+    return float(((computed.double() - exact).square().mean() / (rounded - exact).square().mean()).sqrt())
 
 
-def errors() -> dict[str, float]:
-    """Of products and attention in bf16, by what is computed."""
-    found = {}
+def measure_errors() -> dict[str, float]:
+    """Computation -> error of matrix multiplications and attention in bf16."""
+    measured = {}
     for name, case in (
-        ("x W^T", product(64, HIDDEN, INNER, transposed="right")),
-        ("g W", product(64, INNER, HIDDEN)),
-        ("g^T x", product(INNER, 64, HIDDEN, transposed="left")),
-        ("x W^T, in pieces", product(128, HIDDEN, 8192, transposed="right")),
-        ("p W, in pieces along the sum", product(128, 16384, HIDDEN)),
+        ("x W^T", make_matmul(64, HIDDEN, INNER, transposed="right")),
+        ("g W", make_matmul(64, INNER, HIDDEN)),
+        ("g^T x", make_matmul(INNER, 64, HIDDEN, transposed="left")),
+        ("x W^T, in pieces", make_matmul(128, HIDDEN, 8192, transposed="right")),
+        ("p W, in pieces along the sum", make_matmul(128, 16384, HIDDEN)),
         ("bmm", Case(torch.bmm, ((9, 64, 64), (9, 64, 64)), 0.0)),
         ("c + x W", Case(torch.addmm, ((64, INNER), (64, HIDDEN), (HIDDEN, INNER)), 0.0)),
         (
@@ -126,35 +127,35 @@ def errors() -> dict[str, float]:
             Case(lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2), ((9, 64, 64),) * 3, 0.0),
         ),
     ):
-        halves = operands_of(case, torch.bfloat16)
-        found[name] = error(case.compute(*halves), case.compute(*(x.double() for x in halves)))
-    query, key, value, upstream = operands_of(Case(torch.add, ((1, HEADS, 256, HEAD_DIM),) * 4, 0.0), torch.bfloat16)
+        halves = draw_operands(case, torch.bfloat16)
+        measured[name] = measure_error(case.compute(*halves), case.compute(*(x.double() for x in halves)))
+    query, key, value, upstream = draw_operands(Case(torch.add, ((1, HEADS, 256, HEAD_DIM),) * 4, 0.0), torch.bfloat16)
     output, log_sum_exp = FORWARD(query, key, value, 0.0, True)
     gradients = BACKWARD(upstream, query, key, value, output, log_sum_exp, 0.0, True)
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     expected = scaled_dot_product_attention(*exact, is_causal=True)
-    found["attention"] = error(output, expected.detach())
+    measured["attention"] = measure_error(output, expected.detach())
     exact_gradients = torch.autograd.grad(expected, exact, upstream.double())
     for name, gradient, e in zip(("query", "key", "value"), gradients, exact_gradients, strict=True):
-        found[f"attention, gradient of the {name}"] = error(gradient, e)
-    return found
+        measured[f"attention, gradient of the {name}"] = measure_error(gradient, e)
+    return measured
 
 
-def microseconds_of_a_call() -> dict[str, float]:
-    """`[8, 16] [16, 8]`, the least of many."""
+def measure_call_microseconds() -> dict[str, float]:
+    """Precision -> minimum microseconds of `[8, 16] @ [16, 8]`."""
     generator = torch.Generator().manual_seed(0)
     wide = [torch.randn(shape, generator=generator) for shape in ((8, 16), (16, 8))]
-    found = {}
+    microseconds = {}
     for dtype in (torch.bfloat16, torch.float32):
         left, right = (x.to(dtype) for x in wide)
 
-        def many(left: Tensor = left, right: Tensor = right) -> None:
+        def multiply_often(left: Tensor = left, right: Tensor = right) -> None:
             for _ in range(1000):
                 torch.mm(left, right)
 
         with torch.no_grad():
-            found[str(dtype).removeprefix("torch.")] = seconds_of(many, 0.5) * 1e3
-    return found
+            microseconds[str(dtype).removeprefix("torch.")] = measure_seconds(multiply_often, 0.5) * 1e3
+    return microseconds
 
 
 def main() -> None:
@@ -165,15 +166,15 @@ def main() -> None:
     for name, case in CASES.items():
         row = measure_speed(case)
         print(f"| {name} | " + " | ".join(f"{row[key]:.1f}" for key in ("PyTorch", "replaced", "fp32")) + " |")
-    native, call = errors(), microseconds_of_a_call()
+    native, call = measure_errors(), measure_call_microseconds()
     with replaced_kernels():
-        ours, our_call = errors(), microseconds_of_a_call()
+        ours, our_call = measure_errors(), measure_call_microseconds()
     print("\n| error over one rounding | PyTorch, bf16 | replaced, bf16 |\n|---|---|---|")
-    for name, found in native.items():
-        print(f"| {name} | {found:.4f} | {ours[name]:.4f} |")
-    print("\nmicroseconds of a product of [8, 16] and [16, 8]:")
-    for name, found in call.items():
-        print(f"  {name}: {found:.1f} PyTorch, {our_call[name]:.1f} replaced")
+    for name, error in native.items():
+        print(f"| {name} | {error:.4f} | {ours[name]:.4f} |")
+    print("\nmicroseconds of [8, 16] @ [16, 8]:")
+    for name, microseconds in call.items():
+        print(f"  {name}: {microseconds:.1f} PyTorch, {our_call[name]:.1f} replaced")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@ place.
 
     python -m tests.benchmarks.gather_host_time
 
-Runs the handles on seven parameters with as many parts as a layer's matrices have, but little data, so that Python and
-dispatch count; coalesced ones with DeepSpeed's division of the buffer among the ranks. They take turns. CPU
-milliseconds of the thread, lower quartile. On a GPU the launches of NCCL come on top: one, or seven in place.
+Runs the handles on seven parameters, a layer's matrices scaled down, so that Python and dispatch dominate; coalesced
+ones with DeepSpeed's division of the buffer among the ranks. The variants take turns. Prints the lower quartile of CPU
+milliseconds of the thread. On a GPU the launches of NCCL come on top: one, or seven in place.
 """
 
 import math
@@ -58,8 +58,8 @@ def measure_host_time(num_ranks: int) -> list[float]:
             times.append(time.thread_time() - start)
         parameters = make_parameters(num_ranks)
         start = time.thread_time()
-        for parameter, whole in zip(parameters, buffers, strict=True):
-            parameter.data = whole
+        for parameter, gathered in zip(parameters, buffers, strict=True):
+            parameter.data = gathered
             AllGatherHandle(DONE, parameter).wait()
         seconds[2].append(time.thread_time() - start)
     return [1e3 * sorted(times)[NUM_ROUNDS // 4] for times in seconds]

@@ -4,9 +4,9 @@
     torchrun --nproc_per_node 8 -m tests.benchmarks.gpu --shape 8b --output FOLDER
 
 Random weights of the shape of a Qwen3, all parameters trained, bf16, activation checkpoints, packs.
-The methods take turns on one engine, step by step over the same batches, so that ratios meet the same state of the
-machine. A shape that the device has no room for is said so, and cut with `--layers`. With `--output`, gpu.md and
-gpu.json are written there. The tiny shape runs on a CPU, which only shows that this file works.
+The methods take turns on one engine, step by step over the same batches, so that all are
+measured in the same state of the machine. Shapes that do not fit the device are skipped with a message; `--layers` cuts
+them. `--output` receives gpu.md and gpu.json. The tiny shape runs on a CPU, which only shows that this file works.
 """
 
 import argparse
@@ -25,7 +25,13 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.benchmarks.gpu_attention import measure_attention
-from tests.benchmarks.gpu_plan import estimated, needed_flops, pack_lengths, predict_seconds, read_zero_section
+from tests.benchmarks.gpu_plan import (
+    count_needed_flops,
+    estimate_peak_bytes,
+    pack_lengths,
+    predict_seconds,
+    read_zero_section,
+)
 from tests.benchmarks.gpu_report import markdown
 from tests.gpu.results import command_line, describe_devices
 from tests.helpers import step_runs, tiny
@@ -81,17 +87,17 @@ METHODS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 LOW_RANK = {f"jvp, fused, rank {rank}": METHODS["jvp, fused"] | {"probe": {"rank": rank}} for rank in (8, 32)}
-"""Only where asked for."""
+"""Methods that run only if `--methods` names them."""
 
 
 def make_pack(num_tokens: int, vocabulary: int, seed: int) -> Batch:
     """A pack of four sequences; an eighth of each is its prompt."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    sequences = []
     for i, length in enumerate(pack_lengths(num_tokens)):
         ids = torch.randint(0, vocabulary, (length,), generator=generator).int().numpy()
-        made.append(TokenizedSequence(i, ids, torch.arange(length).ge(length // 8).numpy()))
-    return pack([made], pad_token_id=0)
+        sequences.append(TokenizedSequence(i, ids, torch.arange(length).ge(length // 8).numpy()))
+    return pack([sequences], pad_token_id=0)
 
 
 def build_engine(sizes: dict[str, Any], deepspeed_config: str = "zero3_bf16.json") -> Engine:
@@ -112,8 +118,9 @@ def make_recipe(method: str):
     return step_runs.make_recipe(model={"path": "none", "precision": "bf16"}, **(METHODS | LOW_RANK)[method])
 
 
-def estimator_of(method: str, engine: Engine, direction: Direction) -> Estimator:
-    """Methods along the full-rank direction use one, so that there is one copy of its shards."""
+def make_estimator(method: str, engine: Engine, direction: Direction) -> Estimator:
+    """A method's estimator. All methods along the full-rank direction share it, so that there is one copy of its
+    shards."""
     if method == "sft":
         return NoUtilities(engine)
     if method in LOW_RANK:
@@ -132,24 +139,24 @@ def measure_steps(
     deepspeed_config: str = "zero3_bf16.json",
     profiles: Path | None = None,
 ) -> tuple[dict, dict]:
-    """Steps by method, of those chosen, and fidelity.
+    """Measure steps of the chosen methods, and fidelity.
 
     Args:
-        profiles: folder for a profile of another step of each method.
+        profiles: folder for a profile of one more step of each method.
     """
     room = available_memory_bytes()
-    needed = {name: estimated(name, sizes, num_tokens, deepspeed_config) for name in chosen}
-    found: dict[str, Any] = {
+    needed = {name: estimate_peak_bytes(name, sizes, num_tokens, deepspeed_config) for name in chosen}
+    measured: dict[str, Any] = {
         name: {"skipped": f"needs {num_bytes / GIB:.1f} GiB by the estimate, {room / GIB:.1f} are there"}
         for name, num_bytes in needed.items()
         if num_bytes > room
     }
-    methods = [name for name in chosen if name not in found]
+    methods = [name for name in chosen if name not in measured]
     if not methods:
-        return found, {"skipped": "no method has room"}
+        return measured, {"skipped": "no method has room"}
     engine = build_engine(sizes, deepspeed_config)
     direction = Direction(engine)
-    estimators = {name: estimator_of(name, engine, direction) for name in methods}
+    estimators = {name: make_estimator(name, engine, direction) for name in methods}
     lines: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
 
     def train(name: str, batches: StepBatches) -> StepMetrics:
@@ -157,17 +164,17 @@ def measure_steps(
         return step_runs.train_step(engine, make_recipe(name), batches, estimators[name])
 
     for k in range(num_rounds + 1):
-        # Packs of the ranks differ, those of the methods do not.
+        # Packs differ between ranks, but not between methods.
         seed = 1000 * k + 10 * layout.rank("shards")
         main = [make_pack(num_tokens, sizes["vocab_size"], seed + i) for i in range(num_packs)]
         probe = [make_pack(num_tokens, sizes["vocab_size"], seed + 9)]
         for name in methods[k % len(methods) :] + methods[: k % len(methods)]:
-            if "skipped" in found.get(name, {}):
+            if "skipped" in measured.get(name, {}):
                 continue
             try:
                 values = train(name, StepBatches(main, probe)).values
-            except torch.OutOfMemoryError as error:  # of this method alone: the others may have room
-                found[name] = {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
+            except torch.OutOfMemoryError as error:  # only this method: others may need less
+                measured[name] = {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
                 gc.collect()
                 torch.cuda.empty_cache()
                 continue
@@ -175,29 +182,29 @@ def measure_steps(
                 lines[name].append(dict(values))
     sequences = pack_lengths(num_tokens)
     for name in methods:
-        if lines[name] and name not in found:
-            flops = needed_flops(name, sizes, num_tokens, num_packs)
+        if lines[name] and name not in measured:
+            flops = count_needed_flops(name, sizes, num_tokens, num_packs)
             others = {id(x): x for x in (direction, *(e.direction for e in estimators.values())) if x is not None}
             others.pop(id(estimators[name].direction), None)
             kept = sum(other.persistent_bytes for other in others.values())
-            found[name] = summary(lines[name], sum(sequences) * num_packs, flops, needed[name], kept)
-            found[name]["predicted_seconds"] = predict_seconds(name, sizes, num_tokens, num_packs, deepspeed_config)
+            measured[name] = summarize(lines[name], sum(sequences) * num_packs, flops, needed[name], kept)
+            measured[name]["predicted_seconds"] = predict_seconds(name, sizes, num_tokens, num_packs, deepspeed_config)
             if "sft" in methods and len(lines["sft"]) == len(lines[name]):
                 pairs = zip(lines[name], lines["sft"], strict=True)
-                found[name]["over_sft"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+                measured[name]["over_sft"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
     if profiles is not None:
         batches = StepBatches(main, probe)
         for name in methods:
-            if "skipped" not in found[name]:
+            if "skipped" not in measured[name]:
                 file = profiles / (re.sub(r"\W+", "_", f"{name} {deepspeed_config}") + ".txt")
                 write_profile(file, lambda name=name: train(name, batches))
-    fidelity = fidelity_in_bf16(engine, direction, make_pack(min(num_tokens, 4096), sizes["vocab_size"], 7))
+    fidelity = measure_fidelity_in_bf16(engine, direction, make_pack(min(num_tokens, 4096), sizes["vocab_size"], 7))
     engine.close()
-    return {name: found[name] for name in chosen}, fidelity
+    return {name: measured[name] for name in chosen}, fidelity
 
 
-def summary(lines: list[dict], num_tokens: int, flops: float, estimate: int, not_needed: int) -> dict[str, Any]:
-    """Medians over rounds; `not_needed`: bytes that are there for the other methods only."""
+def summarize(lines: list[dict], num_tokens: int, flops: float, estimate: int, not_needed: int) -> dict[str, Any]:
+    """Medians over rounds. `not_needed`: bytes that are allocated only for other methods."""
     seconds = statistics.median(line["seconds"] for line in lines)
     peak = peak_flops(torch.cuda.get_device_name()) if device().type == "cuda" else None
     phases = ("probe", "utility", "main", "step")
@@ -212,8 +219,8 @@ def summary(lines: list[dict], num_tokens: int, flops: float, estimate: int, not
     }
 
 
-def fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict[str, Any]:
-    """Utilities of the training precision against those of the same weights and direction in fp32."""
+def measure_fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict[str, Any]:
+    """Compare utilities in the training precision with those in fp32, for the same weights and direction."""
     try:
         take_direction(direction, derive_step_settings(make_recipe("jvp")), [batch])
         utilities = []
@@ -222,17 +229,17 @@ def fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict
                 utilities.append(compute_losses_and_utilities(engine, batch)[1].double().cpu())
     except torch.OutOfMemoryError as error:
         return {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
-    found, exact = utilities
+    measured, exact = utilities
     return {
         "num_tokens": len(exact),
-        "spearman": float(spearmanr(found, exact).statistic),
-        "relative_error": float((found - exact).norm() / exact.norm()),
+        "spearman": float(spearmanr(measured, exact).statistic),
+        "relative_error": float((measured - exact).norm() / exact.norm()),
     }
 
 
 def write_profile(file: Path, work: Callable[[], object]) -> None:
-    """The operators and kernels of one call that take longest, and its trace for a viewer (perfetto.dev) beside it;
-    written by the first rank."""
+    """Profile one call: the first rank writes the slowest operators and kernels, and a trace for a viewer
+    (perfetto.dev) beside it."""
     if not layout.is_first():
         work()
         return
@@ -244,7 +251,7 @@ def write_profile(file: Path, work: Callable[[], object]) -> None:
     profile.export_chrome_trace(str(file.with_suffix(".json.gz")))
 
 
-def timed(work: Callable[[], object], repeats: int) -> float:
+def measure_seconds(work: Callable[[], object], repeats: int) -> float:
     """Median seconds of one call."""
 
     def now() -> float:
@@ -291,7 +298,7 @@ def main() -> None:
     steps, fidelity = {}, {"skipped": "attention only"}
     if not arguments.attention_only:
         for file in arguments.deepspeed_config:
-            of_file, fidelity = measure_steps(
+            file_steps, fidelity = measure_steps(
                 sizes,
                 num_tokens,
                 arguments.rounds,
@@ -301,9 +308,9 @@ def main() -> None:
                 arguments.output if arguments.profile else None,
             )
             is_alone = len(arguments.deepspeed_config) == 1
-            steps |= {name if is_alone else f"{name}, {file}": row for name, row in of_file.items()}
+            steps |= {name if is_alone else f"{name}, {file}": row for name, row in file_steps.items()}
             gc.collect()
-    found = {
+    results = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": describe_devices(where["world_size"]),
         "ranks": where["world_size"],
@@ -317,16 +324,16 @@ def main() -> None:
         "rounds": arguments.rounds,
         "steps": steps,
         "fidelity_in_bf16": fidelity,
-        "attention": measure_attention(sizes, pack_lengths(num_tokens), timed),
+        "attention": measure_attention(sizes, pack_lengths(num_tokens), measure_seconds),
     }
     if not layout.is_first():
         return
-    text = markdown(found)
+    text = markdown(results)
     print(text)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "gpu.md").write_text(text)
-        (arguments.output / "gpu.json").write_text(json.dumps(found, indent=2) + "\n")
+        (arguments.output / "gpu.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

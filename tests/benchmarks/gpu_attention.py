@@ -1,4 +1,4 @@
-"""Attention alone, for tests/benchmarks/gpu.py: with tangents by kernel and in blocks, beside the plain forward."""
+"""Time of attention alone, for tests/benchmarks/gpu.py: plain forward, and with tangents by kernel and in blocks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,35 +24,35 @@ Timed = Callable[[Callable[[], object], int], float]
 def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Timed) -> dict[str, Any]:
     """Seconds of one layer's attention on a pack, by way; and of every tile, where there is the kernel."""
     heads, kv_heads, head_dim = (sizes[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    num_tokens, on, scale = sum(lengths), device(), head_dim**-0.5
+    num_tokens, place, scale = sum(lengths), device(), head_dim**-0.5
     torch.manual_seed(0)
 
-    def drawn(num_heads: int) -> Tensor:  # in memory as the projections of a model give it
-        made = torch.randn(1, num_tokens, num_heads, head_dim, device=on, dtype=torch.bfloat16)
-        return made.transpose(1, 2)
+    def draw(num_heads: int) -> Tensor:  # memory layout as of a model's projections
+        drawn = torch.randn(1, num_tokens, num_heads, head_dim, device=place, dtype=torch.bfloat16)
+        return drawn.transpose(1, 2)
 
-    primals = [drawn(number) for number in (heads, kv_heads, kv_heads)]
-    tangents = tuple(drawn(number) for number in (heads, kv_heads, kv_heads))
-    layout = SequenceLayout.from_lengths([list(lengths)], 1, on)
+    primals = [draw(number) for number in (heads, kv_heads, kv_heads)]
+    tangents = tuple(draw(number) for number in (heads, kv_heads, kv_heads))
+    layout = SequenceLayout.from_lengths([list(lengths)], 1, place)
 
     def in_blocks() -> None:
         for _, columns in layout.iter_sequences():
             parts = [x[:, :, columns] for x in primals]
             block_attention(*parts, tuple(x[:, :, columns] for x in tangents), scale=scale)
 
-    ways: dict[str, Callable[[], object]] = {
+    implementations: dict[str, Callable[[], object]] = {
         "plain forward": lambda: causal_attention([*primals, None], layout, Scoring(scale)),
         "with tangents, in blocks": in_blocks,
     }
-    # Seconds of Triton's interpreter say nothing, and it takes minutes.
+    # Triton's interpreter takes minutes, and its times are meaningless.
     is_compiled = os.environ.get("TRITON_INTERPRET") != "1"
     if is_compiled:
         # As in the fused main pass: on a GPU FlashAttention, then the kernel for the tangent from its output.
-        ways["with tangents, beside the plain forward"] = lambda: attend_with_graph_and_tangents(
+        implementations["with tangents, beside the plain forward"] = lambda: attend_with_graph_and_tangents(
             [*primals, None], [*tangents, None], layout, Scoring(scale)
         )
-    found: dict[str, Any] = {}
-    if on.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
+    seconds: dict[str, Any] = {}
+    if place.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
         from vcore_ds.models.flash_tangent import TILES, flash_tangent
 
         def kernel(tiles: tuple[int, ...] | None = None) -> object:
@@ -61,12 +61,12 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
 
         padded = max(64, 1 << (head_dim - 1).bit_length())
         if is_compiled:
-            ways["with tangents, kernel"] = kernel
+            implementations["with tangents, kernel"] = kernel
         for tiles in TILES[padded] if is_compiled else ():
-            ways["kernel, tiles " + " ".join(map(str, tiles))] = lambda tiles=tiles: kernel(tiles)
-    for name, work in ways.items():
+            implementations["kernel, tiles " + " ".join(map(str, tiles))] = lambda tiles=tiles: kernel(tiles)
+    for name, work in implementations.items():
         try:
-            found[name] = timed(work, 5)
-        except Exception as error:  # a tile may not fit this device, and the others are still of interest
-            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return found
+            seconds[name] = timed(work, 5)
+        except Exception as error:  # a tile may not fit this device; measure the others
+            seconds[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return seconds

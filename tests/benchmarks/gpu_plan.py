@@ -1,4 +1,4 @@
-"""What the plan says of the steps of tests/benchmarks/gpu.py: memory, FLOP and, on a GPU of a known peak, seconds."""
+"""Predictions for the steps of tests/benchmarks/gpu.py: memory, FLOP and, on a GPU with a known peak, seconds."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ PARTS_OF_A_PACK = (8, 4, 3, 1)
 """Lengths of a pack's sequences, in sixteenths."""
 
 
-def shape_of(sizes: dict[str, Any]) -> ModelShape:
+def make_shape(sizes: dict[str, Any]) -> ModelShape:
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     hidden, heads, kv_heads, head_dim, width = (sizes[name] for name in names)
     return ModelShape(
@@ -46,10 +46,10 @@ def read_zero_section(deepspeed_config: str) -> dict[str, Any]:
     return section
 
 
-def settings_of(
+def make_memory_settings(
     method: str, num_tokens: int, deepspeed_config: str = "zero3_bf16.json", num_ranks: int | None = None
 ) -> MemorySettings:
-    """What decides the memory and the passes of a method's step.
+    """Settings that determine memory and passes of a method's step.
 
     Args:
         num_tokens: of a pack, which is a micro-batch.
@@ -71,16 +71,18 @@ def settings_of(
     )
 
 
-def estimated(method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_config: str = "zero3_bf16.json") -> int:
+def estimate_peak_bytes(
+    method: str, sizes: dict[str, Any], num_tokens: int, deepspeed_config: str = "zero3_bf16.json"
+) -> int:
     """Bytes at the peak of a step, as the check before a run estimates them."""
-    return estimate_memory(shape_of(sizes), settings_of(method, num_tokens, deepspeed_config)).peak_bytes
+    return estimate_memory(make_shape(sizes), make_memory_settings(method, num_tokens, deepspeed_config)).peak_bytes
 
 
-def needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, num_packs: int) -> float:
-    """FLOP of a rank's step, as MFU counts them: what activation checkpoints compute again is not needed."""
-    passes = StepPasses.derive(replace(settings_of(method, num_tokens), is_checkpointed=False))
+def count_needed_flops(method: str, sizes: dict[str, Any], num_tokens: int, num_packs: int) -> float:
+    """FLOP of a rank's step as MFU counts them, without the recomputation of activation checkpoints."""
+    passes = StepPasses.derive(replace(make_memory_settings(method, num_tokens), is_checkpointed=False))
     lengths = pack_lengths(num_tokens)
-    return passes.flops(shape_of(sizes), lengths * num_packs, lengths).total
+    return passes.flops(make_shape(sizes), lengths * num_packs, lengths).total
 
 
 def predict_seconds(
@@ -101,8 +103,8 @@ def predict_seconds(
         gpu = find_gpu(torch.cuda.get_device_name())
     if gpu is None:
         return None
-    settings = settings_of(method, num_tokens, deepspeed_config, num_ranks)
-    ranks, shape, zero = settings.num_ranks, shape_of(sizes), read_zero_section(deepspeed_config)
+    settings = make_memory_settings(method, num_tokens, deepspeed_config, num_ranks)
+    ranks, shape, zero = settings.num_ranks, make_shape(sizes), read_zero_section(deepspeed_config)
     pack = pack_lengths(num_tokens)
 
     def batch(num_packs: int) -> tuple[list[int], Spread]:

@@ -6,20 +6,20 @@ from typing import Any
 GIB = 2**30
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-    """A heading with what was measured where, and a table for each kind of number."""
-    return "\n".join(_lines(found)) + "\n"
+def markdown(results: Mapping[str, Any]) -> str:
+    """A heading with device, command and versions, and a table for each kind of number."""
+    return "\n".join(_lines(results)) + "\n"
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    sizes = found["sizes"]
-    yield f"## Qwen3-{found['shape']}, {sizes['num_hidden_layers']} layers, on {found['device']}"
+def _lines(results: Mapping[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    sizes = results["sizes"]
+    yield f"## Qwen3-{results['shape']}, {sizes['num_hidden_layers']} layers, on {results['device']}"
     yield ""
     yield (
-        f"{found['date']}; `{found['command']}`; {versions}; commit {found['commit']}. Random weights, all "
-        f"parameters trained, bf16, activation checkpoints, {found['packs']} pack(s) of "
-        f"{found['tokens_of_a_pack']:,} tokens a rank and step; medians of {found['rounds']} round(s) in turns."
+        f"{results['date']}; `{results['command']}`; {versions}; commit {results['commit']}. Random weights, all "
+        f"parameters trained, bf16, activation checkpoints, {results['packs']} pack(s) of "
+        f"{results['tokens_of_a_pack']:,} tokens a rank and step; medians of {results['rounds']} round(s) in turns."
     )
     yield ""
     yield (
@@ -27,7 +27,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         "| utility s (plan) | main s (plan) | update s (plan) |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for name, row in found["steps"].items():
+    for name, row in results["steps"].items():
         if "skipped" in row:
             yield f"| {name} | skipped: {row['skipped']} |" + " |" * 8
             continue
@@ -45,10 +45,10 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "| attention of one layer, one pack | ms |"
     yield "|---|---|"
-    for name, seconds in found["attention"].items():
+    for name, seconds in results["attention"].items():
         yield f"| {name} | {seconds if isinstance(seconds, str) else f'{1e3 * seconds:.3f}'} |"
     yield ""
-    fidelity = found["fidelity_in_bf16"]
+    fidelity = results["fidelity_in_bf16"]
     if "skipped" in fidelity:
         yield f"Fidelity in bf16 skipped: {fidelity['skipped']}."
         return

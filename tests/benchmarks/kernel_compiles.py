@@ -1,14 +1,14 @@
-"""The attention kernel with tangents compiled for GPUs that are not here: what became of each tile.
+"""Registers and spills of the attention kernel with tangents, compiled for GPUs that this machine lacks.
 
     python -m tests.benchmarks.kernel_compiles [--head-dim 256] [--first] [--quick] [--tile 64,32,4,2] [--json]
 
-Triton compiles ahead of time and brings NVIDIA's assembler and disassembler. For every tile that a run may choose, in
+Triton compiles ahead of time and includes NVIDIA's assembler and disassembler. For every tile that a run may choose, in
 bf16 with all tangents, for value and tangent and for the tangent of a given value: registers of a thread, spilled
-bytes, shared memory, columns of tensor memory (B200), and whether the assembler says that it serializes products; and
-of the loop over keys the instructions of the tensor cores and the waits for them. Nothing is launched, so nothing here
-is a time. With `--tile` one that is not in the list.
+bytes, shared memory, columns of tensor memory (B200), and whether the assembler serializes matrix multiplications; and
+of the loop over keys the instructions of the tensor cores and the waits for them. Nothing is launched, so there are no
+times. `--tile` compiles another tile.
 
-It starts Triton without a GPU, which is settled once a process: tests run it as a command.
+Triton decides once per process whether there is a GPU, so tests run this file as a command.
 """
 
 import argparse
@@ -41,16 +41,16 @@ GPUS = {90: "H100", 100: "B200"}
 """By compute capability."""
 
 SHARED_BYTES, TENSOR_MEMORY_COLUMNS = 227 * 1024, 512
-"""Of a block of threads, on both and on a B200. Tiles that need more are not launched: Triton tells them by these."""
+"""Limits of a block of threads, the second on a B200. Triton does not launch tiles that need more."""
 
 HEADS, KV_HEADS, NUM_TOKENS = 8, 2, 4096
-"""The kernel does not depend on them."""
+"""Sizes that do not change the compiled kernel."""
 
 SLIDING_WINDOW = 1024
 
 
 class NoDevice(DriverBase):
-    """What Triton asks of a driver when it compiles."""
+    """Driver that answers what Triton asks while it compiles."""
 
     capability = 90
     get_benchmarker = get_empty_cache_for_benchmark = map_python_to_cpp_type = None
@@ -74,7 +74,7 @@ class NoDevice(DriverBase):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one tile on one GPU. Counts of instructions are those of the loop over keys."""
+    """Result of compiling one tile for one GPU. Instructions are counted in the loop over keys."""
 
     gpu: str
     head_dim: int
@@ -88,19 +88,19 @@ class Compiled:
     tensor_memory_columns: int
     fits: bool
     is_serialized: bool
-    """Whether the assembler says that it lets products wait for each other."""
+    """Whether the assembler reports that it serializes matrix multiplications."""
     products: str
-    """Instructions of the tensor cores: HGMMA (H100) and UTCHMMA (B200); HMMA is that of GPUs before them."""
+    """Instructions of the tensor cores: HGMMA (H100), UTCHMMA (B200), HMMA (earlier GPUs)."""
     num_waits: int
 
 
-def compiled(
+def compile_tile(
     capability: int, head_dim: int, tile: Sequence[int], *, value_is_given: bool, windowed_with_sinks: bool = False
 ) -> Compiled:
-    """The kernel in bf16 with all tangents."""
+    """Compile the kernel in bf16 with all tangents."""
     NoDevice.capability = capability
 
-    def empty(heads: int) -> torch.Tensor:  # in memory as the projections of a model give it
+    def empty(heads: int) -> torch.Tensor:  # memory layout as of a model's projections
         return torch.empty(1, NUM_TOKENS, heads, head_dim, dtype=torch.bfloat16).transpose(1, 2)
 
     query, key = empty(HEADS), empty(KV_HEADS)
@@ -117,12 +117,12 @@ def compiled(
         value_is_given=value_is_given,
     )
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        made = attend.warmup(*arguments, **constants, **dict(zip(TILE_KEYS, tile, strict=True)), grid=(1, 1, 1))
-    shared_bytes, columns = made.metadata.shared, made.metadata.tmem_size or 0
+        kernel = attend.warmup(*arguments, **constants, **dict(zip(TILE_KEYS, tile, strict=True)), grid=(1, 1, 1))
+    shared_bytes, columns = kernel.metadata.shared, kernel.metadata.tmem_size or 0
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     assert spilled is not None and registers is not None, log.getvalue()
-    products, num_waits = _loop_over_keys(made.asm["cubin"])
+    products, num_waits = _loop_over_keys(kernel.asm["cubin"])
     return Compiled(
         gpu=GPUS[capability],
         head_dim=head_dim,
@@ -141,8 +141,8 @@ def compiled(
 
 
 def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
-    """Instructions of the tensor cores, and waits for them, in the loop that has most of the former: of loops with
-    equally many the shortest."""
+    """Instructions of the tensor cores, and waits for them, in the loop with most such instructions, the shortest if
+    several have as many."""
     programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -152,26 +152,26 @@ def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
         sass = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([^;]*);", sass)
     instructions = [(int(address, 16), words.split()) for address, words in lines]
-    # Behind the last exit are waits that were not over at once, and branches back to where they stand: no loops. A
-    # kernel that exceeds the tensor memory is compiled to nothing, without an exit.
+    # Behind the last exit are retries of waits, whose backward branches are no loops. A kernel that exceeds the tensor
+    # memory is compiled to nothing, without an exit.
     end = max((address for address, words in instructions if words[0] == "EXIT"), default=0)
     loops = []
     for address, words in instructions:
         target = re.fullmatch(r"0x([0-9a-f]+)", words[-1])
         if words[0].startswith("BRA") and target is not None and int(target[1], 16) < address < end:
             loops.append((int(target[1], 16), address))
-    found: tuple[Counter[str], int] = Counter(), 0
+    most: tuple[Counter[str], int] = Counter(), 0
     for first, last in sorted(loops, key=lambda loop: loop[1] - loop[0]):
         names = [words[0] for address, words in instructions if first <= address <= last]
         products = Counter(name.split(".")[0] for name in names if re.match("HGMMA|UTC.*MMA|HMMA", name))
-        if products.total() > found[0].total():
+        if products.total() > most[0].total():
             waits = [name for name in names if name.startswith(("WARPGROUP.DEPBAR", "SYNCS.PHASECHK"))]
-            found = products, len(waits)
-    return found
+            most = products, len(waits)
+    return most
 
 
 def count_compiles(head_dim: int) -> int:
-    """Compiles for batches of all kinds, as a run meets them one after the other. Nothing is compiled."""
+    """Number of kernels that Triton would compile for batches of all kinds in one run. Nothing is compiled."""
     keys = set()
 
     def keep(*, key: str, **others: Any) -> bool:
@@ -229,29 +229,29 @@ def main() -> None:
     options = parser.parse_args()
     driver.set_active(NoDevice())
     triton.knobs.nvidia.dump_ptxas_log = True
-    triton.knobs.compilation.always_compile = True  # what is in a cache has no log
-    found = []
+    triton.knobs.compilation.always_compile = True  # a cached kernel has no log
+    compiled = []
     for capability, gpu in GPUS.items():
         for head_dim in options.head_dim if gpu in options.gpu else ():
             dim = triton.next_power_of_2(head_dim)
             for is_given in (False, True):
                 chosen = half_precision_tiles(dim, is_given, has_tensor_memory=capability == 100)
                 tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
-                compile_one = partial(compiled, capability, head_dim, value_is_given=is_given)
+                compile_one = partial(compile_tile, capability, head_dim, value_is_given=is_given)
                 if not (options.quick and is_given):
-                    found += [compile_one(tile) for tile in tiles[: 1 if options.first else None]]
+                    compiled += [compile_one(tile) for tile in tiles[: 1 if options.first else None]]
                 if not options.quick or is_given:
-                    found.append(compile_one(tiles[0], windowed_with_sinks=True))
+                    compiled.append(compile_one(tiles[0], windowed_with_sinks=True))
     pointwise = {gpu: compile_pointwise(capability) for capability, gpu in GPUS.items() if gpu in options.gpu}
     num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
     if options.json:
-        print(json.dumps(dict(tiles=[asdict(one) for one in found], num_compiles=num_compiles, pointwise=pointwise)))
+        print(json.dumps(dict(tiles=[asdict(one) for one in compiled], num_compiles=num_compiles, pointwise=pointwise)))
         return
     print(
         "| GPU | D | computed | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory |"
         " fits | serialized | in the loop | waits |\n|" + "---|" * 12
     )
-    for one in found:
+    for one in compiled:
         computed = ("tangent" if one.value_is_given else "both") + ", window, sinks" * one.windowed_with_sinks
         print(
             f"| {one.gpu} | {one.head_dim} | {computed} | {one.tile} | {one.registers} | {one.spilled_bytes} |"

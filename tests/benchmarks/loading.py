@@ -1,17 +1,17 @@
-"""Bytes read, host memory and seconds of loading into shards, against transformers' own way, on four ranks.
+"""Bytes read, host memory and seconds of loading into shards, compared with transformers, on four ranks.
 
     python -m tests.benchmarks.loading [--rounds 3] [--models small large] [--folder DIR]
 
-The two ways take turns, each load in new processes and from a cold page cache (the model's files are dropped from it).
-Models have random weights and are written to a temporary folder in `--folder`, which needs room for 4.6 GB:
+The two ways take turns, with new processes for each load and from a cold page cache (the model's files are dropped from
+it). Models have random weights and are written to a temporary folder in `--folder`, which needs room for 4.6 GB:
 
 - small: the shape of SmolLM2-135M, an fp32 file of 538 MB, loaded in bf16, so that every value is cast
 - large: a Qwen3 of 2.0 billion parameters, tied embeddings, bf16 files of at most 1 GB, 4.0 GB together, loaded in bf16
 
 Counted on each rank while it loads: bytes fetched from the disk for it (`read_bytes` of /proc/self/io: reads and mapped
-pages alike), bytes asked for in reads (`rchar`, which knows nothing of mapped pages), elements of broadcasts in bytes,
-and private memory (RssAnon, sampled every 2 ms) beyond that before. glibc is told to return freed memory: by default it
-keeps, by chance, up to a whole model's.
+pages alike), bytes asked for in reads (`rchar`, without mapped pages), elements of broadcasts in bytes,
+and private memory (RssAnon, sampled every 2 ms) beyond that before. glibc is told to return freed memory, of which it
+otherwise keeps, by chance, up to the size of the model.
 """
 
 import argparse
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[PretrainedConfig, torch.dtype]] = {
 
 
 class Measured(NamedTuple):
-    """One rank's load."""
+    """Measurements of one rank's load."""
 
     from_disk: int
     asked_for: int
@@ -75,9 +75,9 @@ class Measured(NamedTuple):
 
 def load(folder: str, way: str) -> Measured:
     broadcast, peak, done = 0, 0, threading.Event()
-    real, before = deepspeed.comm.broadcast, status_bytes("RssAnon:")
+    real, before = deepspeed.comm.broadcast, read_status_bytes("RssAnon:")
 
-    def counted(tensor: torch.Tensor, *arguments, **keywords):
+    def count_and_broadcast(tensor: torch.Tensor, *arguments, **keywords):
         nonlocal broadcast
         broadcast += tensor.nbytes
         return real(tensor, *arguments, **keywords)
@@ -85,13 +85,13 @@ def load(folder: str, way: str) -> Measured:
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.002):
-            peak = max(peak, status_bytes("RssAnon:") - before)
+            peak = max(peak, read_status_bytes("RssAnon:") - before)
 
-    deepspeed.comm.broadcast = counted
+    deepspeed.comm.broadcast = count_and_broadcast
     watcher = threading.Thread(target=watch)
     watcher.start()
     torch.distributed.barrier()
-    io, started = io_bytes(), time.perf_counter()
+    io, started = read_io_bytes(), time.perf_counter()
     model = WAYS[way](
         folder,
         tiny.deepspeed_config(bf16=True),
@@ -103,25 +103,25 @@ def load(folder: str, way: str) -> Measured:
     seconds = time.perf_counter() - started
     done.set()
     watcher.join()
-    read = {key: value - io[key] for key, value in io_bytes().items()}
+    read = {key: value - io[key] for key, value in read_io_bytes().items()}
     shards = sum(parameter.ds_tensor.nbytes for parameter in model.parameters())
     return Measured(read["read_bytes"], read["rchar"], broadcast, peak, shards, seconds)
 
 
-def status_bytes(key: str) -> int:
+def read_status_bytes(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def io_bytes() -> dict[str, int]:
+def read_io_bytes() -> dict[str, int]:
     return {
         key: int(value)
         for key, value in map(str.split, Path("/proc/self/io").read_text().replace(":", "").splitlines())
     }
 
 
-def write(name: str, folder: str) -> int:
-    """Makes the model; returns the bytes of its files."""
+def write_model(name: str, folder: str) -> int:
+    """Write the model; returns the bytes of its files."""
     config, dtype = MODELS[name]
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size="1GB")
@@ -135,7 +135,7 @@ def drop_from_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def mb(values: list[int]) -> str:
+def format_mb(values: list[int]) -> str:
     low, high = round(min(values) / 1e6), round(max(values) / 1e6)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
@@ -150,8 +150,8 @@ def main() -> None:
     for name in arguments.models:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="loading_") as temporary:
             folder = Path(temporary)
-            # In a process of its own, whose memory goes with it.
-            (num_bytes,) = run_ranks(write, 1, name, str(folder))
+            # In a separate process, so that its memory is freed.
+            (num_bytes,) = run_ranks(write_model, 1, name, str(folder))
             loads: dict[str, list[list[Measured]]] = {way: [] for way in WAYS}
             for k in range(arguments.rounds):
                 for way in list(WAYS)[:: 1 if k % 2 == 0 else -1]:
@@ -161,7 +161,7 @@ def main() -> None:
         for way, rounds in loads.items():
             first, others = [ranks[0] for ranks in rounds], [one for ranks in rounds for one in ranks[1:]]
             for field in ("from_disk", "asked_for", "broadcast", "peak", "shards"):
-                pair = (mb([getattr(one, field) for one in group]) for group in (first, others))
+                pair = (format_mb([getattr(one, field) for one in group]) for group in (first, others))
                 print(f"  {way:<18} {field:<10} {' | '.join(pair)}")
             seconds = [max(one.seconds for one in ranks) for ranks in rounds]
             print(f"  {way:<18} seconds    {statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})")

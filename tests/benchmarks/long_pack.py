@@ -1,10 +1,10 @@
-"""One whole training step on a pack of 16,384 tokens with the 151,936-token vocabulary, on one CPU rank.
+"""Memory of a training step on a pack of 16,384 tokens with the 151,936-token vocabulary, on one CPU rank.
 
     python -m tests.benchmarks.long_pack
 
 The model has Qwen3's vocabulary and two small layers, so that nearly all memory is that of the loss. Counted tensor by
-tensor (`tests/helpers/allocations.py`): the highest sum of what a step allocates beyond what lives between steps. Whole
-logits would be 9.27 GiB a copy, with two to three copies.
+tensor (`tests/helpers/allocations.py`): the peak of a step beyond the tensors that persist between steps. Full logits
+would need two to three copies of 9.27 GiB.
 """
 
 import gc
@@ -30,7 +30,7 @@ METHODS = {
 
 
 def make_pack() -> Batch:
-    """Four sequences, every token but their first 200 supervised."""
+    """A pack of four sequences, supervised from their 201st token on."""
     generator = np.random.default_rng(0)
     sequences = [
         TokenizedSequence(i, generator.integers(0, VOCABULARY, n).astype(np.int32), np.arange(n) >= 200)

@@ -1,12 +1,12 @@
-"""How right utilities along a low-rank direction are, by rank, on SmolLM2-135M and real traces (`probe.rank`).
+"""Accuracy of utilities along a low-rank direction, by rank, on SmolLM2-135M and real traces (`probe.rank`).
 
     python -m tests.benchmarks.low_rank [--ranks 16 64 128] [--steps 4] [--output FILE.json]
 
-All parameters, fp32, one rank. The reference is forward mode along the whole direction of the same probe. Spearman's
-correlation within each measured trace, which is what Gibbs weights see: median and least over 12 traces; and the share
-of the direction's squared norm that is kept. First along the gradient of the pretrained model, then after some steps of
-AdamW along the gradient and along Adam's direction. `another probe` is the whole direction of other traces: what the
-draw of the probe changes, for scale.
+All parameters, fp32, one rank. The reference is forward mode along the full-rank direction of the same probe. Prints
+Spearman's correlation within each measured trace, on which Gibbs weights depend: median and minimum over 12 traces; and
+the share of the direction's squared norm that the low rank keeps. First along the gradient of the pretrained model,
+then after some steps of AdamW along the gradient and along Adam's direction. `another probe` is the full-rank direction
+of other traces, to compare with the noise of the probe.
 
 Predicted before the first run, from measurements outside of the engine: along the gradient 0.998 at rank 16 and 0.9998
 at 64; along Adam's direction 0.96, 0.98 and 0.993 at 16, 64 and 128; another probe 0.3.
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from scipy.stats import spearmanr
 
+from tests.helpers.commands import REPOSITORY
 from tests.helpers.ranks import run_ranks
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.config.load import load_recipe
@@ -38,7 +39,6 @@ from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_MEASURED, NUM_PROBE = 12, 8
 MEASURED, PROBE, OTHER = range(NUM_MEASURED), range(40, 40 + NUM_PROBE), range(60, 60 + NUM_PROBE)
 
@@ -65,7 +65,7 @@ def measure(ranks: list[int], num_steps: int) -> list[dict]:
     engine = build_engine(derive_engine_settings(recipe), deepspeed_config(plan_settings, plan))
     batches = feed.batches(list(MEASURED), 1)
 
-    def take(optimizer: str, probe: range) -> Direction:
+    def compute_direction(optimizer: str, probe: range) -> Direction:
         settings = replace(step_settings, probe=step_settings.probe.model_copy(update={"direction": optimizer}))
         direction = Direction(engine)
         take_direction(direction, settings, feed.probe_batches(probe), seed=0)
@@ -74,16 +74,16 @@ def measure(ranks: list[int], num_steps: int) -> list[dict]:
     rows: list[dict] = []
 
     def compare(state: str, optimizer: str) -> None:
-        direction = take(optimizer, PROBE)
+        direction = compute_direction(optimizer, PROBE)
         reference = compute_jvp_utilities(engine, direction, batches)
-        directions = {"another probe": take(optimizer, OTHER)}
+        directions = {"another probe": compute_direction(optimizer, OTHER)}
         for rank, passes in product(ranks, (1, 2)):
             low_rank = directions[f"rank {rank}, {passes} pass"] = direction.with_rank(rank)
             low_rank.rank_passes = passes
         for name, direction in directions.items():
-            found = compute_jvp_utilities(engine, direction, batches)
+            utilities = compute_jvp_utilities(engine, direction, batches)
             energy = None if direction.rank is None else direction.measure_energy()["total"]
-            within = [float(spearmanr(a, b).statistic) for a, b in zip(found, reference, strict=True)]
+            within = [float(spearmanr(a, b).statistic) for a, b in zip(utilities, reference, strict=True)]
             row = dict(state=state, direction=optimizer, name=name, median=statistics.median(within))
             rows.append(row | dict(mean=statistics.fmean(within), least=min(within), energy=energy))
             print(json.dumps(rows[-1]), flush=True)

@@ -1,15 +1,15 @@
-"""What a VCORE step costs over an SFT step, and an SFT step over a bare DeepSpeed loop.
+"""Step time of VCORE over SFT, and of SFT over a bare DeepSpeed loop.
 
     python -m tests.benchmarks.overhead [--rounds 7] [--only NAME ...] [--output FILE.json]
 
-Each ratio has two processes of its own with the two engines that it needs: with all of them in two processes, a step's
-time depended on which engine had run before it. The two take turns, step by step over the same batches, so that the
-machine's moods meet both, and the numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of
+Each ratio is measured in two new processes with only the two engines that it needs: with all engines in two processes,
+a step's time depended on which engine had run before it. The two take turns, step by step over the same batches, so
+that other load affects both. The numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of
 16.9M parameters, bf16. Batches are drawn and dealt by a run's own feed and plan, with default keys.
 
-The bare loop is `deepspeed.initialize` around the Hugging Face model, tuned as well as ours: the same ZeRO-3
+The bare loop is `deepspeed.initialize` around the Hugging Face model, tuned like ours: the same ZeRO-3
 buckets, the same fused AdamW, one gradient reduction per step, the loss over the supervised tokens of the whole batch.
-Sequences of similar lengths share a micro-batch in it, since packed ones would have a mask.
+Its micro-batches hold sequences of similar lengths, since packs would need a mask.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Variant:
     lora: bool = False
     checkpointing: bool = False
     moe_kind: str | None = None
-    """Kind of a mixture, see `tiny.mixture`: a token goes through as many parameters as in the dense model."""
+    """Kind of an MoE model, see `tiny.moe_model`. A token activates as many parameters as in the dense model."""
 
 
 SFT, JVP = {"method": {"name": "sft"}}, {"utility": {"fused": True}}
@@ -79,10 +79,10 @@ VARIANTS = {
     "jvp, rank 16, checkpointed": Variant({**JVP, "probe": {"rank": 16}}, checkpointing=True),
     "sft, lora, checkpointed": Variant(SFT, lora=True, checkpointing=True),
     "jvp, lora, checkpointed": Variant(JVP, lora=True, checkpointing=True),
-    "sft, mixture": Variant(SFT, moe_kind="qwen3_moe"),
-    "jvp, mixture": Variant(JVP, moe_kind="qwen3_moe"),
-    "sft, mixture, checkpointed": Variant(SFT, moe_kind="qwen3_moe", checkpointing=True),
-    "jvp, mixture, checkpointed": Variant(JVP, moe_kind="qwen3_moe", checkpointing=True),
+    "sft, MoE": Variant(SFT, moe_kind="qwen3_moe"),
+    "jvp, MoE": Variant(JVP, moe_kind="qwen3_moe"),
+    "sft, MoE, checkpointed": Variant(SFT, moe_kind="qwen3_moe", checkpointing=True),
+    "jvp, MoE, checkpointed": Variant(JVP, moe_kind="qwen3_moe", checkpointing=True),
 }
 BOUNDS = {
     ("sft", "bare"): 1.05,
@@ -94,10 +94,10 @@ BOUNDS = {
     ("jvp, checkpointed", "sft, checkpointed"): 1.65,
     ("jvp, rank 16, checkpointed", "sft, checkpointed"): 1.45,
     ("jvp, lora, checkpointed", "sft, lora, checkpointed"): 1.50,
-    ("jvp, mixture", "sft, mixture"): 1.85,
-    ("jvp, mixture, checkpointed", "sft, mixture, checkpointed"): 1.65,
+    ("jvp, MoE", "sft, MoE"): 1.85,
+    ("jvp, MoE, checkpointed", "sft, MoE, checkpointed"): 1.65,
 }
-"""Largest median of the ratio of a step's time to another's."""
+"""Upper bounds of the median ratio of two step times."""
 
 
 class Sequences(list[TokenizedSequence]):
@@ -112,7 +112,7 @@ class Sequences(list[TokenizedSequence]):
 
 
 def make_feed(num_main: int = NUM_MAIN, num_probe: int = NUM_PROBE) -> Feed:
-    """A run's feed on these ranks, with so many sequences a step. A collective."""
+    """A run's feed on these ranks. A collective."""
     recipe = step_runs.make_recipe(
         model={"path": "none", "precision": "bf16"},
         batch={"global_size": num_main},
@@ -131,8 +131,8 @@ def make_unpacked_batches(feed: Feed, k: int) -> list[Batch]:
     ids = feed.main_order.step(k)
     lengths = [len(feed.dataset[i]) for i in ids]
     limit = MicroBatchLimit(num_sequences=None)
-    found = spread(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
-    micro_batches = found.list_group_ids(layout.rank("shards"))
+    assignment = spread(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
+    micro_batches = assignment.list_group_ids(layout.rank("shards"))
     return [collate([feed.dataset[i] for i in ids], 0) if ids else idle_batch(0) for ids in micro_batches]
 
 
@@ -143,7 +143,7 @@ def deepspeed_config() -> dict:
 
 
 class BareLoop:
-    """What a careful user of DeepSpeed writes without us."""
+    """The training loop that a careful user of DeepSpeed would write."""
 
     def __init__(self):
         model = tiny.qwen3(tied=True, **MODEL)
@@ -177,7 +177,7 @@ class OurLoop:
 
 
 def measure(names: tuple[str, str], num_rounds: int) -> dict:
-    """Seconds of each step of two loops, and of its parts, by name."""
+    """Seconds of each step of two loops, and of the step's parts, by name."""
     feed = make_feed()
     loops: dict[str, Any] = {name: BareLoop() if name == "bare" else OurLoop(VARIANTS[name]) for name in names}
     seconds, parts = ({name: [] for name in names} for _ in range(2))
@@ -202,29 +202,29 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of each ratio's two loops")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each ratio's two loops")
     names = ["bare", *VARIANTS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="ratios between these loops alone")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="only ratios between these loops")
     parser.add_argument("--output", help="write the numbers as JSON")
     arguments = parser.parse_args()
-    found = {}
+    results = {}
     for pair, bound in BOUNDS.items():
         if not {*pair} <= {*arguments.only}:
             continue
         measured = run_ranks(measure, 2, pair, arguments.rounds, timeout_seconds=3600)[0]
-        of_pair = ratio(*(measured["seconds"][name] for name in pair)) | {"bound": bound}
-        found[" / ".join(pair)] = {**measured, "ratio": of_pair}
-        print(f"{' / '.join(pair):54}", *(f"{name} {value:.3f}" for name, value in of_pair.items()), flush=True)
+        ratios = ratio(*(measured["seconds"][name] for name in pair)) | {"bound": bound}
+        results[" / ".join(pair)] = {**measured, "ratio": ratios}
+        print(f"{' / '.join(pair):54}", *(f"{name} {value:.3f}" for name, value in ratios.items()), flush=True)
         for name in pair:
-            of_parts = measured["parts"][name] or [{}]
-            medians = {key: statistics.median(step[key] for step in of_parts) for key in of_parts[0]}
+            parts = measured["parts"][name] or [{}]
+            medians = {key: statistics.median(step[key] for step in parts) for key in parts[0]}
             median = statistics.median(measured["seconds"][name])
             print(f"  {name:32} {median:6.2f} s a step", *(f"{k} {v:.2f}" for k, v in medians.items()), flush=True)
-    if not found:
-        parser.error(f"no ratio between these loops alone; ratios: {', '.join(map(' / '.join, BOUNDS))}")
+    if not results:
+        parser.error(f"no ratio between only these loops; ratios: {', '.join(map(' / '.join, BOUNDS))}")
     if arguments.output:
         with open(arguments.output, "w") as file:
-            json.dump(found, file, indent=2)
+            json.dump(results, file, indent=2)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 One engine for each method in the same two processes; the layouts of a batch take turns, step by step over the same
 sequences, and the ratios are taken round by round. The model is a Qwen3 of 16.9M parameters in bf16 with ids taken
-modulo its vocabulary: what matters here is the lengths, those of all traces within 1,024 tokens, |B| = 32, |B'| = 4.
+modulo its vocabulary: only the lengths matter, those of all traces within 1,024 tokens. |B| = 32, |B'| = 4.
 """
 
 import argparse
@@ -32,10 +32,10 @@ NUM_MAIN, NUM_PROBE, CUTOFF = 32, 4, 1024
 LAYOUTS = {"unpacked, 1 in a micro-batch": 1, "unpacked, 4 in a micro-batch": 4, "packs of 1,024": None}
 METHODS = {"sft": dict(method={"name": "sft"}), "vcore, jvp": dict()}
 SHAPE = ModelShape(8, 6, 2, 64, 1_720_320)
-"""Of the model; its attention length is 4,480 tokens."""
+"""The model's shape; its attention length is 4,480 tokens."""
 
 
-def traces(folder: str) -> list[TokenizedSequence]:
+def read_traces(folder: str) -> list[TokenizedSequence]:
     store = TokenStore(folder)
     return [
         TokenizedSequence(i, sequence.input_ids % MODEL["vocab_size"], sequence.supervised)
@@ -43,10 +43,10 @@ def traces(folder: str) -> list[TokenizedSequence]:
     ]
 
 
-def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int | None) -> tuple[list[Batch], Waste]:
-    """This rank's micro-batches, and what of the global batch is padding and waiting."""
+def make_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int | None) -> tuple[list[Batch], Waste]:
+    """This rank's micro-batches, and the share of padding and waiting in the global batch."""
     num_ranks = layout.size("shards")
-    found = spread(
+    assignment = spread(
         ids,
         [len(all_traces[i]) for i in ids],
         parallel_sizes=[1],
@@ -54,26 +54,29 @@ def own_batches(ids: list[int], all_traces: list[TokenizedSequence], micro: int 
         time_model=TimeModel(SHAPE, num_ranks, num_ranks, CPU),
     )
     batches = []
-    for positions in found.list_group_ids(layout.rank("shards")):
-        own = [all_traces[i] for i in positions]
-        batches.append(idle_batch(0) if not own else collate(own, 0) if micro is not None else pack([own], 0))
-    return batches, found.waste
+    for positions in assignment.list_group_ids(layout.rank("shards")):
+        sequences = [all_traces[i] for i in positions]
+        if not sequences:
+            batches.append(idle_batch(0))
+        else:
+            batches.append(collate(sequences, 0) if micro is not None else pack([sequences], 0))
+    return batches, assignment.waste
 
 
 def measure(num_rounds: int, folder: str) -> dict:
-    all_traces = traces(folder)
+    all_traces = read_traces(folder)
     order = MainOrder([len(all_traces)], NUM_MAIN, seed=0)
-    found: dict[str, dict[str, list[float]]] = {}
+    seconds_per_token: dict[str, dict[str, list[float]]] = {}
     wastes: dict[str, list] = {name: [] for name in LAYOUTS}
     for method, sections in METHODS.items():
         loop = OurLoop(Variant(sections))
-        seconds = found[method] = {name: [] for name in LAYOUTS}
+        seconds = seconds_per_token[method] = {name: [] for name in LAYOUTS}
         for k in range(num_rounds + 1):
             names = list(LAYOUTS)
             for name in names[k % len(names) :] + names[: k % len(names)]:
                 ids = order.step(k)
-                main, waste = own_batches(ids, all_traces, LAYOUTS[name])
-                probe, _ = own_batches(order.step(100 + k)[:NUM_PROBE], all_traces, LAYOUTS[name] and 1)
+                main, waste = make_batches(ids, all_traces, LAYOUTS[name])
+                probe, _ = make_batches(order.step(100 + k)[:NUM_PROBE], all_traces, LAYOUTS[name] and 1)
                 torch.distributed.barrier()
                 started = time.perf_counter()
                 batches = StepBatches(main, probe if loop.estimator.direction is not None else [])
@@ -83,7 +86,7 @@ def measure(num_rounds: int, folder: str) -> dict:
                     seconds[name].append((time.perf_counter() - started) / sum(len(all_traces[i]) for i in ids))
                     wastes[name].append((waste.padding_share, waste.rank_imbalance))
         loop.engine.close()
-    return dict(seconds_per_token=found, wastes=wastes)
+    return dict(seconds_per_token=seconds_per_token, wastes=wastes)
 
 
 def main() -> None:

@@ -2,19 +2,18 @@
 
     python -m tests.benchmarks.peer_scoring --peer-python PATH [--sizes 8 32]
 
-PATH is the Python of an environment that has Bergson (`pip install bergson`). Both score the same traces, of the
+PATH is the Python of an environment that has Bergson (`pip install bergson`). Both score the same traces, of the data
 mixture of `tests.experiments.target_selection` (some 75 tokens with the prompt), along the mean gradient of the same 8
-traces, by the adapter of a short run. Its parameters are all in linear layers, so that Bergson's dot product has to
-equal our utilities. Each is a command of its own in one process with one thread, one after the other. What a trace
-costs is the slope between two sizes, so that start, model and query drop out; CPU seconds, which other load moves less
-than seconds. Peak memory is that of the larger size.
+traces, by the adapter of a short run. All its parameters are in linear layers, so that Bergson's dot product must equal
+our utilities. Each runs as a separate command with one process and one thread, one after the other. The cost of a trace
+is the slope between two sizes, which leaves out start, model and query, in CPU seconds, which depend less on other load
+than wall time. Peak memory is that of the larger size.
 
     vcore      a number for every token and trace, by forward mode
     dot        Bergson: gradient of each trace, times the query's as soon as it is there
 
-Predicted before the first run, by counting products with a forward as 1: 2 for both, so between 0.8 and 1.2 of
-Bergson's CPU seconds; differences below 1e-4 of the norm.
-"""
+Predicted before the first run, by counting matrix multiplications with a forward as 1: 2 for both, so between 0.8 and
+1.2 of Bergson's CPU seconds; differences below 1e-4 of the norm."""
 
 import argparse
 import json
@@ -38,11 +37,11 @@ FOLDER = REPOSITORY / "runs" / "peer_scoring"
 PEER_SCRIPT = REPOSITORY / "tests" / "experiments" / "peer_bergson.py"
 FP32 = ("model.precision=fp32", "engine.deepspeed_config=ds_configs/zero3_fp32.json", "data.cutoff_length=160")
 PLAIN = ("probe.direction=sgd", "probe.clip=null")
-"""The gradient itself, where the run's recipe would have Adam's update."""
+"""The gradient itself, instead of Adam's update as in the run's recipe."""
 
 
 def make_data(sizes: Sequence[int], model: Path) -> None:
-    """Writes the traces of each size and the query's, as conversations and as token ids with labels."""
+    """Write the traces of each size and of the query, as conversations and as token ids with labels."""
     mixture = target_selection.make_data(0, FOLDER)
     tokenizer = load_tokenizer(str(model))
     pool = [json.loads(line) for line in (FOLDER / "pool.jsonl").read_text().splitlines()]
@@ -59,17 +58,17 @@ def make_data(sizes: Sequence[int], model: Path) -> None:
 
 
 def train_adapter(size: int) -> None:
-    """Two SFT steps, so that A has a gradient too."""
+    """Take two SFT steps, so that A has a gradient too."""
     steps = ("methods/sft.yaml", "schedule.num_steps=2", "data.validation_path=null", "run.num_followed_traces=0")
     paths = (f"data.train_path={FOLDER}/{size}.jsonl", f"data.cache_dir={FOLDER}/store")
     run_train([*FP32, *steps, *paths, f"run.output_dir={FOLDER}/run"], FOLDER / "run")
 
 
-def measured(command: Sequence[str], log: Path) -> dict[str, float]:
-    """Runs a command to its end: CPU seconds and peak bytes of it and the processes that it started.
+def measure_command(command: Sequence[str], log: Path) -> dict[str, float]:
+    """CPU seconds and peak bytes of a command and its child processes.
 
     Raises:
-        RuntimeError: it failed; with its last lines.
+        RuntimeError: the command failed. The message has its last lines.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HOME": str(FOLDER / "cache")}
     with log.open("w") as file:
@@ -80,25 +79,25 @@ def measured(command: Sequence[str], log: Path) -> dict[str, float]:
     return {"cpu_seconds": used.ru_utime + used.ru_stime, "peak_bytes": used.ru_maxrss * 1024}
 
 
-def score_by_ours(size: int) -> dict[str, Any]:
-    """What it cost, and the mean utility of every trace, in their order."""
+def score_with_vcore(size: int) -> dict[str, Any]:
+    """Cost of scoring, and the mean utility of every trace, in the order of the traces."""
     output = FOLDER / f"vcore_{size}"
     shutil.rmtree(output, ignore_errors=True)
     paths = [f"data.{key}_path={FOLDER}/{file}.jsonl" for key, file in (("train", size), ("probe", "pool"))]
     command = [sys.executable, "-m", "vcore_ds.commands.cli", "score", str(FOLDER / "run"), *PLAIN, *paths]
     command += [f"data.cache_dir={FOLDER}/store", "--output", str(output)]
-    result = measured(command, output.with_suffix(".log"))
+    result = measure_command(command, output.with_suffix(".log"))
     scores = read_traces(output, ["utility_mean.trusted"])["utility_mean.trusted"]
     return result | {"bytes": sum(path.stat().st_size for path in output.iterdir()), "scores": scores}
 
 
-def score_by_peer(size: int, python: str) -> dict[str, Any]:
-    """The same of Bergson's dot product."""
+def score_with_bergson(size: int, python: str) -> dict[str, Any]:
+    """Cost of scoring, and Bergson's dot product for every trace."""
     output = FOLDER / f"dot_{size}.json"
     files = [str(FOLDER / file) for file in ("run/adapter", f"{size}_ids.jsonl", "pool_ids.jsonl")]
-    result = measured([python, str(PEER_SCRIPT), "dot", *files, str(output)], output.with_suffix(".log"))
-    found = json.loads(output.read_text())
-    return result | {"bytes": found["bytes"], "scores": np.array(found["scores"])}
+    result = measure_command([python, str(PEER_SCRIPT), "dot", *files, str(output)], output.with_suffix(".log"))
+    scored = json.loads(output.read_text())
+    return result | {"bytes": scored["bytes"], "scores": np.array(scored["scores"])}
 
 
 def main() -> None:
@@ -114,7 +113,7 @@ def main() -> None:
     scores = {}
     for name in ("vcore", "dot"):
         first, second = (
-            score_by_ours(size) if name == "vcore" else score_by_peer(size, arguments.peer_python)
+            score_with_vcore(size) if name == "vcore" else score_with_bergson(size, arguments.peer_python)
             for size in arguments.sizes
         )
         slope = {key: (second[key] - first[key]) / (large - small) for key in ("cpu_seconds", "bytes")}

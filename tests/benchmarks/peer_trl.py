@@ -1,4 +1,4 @@
-"""One rank of TRL's SFTTrainer on the fixture of `peers.py`, at its best settings; imports nothing of ours but that.
+"""One rank of TRL's SFTTrainer on the fixture of `peers.py`, at its best settings. Imports nothing else of the package.
 
 RANK=.. WORLD_SIZE=.. python -m tests.benchmarks.peer_trl FOLDER STEPS OUTPUT
 """
@@ -29,8 +29,8 @@ ZERO3 = {
     "gradient_accumulation_steps": "auto",
     "zero_allow_untested_optimizer": True,
 }
-ROWS = 4
-"""Rows of a micro-batch, of about equal length."""
+MICRO_BATCH_SIZE = 4
+"""Sequences of a micro-batch, of about equal length."""
 
 
 class Clock(TrainerCallback):
@@ -47,13 +47,14 @@ class Clock(TrainerCallback):
         self.seconds = (now[0] - self.started[0], now[1] - self.started[1])
 
 
-def sorted_traces(folder: Path, num_steps: int) -> list[dict[str, list[int]]]:
-    """The traces in the order in which two ranks draw them: those of a step sorted by length, `ROWS` to each rank."""
+def sort_traces(folder: Path, num_steps: int) -> list[dict[str, list[int]]]:
+    """The traces in the order in which two ranks draw them: those of a step sorted by length, `MICRO_BATCH_SIZE` to
+    each rank."""
     rows = json.loads((folder / peer_fixture.TRACES).read_text())
-    found = []
+    traces = []
     for k in range(num_steps):
-        found += sorted((rows[i] for i in peer_fixture.step_ids(k)), key=lambda row: -len(row["input_ids"]))
-    return found
+        traces += sorted((rows[i] for i in peer_fixture.draw_step_ids(k)), key=lambda row: -len(row["input_ids"]))
+    return traces
 
 
 def main() -> None:
@@ -63,8 +64,8 @@ def main() -> None:
         str(folder / peer_fixture.MODEL),
         SFTConfig(
             output_dir=str(folder / "trl"),
-            per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=peer_fixture.BATCH_SIZE // ROWS // 2,
+            per_device_train_batch_size=MICRO_BATCH_SIZE,
+            gradient_accumulation_steps=peer_fixture.BATCH_SIZE // MICRO_BATCH_SIZE // 2,
             max_steps=num_steps,
             max_length=peer_fixture.LONGEST,
             learning_rate=peer_fixture.LEARNING_RATE,
@@ -81,7 +82,7 @@ def main() -> None:
             logging_strategy="no",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_list(sorted_traces(folder, num_steps)),
+        train_dataset=Dataset.from_list(sort_traces(folder, num_steps)),
         processing_class=AutoTokenizer.from_pretrained(folder / peer_fixture.MODEL),
         callbacks=[clock],
     )

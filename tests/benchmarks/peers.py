@@ -1,12 +1,13 @@
-"""Target tokens per CPU second of `vcore_ds`, as shipped and at its best, against other trainers at their best.
+"""Target tokens per CPU second of `vcore_ds`, as shipped and at its best settings, compared with other trainers at
+theirs.
 
     python -m tests.benchmarks.peers [--steps 4] [--repetitions 3] [--peer-python PATH] [--only NAME ...]
 
 Every trainer trains the model of `peer_fixture.py` on the same 32 traces a step, in bf16 on two CPU ranks of ZeRO-3.
-Ours and the bare DeepSpeed loop share two processes and take turns, step by step; TRL runs in processes of its own
+Ours and the bare DeepSpeed loop share two processes and take turns, step by step; TRL runs in separate processes
 between two repetitions, with the Python of `--peer-python`, an environment that has trl, deepspeed and accelerate.
-CPU seconds are user and system time of both ranks, without the first step: on a shared machine they waver less than the
-wall clock. Ratios are taken repetition by repetition.
+CPU seconds are user and system time of both ranks, without the first step: on a shared machine they vary less than wall
+time. Ratios are taken repetition by repetition.
 """
 
 import argparse
@@ -50,7 +51,7 @@ from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
 SFT = {"method": {"name": "sft"}}
 PLAIN = {"batch": {"micro_batch_size_per_rank": 1}, "engine": {"coalesce_gradient_reduction": False}}
-"""What was shipped until November 2026."""
+"""The defaults until November 2026."""
 GROUPED = {"batch": {"micro_batch_size_per_rank": 4}, "engine": {"coalesce_gradient_reduction": True}}
 PACKED = {"batch": {"pack_tokens_per_rank": 1024}, "engine": {"coalesce_gradient_reduction": True}}
 OURS: dict[str, dict[str, dict[str, Any]]] = {
@@ -61,7 +62,7 @@ OURS: dict[str, dict[str, dict[str, Any]]] = {
     "finite difference": FINITE_DIFFERENCE,
     "jvp": {},
 }
-"""Names and recipe sections; the rest is the recipe's defaults."""
+"""Name -> sections of the recipe that differ from its defaults."""
 BARE = {"bare loop, 4 a micro-batch": 4, "bare loop, packed": None}
 TRL = "trl"
 
@@ -72,22 +73,22 @@ class Traces(list[TokenizedSequence]):
     def __init__(self) -> None:
         super().__init__(
             TokenizedSequence(
-                i, np.array(ids, dtype=np.int32), np.arange(len(ids)) >= peer_fixture.num_prompt_tokens(len(ids))
+                i, np.array(ids, dtype=np.int32), np.arange(len(ids)) >= peer_fixture.count_prompt_tokens(len(ids))
             )
-            for i, ids in enumerate(peer_fixture.token_ids())
+            for i, ids in enumerate(peer_fixture.draw_token_ids())
         )
         self.lengths = np.array([len(trace) for trace in self], dtype=np.int32)
 
 
 class FixtureOrder:
-    """The main batches that every trainer has."""
+    """The main batches, the same for every trainer."""
 
     def step(self, k: int) -> list[int]:
-        return peer_fixture.step_ids(k)
+        return peer_fixture.draw_step_ids(k)
 
 
 class OurLoop:
-    """What `vcore-ds train` does in a step."""
+    """The steps of `vcore-ds train`."""
 
     def __init__(self, folder: Path, traces: Traces, sections: dict[str, dict[str, Any]]):
         engine = {"deepspeed_config": "ds_configs/zero3_bf16.json"} | sections.get("engine", {})
@@ -130,9 +131,9 @@ class BareLoop:
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(self, k: int) -> None:
-        main = self.batches(peer_fixture.step_ids(k))
-        own = sum(int(batch.num_supervised_tokens().sum()) for batch in main)
-        num_targets = layout.sum_over("shards", [own])[0]
+        main = self.make_batches(peer_fixture.draw_step_ids(k))
+        num_local_targets = sum(int(batch.num_supervised_tokens().sum()) for batch in main)
+        num_targets = layout.sum_over("shards", [num_local_targets])[0]
         self.engine.set_gradient_accumulation_boundary(True)
         with self.engine.coalesce_grad_reduction():
             for batch in main:
@@ -142,7 +143,7 @@ class BareLoop:
                 self.engine.backward(losses / num_targets * layout.size("shards"), scale_wrt_gas=False)
         self.engine.step()
 
-    def batches(self, ids: Sequence[int]) -> list[Batch]:
+    def make_batches(self, ids: Sequence[int]) -> list[Batch]:
         lengths = [len(self.traces[i]) for i in ids]
         groups: dict[str, Any] = dict(num_groups=layout.size("shards"))
         if self.micro_batch_size is not None:
@@ -150,11 +151,11 @@ class BareLoop:
         else:
             work = TimeModel(ModelShape(8, 4, 2, 64, 1_044_480), 2, 2).work
             spread = pack_batch(lengths, **groups, pack_tokens=peer_fixture.LONGEST, work=work, micro_step_cost=0.0)
-        found = []
+        batches = []
         for ranks in spread:
-            own = [self.traces[ids[i]] for i in ranks[layout.rank("shards")]]
-            found.append(collate(own, 0) if self.micro_batch_size is not None else pack([own], 0))
-        return found
+            sequences = [self.traces[ids[i]] for i in ranks[layout.rank("shards")]]
+            batches.append(collate(sequences, 0) if self.micro_batch_size is not None else pack([sequences], 0))
+        return batches
 
 
 def measure(folder: Path, names: Sequence[str], num_steps: int) -> dict[str, tuple[float, float]]:
@@ -164,7 +165,7 @@ def measure(folder: Path, names: Sequence[str], num_steps: int) -> dict[str, tup
         name: lambda sections=sections: OurLoop(folder, traces, sections) for name, sections in OURS.items()
     } | {name: lambda micro=micro: BareLoop(folder, traces, micro) for name, micro in BARE.items()}
     loops = {name: makers[name]() for name in makers if name in names}
-    found = dict.fromkeys(loops, (0.0, 0.0))
+    seconds = dict.fromkeys(loops, (0.0, 0.0))
     for k in range(num_steps + 1):
         order = list(loops)
         for name in order[k % len(order) :] + order[: k % len(order)]:
@@ -173,12 +174,13 @@ def measure(folder: Path, names: Sequence[str], num_steps: int) -> dict[str, tup
             loops[name].step(k)
             torch.distributed.barrier()
             if k > 0:  # the first step allocates, and records ZeRO-3's trace
-                found[name] = (found[name][0] + time.process_time() - cpu, found[name][1] + time.perf_counter() - wall)
-    return found
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                seconds[name] = (seconds[name][0] + cpu, seconds[name][1] + wall)
+    return seconds
 
 
 def measure_trl(folder: Path, python: str, num_steps: int) -> tuple[float, float]:
-    """The same of both ranks of TRL."""
+    """CPU seconds of both ranks of TRL, and wall seconds."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -198,36 +200,38 @@ def measure_trl(folder: Path, python: str, num_steps: int) -> tuple[float, float
     exit_codes = [process.wait() for process in ranks]
     if any(exit_codes):
         sys.exit(f"TRL failed under {python}")
-    found = [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(2)]
-    return sum(cpu for cpu, _ in found), found[0][1]
+    seconds = [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(2)]
+    return sum(cpu for cpu, _ in seconds), seconds[0][1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="counted steps of a repetition")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--peer-python", help="Python of an environment with trl; without it TRL is left out")
     parser.add_argument("--only", nargs="+", default=[*OURS, *BARE, TRL], help="names of loops")
     arguments = parser.parse_args()
-    num_targets = sum(peer_fixture.num_targets(peer_fixture.step_ids(k)) for k in range(1, arguments.steps + 1))
-    found: dict[str, list[tuple[float, float]]] = {}
+    num_targets = sum(peer_fixture.count_targets(peer_fixture.draw_step_ids(k)) for k in range(1, arguments.steps + 1))
+    seconds: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         peer_fixture.write(folder)
         for _ in range(arguments.repetitions):
-            own, other = run_ranks(measure, 2, folder, arguments.only, arguments.steps, timeout_seconds=3600)
-            for loop, (cpu, wall) in own.items():
-                found.setdefault(loop, []).append((cpu + other[loop][0], wall))
+            first, second = run_ranks(measure, 2, folder, arguments.only, arguments.steps, timeout_seconds=3600)
+            for loop, (cpu, wall) in first.items():
+                seconds.setdefault(loop, []).append((cpu + second[loop][0], wall))
             if arguments.peer_python and TRL in arguments.only:
-                found.setdefault(TRL, []).append(measure_trl(folder, arguments.peer_python, arguments.steps))
+                seconds.setdefault(TRL, []).append(measure_trl(folder, arguments.peer_python, arguments.steps))
     print(f"{num_targets:,} target tokens in {arguments.steps} steps; min, median, max of the repetitions")
-    best = max((name for name in found if name in (*BARE, TRL)), key=lambda name: -total_cpu(found[name]), default=None)
-    for loop, times in found.items():
+    best = max(
+        (name for name in seconds if name in (*BARE, TRL)), key=lambda name: -total_cpu(seconds[name]), default=None
+    )
+    for loop, times in seconds.items():
         per_cpu = sorted(num_targets / cpu for cpu, _ in times)
         per_wall = statistics.median(num_targets / wall for _, wall in times)
         line = f"{loop:<38} {per_cpu[0]:7,.0f} {statistics.median(per_cpu):7,.0f} {per_cpu[-1]:7,.0f} per CPU second"
         if best is not None:
-            ratios = sorted(theirs / ours for (theirs, _), (ours, _) in zip(found[best], times, strict=True))
+            ratios = sorted(theirs / ours for (theirs, _), (ours, _) in zip(seconds[best], times, strict=True))
             spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             line += f" ({per_wall:,.0f} wall); {spread} x {best}"
         print(line)

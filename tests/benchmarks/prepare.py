@@ -1,10 +1,10 @@
-"""Rows per second of `vcore-ds prepare math`, the tokenizer's share of it, and what opening a large store costs.
+"""Rows per second of `vcore-ds prepare math`, the tokenizer's share of them, and time and memory to open a large store.
 
     python -m tests.benchmarks.prepare --tokenizer MODEL [--rows 4000] [--sequences 1000000] [--processes 1 2]
     python -m tests.benchmarks.prepare --tokenizer MODEL --rows 0 --sequences 50000 --sequence-tokens 4096    # 1 GB
 
 The rows have the schema of OpenMathReasoning and traces of its length (mean about 3,000 tokens): English words, numbers
-and LaTeX, of which the tokenizer sees all and math-verify the answers. MODEL is a folder with a tokenizer.
+and LaTeX, all tokenized, with answers for math-verify. MODEL is a folder with a tokenizer.
 """
 
 import argparse
@@ -40,14 +40,14 @@ WORDS = (
 
 
 def write_rows(folder: Path, num_rows: int) -> None:
-    """Parquet files of 1,000 rows; each cheap filter drops a seventh, a fifth of the rest has a wrong answer."""
+    """Write Parquet files of 1,000 rows. Each cheap filter drops a seventh; a fifth of the rest has a wrong answer."""
     random = np.random.default_rng(0)
     for start in range(0, num_rows, 1000):
-        rows = [math_row(random, i) for i in range(start, min(start + 1000, num_rows))]
+        rows = [make_math_row(random, i) for i in range(start, min(start + 1000, num_rows))]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"cot-{start:07d}.parquet")
 
 
-def math_row(random: np.random.Generator, i: int) -> dict:
+def make_math_row(random: np.random.Generator, i: int) -> dict:
     a, b = (int(n) for n in random.integers(2, 1000, 2))
     answer = f"\\frac{{{a}}}{{{b}}}" if i % 5 else f"\\frac{{{a + 1}}}{{{b}}}"
     words = random.choice(WORDS, int(min(12_000, 1_400 * np.exp(0.7 * random.standard_normal())))).tolist()
@@ -67,7 +67,7 @@ def math_row(random: np.random.Generator, i: int) -> dict:
 
 
 def measure_command(folder: Path, tokenizer: str, num_rows: int, processes: list[int]) -> dict:
-    """Seconds of the whole command, all rows that pass kept, so that each of them is tokenized."""
+    """Seconds of the command. It keeps all rows that pass the filters, so that each is tokenized."""
     seconds, report = {}, None
     for n in processes:
         request = PrepareRequest("math", (str(folder / "raw"),), tokenizer, "cot")
@@ -85,7 +85,7 @@ def measure_command(folder: Path, tokenizer: str, num_rows: int, processes: list
 
 
 def measure_parts(folder: Path, tokenizer_name: str) -> dict:
-    """Seconds of each part of the work in this process, one after the other."""
+    """Seconds of each part of the work, in this process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizer(tokenizer_name)
     shards = find_shards([str(folder / "raw")], "cot")
@@ -96,7 +96,7 @@ def measure_parts(folder: Path, tokenizer_name: str) -> dict:
     started = time.perf_counter()
     sequences = tokenize(conversations, tokenizer)
     seconds["template and tokenizer"] = time.perf_counter() - started
-    _indexed_dataset()  # seconds of imports that do not grow with the data
+    _indexed_dataset()  # its imports take seconds, whatever the size of the data
     started = time.perf_counter()
     write_store(folder / "parts", sequences, tokenizer)
     seconds["writing"] = time.perf_counter() - started
@@ -119,7 +119,7 @@ def curate(rows: list[dict]) -> tuple[float, list[Conversation]]:
 
 
 def measure_opening(folder: Path, tokenizer_name: str, num_sequences: int, sequence_tokens: int) -> dict:
-    """A store of equal sequences, opened in a fresh process: seconds, and memory it adds once modules are loaded."""
+    """Write a store of equal sequences and open it in a new process; returns seconds, and memory after the imports."""
     tokenizer = load_tokenizer(tokenizer_name)
     ids, supervised = np.arange(sequence_tokens, dtype=np.int32), np.arange(sequence_tokens) > 3
     started = time.perf_counter()
@@ -131,14 +131,14 @@ def measure_opening(folder: Path, tokenizer_name: str, num_sequences: int, seque
 
 
 def open_store(folder: Path) -> None:
-    def resident() -> int:
-        """bytes that are this process's own, mapped files left out"""
+    def count_private_bytes() -> int:
+        """Memory of this process without mapped files."""
         return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) * 1024
 
-    _indexed_dataset()  # seconds of imports that a rank has once, whatever it opens
-    before, started = resident(), time.perf_counter()
+    _indexed_dataset()  # its imports take seconds, whatever is opened
+    before, started = count_private_bytes(), time.perf_counter()
     store = TokenStore(folder)
-    opened, own = time.perf_counter() - started, resident() - before
+    opened, private = time.perf_counter() - started, count_private_bytes() - before
     positions = np.random.default_rng(0).integers(0, len(store), 2000).tolist()
     started = time.perf_counter()
     for position in positions:
@@ -149,7 +149,7 @@ def open_store(folder: Path) -> None:
         started = time.perf_counter()
         check_contents(folder, folder.parent / "cache", lambda text: None)
         checks.append(time.perf_counter() - started)
-    del store.manifest["max_token_id"]  # as in stores of before
+    del store.manifest["max_token_id"]  # as in older stores
     started = time.perf_counter()
     store.max_token_id()
     counted = time.perf_counter() - started
@@ -161,7 +161,7 @@ def open_store(folder: Path) -> None:
                 "seconds_checksums_again": checks[1],
                 "seconds_largest_token_id": counted,
                 "seconds_opening": opened,
-                "bytes_own": own,
+                "bytes_own": private,
                 "microseconds_per_sequence_read": 1e6 * read,
                 "bytes_peak_of_process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             }

@@ -1,11 +1,10 @@
-"""How long a report takes to open: 200 traces of 3,000 tokens in a real browser.
+"""Time to open a report of 200 traces of 3,000 tokens in a real browser.
 
     python -m tests.benchmarks.report_page [--traces 200] [--tokens 3000] [--repeats 5]
 
-Prints seconds from the navigation to the drawn page (curves, the selected trace, utility against loss), and those of a
-choice of all traces, a switch of the measure, a filter and a turn of the page. Tokens are drawn at random, by Zipf's
-law, from 2,600 of a byte-level tokenizer: they compress worse than real traces.
-"""
+Prints seconds from the navigation to the drawn page (curves, the selected trace, utility against loss), and from
+selecting all traces, switching the measure, filtering and turning the page to the next frame. Tokens are drawn by
+Zipf's law from the 2,600 of a byte-level tokenizer, so they compress worse than real traces."""
 
 import argparse
 import statistics
@@ -44,8 +43,8 @@ def main() -> None:
 def _measure(browser, path: Path, repeats: int) -> None:
     seconds: dict[str, list[float]] = {}
 
-    def timed(name: str, page, script: str) -> None:
-        # Until the next frame has been painted.
+    def measure(name: str, page, script: str) -> None:
+        # Wait until the next frame has been painted.
         done = f"async () => {{ const t = performance.now(); {script}; " + (
             "await new Promise(r => requestAnimationFrame(() => setTimeout(r))); return performance.now() - t; }"
         )
@@ -58,10 +57,10 @@ def _measure(browser, path: Path, repeats: int) -> None:
             choose = "const s = document.querySelectorAll('#viewer select')[{}]; s.value = '{}'; "
             changed = "s.dispatchEvent(new Event('change'))"
             every = f"for (const i of [1, 2]) {{ {choose.format('i', '')}{changed} }}"  # steps, traces
-            timed("show all traces", page, every)
-            timed("switch the measure", page, choose.format(0, "loss") + changed)
-            timed("filter the most weighted", page, choose.format(3, "most") + changed)
-            timed("next traces", page, "[...document.querySelectorAll('#viewer button')].at(-1).click()")
+            measure("show all traces", page, every)
+            measure("switch the measure", page, choose.format(0, "loss") + changed)
+            measure("filter the most weighted", page, choose.format(3, "most") + changed)
+            measure("next traces", page, "[...document.querySelectorAll('#viewer button')].at(-1).click()")
     for name, values in seconds.items():
         print(f"{name:26} median {statistics.median(values):.2f} s, slowest {max(values):.2f} s of {len(values)}")
 

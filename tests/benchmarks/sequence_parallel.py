@@ -1,17 +1,16 @@
-"""Sequence parallelism on 4 ranks: memory of a rank against the length and the degree, and the time of a step.
+"""Sequence parallelism on 4 ranks: memory of a rank by length and sequence-parallel size, and the time of a step.
 
     python -m tests.benchmarks.sequence_parallel memory
     python -m tests.benchmarks.sequence_parallel time [--rounds 5]
     python -m tests.benchmarks.sequence_parallel long
 
-`memory`: what a forward and backward of one sequence allocate beyond what lives between steps, counted tensor by
-tensor, for sequences of 8,192 to 32,768 tokens. Everything that grows with the length should be divided by the number
-of ranks.
+`memory`: peak of a forward and backward of one sequence beyond the tensors that persist between steps, counted tensor
+by tensor, for 8,192 to 32,768 tokens. All that grows with the length should be divided by the number of ranks.
 
-`time`: seconds of a whole step on four sequences of very different lengths, with the degree that the plan chooses and
-without sequence parallelism, in turns.
+`time`: seconds of a step on four sequences of very different lengths, at the sequence-parallel size that the plan
+chooses and without sequence parallelism, in turns.
 
-`long`: one step on a sequence of 131,072 tokens that four ranks share.
+`long`: one step on a sequence of 131,072 tokens, split over four ranks.
 """
 
 import argparse
@@ -32,10 +31,10 @@ from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 
 NUM_RANKS = 4
-DEGREES = (1, 2, 4)
+SIZES = (1, 2, 4)
 LENGTHS = (8_192, 16_384, 32_768)
 LONGEST_IN_BLOCKS = 16_384
-"""Tokens of the longest sequence of which attention in blocks is measured, which takes minutes on a CPU."""
+"""Tokens of the longest sequence whose attention is also measured in blocks, which takes minutes on a CPU."""
 LONG = 131_072
 SMALL = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
@@ -47,7 +46,7 @@ MEDIUM = dict(
 
 
 def make_sequence(num_tokens: int, sequence_parallel: int) -> Batch:
-    """One sequence, all of whose tokens but the first are targets."""
+    """One sequence whose tokens are all supervised except the first."""
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(0, tiny.VOCABULARY, (1, num_tokens), generator=generator)
     labels = ids.clone()
@@ -55,16 +54,16 @@ def make_sequence(num_tokens: int, sequence_parallel: int) -> Batch:
     return Batch([num_tokens], ids, labels, sequence_parallel=sequence_parallel)
 
 
-def memory_of_rank() -> dict[tuple[str, int, int], int]:
-    """Peak bytes by pass, tokens and degree."""
-    layout.make_sequence_groups(DEGREES)
+def measure_memory() -> dict[tuple[str, int, int], int]:
+    """(pass, tokens, sequence-parallel size) -> peak bytes."""
+    layout.make_sequence_groups(SIZES)
     recipe = step_runs.make_recipe()
     engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **SMALL), recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     take_direction(estimator.direction, derive_step_settings(recipe), [make_sequence(256, 1)])
     peaks = {}
     for num_tokens in LENGTHS:
-        for k in DEGREES:
+        for k in SIZES:
             batch = make_sequence(num_tokens, k)
             with Allocations() as allocations, engine.accumulation(1):
                 engine.backward(engine.token_losses(batch).mean())
@@ -79,13 +78,13 @@ def memory_of_rank() -> dict[tuple[str, int, int], int]:
 
 
 def report_memory() -> None:
-    peaks = run_ranks(memory_of_rank, NUM_RANKS, timeout_seconds=3600)[0]
+    peaks = run_ranks(measure_memory, NUM_RANKS, timeout_seconds=3600)[0]
     for kind in ("forward and backward", "forward mode"):
         print(f"{kind}: peak MiB of a rank, and KiB for each of its tokens (T / k)")
         per_token = []
         for num_tokens in sorted({n for measured, n, _ in peaks if measured == kind}):
             cells = []
-            for k in DEGREES:
+            for k in SIZES:
                 peak = peaks[kind, num_tokens, k]
                 per_token.append(peak / (num_tokens / k) / 2**10)
                 cells.append(f"k = {k}: {peak / 2**20:7.1f} MiB {per_token[-1]:6.2f} KiB")
@@ -104,7 +103,7 @@ def make_packs(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
     chosen = spread(
         range(len(SEQUENCES)),
         SEQUENCES,
-        parallel_sizes=DEGREES if sequence_parallel is None else [sequence_parallel],
+        parallel_sizes=SIZES if sequence_parallel is None else [sequence_parallel],
         limit=MicroBatchLimit(pack_tokens_per_rank=sum(SEQUENCES)),
         time_model=TimeModel(shape, NUM_RANKS, NUM_RANKS, CPU),
     )
@@ -118,31 +117,31 @@ def make_packs(sequence_parallel: int | None) -> tuple[int, list[Batch]]:
     return k, packs
 
 
-def times_of_rank(rounds: int) -> tuple[int, dict[str, list[tuple[float, float]]]]:
+def measure_times(rounds: int) -> tuple[int, dict[str, list[tuple[float, float]]]]:
     """The sequence-parallel size that the plan chooses, and by method the seconds of a step without and with it."""
-    layout.make_sequence_groups(DEGREES)
+    layout.make_sequence_groups(SIZES)
     unshared, (size, shared) = make_packs(1)[1], make_packs(None)
-    found: dict[str, list[tuple[float, float]]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for name, method in {"sft": {"name": "sft"}, "vcore, jvp": {"kl_budget": 0.05}}.items():
         recipe = step_runs.make_recipe(method=method)
         engine = step_runs.make_engine(tiny.token_loss_model(checkpointing=True, **MEDIUM), recipe)
         estimator = step_runs.make_estimator(recipe, engine)
 
-        def seconds(packs: list[Batch], engine=engine, recipe=recipe, estimator=estimator) -> float:
+        def measure_step(packs: list[Batch], engine=engine, recipe=recipe, estimator=estimator) -> float:
             batches = StepBatches(packs, packs if estimator.direction is not None else [])
-            layout.sum_over("job", [0.0])  # all begin together
+            layout.sum_over("job", [0.0])  # start at the same time
             started = time.perf_counter()
             step_runs.train_step(engine, recipe, batches, estimator)
             return time.perf_counter() - started
 
-        pairs = [(seconds(unshared), seconds(shared)) for _ in range(rounds + 1)]
-        found[name] = pairs[1:]  # the first warms up
+        pairs = [(measure_step(unshared), measure_step(shared)) for _ in range(rounds + 1)]
+        seconds[name] = pairs[1:]  # the first warms up
         engine.close()
-    return size, found
+    return size, seconds
 
 
 def report_times(rounds: int) -> None:
-    by_rank = run_ranks(times_of_rank, NUM_RANKS, rounds, timeout_seconds=3600)
+    by_rank = run_ranks(measure_times, NUM_RANKS, rounds, timeout_seconds=3600)
     print(
         f"sequences of {SEQUENCES} tokens on {NUM_RANKS} ranks; the plan chooses sequence-parallel size {by_rank[0][0]}"
     )
@@ -153,12 +152,12 @@ def report_times(rounds: int) -> None:
         ratios = [alone / shared for alone, shared in slowest]
         print(
             f"  {name:<12} {statistics.median(a for a, _ in slowest):.2f} s without sequence parallelism, "
-            f"{statistics.median(b for _, b in slowest):.2f} s shared: {statistics.median(ratios):.2f} times faster "
+            f"{statistics.median(b for _, b in slowest):.2f} s at that size: {statistics.median(ratios):.2f} x faster "
             f"({min(ratios):.2f} to {max(ratios):.2f} in {rounds} rounds)"
         )
 
 
-def long_step_of_rank() -> tuple[float, int, float]:
+def measure_long_step() -> tuple[float, int, float]:
     """Loss, peak bytes and seconds of a step on one very long sequence."""
     layout.make_sequence_groups([NUM_RANKS])
     recipe = step_runs.make_recipe(method={"name": "sft"})
@@ -174,7 +173,7 @@ def long_step_of_rank() -> tuple[float, int, float]:
 
 
 def report_long() -> None:
-    for rank, (loss, peak, seconds) in enumerate(run_ranks(long_step_of_rank, NUM_RANKS, timeout_seconds=3600)):
+    for rank, (loss, peak, seconds) in enumerate(run_ranks(measure_long_step, NUM_RANKS, timeout_seconds=3600)):
         print(f"rank {rank}: {LONG:,} tokens, loss {loss:.4f}, peak {peak / 2**20:.0f} MiB, {seconds:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""What the keys that steer VCORE (`probe`, `method`, `data.trusted_share`) cost a step, over an SFT step.
+"""Step time with each key that steers VCORE (`probe`, `method`, `data.trusted_share`), over an SFT step.
 
     python -m tests.benchmarks.steering_costs [--rounds 7] [--only NAME ...] [--output FILE.json]
 
@@ -6,10 +6,10 @@ Model, batches and loops are those of `overhead`: |B| = 32, two CPU ranks. A lau
 since many engines in one process scatter more; they take turns over the same batches, and ratios are taken round by
 round to the SFT step of the same launch.
 
-Predicted before the first run, by counting products. With a forward over |B| as 1, its backward is 2 and its tangents
-about 2; a probe is 3 |B'| / |B|, divided by `probe.every`. An SFT step is 3. Utilities of a forward of their own, which
-`sequence_and_batch` needs, take that forward too: 1. Trusted sequences make the batch larger: 40 instead of 32. Token
-weights count as nothing.
+Predicted before the first run, by counting matrix multiplications. With a forward over |B| as 1, its backward is 2 and
+its tangents about 2; a probe is 3 |B'| / |B|, divided by `probe.every`. An SFT step is 3. `sequence_and_batch` needs a
+separate forward for the utilities: 1. Trusted sequences make the batch larger: 40 instead of 32. Computing token
+weights counts as 0.
 
     sft                              1       probe.loss dft                1.79
     vcore                            1.79    method.base_measure dft       1.79
@@ -47,7 +47,7 @@ class SteeringVariant:
 
     @property
     def predicted(self) -> float:
-        """Ratio to an SFT step on 32 sequences, by the products that the module's docstring counts."""
+        """Ratio to an SFT step on 32 sequences, counted as in the module's docstring."""
         method = self.variant.sections.get("method", {})
         forward, backward, tangents = 1, 2, 2
         step = forward + backward
@@ -57,34 +57,34 @@ class SteeringVariant:
         return (step * self.num_main + probe) / ((forward + backward) * NUM_MAIN)
 
 
-def vcore(**sections: dict) -> Variant:
+def make_vcore_variant(**sections: dict) -> Variant:
     return Variant(JVP | sections)
 
 
-def weighted(**keys: object) -> dict:
+def make_method(**keys: object) -> dict:
     return {"kl_budget": 0.05, **keys}
 
 
 VARIANTS = {
     "sft": SteeringVariant(Variant(SFT), num_probe=0),
-    "vcore": SteeringVariant(vcore()),
-    "probe.batch_size all, of 32": SteeringVariant(vcore(), num_probe=32),
-    "probe.every 5": SteeringVariant(vcore(probe={"every": 5}), every=5),
-    "probe.loss dft": SteeringVariant(vcore(probe={"loss": "dft"})),
-    "method.base_measure dft": SteeringVariant(vcore(method=weighted(base_measure="dft"))),
+    "vcore": SteeringVariant(make_vcore_variant()),
+    "probe.batch_size all, of 32": SteeringVariant(make_vcore_variant(), num_probe=32),
+    "probe.every 5": SteeringVariant(make_vcore_variant(probe={"every": 5}), every=5),
+    "probe.loss dft": SteeringVariant(make_vcore_variant(probe={"loss": "dft"})),
+    "method.base_measure dft": SteeringVariant(make_vcore_variant(method=make_method(base_measure="dft"))),
     "method.scope": SteeringVariant(
-        Variant({"method": weighted(scope="sequence_and_batch", batch_kl_budget=0.1)})  # nothing to fuse
+        Variant({"method": make_method(scope="sequence_and_batch", batch_kl_budget=0.1)})  # cannot be fused
     ),
     "sft, data.trusted_share": SteeringVariant(Variant(SFT), NUM_MAIN + TRUSTED, num_probe=0),
     "dft, data.trusted_share": SteeringVariant(Variant({"method": {"name": "dft"}}), NUM_MAIN + TRUSTED, num_probe=0),
-    "vcore, data.trusted_share": SteeringVariant(vcore(), NUM_MAIN + TRUSTED),
+    "vcore, data.trusted_share": SteeringVariant(make_vcore_variant(), NUM_MAIN + TRUSTED),
 }
 OTHERS_IN_A_LAUNCH = 2
-"""Engines beside that of SFT."""
+"""Engines in addition to that of SFT."""
 
 
 def measure(names: list[str], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step, by name and round. With `probe.every` the mean over its steps, of which one takes a probe."""
+    """Name -> seconds of a step in each round. With `probe.every` the mean over the steps that share a probe."""
     feed = make_feed()
     trusted = RandomDraws(len(feed.dataset), TRUSTED, 0, Stream.TRUSTED)
     loops = {name: OurLoop(VARIANTS[name].variant) for name in names}
@@ -97,15 +97,16 @@ def measure(names: list[str], num_rounds: int) -> dict[str, list[float]]:
             main = feed.batches(feed.main_order.step(k) + trusted.step(k)[: what.num_main - NUM_MAIN], None)
             draws = RandomDraws(len(feed.dataset), what.num_probe, 0, Stream.PROBE)
             probe = feed.probe_batches(draws.step(k)) if what.num_probe else []
-            found = timed(loops[name], StepBatches(main, probe))
+            step_seconds = measure_seconds(loops[name], StepBatches(main, probe))
             if what.every > 1:
-                found = (found + (what.every - 1) * timed(loops[name], StepBatches(main, []))) / what.every
+                others = (what.every - 1) * measure_seconds(loops[name], StepBatches(main, []))
+                step_seconds = (step_seconds + others) / what.every
             if k > 0:  # the first round allocates, and records ZeRO-3's trace
-                seconds[name].append(found)
+                seconds[name].append(step_seconds)
     return seconds
 
 
-def timed(loop: OurLoop, batches: StepBatches) -> float:
+def measure_seconds(loop: OurLoop, batches: StepBatches) -> float:
     """Seconds of one step on all ranks."""
     torch.distributed.barrier()
     start = time.perf_counter()
@@ -114,8 +115,8 @@ def timed(loop: OurLoop, batches: StepBatches) -> float:
     return time.perf_counter() - start
 
 
-def launches(names: list[str]) -> list[list[str]]:
-    """Names in groups of few engines, each with `sft`."""
+def group_launches(names: list[str]) -> list[list[str]]:
+    """Split names into groups of few engines, each with `sft`."""
     others = [name for name in names if name != "sft"]
     starts = range(0, len(others), OTHERS_IN_A_LAUNCH)
     return [["sft", *others[start : start + OTHERS_IN_A_LAUNCH]] for start in starts]
@@ -123,26 +124,26 @@ def launches(names: list[str]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds of every launch")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of every launch")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="what to run, by name")
     parser.add_argument("--output", help="write the numbers as JSON")
     arguments = parser.parse_args()
-    found = []
+    launches = []
     print(f"{'over an SFT step':28} {'min':>6} {'median':>7} {'max':>6} {'predicted':>10} {'s a step':>9}")
-    for names in launches(arguments.only):
+    for names in group_launches(arguments.only):
         seconds = run_ranks(measure, 2, names, arguments.rounds, timeout_seconds=3600)[0]
         ratios = {name: ratio(seconds[name], seconds["sft"]) for name in names[1:]}
-        found.append(dict(seconds=seconds, ratios=ratios))
-        for name, of_sft in ratios.items():
+        launches.append(dict(seconds=seconds, ratios=ratios))
+        for name, statistic in ratios.items():
             print(
-                f"{name:28} {of_sft['min']:6.2f} {of_sft['median']:7.2f} {of_sft['max']:6.2f} "
+                f"{name:28} {statistic['min']:6.2f} {statistic['median']:7.2f} {statistic['max']:6.2f} "
                 f"{VARIANTS[name].predicted:10.2f} {statistics.median(seconds[name]):9.2f}",
                 flush=True,
             )
     if arguments.output:
         predicted = {name: what.predicted for name, what in VARIANTS.items()}
         with open(arguments.output, "w") as file:
-            json.dump({"launches": found, "predicted": predicted}, file, indent=2)
+            json.dump({"launches": launches, "predicted": predicted}, file, indent=2)
 
 
 if __name__ == "__main__":

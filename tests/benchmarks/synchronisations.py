@@ -1,4 +1,4 @@
-"""How often the host would wait for the GPU in one step, by method and number of layers, on two CPU ranks.
+"""Host-device synchronisations that one step would need on a GPU, by method and number of layers, on two CPU ranks.
 
     python -m tests.benchmarks.synchronisations
 
@@ -17,12 +17,12 @@ NUM_LAYERS = (2, 4)
 
 
 class Counted(NamedTuple):
-    """Of the third step. In the first two, DeepSpeed compares its order of parameters between ranks."""
+    """Counts of the third step. In the first two, DeepSpeed compares its order of parameters between ranks."""
 
     counts: dict[str, int]
     """Synchronisations by kind."""
     brakes: int
-    """Those by which DeepSpeed bounds its memory, at most."""
+    """Upper bound of the synchronisations with which DeepSpeed limits its memory."""
     num_parameters: int
 
 
@@ -42,12 +42,12 @@ def count_all(overlap: bool, cases: Iterable[str]) -> dict[str, list[Counted]]:
 
 def main() -> None:
     print(f"{'':<54}" + "".join(f"{num_layers:>5} layers" for num_layers in NUM_LAYERS))
-    for case, found in run_ranks(count_all, 2, True, list(CASES))[0].items():
-        print(f"{case:<54}" + "".join(f"{sum(counted.counts.values()):>12}" for counted in found))
-        for kind in sorted({kind for counted in found for kind in counted.counts}):
-            print(f"    {kind:<50}" + "".join(f"{counted.counts.get(kind, 0):>12}" for counted in found))
-        print(f"    {'(DeepSpeed bounding its memory, at most)':<50}" + "".join(f"{c.brakes:>12}" for c in found))
-        print(f"    {'(parameters)':<50}" + "".join(f"{c.num_parameters:>12}" for c in found))
+    for case, counts in run_ranks(count_all, 2, True, list(CASES))[0].items():
+        print(f"{case:<54}" + "".join(f"{sum(counted.counts.values()):>12}" for counted in counts))
+        for kind in sorted({kind for counted in counts for kind in counted.counts}):
+            print(f"    {kind:<50}" + "".join(f"{counted.counts.get(kind, 0):>12}" for counted in counts))
+        print(f"    {'(DeepSpeed limiting its memory, at most)':<50}" + "".join(f"{c.brakes:>12}" for c in counts))
+        print(f"    {'(parameters)':<50}" + "".join(f"{c.num_parameters:>12}" for c in counts))
 
 
 if __name__ == "__main__":

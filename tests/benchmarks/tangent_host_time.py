@@ -1,17 +1,17 @@
-"""Host time of a decoder layer of Qwen3 with and without tangents, on its way to the kernels: Python and dispatch.
+"""Host time (Python and dispatch) of a decoder layer of Qwen3 with and without tangents.
 
     python -m tests.benchmarks.tangent_host_time [--rounds 9] [--attempts 60]
 
-A layer takes the branches of a GPU in bf16 with sizes so small that kernels cost next to nothing. Triton launches as it
-does on a GPU, up to the driver; FlashAttention returns at once. Parameters become dual by the hooks of a run, whose
-all-gathers are left out. The passes take turns, and a pass's number is the median over rounds of the lower quartile of
-its attempts, in CPU milliseconds. A launch of CUDA takes 2 to 4 microseconds more than the CPU's kernel that stands in.
+A layer takes the branches of a GPU in bf16, with sizes so small that kernels take almost no time. Triton launches as on
+a GPU, up to the driver; FlashAttention returns immediately. Parameters become dual by the hooks of a run, without its
+all-gathers. The passes take turns; results are medians over rounds of the lower quartile of the attempts, in CPU
+milliseconds. A CUDA launch takes 2 to 4 microseconds more than the CPU kernel that replaces it.
 
-The reference is the forward of Hugging Face's own layer with attention cut out, 0.6 ms on the machine whose host times
+The reference is the forward of Hugging Face's layer with attention cut out, 0.6 ms on the machine whose host times
 are in `vcore_ds.planning.hardware`. The last column is scaled to that machine, round by round. `tangent_overhead` is
-what a layer with tangents takes there beyond `layer_overhead`.
+the time of a layer with tangents there beyond `layer_overhead`.
 
-It starts Triton without a GPU, which is settled once a process.
+Triton decides once per process whether there is a GPU, and this file starts it without one.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from vcore_ds.utility.forward_mode import dual_parameters
 from vcore_ds.utility.fused_forward import UnrecordedTangents
 
 REFERENCE_MS = 0.6
-"""Of the reference, on the machine of `Achieved` (2026-11-24)."""
+"""Time of the reference on the machine of `Achieved` (2026-11-24)."""
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=1,
@@ -54,7 +54,7 @@ Pass = Callable[[], object]
 
 
 def launch_on_no_device() -> None:
-    """Make Triton launch without a GPU: everything up to the driver's call, and no compilation."""
+    """Make Triton launch without a GPU: all steps up to the driver's call, but no compilation."""
     driver.set_active(NoDevice())
     kernel = SimpleNamespace(
         run=lambda *arguments: None, function=0, packed_metadata=(), launch_metadata=lambda *arguments: None
@@ -70,10 +70,10 @@ def launch_on_no_device() -> None:
 
 
 library = torch.library.Library("aten", "IMPL", "CPU")
-"""As long as it lives its operators are there."""
+"""Its operators exist as long as this object."""
 
 
-def take_the_branches_of_a_gpu() -> None:
+def take_gpu_branches() -> None:
     """Make attention and pointwise tangents choose the kernels of a GPU on the CPU."""
     launch_on_no_device()
     attention._can_use_flash = attention._can_use_triton = pointwise._can_use_triton = lambda *_: True
@@ -95,7 +95,7 @@ NOTHING = torch.empty(0)
 
 
 class Layers(nn.Module):
-    """A model as far as `dual_parameters` reads it: one layer."""
+    """A model of one layer, with the attributes that `dual_parameters` reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Layers(nn.Module):
 
 
 class DrawnDirection:
-    """A direction that is there already: no all-gathers."""
+    """A direction that needs no all-gathers."""
 
     def __init__(self, model: Layers, rank: int | None, *, fp8_tangents: bool = False):
         parameters = list(model.layers.parameters())
@@ -154,7 +154,7 @@ def attention_cut_out() -> Iterator[None]:
 
 
 def make_passes() -> dict[str, tuple[Callable[[], AbstractContextManager[object]], Pass]]:
-    """By name: the context in which a pass is repeated, and the pass."""
+    """Name -> the context in which a pass is repeated, and the pass."""
     plain, model = Layers(), Layers()
     pointwise.use_formulas(model)
     for layers in (plain, model):
@@ -190,7 +190,7 @@ def make_passes() -> dict[str, tuple[Callable[[], AbstractContextManager[object]
         REFERENCE: (attention_cut_out, run_plain),
         "fine-tuning, forward": (nullcontext, forward),
         "fine-tuning, recomputation and backward": (nullcontext, recompute_and_backward),
-        "with tangents, whole direction": (lambda: duals(UnrecordedTangents(), rank=None), with_tangents),
+        "with tangents, full rank": (lambda: duals(UnrecordedTangents(), rank=None), with_tangents),
         "the same, attention cut out": (
             lambda: duals(UnrecordedTangents(), attention_cut_out, rank=None),
             with_tangents,
@@ -204,8 +204,8 @@ def make_passes() -> dict[str, tuple[Callable[[], AbstractContextManager[object]
     }
 
 
-def lower_quartile(run: Pass, attempts: int) -> float:
-    """CPU milliseconds."""
+def measure_lower_quartile(run: Pass, attempts: int) -> float:
+    """Lower quartile of a pass's CPU milliseconds."""
     run()
     times = []
     for _ in range(attempts):
@@ -222,17 +222,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    take_the_branches_of_a_gpu()
+    take_gpu_branches()
     passes = make_passes()
-    found: dict[str, list[float]] = {name: [] for name in passes}
+    milliseconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(options.rounds):
         for name, (context, run) in passes.items():
             with context():
-                found[name].append(lower_quartile(run, options.attempts))
+                milliseconds[name].append(measure_lower_quartile(run, options.attempts))
     print("| a layer | ms here, median (least, most) | scaled |\n| --- | --- | --- |")
-    for name, rounds in found.items():
+    for name, rounds in milliseconds.items():
         median = statistics.median(rounds)
-        ratio = statistics.median(ms / reference for ms, reference in zip(rounds, found[REFERENCE], strict=True))
+        ratio = statistics.median(ms / reference for ms, reference in zip(rounds, milliseconds[REFERENCE], strict=True))
         print(f"| {name} | {median:.2f} ({min(rounds):.2f}, {max(rounds):.2f}) | {REFERENCE_MS * ratio:.2f} |")
 
 

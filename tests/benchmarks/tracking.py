@@ -1,11 +1,9 @@
-"""What tracking takes of a step: rates, the line of metrics.jsonl, and handing it to trackers, on rank 0.
+"""Time of tracking in a step on rank 0: rates, the line of metrics.jsonl, and passing it to trackers.
 
     python -m tests.benchmarks.tracking [--lines 500] [--trackers tensorboard ...]
 
-Seconds of the run's own thread are what a step waits for. CPU seconds of other threads are what trackers work beside
-it: they compete with the step for Python's lock and, on a machine without a free core, for that. Both are held against
-`--step-seconds`.
-"""
+A step waits for the seconds of the run's thread. The CPU seconds of other threads are the trackers' work, which
+competes with the step for Python's lock and for cores. Both are compared with `--step-seconds`."""
 
 import argparse
 import statistics
@@ -30,11 +28,11 @@ from vcore_ds.train.trackers import start_trackers
 
 NUM_SEQUENCES = 32
 PAUSE_SECONDS = 0.02
-"""Between two lines, so that trackers work while the run's thread does something else, as in a step."""
+"""Pause between two lines, in which trackers work while the run's thread does something else, as in a step."""
 
 
 def measure(num_lines: int, trackers: list[str]) -> tuple[float, float]:
-    """Seconds of the run's thread for a line, median; CPU seconds of all other threads for a line, mean."""
+    """Median seconds of the run's thread for a line, and mean CPU seconds of all other threads."""
     with TemporaryDirectory() as folder:
         recipe = smallest_recipe()
         recipe["run"]["output_dir"], recipe["track"] = folder, {"trackers": trackers}
@@ -48,7 +46,7 @@ def measure(num_lines: int, trackers: list[str]) -> tuple[float, float]:
         (run / RECIPE).write_text(dump_recipe(checked))
         log = MetricsLog(run, console, start_trackers(run, checked.track, flat_values(checked), 0, console))
         log.write({"step": 1})
-        time.sleep(3)  # trackers import and open
+        time.sleep(3)  # let trackers import and open their files
         lengths, spent = list(range(1000, 1000 + NUM_SEQUENCES)), []
         cpu = time.process_time() - time.thread_time()
         for step in range(2, num_lines + 2):

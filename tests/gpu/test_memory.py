@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.benchmarks import gpu as benchmark
-from tests.benchmarks.gpu_plan import estimated
+from tests.benchmarks.gpu_plan import estimate_peak_bytes
 from tests.helpers import step_runs
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed.process_group import start_process_group
@@ -31,7 +31,7 @@ def test_a_step_takes_what_is_estimated(method: str) -> None:
         values = step_runs.train_step(engine, benchmark.make_recipe(method), batches, estimator).values
     phases = [values[f"peak_memory_bytes_{phase}"] for phase in ("probe", "utility", "main", "step")]
     measured = max(peak for peak in phases if peak is not None) - before
-    estimate = estimated(method, SIZES, NUM_TOKENS)
+    estimate = estimate_peak_bytes(method, SIZES, NUM_TOKENS)
     engine.close()
     print(f"{method}: measured {measured / 2**30:.2f} GiB, estimated {estimate / 2**30:.2f}")
     assert estimate == pytest.approx(measured, rel=0.1)
