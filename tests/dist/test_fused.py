@@ -17,7 +17,7 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_estimator
-from vcore_ds.train.start_checks import TOLERANCE, along_own_gradient
+from vcore_ds.train.start_checks import TOLERANCE, differentiate_along_gradient
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, why_not_fused
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
@@ -193,9 +193,8 @@ def compare_modes() -> dict[str, tuple[float, float]]:
         if name == "wrong":
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
-        modes[name] = along_own_gradient(
-            engine, build_estimator(derive_step_settings(recipe), engine), tiny.make_batch(1)
-        )
+        estimator = build_estimator(derive_step_settings(recipe), engine)
+        modes[name] = differentiate_along_gradient(engine, estimator, tiny.make_batch(1))
         engine.close()
     return modes
 
@@ -218,7 +217,7 @@ def read_outside_module() -> str:
     engine = step_runs.make_engine(model, recipe, persistence_threshold=100)
     estimator = build_estimator(derive_step_settings(recipe), engine)
     try:
-        along_own_gradient(engine, estimator, tiny.make_batch(1))
+        differentiate_along_gradient(engine, estimator, tiny.make_batch(1))
     except UserError as error:
         return str(error)
     finally:

@@ -38,9 +38,9 @@ class CountingRecorder(StepRecorder):
         self._hook = engine.module.register_forward_hook(lambda *_: self.forwards.update([self._part]))
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measuring(self, name: str) -> Iterator[None]:
         self._part = name
-        with super().part(name):
+        with super().measuring(name):
             yield
         self._part = "outside"
         if name == "step":

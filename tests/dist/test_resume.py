@@ -443,11 +443,11 @@ def ask_whether_save_is_due(folder: Path) -> list[bool]:
         Checkpoints(recipe, Console(enabled=False)),
         layout.rank("shards") == layout.size("shards") - 1,
     )
-    outcomes = [checkpoints.due(1, NUM_STEPS)]
+    outcomes = [checkpoints.is_due(1, NUM_STEPS)]
     checkpoints._last_end -= 3600.0 * is_last
-    outcomes.append(checkpoints.due(1, NUM_STEPS))
+    outcomes.append(checkpoints.is_due(1, NUM_STEPS))
     checkpoints._last_end -= 3600.0 * (not is_last)
-    return [*outcomes, checkpoints.due(1, NUM_STEPS)]
+    return [*outcomes, checkpoints.is_due(1, NUM_STEPS)]
 
 
 def resume_with_other_data(folder: Path) -> str:

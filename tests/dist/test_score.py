@@ -169,7 +169,7 @@ def refuse_rewritten_checkpoint(folder: Path) -> None:
     (scored,) = scoring_request.checkpoints
     checkpoints = Checkpoints(scoring_request.recipe, Console(enabled=False))
     assert checkpoints.verify_step(scored.step, scored.digest)[1].step == scored.step
-    with pytest.raises(UserError, match="it was written anew after this command had begun"):
+    with pytest.raises(UserError, match="it was rewritten after this command had started"):
         checkpoints.verify_step(scored.step, "digest of what was there")
 
 

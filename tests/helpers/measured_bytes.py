@@ -21,7 +21,7 @@ from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.feed import batches_of_rank
+from vcore_ds.train.feed import make_rank_batches
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator
 from vcore_ds.train.step import train_step
@@ -48,9 +48,9 @@ class PhaseRecorder(StepRecorder):
         self._allocations = allocations
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measuring(self, name: str) -> Iterator[None]:
         self._allocations.restart()
-        with super().part(name):
+        with super().measuring(name):
             yield
         self.peaks[name] = self._allocations.peak_bytes
 
@@ -72,8 +72,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     def make_batches(lengths: list[int]) -> StepBatches:
         sequences, ids = [random_sequence(i, n) for i, n in enumerate(lengths)], list(range(len(lengths)))
         return StepBatches(
-            batches_of_rank(plan.spread_main(ids, lengths), sequences, 0),
-            batches_of_rank(plan.spread_probe(ids[:num_probe], lengths[:num_probe]), sequences, 0),
+            make_rank_batches(plan.spread_main(ids, lengths), sequences, 0),
+            make_rank_batches(plan.spread_probe(ids[:num_probe], lengths[:num_probe]), sequences, 0),
         )
 
     batches, settings = make_batches(case.lengths), derive_step_settings(recipe)

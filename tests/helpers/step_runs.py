@@ -106,13 +106,13 @@ class Recorder(StepRecorder):
         super().add(result)
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measuring(self, name: str) -> Iterator[None]:
         if name == "step":
             self.gradient = {
                 name.removeprefix("causal_lm."): gather_experts(parameter, safe_get_full_grad(parameter)).cpu()
                 for name, parameter in self._engine.trainable
             }
-        with super().part(name):
+        with super().measuring(name):
             yield
 
     def by_sequence(self, batches: Sequence[Batch]) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:

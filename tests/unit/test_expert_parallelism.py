@@ -256,8 +256,8 @@ def test_the_console_shows_the_load_of_a_mixture(capsys: pytest.CaptureFixture[s
         "peak_memory_bytes": 2**30,
     }
     console = Console(enabled=True)
-    console.step(1, 2, values, 0.0, log=True)
-    console.step(2, 2, values | {"expert_load_mean": 1.84, "expert_load_max": 3.0}, 0.0, log=True)
+    console.show_step(1, 2, values, 0.0, log=True)
+    console.show_step(2, 2, values | {"expert_load_mean": 1.84, "expert_load_max": 3.0}, 0.0, log=True)
     dense, mixture = capsys.readouterr().out.splitlines()
     assert "fullest expert 1.8x" in mixture and "expert" not in dense
 

@@ -14,13 +14,13 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import pack
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.train.followed import _tokens_of, choose_traces
+from vcore_ds.train.followed import choose_traces, split_traces
 from vcore_ds.train.token_records import (
     MOST_TOKENS,
     FollowedRecord,
     Origin,
     TraceTokens,
-    most_tokens_of_trace,
+    max_tokens_per_trace,
     read_all_followed,
     read_followed,
     write_followed,
@@ -152,13 +152,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_a_long_trace_is_cut_and_keeps_its_weights() -> None:
     whole = trace(10)
-    cut = whole.first(4)
+    cut = whole.truncate(4)
     assert len(cut) == 4 and cut.num_supervised_tokens == 10
     for name in ("positions", "token_ids", "losses", "entropies", "utilities", "weights"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:4])
     assert cut.relative_weights.tolist() == pytest.approx((10 * whole.weights[:4].astype(float)).tolist())
-    assert len(whole.first(99)) == 10
-    assert most_tokens_of_trace(16) * 16 == MOST_TOKENS and most_tokens_of_trace(1) == MOST_TOKENS
+    assert len(whole.truncate(99)) == 10
+    assert max_tokens_per_trace(16) * 16 == MOST_TOKENS and max_tokens_per_trace(1) == MOST_TOKENS
     assert cut.probabilities.tolist() == pytest.approx(np.exp(-cut.losses).tolist())
     assert cut.is_finite and not replace(cut, entropies=cut.entropies * np.float32("nan")).is_finite
 
@@ -169,7 +169,7 @@ def test_the_traces_of_a_packed_micro_batch_by_hand() -> None:
         TokenizedSequence(1, np.array([5, 6], dtype=np.int32), np.array([False, True])),
     ]
     losses, entropies, weights = torch.tensor([[0.1, 0.2, 0.3], [1, 2, 3], [0.5, 0.5, 1]]).unbind()
-    found = _tokens_of(pack([made], 0), losses, entropies, None, weights)
+    found = split_traces(pack([made], 0), losses, entropies, None, weights)
     assert sorted(found) == [1, 4] and found[4].num_supervised_tokens == 2 and found[1].utilities is None
     assert found[4].positions.tolist() == [1, 3] and found[4].token_ids.tolist() == [2, 4]
     assert found[1].positions.tolist() == [1] and found[1].token_ids.tolist() == [6]

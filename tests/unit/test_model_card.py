@@ -14,7 +14,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.models.model_identity import BaseModel, identify_base_model
 from vcore_ds.train.evaluation_folder import Evaluation, TaskResult, write_evaluation
 from vcore_ds.train.model_card import make_model_card
-from vcore_ds.train.run_folder import read_recipe_of
+from vcore_ds.train.run_folder import read_run_recipe
 
 ENVIRONMENT = {
     "python": "3.11.7",
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def read_card(run: Path, *words: Any, **options: Any) -> tuple[ModelCard, str]:
-    text = make_model_card(run, read_recipe_of(run), *words, **options)
+    text = make_model_card(run, read_run_recipe(run), *words, **options)
     return ModelCard(text), text
 
 

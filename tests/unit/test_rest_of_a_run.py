@@ -5,7 +5,7 @@ import pytest
 from vcore_ds.commands.quickstart.session import SHORTER
 from vcore_ds.config.load import load_recipe
 from vcore_ds.train.console import Console, explain_steps
-from vcore_ds.train.loop import LONG_SECONDS, say_rest
+from vcore_ds.train.loop import LONG_SECONDS, announce_remaining_time
 from vcore_ds.train.settings import derive_step_settings
 
 
@@ -16,7 +16,7 @@ def test_the_lines_of_steps_have_a_legend(capsys: pytest.CaptureFixture[str]) ->
     for changes in ((), ("probe.direction=sgd", "probe.clip=null"), ("methods/sft.yaml",)):
         settings = derive_step_settings(load_recipe("quickstart.yaml", changes))
         tau = numbers["tau"] if settings.method.uses_utilities else None
-        Console(enabled=True).step(1, 2, numbers | {"tau": tau, "utilization": None}, 60.0, log=True)
+        Console(enabled=True).show_step(1, 2, numbers | {"tau": tau, "utilization": None}, 60.0, log=True)
         parts = capsys.readouterr().out.split("  ")[1:]
         names = [part.split()[0] for part in parts if not part.split()[-1].startswith(("tok", "GiB", "left"))]
         legend = explain_steps(settings)
@@ -37,7 +37,7 @@ def test_the_lines_of_steps_have_a_legend(capsys: pytest.CaptureFixture[str]) ->
 def test_a_long_run_is_told_at_once(
     seconds: float, advice: str, begin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_rest(Console(enabled=True), seconds, 9, advice)
+    announce_remaining_time(Console(enabled=True), seconds, 9, advice)
     said = capsys.readouterr().out
     assert said.startswith(begin) and bool(said) == bool(begin)
     is_long = begin.startswith("warning")

@@ -71,7 +71,7 @@ def test_learning_rates_are_those_of_transformers(keys: dict[str, Any], name: st
 
 def test_how_many_steps_two_schedules_share() -> None:
     def shared(one: dict[str, Any], other: dict[str, Any]) -> int:
-        return schedule_of(warmup_steps=2, **one).num_common_steps(schedule_of(warmup_steps=2, **other))
+        return schedule_of(warmup_steps=2, **one).count_common_steps(schedule_of(warmup_steps=2, **other))
 
     constant, wsd = {"kind": "constant", "num_steps": 20}, {"kind": "wsd", "num_steps": 10, "decay_ratio": 0.4}
     assert shared(constant, wsd) == shared(wsd, constant) == 7  # the first step of a decay still has the peak
@@ -79,4 +79,4 @@ def test_how_many_steps_two_schedules_share() -> None:
     assert shared({"num_steps": 10}, {"num_steps": 20}) == 3
     assert shared(constant, {**constant, "num_steps": 9}) == 9
     longer = schedule_of(kind="constant", num_steps=20)  # a tenth of the steps is another warm-up
-    assert longer.num_common_steps(schedule_of(kind="constant", num_steps=40)) == 0
+    assert longer.count_common_steps(schedule_of(kind="constant", num_steps=40)) == 0

@@ -32,7 +32,7 @@ from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.train.selection import read_selection, selection_for
+from vcore_ds.train.selection import read_matching_selection, read_selection
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
 SOURCES = np.array(list("aaaabbbb"))
@@ -88,9 +88,9 @@ def opened_store(setup: Path) -> TokenStore:
 
 def test_a_selection_from_a_folder(setup: Path) -> None:
     keep = KeepConfig(scores=str(setup / "one"), top=0.25)
-    found = selection_for(keep, opened_store(setup), str(setup / "model"))
+    found = read_matching_selection(keep, opened_store(setup), str(setup / "model"))
     assert found.positions.tolist() == [3, 4, 9]  # utilities 1, 2, 2
-    assert found.num_of_source == {"a.jsonl": (2, 8), "b.jsonl": (1, 4)}
+    assert found.counts_by_source == {"a.jsonl": (2, 8), "b.jsonl": (1, 4)}
     text = f"3 of 12 traces kept: the 25% with the highest mean utility for right ({setup / 'one'})"
     assert found.describe() == text
     origin = json.loads(json.dumps(found.origin()))
@@ -189,7 +189,7 @@ REFUSED = {
 def test_what_is_refused(setup: Path, tmp_path: Path, case: str) -> None:
     values, message = REFUSED[case]
     with pytest.raises(UserError, match=message) as error:
-        selection_for(KeepConfig(**values(setup, tmp_path)), opened_store(setup), str(setup / "model"))
+        read_matching_selection(KeepConfig(**values(setup, tmp_path)), opened_store(setup), str(setup / "model"))
     assert "\n" not in str(error.value)
 
 

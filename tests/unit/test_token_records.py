@@ -11,7 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.batches import collate, idle_batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.train.step_metrics import choose, sequences_of
+from vcore_ds.train.step_metrics import choose_sequences, split_into_sequences
 from vcore_ds.train.token_records import (
     SequenceTokens,
     TokenRecord,
@@ -133,7 +133,7 @@ def test_a_record_holds_whole_sequences_up_to_its_size() -> None:
     lengths = [10, 20, 30, 40, 50, 60]
 
     def chosen(most_tokens: int, step: int = 1) -> list[int]:
-        return choose(lengths, generator(Stream.TOKEN_RECORDS, 42, step), most_tokens)
+        return choose_sequences(lengths, generator(Stream.TOKEN_RECORDS, 42, step), most_tokens)
 
     assert sorted(chosen(210)) == [0, 1, 2, 3, 4, 5]
     assert len(chosen(1)) == 1  # longer than a record, and whole
@@ -142,7 +142,7 @@ def test_a_record_holds_whole_sequences_up_to_its_size() -> None:
     assert some == order[: len(some)] and sum(lengths[i] for i in some) <= 100
     assert sum(lengths[i] for i in order[: len(some) + 1]) > 100
     assert chosen(100) == some and any(chosen(100, step) != some for step in range(2, 6))
-    assert choose([], generator(Stream.TOKEN_RECORDS, 42, 1), 100) == []
+    assert choose_sequences([], generator(Stream.TOKEN_RECORDS, 42, 1), 100) == []
 
 
 @pytest.mark.parametrize("alpha", [0.5, torch.tensor(0.5), torch.tensor([0.5, 0.5])])
@@ -158,7 +158,7 @@ def test_the_tokens_of_a_micro_batch_by_hand(packed: bool, alpha: float | torch.
     batch = pack([made], 0) if packed else collate(made, 0)
     tokens = batch.tokens(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0, 2.0, 3.0]))
     options = dict(shares=torch.tensor([0.5, 0.25]), uniform_shares=torch.tensor([0.75, 0.25]), alpha=alpha)
-    first, second = sequences_of(batch, tokens, torch.tensor([0.9, 0.1, 1.0]), **options)
+    first, second = split_into_sequences(batch, tokens, torch.tensor([0.9, 0.1, 1.0]), **options)
     assert (first.sequence_id, first.share, first.uniform_share, first.alpha) == (7, 0.5, 0.75, 0.5)
     assert (second.sequence_id, second.share, second.uniform_share, second.alpha) == (9, 0.25, 0.25, 0.5)
     assert first.positions.tolist() == [1, 3] and second.positions.tolist() == [1]
@@ -173,5 +173,5 @@ def test_an_idle_batch_has_no_tokens_to_record() -> None:
     batch, nothing = idle_batch(0), torch.zeros(0)
     shares = torch.zeros(1)
     assert not list(
-        sequences_of(batch, batch.tokens(nothing), nothing, shares=shares, uniform_shares=shares, alpha=1.0)
+        split_into_sequences(batch, batch.tokens(nothing), nothing, shares=shares, uniform_shares=shares, alpha=1.0)
     )

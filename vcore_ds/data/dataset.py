@@ -198,7 +198,7 @@ Store = TokenStore | JoinedStores
 Dataset = Store | ChangedDataset | KeptDataset
 
 
-def store_behind(dataset: Dataset) -> Store:
+def find_token_store(dataset: Dataset) -> Store:
     """The token store, or the joined stores, that a data set is a view of."""
     while isinstance(dataset, ChangedDataset | KeptDataset):
         dataset = dataset.dataset
@@ -207,7 +207,7 @@ def store_behind(dataset: Dataset) -> Store:
 
 def list_files(dataset: Dataset) -> list[tuple[TokenStore, np.ndarray]]:
     """The store of each training file, and the positions in it of the data set's sequences, int64, ascending."""
-    store = store_behind(dataset)
+    store = find_token_store(dataset)
     positions = dataset.positions if isinstance(dataset, KeptDataset) else np.arange(len(dataset))
     if not isinstance(store, JoinedStores):
         return [(store, positions)]

@@ -1,4 +1,4 @@
-"""Writing one checkpoint: all ranks together, in their main threads or in a thread of each beside the next steps."""
+"""Write one checkpoint: all ranks together, in their main threads or in a background thread of each."""
 
 import json
 import time
@@ -57,7 +57,7 @@ class CheckpointContent:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCheckpoint:
     """A checkpoint that is complete on disk."""
 
     folder: Path
@@ -68,11 +68,11 @@ class Written:
 
 def write_checkpoint(
     checkpoints: Path, content: CheckpointContent, remove_old: Callable[[], str | None], group: Group | None = None
-) -> Written:
-    """Write a checkpoint into the folder of all `checkpoints`, then call `remove_old` on rank 0, which deletes old ones
-    and returns a warning. A collective. A thread beside the main one needs a separate `group` (see `run_on_all_ranks`):
-    collectives of two threads on one group would start in another order on another rank, and hang. Raises
-    CheckpointFailed on all ranks alike, naming the rank at fault; the other checkpoints are untouched."""
+) -> WrittenCheckpoint:
+    """Write a checkpoint into the folder `checkpoints`, then call `remove_old` on rank 0, which deletes old ones and
+    returns a warning. A collective. A background thread needs a separate `group` (see `run_on_all_ranks`): ranks could
+    start the collectives of two threads on one group in different orders, and hang. Raises CheckpointFailed on all
+    ranks alike, naming the rank at fault; the other checkpoints are untouched."""
     started = time.perf_counter()
     is_first, step = layout.is_first(), content.state.step
     unfinished = unfinished_path(checkpoint_folder.step_folder(checkpoints, step))
@@ -99,7 +99,8 @@ def write_checkpoint(
         ) from None
     warning = run_on_all_ranks(checkpoints, lambda: remove_old() if is_first else None, group)[0]
     assert folder is not None  # rank 0 made it
-    return Written(folder, time.perf_counter() - started, sum(record.bytes for record in records.values()), warning)
+    num_bytes = sum(record.bytes for record in records.values())
+    return WrittenCheckpoint(folder, time.perf_counter() - started, num_bytes, warning)
 
 
 def _write_rest(unfinished: Path, content: CheckpointContent) -> dict[str, checkpoint_folder.FileRecord]:
@@ -114,22 +115,22 @@ def _write_rest(unfinished: Path, content: CheckpointContent) -> dict[str, check
 
 
 class BackgroundWrite:
-    """A checkpoint that a thread of this rank writes together with such threads of all other ranks."""
+    """A checkpoint that background threads of all ranks write together."""
 
-    def __init__(self, write: Callable[[], Written]):
-        """`write`: must exchange messages over a group that no other thread uses meanwhile."""
-        self._result: Future[Written] = Future()
+    def __init__(self, write: Callable[[], WrittenCheckpoint]):
+        """`write`: must communicate over a group that no other thread uses meanwhile."""
+        self._result: Future[WrittenCheckpoint] = Future()
         # A daemon: a rank that ends with an error must not wait for the files of ranks that may be gone.
         Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
 
     def is_done(self) -> bool:
         return self._result.done()
 
-    def wait(self) -> Written:
+    def wait(self) -> WrittenCheckpoint:
         """Wait for the end of the thread. Raises what it raised: `CheckpointFailed` on all ranks alike."""
         return self._result.result()
 
-    def _run(self, write: Callable[[], Written]) -> None:
+    def _run(self, write: Callable[[], WrittenCheckpoint]) -> None:
         try:
             self._result.set_result(write())
         except BaseException as error:

@@ -33,7 +33,13 @@ from vcore_ds.engine.checkpoint_shards import (
 from vcore_ds.engine.flat_shards import full_shape
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.train.checkpoint_write import BackgroundWrite, CheckpointContent, RunState, Written, write_checkpoint
+from vcore_ds.train.checkpoint_write import (
+    BackgroundWrite,
+    CheckpointContent,
+    RunState,
+    WrittenCheckpoint,
+    write_checkpoint,
+)
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.utility.direction import Direction
@@ -41,8 +47,8 @@ from vcore_ds.utility.estimators import Estimator
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is complete, or that a thread writes."""
+class SavedCheckpoint:
+    """A checkpoint that is complete, or that a background thread writes."""
 
     folder: Path
     seconds: float  # for which the steps waited
@@ -56,11 +62,11 @@ class Checkpoints:
         validation_losses_before: nats, before the first step, by name of the held-out set; a resumed run cannot measure
             them any more.
         wandb_run_id: the run on Weights & Biases, None without; only rank 0's is saved.
-        branch_step: after which the learning rate of `wsd` decays; its checkpoint is kept, so that the run can be made
-            longer and decays of other lengths can branch off; None for other schedules.
-        validation_losses_after: those after the last step, where they were measured before its checkpoint.
-        held_out_digest: of the held-out sets, whose losses compare checkpoints; set before the first save.
-        seconds_write: of the last write beside the steps (`checkpoint.async`); None before its end.
+        branch_step: step after which the learning rate of `wsd` decays; its checkpoint is kept, so that the run can be
+            extended and decays of other lengths can branch off; None for other schedules.
+        validation_losses_after: nats, after the last step, if measured before its checkpoint.
+        held_out_digest: digest of the held-out sets, whose losses compare checkpoints; set before the first save.
+        seconds_write: duration of the last write in the background (`checkpoint.async`); None before its end.
     """
 
     def __init__(self, recipe: Recipe, console: Console):
@@ -85,8 +91,8 @@ class Checkpoints:
 
     @cached_property
     def frozen_digest(self) -> str | None:
-        """Digest of the model under the adapters, as it was when this was first asked; None without adapters, and for
-        weights that only transformers finds. For rank 0, which writes and compares it."""
+        """Digest of the model under the adapters at the first access; None without adapters, or for weights that only
+        transformers finds. Rank 0 alone writes and compares it."""
         if self._recipe.lora is None:
             return None
         try:
@@ -94,19 +100,19 @@ class Checkpoints:
         except UserError:
             return None
 
-    def newest(self, most_steps: int | None = None) -> tuple[Path, RunState] | None:
-        """The newest checkpoint (of at most `most_steps` steps) whose files match its manifest, each rank verifying a
-        part of them; None where there is no finished one. Raises UserError where there are checkpoints, and none of
-        them verifies."""
+    def find_newest(self, max_step: int | None = None) -> tuple[Path, RunState] | None:
+        """Find the newest checkpoint (of at most `max_step` steps) whose files match its manifest, each rank verifying
+        a part of them; None if none is finished. Raises UserError if there are checkpoints and none of them
+        verifies."""
         unfinished, candidates = run_on_all_ranks(  # rank 0's view serves all
             self._folder,
             lambda: (checkpoint_folder.list_unfinished(self._folder), checkpoint_folder.list_checkpoints(self._folder)),
         )[0]
-        if most_steps is not None:
+        if max_step is not None:
             unfinished = []
-            candidates = [f for f in candidates if (checkpoint_folder.parse_step(f) or 0) <= most_steps]
+            candidates = [f for f in candidates if (checkpoint_folder.parse_step(f) or 0) <= max_step]
         skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
-        newest, problems = checkpoint_folder.find_newest_usable(candidates, self._problem_of)
+        newest, problems = checkpoint_folder.find_newest_usable(candidates, self._find_problem)
         skipped += problems
         # A run that was killed between renaming and marking its first checkpoint has lost nothing.
         if newest is None and not set(candidates) <= set(unfinished):
@@ -120,7 +126,7 @@ class Checkpoints:
             self._console.warn(f"skipped checkpoint {line}")
         return None if newest is None else (newest, self._read_run_state(newest))
 
-    def clear_above(self, step: int) -> None:
+    def set_aside_newer(self, step: int) -> None:
         """Rename the checkpoints after `step`, which do not verify or are of another schedule."""
         is_first = layout.is_first()
         for renamed in run_on_all_ranks(
@@ -129,28 +135,27 @@ class Checkpoints:
             self._console.warn(f"renamed a checkpoint of a later step: {renamed}")
 
     def check_data(self, checkpoint: tuple[Path, RunState], feed: Feed) -> None:
-        """Raises UserError where the data differ from those that the checkpoint was trained on."""
+        """Raise UserError if the data differ from those that the checkpoint was trained on."""
         folder, state = checkpoint
-        for key, digest in _data_digests(feed).items():
+        for key, digest in _list_data_digests(feed).items():
             if digest != state.data_digests[key]:
                 data = self._recipe.data
                 is_pool = key == "data.probe_path" and data.probe_path is not None
                 path = data.probe_path if is_pool else data.train_name()
-                dropped = isinstance(feed.dataset, KeptDataset) and feed.dataset.num_trusted > 0 and not is_pool
+                is_reduced = isinstance(feed.dataset, KeptDataset) and feed.dataset.num_trusted > 0 and not is_pool
+                hint = ". Runs of vcore_ds 0.7 and before resume with data.trusted_overlap=keep" if is_reduced else ""
                 raise UserError(
                     f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template, "
                     "tokenizer, weights or kept traces have changed); expected the same, to resume. Restore them, or "
-                    "set run.output_dir to a new folder"
-                    + dropped
-                    * ". Runs of vcore_ds 0.7 and before resume with data.trusted_overlap=keep"
+                    f"set run.output_dir to a new folder{hint}"
                 )
 
     def load(self, checkpoint: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
-        """Load a checkpoint into a new engine, and return the number of steps done. Raises UserError where the model's
+        """Load a checkpoint into a new engine, and return the number of steps done. Raises UserError if the model's
         parameters have other names or shapes than the checkpoint's."""
         started = time.perf_counter()
         folder, state = checkpoint
-        self.read(checkpoint, engine, self._direction_of_next_step(state.step, estimator))
+        self.read(checkpoint, engine, self._find_reused_direction(state.step, estimator))
         if state.direction is not None:
             estimator.load_state(state.direction)
         seconds = time.perf_counter() - started
@@ -168,28 +173,28 @@ class Checkpoints:
         return state.step
 
     def verify_step(self, step: int, digest: str) -> tuple[Path, RunState]:
-        """The checkpoint after `step` steps. Raises UserError where its files do not match its manifest, or it is
-        another checkpoint than that of this digest (`checkpoint_folder.read_digest`)."""
+        """Verify and return the checkpoint after `step` steps. Raises UserError if its files do not match its manifest,
+        or it does not have this digest (`checkpoint_folder.read_digest`)."""
         folder = checkpoint_folder.step_folder(self._folder, step)
-        problem = self._problem_of(folder)
+        problem = self._find_problem(folder)
         if problem is None:
             digests = run_on_all_ranks(folder, lambda: {digest, checkpoint_folder.read_digest(folder)})
             if len(set().union(*digests)) > 1:
-                problem = "it was written anew after this command had begun"
+                problem = "it was rewritten after this command had started"
         if problem is not None:
             raise UserError(
-                f"{folder}: does not verify: {problem}; expected a whole checkpoint. Restore it from a copy, or name "
-                "another one"
+                f"{folder}: does not verify: {problem}; expected a complete checkpoint. Restore it from a copy, or "
+                "name another one"
             )
         return folder, self._read_run_state(folder)
 
     def read(self, checkpoint: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> None:
         """Load a checkpoint into the parameters and the optimizer's state of `engine`, and into `direction`. Raises
-        UserError where the model's parameters have other names or shapes than the checkpoint's, or other values where
-        they are not trained."""
+        UserError if the model's parameters have other names or shapes than the checkpoint's, or frozen ones other
+        values."""
         folder, state = checkpoint
         run_on_first_rank(lambda: self._check_frozen(checkpoint))
-        shapes = _shapes(engine)
+        shapes = _list_shapes(engine)
         for name in sorted(shapes.keys() | state.shapes.keys()):
             if shapes.get(name) != state.shapes.get(name):
                 raise UserError(
@@ -202,11 +207,12 @@ class Checkpoints:
         folder, state = checkpoint
         if state.frozen_digest not in (None, self.frozen_digest):
             raise UserError(
-                f"model.path: {self._recipe.model.path}: found other weights than {folder} has adapters of; expected "
-                "the model that the run began with. Restore it, or begin anew in another run.output_dir"
+                f"model.path: {self._recipe.model.path}: found other weights than those that {folder} "
+                "has adapters for; expected the model that the run began with. Restore it, or set run.output_dir"
             )
 
-    def due(self, step: int, num_steps: int) -> bool:
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether the run saves after `step` steps. A collective."""
         settings = self._recipe.checkpoint
         every = [n for n in (settings.every_steps, settings.keep_every_steps) if n is not None]
         if step in (num_steps, self.branch_step) or any(step % n == 0 for n in every):
@@ -214,8 +220,8 @@ class Checkpoints:
         if settings.every_minutes is None:
             return False
         # Rank 0's clock decides: with several clocks one rank would save while another trained, and both would hang.
-        overdue = layout.is_first() and time.monotonic() - self._last_end >= 60 * settings.every_minutes
-        return layout.sum_over("job", [float(overdue)])[0] > 0
+        is_overdue = layout.is_first() and time.monotonic() - self._last_end >= 60 * settings.every_minutes
+        return layout.sum_over("job", [float(is_overdue)])[0] > 0
 
     def save(
         self,
@@ -226,28 +232,28 @@ class Checkpoints:
         losses: Mapping[str, float] | None = None,
         *,
         is_last: bool = False,
-    ) -> Saved:
+    ) -> SavedCheckpoint:
         """Write the checkpoint after `step` steps, then delete old ones according to the recipe. `losses`: nats after
         this step, by name of the held-out set. `is_last`: no step follows in this process, so the checkpoint is
         complete when this returns.
-        With `checkpoint.async` the state is only copied here, after a wait for the write before, and a thread writes it
-        while the steps go on. Raises CheckpointFailed on all ranks alike, naming the rank at fault, also of the write
-        before; the other checkpoints are untouched."""
+        With `checkpoint.async` this waits for the previous write and copies the state, which a thread writes during the
+        next steps. Raises CheckpointFailed on all ranks alike, naming the rank at fault, also for the previous write;
+        the other checkpoints are untouched."""
         started = time.perf_counter()
         self.wait()
         is_async = self._recipe.checkpoint.async_ and not is_last
         is_first, folder = layout.is_first(), checkpoint_folder.step_folder(self._folder, step)
         loss = statistics.fmean(losses.values()) if losses else math.nan
-        needed = self._direction_of_next_step(step, estimator)
-        tensors = self._stage(folder, engine, needed) if is_async else state_tensors(engine, needed)
+        direction = self._find_reused_direction(step, estimator)
+        tensors = self._stage(folder, engine, direction) if is_async else state_tensors(engine, direction)
         content = CheckpointContent(
             RunState(
                 step=step,
                 world_size=layout.size("job"),
                 num_updates=engine.num_updates,
-                shapes=_shapes(engine),
+                shapes=_list_shapes(engine),
                 direction=estimator.state(),
-                data_digests=_data_digests(feed),
+                data_digests=_list_data_digests(feed),
                 validation_losses_before=self.validation_losses_before,
                 wandb_run_id=self.wandb_run_id,
                 frozen_digest=self.frozen_digest if is_first else None,
@@ -259,8 +265,8 @@ class Checkpoints:
             count_state_bytes(tensors),
         )
         if is_async:
-            # Here, in the main threads: making a group is a collective of all ranks too. On this group the threads of
-            # all ranks do one write after another, so their collectives meet; the main threads never use it.
+            # Made in the main threads, since making a group is a collective too. Only background threads use it, one
+            # write after another, so their collectives are in the same order on all ranks.
             group = self._group = self._group or layout.duplicate_job_group("gloo")
             self._writing = BackgroundWrite(lambda: write_checkpoint(self._folder, content, self.remove_old, group))
             self._last_end = time.monotonic()
@@ -268,7 +274,7 @@ class Checkpoints:
             self._report(write_checkpoint(self._folder, content, self.remove_old))
         seconds = time.perf_counter() - started
         self._metrics["seconds_checkpoint"] = seconds
-        return Saved(folder, seconds, is_complete=not is_async)
+        return SavedCheckpoint(folder, seconds, is_complete=not is_async)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the measurements of checkpoints since the last call, for a line of metrics.jsonl."""
@@ -283,31 +289,31 @@ class Checkpoints:
         return staged[0]
 
     def collect(self) -> None:
-        """Report a write beside the steps that has ended on all ranks. A collective. Raises CheckpointFailed on all
-        ranks alike."""
+        """Report a background write that has ended on all ranks. A collective. Raises CheckpointFailed on all ranks
+        alike."""
         if self._writing is None:  # on all ranks alike
             return
-        # Only when the threads of all ranks have ended. A rank that saw an error a step before the others would leave
-        # them in the collectives of the next step.
+        # Only when the threads of all ranks have ended: a rank that raised an error a step before the others would
+        # leave them hanging in the next step's collectives.
         if layout.sum_over("job", [float(self._writing.is_done())])[0] == layout.size("job"):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for a write beside the steps, if any, which ends on all ranks together. Raises CheckpointFailed on all
-        ranks alike."""
+        """Wait for a background write, if any, which ends on all ranks together. Raises CheckpointFailed on all ranks
+        alike."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
         written = writing.wait()
         self.seconds_write = self._metrics["seconds_checkpoint_write"] = written.seconds
-        self._report(written, " beside the steps")
+        self._report(written, " in the background")
 
     def finish_after_failure(self) -> None:
-        """Wait for a write beside the steps when the run fails: it holds a good state. Not a collective."""
+        """Wait for a background write when the run fails: its state is valid. Not a collective."""
         with suppress(Exception):  # the run's failure is the one to report
             self.wait()
 
-    def _report(self, written: Written, how: str = "") -> None:
+    def _report(self, written: WrittenCheckpoint, how: str = "") -> None:
         self._console.say(f"checkpoint: {written.folder}: {written.bytes / 1e9:.3g} GB in {written.seconds:.1f} s{how}")
         if written.warning is not None:
             self._console.warn(written.warning)
@@ -315,8 +321,8 @@ class Checkpoints:
         self._last_end = time.monotonic()
 
     def remove_old(self) -> str | None:
-        """Delete the checkpoints that the recipe does not keep, on rank 0. Returns a warning for one that cannot be
-        deleted, such as one that an export has open on a network file system."""
+        """Delete the checkpoints that the recipe does not keep, on rank 0. Returns a warning if one cannot be deleted,
+        as when an export has it open on a network file system."""
         settings = self._recipe.checkpoint
         try:
             checkpoint_folder.remove_old(
@@ -327,24 +333,23 @@ class Checkpoints:
                 best=[folder for _, folder in self.rank_by_loss()[: settings.keep_best or 0]],
             )
         except OSError as error:
-            return f"an old checkpoint cannot be deleted: {error}. Delete it where room is short"
+            return f"an old checkpoint cannot be deleted: {error}. Delete it if the disk is short of space"
         return None
 
     def rank_by_loss(self) -> list[tuple[float, Path]]:
-        """Held-out loss in nats and folder of the checkpoints that have one, the lowest first; empty without
+        """List held-out loss in nats and folder of the checkpoints that have one, the lowest first; empty without
         `checkpoint.keep_best`. For rank 0."""
         return checkpoint_folder.rank_by_loss(self._folder, self.held_out_digest) if self.compares else []
 
-    def _direction_of_next_step(self, num_done: int, estimator: Estimator) -> Direction | None:
-        """The direction, where the step after `num_done` steps reuses it; else None."""
+    def _find_reused_direction(self, num_done: int, estimator: Estimator) -> Direction | None:
+        """Return the direction if the step after `num_done` steps reuses it."""
         return estimator.direction if num_done % self._recipe.probe.every != 0 else None
 
-    def _problem_of(self, folder: Path) -> str | None:
-        """`checkpoint_folder.find_problem`, the files divided among the ranks. A collective."""
+    def _find_problem(self, folder: Path) -> str | None:
+        """Call `checkpoint_folder.find_problem`, with the files divided among the ranks. A collective."""
         part, num_parts = layout.rank("job"), layout.size("job")
         problem = checkpoint_folder.find_problem(folder, self._console.say, part=part, num_parts=num_parts)
-        problems = [found for found in layout.gather_objects("job", problem) if found is not None]
-        return "; ".join(dict.fromkeys(problems)) or None
+        return "; ".join(dict.fromkeys(filter(None, layout.gather_objects("job", problem)))) or None
 
     def _read_run_state(self, folder: Path) -> RunState:
         values: dict[str, Any] = run_on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))[
@@ -353,17 +358,17 @@ class Checkpoints:
         return RunState(**{field.name: values[field.name] for field in fields(RunState) if field.name in values})
 
 
-def _shapes(engine: Engine) -> dict[str, list[int]]:
+def _list_shapes(engine: Engine) -> dict[str, list[int]]:
     return {name: list(full_shape(parameter)) for name, parameter in engine.trainable}
 
 
-def _data_digests(feed: Feed) -> dict[str, str]:
-    """Recipe key -> digest of the tokens, which decide with the step what a batch holds."""
+def _list_data_digests(feed: Feed) -> dict[str, str]:
+    """Map recipe keys to digests of the tokens, which with the step determine a batch."""
     return {"data.train_path": feed.training_digest(), "data.probe_path": feed.probe_dataset.digest}
 
 
 def check_compared(recipe: Recipe, num_steps: int) -> None:
-    """Raise UserError where `checkpoint.keep_best` would compare nothing; a rule of the recipe has the other cases."""
+    """Raise UserError if `checkpoint.keep_best` would compare nothing; a rule of the recipe covers the other cases."""
     first = first_compared_step(recipe)
     if recipe.checkpoint.keep_best is not None and first is not None and first >= num_steps:
         raise UserError(
@@ -374,7 +379,7 @@ def check_compared(recipe: Recipe, num_steps: int) -> None:
 
 
 def make_digest(validation: Mapping[str, Dataset]) -> str:
-    """Digest of the held-out sets and their names."""
+    """Hash the held-out sets and their names."""
     text = "\n".join(f"{name} {dataset.digest}" for name, dataset in sorted(validation.items()))
     return hashlib.sha256(text.encode()).hexdigest()
 

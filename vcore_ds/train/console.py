@@ -20,7 +20,7 @@ class Console:
         self.notes: list[str] = []  # details for start.txt, in order
         self._steps: Progress | None = None  # the bar of the training steps, on a terminal
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: str) -> None:
         if not self.enabled:
             return
         if self._steps is not None:
@@ -39,17 +39,17 @@ class Console:
     def progress(self, title: str, total: float) -> Progress:
         return Progress(title, total, enabled=self.enabled, say=self.say)
 
-    def start_steps(self, num_steps: int, num_done: int = 0) -> None:
+    def start_steps(self, num_steps: int, num_done: int) -> None:
         if self.enabled and sys.stdout.isatty():
             self._steps = Progress("", num_steps, done=num_done, unit="step")
 
-    def step(self, number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
-        """`number` counts from 1; `log` says whether this step gets a line in a log file."""
+    def show_step(self, number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
+        """Show step `number`, from 1; `log`: whether it gets a line in a log file."""
         if self._steps is not None:
-            self._steps.show(_short(values))
+            self._steps.show(_format_step(values))
             self._steps.advance(1)
         elif log:
-            self.say(f"step {number}/{num_steps}  {_short(values)}  {duration(seconds_left)} left")
+            self.say(f"step {number}/{num_steps}  {_format_step(values)}  {duration(seconds_left)} left")
 
     def end_steps(self) -> None:
         if self._steps is not None:
@@ -58,7 +58,7 @@ class Console:
 
 
 def explain_steps(settings: StepSettings) -> str:
-    """The legend of the lines of steps."""
+    """Make the legend of the lines of steps."""
     if not settings.method.uses_utilities:
         return "In each step: loss and weighted loss in nats, |g| gradient norm, lr learning rate"
     text = (
@@ -71,7 +71,7 @@ def explain_steps(settings: StepSettings) -> str:
     return text
 
 
-def _short(values: dict[str, Any]) -> str:
+def _format_step(values: dict[str, Any]) -> str:
     parts = [f"loss {values['loss']:.4f}"]
     if values["tau"] is None:
         parts.append(f"weighted {values['weighted_loss']:.4f}")
@@ -96,7 +96,7 @@ def _short(values: dict[str, Any]) -> str:
 
 
 def describe_example(example: SequenceTokens, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The most and the least weighted tokens of one trace, each with the words before it."""
+    """List the most and the least weighted tokens of one trace, each with the words before it."""
     weights = example.weights * len(example)
     order = (-weights).argsort(kind="stable").tolist()
     lines = [

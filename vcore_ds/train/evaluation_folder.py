@@ -1,7 +1,4 @@
-"""An evaluation's folder: evaluation.json with what was measured, NAME.jsonl with every sample of a task.
-
-evaluation.json is written last: an evaluation whose evaluation.json is there has finished.
-"""
+"""An evaluation's folder: evaluation.json with the results, written last, and NAME.jsonl with a task's samples."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -71,14 +68,13 @@ _EVALUATION, _SAMPLE = TypeAdapter(Evaluation), TypeAdapter(SampleResult)
 
 
 def samples_path(folder: Path, task: str) -> Path:
-    """File of a task's samples, a line of JSON each."""
+    """The file of a task's samples, a line of JSON each."""
     return folder / f"{task}.jsonl"
 
 
 def summarize(samples: Sequence[SampleResult]) -> TaskResult:
-    """Counts and shares of a task's samples: at least one, and the same number for every problem."""
-    num_problems = len({sample.problem_id for sample in samples})
-    total = len(samples)
+    """Summarize a task's samples: at least one, and the same number for every problem."""
+    num_problems, total = len({sample.problem_id for sample in samples}), len(samples)
     return TaskResult(
         num_problems=num_problems,
         num_samples_per_problem=total // num_problems,
@@ -90,7 +86,7 @@ def summarize(samples: Sequence[SampleResult]) -> TaskResult:
 
 
 def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> None:
-    """Writes NAME.jsonl, sorted by problem, then sample. Raises OSError."""
+    """Write NAME.jsonl, sorted by problem, then sample. Raises OSError."""
     ordered = sorted(samples, key=lambda sample: (sample.problem_id, sample.sample))
     lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in ordered)
     with write_atomically(samples_path(folder, task)) as unfinished:
@@ -98,7 +94,7 @@ def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> N
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Writes evaluation.json, when all NAME.jsonl are there. Raises OSError."""
+    """Write evaluation.json, once every NAME.jsonl is complete. Raises OSError."""
     contents = {"format": evaluation.format, **asdict(evaluation)}  # first in the file
     text = json.dumps(contents, indent=2, ensure_ascii=False) + "\n"
     with write_atomically(folder / EVALUATION) as unfinished:
@@ -106,8 +102,8 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluation(folder: Path, option: str = "") -> Evaluation:
-    """Read evaluation.json. `option`: of the command line, which names the folder; empty where messages begin with
-    the folder. Raises UserError where it is missing, damaged or of another format."""
+    """Read evaluation.json. `option`: the command-line option that names the folder, for messages; may be empty. Raises
+    UserError if it is missing, damaged or of another format."""
     path = folder / EVALUATION
     with reading(option, folder, _EXPECTED):
         if not path.is_file():
@@ -117,8 +113,8 @@ def read_evaluation(folder: Path, option: str = "") -> Evaluation:
 
 
 def read_samples(folder: Path, task: str) -> list[SampleResult]:
-    """The samples of a task, in the order of the file. Raises UserError where the file is missing or damaged; with its
-    line."""
+    """Read the samples of a task, in the order of the file. Raises UserError if the file is missing, or a line
+    damaged."""
     path = samples_path(folder, task)
     with reading("", path, _EXPECTED):
         lines = path.read_bytes().split(b"\n")

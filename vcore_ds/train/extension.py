@@ -1,4 +1,4 @@
-"""Runs that go on with another schedule: longer ones, and branches that begin from another run's checkpoint."""
+"""Extensions of a run by another schedule, and branches from another run's checkpoint."""
 
 import os
 import shutil
@@ -22,21 +22,19 @@ from vcore_ds.train.settings import Schedule, derive_schedule
 def find_common_checkpoint(
     checkpoints: Checkpoints, newest: tuple[Path, RunState], schedule: Schedule, num_sequences: int, console: Console
 ) -> tuple[Path, RunState]:
-    """The newest checkpoint up to which the schedule has the learning rates that the run of `newest` took. A
-    collective. Raises UserError where there is none."""
+    """Find the newest checkpoint up to which the schedule has the learning rates of the run of `newest`. A collective.
+    Raises UserError if there is none."""
     folder, state = newest
-    there = layout.gather_objects("job", run_on_first_rank(lambda: read_resolved_recipe(folder / RECIPE)))[0]
-    assert there is not None  # rank 0's
-    before = derive_schedule(there, num_sequences)
-    num_common = before.num_common_steps(schedule)
+    recipe = layout.gather_objects("job", run_on_first_rank(lambda: read_resolved_recipe(folder / RECIPE)))[0]
+    assert recipe is not None  # rank 0's
+    before = derive_schedule(recipe, num_sequences)
+    num_common = before.count_common_steps(schedule)
     if state.step <= num_common:
         return newest
-    common = checkpoints.newest(most_steps=num_common)
+    common = checkpoints.find_newest(num_common)
     if common is None:
         raise UserError(_describe_difference(folder, before, schedule, num_common))
-    console.say(
-        f"The learning rate is another one from step {num_common + 1} on: the run goes back to step {common[1].step}"
-    )
+    console.say(f"The learning rate differs from step {num_common + 1} on: the run goes back to step {common[1].step}")
     return common
 
 
@@ -64,13 +62,12 @@ def _describe_difference(folder: Path, before: Schedule, now: Schedule, num_comm
 
 
 def begin_branch(recipe: Recipe) -> None:
-    """Fill the new folder of a run with what its source had after the step of `checkpoint.branch_from`: checkpoint,
-    metrics and recorded tokens, as hard links where the file system has them. By rank 0 only, which holds the folder's
-    lock."""
+    """Fill a new run's folder with the checkpoint of `checkpoint.branch_from`, and its source's metrics and recorded
+    tokens up to that step, as hard links if possible. On rank 0, which holds the folder's lock."""
     assert recipe.checkpoint.branch_from is not None
     checkpoint, folder = Path(recipe.checkpoint.branch_from), Path(recipe.run.output_dir)
     run, step = checkpoint.parents[1], checkpoint_folder.parse_step(checkpoint)
-    assert step is not None  # `run_folder.can_resume` has looked
+    assert step is not None  # checked by `run_folder.can_resume`
     with writing("run.output_dir", folder):
         target = folder / "checkpoints" / checkpoint.name
         discard(target)
@@ -80,13 +77,13 @@ def begin_branch(recipe: Recipe) -> None:
         tokens = folder / run_folder.TOKENS
         tokens.mkdir(exist_ok=True)
         for path in (run / run_folder.TOKENS).glob("*.npz"):
-            if run_folder.step_of_record(path) <= step:
+            if run_folder.parse_record_step(path) <= step:
                 (tokens / path.name).unlink(missing_ok=True)
                 _link(path, tokens / path.name)
         texts = {name: (run / name).read_text() for name in (METRICS, ENVIRONMENT) if (run / name).is_file()}
         if METRICS in texts:
             lines = texts[METRICS].splitlines(keepends=True)
-            texts[METRICS] = "".join(line for line in lines if run_folder.step_of_line(line) in range(1, step + 1))
+            texts[METRICS] = "".join(line for line in lines if run_folder.parse_line_step(line) in range(1, step + 1))
         # Last: a folder with a recipe is a run, which the same command resumes.
         for name, text in (texts | {RECIPE: (checkpoint / RECIPE).read_text()}).items():
             with write_atomically(folder / name) as unfinished:

@@ -1,4 +1,4 @@
-"""From data files to the micro-batches of every step, on every rank."""
+"""The feed of a run: from data files to this rank's micro-batches of every step."""
 
 import hashlib
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from vcore_ds.data.dataset import (
     RandomDraws,
     Store,
     add_reference,
+    find_token_store,
     keep_random_tokens,
     list_files,
-    store_behind,
 )
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.store import TokenStore
@@ -41,7 +41,7 @@ from vcore_ds.models.configuration import read_vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 from vcore_ds.train.console import Console
-from vcore_ds.train.selection import Selection, selection_for
+from vcore_ds.train.selection import Selection, read_matching_selection
 from vcore_ds.train.settings import StepSettings
 
 
@@ -68,7 +68,7 @@ class Feed:
         return main.first_ids[1] if isinstance(main, JoinedDataset) else None
 
     def step(self, k: int) -> StepBatches:
-        """Batches of optimizer step k, from 0."""
+        """Make the batches of optimizer step k, from 0."""
         main, probe = self._spread_main(k), self._spread_probe(k)
         measured: dict[str, float | int | None] = {
             "padding_share": main.waste.padding_share,
@@ -81,22 +81,24 @@ class Feed:
             self._select_for_rank(main, self.main_dataset),
             [] if probe is None else self._select_for_rank(probe, self.probe_dataset),
             measured,
-            _lengths(main.ids, self.main_dataset),
-            [] if probe is None else _lengths(probe.ids, self.probe_dataset),
+            _take_lengths(main.ids, self.main_dataset),
+            [] if probe is None else _take_lengths(probe.ids, self.probe_dataset),
         )
 
     def batches(
         self, ids: Sequence[int], micro_batch_size: int | None, dataset: Dataset | JoinedDataset | None = None
     ) -> list[Batch]:
-        """This rank's micro-batches of the global batch `ids`, positions in `dataset` (None for the training data);
-        every rank has the same number. `micro_batch_size`: sequences per rank in one forward; None for that of the main
-        batch."""
+        """Make this rank's micro-batches of the global batch `ids`, positions in `dataset` (None for the training
+        data); every rank has the same number. `micro_batch_size`: sequences per rank in one forward; None for that of
+        the main batch."""
         sequences = self.dataset if dataset is None else dataset
-        return self._select_for_rank(self.plan.spread_main(ids, _lengths(ids, sequences), micro_batch_size), sequences)
+        spread = self.plan.spread_main(ids, _take_lengths(ids, sequences), micro_batch_size)
+        return self._select_for_rank(spread, sequences)
 
     def probe_batches(self, ids: Sequence[int]) -> list[Batch]:
-        """As `batches`, for a probe batch of positions in `probe_dataset`."""
-        return self._select_for_rank(self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset)), self.probe_dataset)
+        """Make this rank's micro-batches of the probe batch `ids`, positions in `probe_dataset`."""
+        spread = self.plan.spread_probe(ids, _take_lengths(ids, self.probe_dataset))
+        return self._select_for_rank(spread, self.probe_dataset)
 
     def epoch(self, num_done: int) -> float:
         """Passes over the training data after `num_done` steps: sequences drawn over sequences of all files."""
@@ -110,40 +112,39 @@ class Feed:
         return hashlib.sha256(f"{self.dataset.digest} {weights}".encode()).hexdigest()
 
     def utilization(self, num_done: int, num_steps: int) -> dict[Part, Utilization]:
-        """How well the next steps, at most 50, use the ranks."""
+        """Measure how well the next steps, at most 50, use the ranks."""
         utilization: dict[Part, Utilization] = {"main": summarize(self.next_spreads(num_done, num_steps))}
-        probes = [probe for k in _next(num_done, num_steps) if (probe := self._spread_probe(k)) is not None]
+        probes = [probe for k in _next_steps(num_done, num_steps) if (probe := self._spread_probe(k)) is not None]
         return utilization | ({"probe": summarize(probes)} if probes else {})
 
     def next_spreads(self, num_done: int, num_steps: int) -> list[Spread]:
-        """The layouts of the next main batches, at most 50."""
-        return [self._spread_main(k) for k in _next(num_done, num_steps)]
+        """Lay out the next main batches, at most 50."""
+        return [self._spread_main(k) for k in _next_steps(num_done, num_steps)]
 
     def _spread_main(self, k: int) -> Spread:
         ids = self.main_order.step(k)
         if self.trusted_stream is not None:
             ids += [len(self.dataset) + i for i in self.trusted_stream.step(k)]
-        return self.plan.spread_main(ids, _lengths(ids, self.main_dataset))
+        return self.plan.spread_main(ids, _take_lengths(ids, self.main_dataset))
 
     def _spread_probe(self, k: int) -> Spread | None:
-        """None for a step that computes no direction."""
+        """Spread the probe batch of step k; None if it computes no direction."""
         if self.probe_stream is None or k % self.probe_every != 0:
             return None
         ids = self.probe_stream.step(k)
-        return self.plan.spread_probe(ids, _lengths(ids, self.probe_dataset))
+        return self.plan.spread_probe(ids, _take_lengths(ids, self.probe_dataset))
 
     def _select_for_rank(self, spread: Spread, dataset: Dataset | JoinedDataset) -> list[Batch]:
-        return batches_of_rank(spread, dataset, self.pad_token_id)
+        return make_rank_batches(spread, dataset, self.pad_token_id)
 
 
-def _next(num_done: int, num_steps: int) -> range:
+def _next_steps(num_done: int, num_steps: int) -> range:
     return range(num_done, min(num_steps, num_done + 50)) or range(1)
 
 
-def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_token_id: int) -> list[Batch]:
-    """This rank's micro-batches of a spread batch, whose ids are positions in `sequences`."""
-    size = spread.sequence_parallel
-    batches = []
+def make_rank_batches(spread: Spread, sequences: Sequence[TokenizedSequence], pad_token_id: int) -> list[Batch]:
+    """Make this rank's micro-batches of a spread batch, whose ids are positions in `sequences`."""
+    size, batches = spread.sequence_parallel, []
     for ids in spread.list_group_ids(layout.rank("data", size)):
         selected = [sequences[i] for i in ids]
         if not selected:
@@ -155,13 +156,13 @@ def batches_of_rank(spread: Spread, sequences: Sequence[TokenizedSequence], pad_
     return batches
 
 
-def _lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[int]:
+def _take_lengths(ids: Sequence[int], dataset: Dataset | JoinedDataset) -> list[int]:
     return [int(dataset.lengths[i]) for i in ids]
 
 
 @dataclass(frozen=True)
 class DataReader:
-    """Opens token stores, after making those that are missing. The methods are collectives."""
+    """Opens token stores, making missing ones. The methods are collectives."""
 
     settings: DataConfig
     model: str
@@ -171,13 +172,13 @@ class DataReader:
 
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's; 0 where the model does not have it: no real token sees it, and no loss is taken there."""
+        """The tokenizer's padding id, or 0 if the model does not have it: no real token attends to padding."""
         token_id = self.tokenizer.pad_token_id
         return 0 if token_id is None or token_id >= read_vocabulary_size(self.model) else token_id
 
     def read_training_data(self, method: MethodConfig, seed: int) -> Dataset:
-        """The kept sequences of data.train_path, with random masks or reference log-probabilities where the method
-        needs them. `seed`: of the run."""
+        """Read the kept sequences of data.train_path, with the masks, log-probabilities or weights that the method
+        needs. `seed`: of the run."""
         store = self.read_training_stores()
         dataset: Dataset = store
         if method.drops_tokens:
@@ -204,23 +205,23 @@ class DataReader:
         )
 
     def _select(self, store: Store) -> Selection | None:
-        """The traces that `data.keep` selects; None without it."""
+        """Select traces by `data.keep`; None without it."""
         keep = self.settings.keep
         if keep is None:
             return None
-        selection = run_first_rank_first(lambda: selection_for(keep, store, self.model))
+        selection = run_first_rank_first(lambda: read_matching_selection(keep, store, self.model))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
         if len(set(layout.gather_objects("job", selection.digest))) > 1:
             raise UserError(
                 f"data.keep.scores: {keep.scores}: found different scores on different nodes; expected the same. Name "
                 "a folder that all nodes share, or copy it to all of them"
             )
-        for line in selection.details():
-            self.console.note(line)
+        for name, (num_kept, num_scored) in selection.counts_by_source.items():
+            self.console.note(f"Kept of {name}: {num_kept:,} of {num_scored:,} traces")
         return selection
 
     def _drop_trusted(self, store: Store, positions: np.ndarray) -> np.ndarray:
-        """The positions without those of trusted traces, unless the recipe keeps them."""
+        """Return the positions without those of trusted traces, unless the recipe keeps them."""
         settings = self.settings
         if settings.probe_path is None:
             return positions
@@ -241,7 +242,7 @@ class DataReader:
         return positions[~is_trusted]
 
     def read_training_stores(self) -> Store:
-        """The token store of data.train_path; of several files, their stores one after another."""
+        """Open the token store of data.train_path; of several files, their stores joined."""
         files = self.settings.train_files()
         stores = [self.read_store(file.path) for file in files]
         if len(stores) == 1:
@@ -252,8 +253,8 @@ class DataReader:
         return joined
 
     def read_store(self, path: str) -> TokenStore:
-        """The token store at `path`, or the one made of the raw data there, by one process while the others wait.
-        Raises UserError where it cannot be made, is damaged, or does not fit the model."""
+        """Open the token store at `path`, or one that a single process makes of the raw data there. Raises UserError if
+        it cannot be made, is damaged, or does not fit the model."""
         if path in self._stores:
             return self._stores[path]
         store = TokenStore(
@@ -287,7 +288,7 @@ class DataReader:
 
 
 def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
-    """Sizes of the data sets, an entry for each file: see `vcore_ds.train.run_folder.read_data_counts`."""
+    """Count the contents of each data file, for data.json (`vcore_ds.train.run_folder.DataCounts`)."""
     files, weights = settings.train_files(), feed.main_order.shares.weights
     shares = [f", {weight / sum(weights):.0%} of each batch" if len(files) > 1 else "" for weight in weights]
     parts: list[tuple[str, str, TokenStore, np.ndarray]] = [
@@ -299,10 +300,10 @@ def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset])
     for name, dataset in validation.items():
         path = settings.validation_paths()[name]
         parts.append((f"held out{name and ', '}{name}", path, *list_files(dataset)[0]))
-    return [{"part": part, "path": path, **_counts(store, positions)} for part, path, store, positions in parts]
+    return [{"part": part, "path": path, **_count_contents(store, positions)} for part, path, store, positions in parts]
 
 
-def _counts(store: TokenStore, positions: np.ndarray) -> dict[str, Any]:
+def _count_contents(store: TokenStore, positions: np.ndarray) -> dict[str, Any]:
     return {
         "hub_ids": [source["hub"] for source in store.manifest.get("source", []) if "hub" in source],
         "sequences": len(positions),
@@ -311,9 +312,9 @@ def _counts(store: TokenStore, positions: np.ndarray) -> dict[str, Any]:
     }
 
 
-def num_tokens_of(dataset: Dataset) -> tuple[int, int]:
-    """Tokens and supervised tokens of a data set."""
-    counts = [_counts(*file) for file in list_files(dataset)]
+def count_dataset_tokens(dataset: Dataset) -> tuple[int, int]:
+    """Count tokens and supervised tokens of a data set."""
+    counts = [_count_contents(*file) for file in list_files(dataset)]
     return sum(one["tokens"] for one in counts), sum(one["supervised_tokens"] for one in counts)
 
 
@@ -326,8 +327,8 @@ def build_feed(
     seed: int,
     probe_dataset: Dataset | None = None,
 ) -> Feed:
-    """`probe_dataset`: source of the probe batch and of the trusted part of main batches; None for the training
-    data."""
+    """Build the feed. `probe_dataset`: source of probe batches and of the trusted part of main batches; None for the
+    training data."""
     num_trusted = plan.num_trusted_global
     probe_source = dataset if probe_dataset is None else probe_dataset
     probe_stream = trusted_stream = None
@@ -336,7 +337,7 @@ def build_feed(
         probe_stream = RandomDraws(len(probe_source), size, seed, Stream.PROBE)
     if num_trusted:
         trusted_stream = RandomDraws(len(probe_source), num_trusted, seed, Stream.TRUSTED)
-    store = store_behind(dataset)
+    store = find_token_store(dataset)
     weights = store.weights if isinstance(store, JoinedStores) else (1.0,)
     sizes = [len(positions) for _, positions in list_files(dataset)]
     if 0 in sizes:

@@ -17,37 +17,37 @@ from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.model_shape import find_folder
 from vcore_ds.planning.spread import LengthModel
 
-_MOST_ROWS = 256  # rows of raw data that are tokenized, which takes a second or two
+_MAX_ROWS = 256  # rows of raw data that are tokenized, which takes a second or two
 
-_MOST_LENGTHS = 4096  # lengths of a token store that are kept
+_MAX_LENGTHS = 4096  # lengths of a token store that are kept
 
 _CHARACTERS_PER_TOKEN = 3.5
-"""Where the tokenizer is not on this machine: between English prose (4) and formulas (3)."""
+"""Assumed if the tokenizer is not on this machine: between English prose (4) and formulas (3)."""
 
 CountTokens = Callable[[Sequence[Conversation]], list[int]]  # tokens of each conversation
 
 
 def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:
-    """The lengths of data.train_path and data.probe_path; None where the training data are not on this machine, or have
-    no sequence within data.cutoff_length. Raises UserError for a damaged token store, and for files that cannot be
-    read."""
+    """Sample the lengths of data.train_path and data.probe_path; None if the training data are not on this machine, or
+    have no sequence within data.cutoff_length. Raises UserError for a damaged token store or an unreadable file."""
     files = data.train_files()
     if not all(is_readable(file.path) for file in files):
         return None
-    count, is_exact = _token_counter(model_path)
-    parts = [_read(file.path, data, count) for file in files]
-    if not all(part for part, _ in parts):
+    count, is_exact = _make_token_counter(model_path)
+    samples, totals = zip(*(_read(file.path, data, count) for file in files), strict=True)
+    if not all(samples):
         return None
-    whole, weights = sum(len(part) for part, _ in parts), sum(file.weight for file in files)
+    num_read, sum_weights = sum(map(len, samples)), sum(file.weight for file in files)
     lengths: list[int] = []
-    for (part, _), file in zip(parts, files, strict=True):
-        lengths += _thin(part, max(1, round(min(whole, _MOST_LENGTHS) * file.weight / weights)))
-    totals = [total for _, total in parts]
+    for sample, file in zip(samples, files, strict=True):
+        number = max(1, round(min(num_read, _MAX_LENGTHS) * file.weight / sum_weights))
+        # Evenly spaced; some several times if there are fewer.
+        lengths += [sample[i * len(sample) // number] for i in range(number)]
     num_sequences = None if None in totals else sum(total or 0 for total in totals)
     probe: list[int] = []
     if data.probe_path is not None and is_readable(data.probe_path):
         probe, _ = _read(data.probe_path, data, count)
-    which = f"the {num_sequences:,}" if num_sequences is not None else f"the first {whole:,}"
+    which = f"the {num_sequences:,}" if num_sequences is not None else f"the first {num_read:,}"
     mean = sum(lengths) / len(lengths)
     source = f"{which} sequences of {data.train_name()}, mean {mean:,.0f} tokens, longest {max(lengths):,}"
     has_raw_data = any(not (Path(file.path) / MANIFEST).is_file() for file in files)
@@ -56,13 +56,8 @@ def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:
     return LengthModel(mean, tuple(lengths), tuple(probe), num_sequences, source)
 
 
-def _thin(lengths: list[int], number: int) -> list[int]:
-    """As many lengths as asked for, evenly spaced; some several times where there are fewer."""
-    return [lengths[i * len(lengths) // number] for i in range(number)]
-
-
 def _read(path: str, data: DataConfig, count: CountTokens) -> tuple[list[int], int | None]:
-    """Lengths, and the number of sequences in all; None where not all were read."""
+    """Read lengths, and the total number of sequences; None if not all were read."""
     if (Path(path) / MANIFEST).is_file():
         lengths = _read_store(Path(path))
         return lengths, len(lengths)
@@ -83,25 +78,26 @@ def _read_store(folder: Path) -> list[int]:
 
 
 def _read_conversations(path: str) -> tuple[list[Conversation], bool]:
-    """The first conversations of raw data, a part from each of its shards, and whether these are all."""
+    """Read the first conversations of each shard of raw data; also return whether these are all."""
     shards = find_shards([path], "train")
-    most = max(1, _MOST_ROWS // len(shards))
+    max_rows = max(1, _MAX_ROWS // len(shards))
     conversations: list[Conversation] = []
     is_all = True
-    for shard in shards[:_MOST_ROWS]:
-        rows = list(islice(chat_rows(shard), most + 1))
-        is_all = is_all and len(rows) <= most
-        for chat in rows[:most]:
-            if not isinstance(chat, Malformed):  # which the run names
+    for shard in shards[:_MAX_ROWS]:
+        rows = list(islice(chat_rows(shard), max_rows + 1))
+        is_all = is_all and len(rows) <= max_rows
+        for chat in rows[:max_rows]:
+            if not isinstance(chat, Malformed):  # the run reports these
                 number = len(conversations) + 1
                 conversations.append(
                     Conversation(number, chat.messages, tools=chat.tools, context_turns=chat.context_turns)
                 )
-    return conversations, is_all and len(shards) <= _MOST_ROWS
+    return conversations, is_all and len(shards) <= _MAX_ROWS
 
 
-def _token_counter(model_path: str) -> tuple[CountTokens, bool]:
-    """Counts by the model's tokenizer, or by characters where it cannot be used; and whether they are exact."""
+def _make_token_counter(model_path: str) -> tuple[CountTokens, bool]:
+    """Make a counter by the model's tokenizer, or by characters if it cannot be used; also return whether it is
+    exact."""
     folder = find_folder(model_path)
     if folder is not None:
         try:
@@ -115,7 +111,7 @@ def _token_counter(model_path: str) -> tuple[CountTokens, bool]:
             for conversation in conversations:
                 try:
                     rendered.append(render_conversation(conversation, tokenizer))
-                except UserError:  # the template refuses it, as the run reports
+                except UserError:  # refused by the template; the run reports it
                     continue
             return [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []
 
@@ -124,5 +120,5 @@ def _token_counter(model_path: str) -> tuple[CountTokens, bool]:
 
 
 def _count_characters(conversations: Sequence[Conversation]) -> list[int]:
-    sizes = [sum(len(message["content"]) for message in one.messages) for one in conversations]
+    sizes = [sum(len(message["content"]) for message in conversation.messages) for conversation in conversations]
     return [max(2, round(size / _CHARACTERS_PER_TOKEN)) for size in sizes]

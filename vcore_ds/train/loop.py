@@ -24,7 +24,7 @@ from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.step_cost import StepPasses
-from vcore_ds.train.checkpoints import Checkpoints, Saved
+from vcore_ds.train.checkpoints import Checkpoints, SavedCheckpoint
 from vcore_ds.train.console import Console, explain_steps
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.followed import FollowedTraces, record_followed
@@ -43,37 +43,33 @@ from vcore_ds.utility.estimators import Estimator
 class Throughput:
     """Converts the seconds of a step into rates."""
 
-    shape: ModelShape  # shape of the whole model, also with tensor parallelism
-    passes: StepPasses | None  # the passes that a step needs; None for a model whose sizes are unknown
+    shape: ModelShape  # of the unsharded model
+    passes: StepPasses | None  # the passes that a step needs; None for a model of unknown sizes
     peak_flops: float | None
-    """Dense bf16 FLOP a second of all ranks together; None where that of a device is unknown, as on CPUs."""
+    """Dense bf16 FLOP/s of all ranks together; None if a device's is unknown, as on CPUs."""
 
     def compute_rates(
         self, main_lengths: Sequence[int], probe_lengths: Sequence[int], seconds: float
     ) -> dict[str, float | int | None]:
-        """Tokens, FLOP and rates of a step, by their names in the metrics; docs/planning.md has the formulas.
-        `main_lengths`, `probe_lengths`: tokens of each sequence of the global batches, without padding; no probe in a
-        step that takes none."""
+        """Compute tokens, FLOP and rates of a step, by their names in the metrics; docs/planning.md has the formulas.
+        `main_lengths`, `probe_lengths`: tokens of each sequence of the global batches, without padding; empty for a
+        step without a probe."""
         num_tokens = sum(main_lengths)
         values: dict[str, float | int | None] = {"tokens": num_tokens, "tokens_per_second": num_tokens / seconds}
-        flops = None if self.passes is None else self.passes.flops(self.shape, main_lengths, probe_lengths)
-        values |= {
-            "flops_training": None if flops is None else flops.training,
-            "flops_extra": None if flops is None else flops.extra,
-        }
-        peak = None if flops is None or self.peak_flops is None else self.peak_flops * seconds
-        values |= {
-            "utilization": None if flops is None or peak is None else flops.total / peak,
-            "utilization_training": None if flops is None or peak is None else flops.training / peak,
-        }
+        values |= dict.fromkeys(("flops_training", "flops_extra", "utilization", "utilization_training"))
+        if self.passes is not None:
+            flops = self.passes.flops(self.shape, main_lengths, probe_lengths)
+            values |= {"flops_training": flops.training, "flops_extra": flops.extra}
+            if self.peak_flops is not None:
+                peak = self.peak_flops * seconds
+                values |= {"utilization": flops.total / peak, "utilization_training": flops.training / peak}
         return values
 
 
 def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
-    """Rates on the ranks of this job. A collective. `model`: model.path."""
-    here = device()
-    own = peak_flops(torch.cuda.get_device_name(here)) if here.type == "cuda" else None
-    peaks = [peak for peak in layout.gather_objects("job", own) if peak is not None]
+    """Make the converter for the ranks of this job. A collective. `model`: model.path."""
+    flops = peak_flops(torch.cuda.get_device_name(device())) if device().type == "cuda" else None
+    peaks = [peak for peak in layout.gather_objects("job", flops) if peak is not None]
     return Throughput(read_model_shape(model), passes, sum(peaks) if len(peaks) == layout.size("job") else None)
 
 
@@ -90,7 +86,7 @@ class Trainer:
     schedule: Schedule
 
     def step(self, k: int, batches: StepBatches, *, keep_tokens: bool = False) -> StepMetrics:
-        """Optimizer step k, from 0. A collective. `keep_tokens` returns this rank's single tokens too. Raises
+        """Take optimizer step k, from 0. A collective. `keep_tokens`: also return this rank's single tokens. Raises
         NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, on all ranks alike."""
         try:
             return train_step(
@@ -108,7 +104,7 @@ class Trainer:
 
 
 def describe_fault(error: Exception, batches: StepBatches) -> str:
-    """The message of a non-finite loss or gradient, with the sequences of this step where the error names none."""
+    """Make the message of a non-finite loss or gradient, with the step's sequences if the error names none."""
     if isinstance(error, NonFiniteLoss):
         return f"{error}. The parameters were not updated."
     ids = [i for batch in batches.main for i in batch.sequence_ids]
@@ -151,9 +147,9 @@ class Run:
 
 
 def run_steps(run: Run, num_done: int) -> StepMetrics | None:
-    """Take the steps after the first `num_done`. Returns the last step's metrics, None where none remained. A
+    """Take the steps after the first `num_done`; return the last step's metrics, None if none remained. A
     collective. Raises on all ranks alike NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, RunStopped
-    after a checkpoint, and UserError where metrics.jsonl cannot be written before a checkpoint."""
+    after a checkpoint, and UserError if metrics.jsonl cannot be written before a checkpoint."""
     settings, console, feed = run.settings, run.log.console, run.data.feed
     num_steps = run.trainer.schedule.num_steps
     if num_done < num_steps:
@@ -174,7 +170,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         if run.trainer.schedule.measures_noise(k):
             warn_of_noise(run.trainer.settings, run.trainer.engine.module.base.config, metrics, console)
         record_step(run, done, batches, metrics)
-        seconds = seconds_of_training(metrics)
+        seconds = measure_training_seconds(metrics)
         line = {
             "step": done,
             "epoch": feed.epoch(done),
@@ -192,12 +188,12 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         if run.log.metrics is not None:
             run.log.metrics.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
-        console.step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
+        console.show_step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
         if done == num_done + 1:
-            say_rest(console, seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
+            announce_remaining_time(console, seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
         run.checkpoints.collect()
         reason = stops.agree_on_reason()
-        if reason is not None or run.checkpoints.due(done, num_steps):
+        if reason is not None or run.checkpoints.is_due(done, num_steps):
             saved = save(run, done, losses, is_last=reason is not None or done == num_steps)
             if saved.is_complete:
                 stops.record_save(saved.seconds)
@@ -213,26 +209,26 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     return metrics
 
 
-def seconds_of_training(metrics: StepMetrics) -> float:
-    """Seconds of a step, without those for followed traces."""
+def measure_training_seconds(metrics: StepMetrics) -> float:
+    """Return the seconds of a step, without those for followed traces."""
     seconds = metrics.values["seconds"]
     assert seconds is not None  # every step has a length
     return seconds - (metrics.values.get("seconds_followed") or 0.0)
 
 
-def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> Saved:
-    """A checkpoint after `done` steps; `losses` and `is_last` as in `Checkpoints.save`. A collective."""
+def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> SavedCheckpoint:
+    """Save a checkpoint after `done` steps; `losses` and `is_last` as in `Checkpoints.save`. A collective."""
     mark("checkpoint")
-    # A checkpoint must not outlive the metrics of its steps; where rank 0 cannot write them, all ranks fail.
+    # A checkpoint must not outlive the metrics of its steps; if rank 0 cannot write them, all ranks fail.
     run_first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
     return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed, losses, is_last=is_last)
 
 
-LONG_SECONDS = 15 * 60.0  # rest of a run after which advice is given
+LONG_SECONDS = 15 * 60.0  # remaining time above which advice is given
 
 
-def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: str) -> None:
-    """After the first step, say how long the others take (`seconds` in all), if a minute or more."""
+def announce_remaining_time(console: Console, seconds: float, num_left: int, advice_if_long: str) -> None:
+    """Announce how long the remaining steps take (`seconds` in total), if a minute or more."""
     if seconds < 60:
         return
     end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
@@ -244,7 +240,7 @@ def say_rest(console: Console, seconds: float, num_left: int, advice_if_long: st
 
 
 def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics) -> None:
-    """Write the single tokens that step `done`, from 1, has recorded, if any. A collective."""
+    """Write the tokens and followed traces that step `done`, from 1, has recorded, if any. A collective."""
     if metrics.tokens is not None:
         record_tokens(
             run.folder,
@@ -260,7 +256,7 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
 
 
 def warn_of_noise(settings: StepSettings, model: PretrainedConfig, metrics: StepMetrics, console: Console) -> None:
-    """Warn where the loss change of a finite difference is mostly rounding."""
+    """Warn if the loss change of a finite difference is mostly rounding."""
     epsilon, snr, changed = (metrics.values[key] for key in ("epsilon", "signal_to_noise", "changed_fraction"))
     assert epsilon is not None and snr is not None and changed is not None  # measured in this step
     how_chosen = " (auto)" if settings.utility.epsilon == "auto" else ""
@@ -276,7 +272,7 @@ def warn_of_noise(settings: StepSettings, model: PretrainedConfig, metrics: Step
 
 
 def validate(engine: Engine, data: RunData, console: Console) -> dict[str, float]:
-    """Mean over the sequences of each held-out set of the mean token loss, nats. A collective."""
+    """Compute the mean over the sequences of each held-out set of the mean token loss, nats. A collective."""
     mark("validation")
     feed = data.feed
     micro_batch_size = feed.plan.utility_micro_batch_size_per_rank

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and the trackers (sinks) that get the same lines."""
+"""The metrics log of a run, metrics.jsonl, and the sinks (trackers) that receive the same lines."""
 
 import atexit
 import json
@@ -16,7 +16,7 @@ from vcore_ds.common.text import count
 from vcore_ds.train.console import Console
 from vcore_ds.train.run_folder import LOST_METRICS, METRICS
 
-# Sinks. Each works on a thread, so that it can neither fail nor slow the run.
+# Each sink works in a thread, so that it can neither fail nor slow the run.
 
 
 MOST_WAITING = 1000  # lines that may wait for a sink; further ones are dropped
@@ -27,10 +27,10 @@ DRAIN_SECONDS = 5.0  # the same where a run ends early, since another attempt ma
 
 
 class Sink(Protocol):
-    """A tracker. Every method may raise anything, and may take any time."""
+    """A tracker, whose methods may raise anything and take any time."""
 
     def write(self, values: Mapping[str, float | int]) -> None:
-        """A step's numbers, `step` among them."""
+        """Send a step's numbers, including `step`."""
 
     def close(self) -> None:
         """Send the remaining lines at the regular end of the run."""
@@ -60,7 +60,7 @@ class BackgroundSink:
         self._warn()
 
     def close(self) -> None:
-        """Waits until everything is sent, `close_seconds` at most."""
+        """Wait until everything is sent, `close_seconds` at most."""
         atexit.unregister(self._drain)
         self._lines.put(None)
         self._thread.join(self._close_seconds)
@@ -74,7 +74,9 @@ class BackgroundSink:
             sink = self._open()
         except (Exception, SystemExit) as error:
             self._note(error)
-            self._forget_lines()
+            while self._lines.get() is not None:  # nothing will send these lines
+                self._lines.task_done()
+            self._lines.task_done()
             return
         while (values := self._lines.get()) is not None:
             try:
@@ -86,12 +88,6 @@ class BackgroundSink:
             sink.close()
         except (Exception, SystemExit) as error:
             self._note(error)
-        self._lines.task_done()
-
-    def _forget_lines(self) -> None:
-        """Empty the queue until the end: nothing will send these lines."""
-        while self._lines.get() is not None:
-            self._lines.task_done()
         self._lines.task_done()
 
     def _note(self, error: BaseException) -> None:
@@ -110,18 +106,18 @@ class BackgroundSink:
 
 
 class MetricsLog:
-    """Written by rank 0 only. A disk that fills must not end rank 0 alone while the others wait for it, so lines that
+    """The metrics log, on rank 0. A full disk must not end rank 0 alone while the others wait for it, so lines that
     cannot be written wait in memory until `flush`, whose failure the caller shares with all ranks. The file never holds
     part of a line."""
 
     def __init__(self, folder: Path, console: Console, sinks: Sequence[BackgroundSink] = ()):
         self._path, self._console, self._sinks = folder / METRICS, console, sinks
-        # Unbuffered: what a killed run had measured is in the file.
+        # Unbuffered: the file has all lines of a killed run.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._waiting = b""
 
     def write(self, values: dict[str, Any]) -> None:
-        """One line; null for a number that is not finite, which JSON cannot hold. Warns where it cannot be written."""
+        """Write one line, with null for numbers that are not finite; warn if it cannot be written."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         is_first_to_wait = not self._waiting
         self._waiting += json.dumps(clean).encode() + b"\n"
@@ -138,8 +134,7 @@ class MetricsLog:
             sink.write(numbers)
 
     def flush(self) -> None:
-        """Puts all lines on the disk: a checkpoint may not outlive them. Raises UserError where they cannot be
-        written."""
+        """Flush all lines to disk: a checkpoint may not outlive them. Raises UserError if they cannot be written."""
         try:
             with writing("run.output_dir", self._path, "room for the metrics of the steps"):
                 self._write_waiting()
@@ -148,35 +143,32 @@ class MetricsLog:
             raise UserError(f"{error}. Once it can be written, the same command resumes the run") from None
 
     def close(self) -> None:
-        """Closes the file and all sinks, which wait for what they have not sent yet."""
+        """Close the file and all sinks, which send their remaining lines first."""
         self._file.close()
         for sink in self._sinks:
             sink.close()
 
     def _write_waiting(self) -> None:
-        """Appends all waiting lines, or none of them (OSError)."""
+        """Append all waiting lines, or none of them (OSError)."""
         descriptor, rest = self._file.fileno(), self._waiting
         end = os.fstat(descriptor).st_size
         try:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         except OSError:
-            os.ftruncate(descriptor, end)  # a disk with some room has taken the beginning of a line
+            os.ftruncate(descriptor, end)  # part of a line may have been written
             raise
         self._waiting = b""
-
-
-# Caveats about a run's numbers, from the files in its folder.
 
 
 RELIABLE_SIGNAL_TO_NOISE = 3.0
 """Below this, a finite difference orders tokens by rounding as much as by utility (Spearman under about 0.9)."""
 
 
-def notes_on(
+def list_notes(
     folder: Path, has_result: bool, environment: Mapping[str, Any], metrics: Sequence[Mapping[str, float | None]]
 ) -> list[str]:
-    """A sentence for each caveat; none for a run that finished at the first attempt with reliable numbers."""
+    """List the caveats, a sentence each; none for a run that finished at the first attempt with reliable numbers."""
     notes = []
     if not has_result:
         last = int(metrics[-1]["step"] or 0)
@@ -184,12 +176,13 @@ def notes_on(
     resumed = environment.get("resumed")
     if isinstance(resumed, list) and resumed:
         steps = ", ".join(str(one.get("step")) for one in resumed if isinstance(one, dict))
-        notes.append(f"Resumed {_times(len(resumed))}, from step {steps}.")
+        times = {1: "once", 2: "twice"}.get(len(resumed), f"{len(resumed)} times")
+        notes.append(f"Resumed {times}, from step {steps}.")
     if (folder / LOST_METRICS).is_file():
         notes.append(f"Steps after a checkpoint were taken again; what they measured first is in {LOST_METRICS}.")
     not_finite = [int(line["step"] or 0) for line in metrics if line.get("loss") is None]
     if not_finite:
-        notes.append(f"The loss was not finite in {_steps(not_finite)}.")
+        notes.append(f"The loss was not finite in {_list_steps(not_finite)}.")
     noisy = [
         int(line["step"] or 0)
         for line in metrics
@@ -197,8 +190,8 @@ def notes_on(
     ]
     if noisy:
         notes.append(
-            f"Utilities are mostly rounding noise in {_steps(noisy)}: the loss change of the finite difference is less "
-            f"than {RELIABLE_SIGNAL_TO_NOISE:g} times its error."
+            f"Utilities are mostly rounding noise in {_list_steps(noisy)}: the loss change of the finite difference is "
+            f"less than {RELIABLE_SIGNAL_TO_NOISE:g} times its error."
         )
     saturated = sum(int(line.get("num_saturated") or 0) for line in metrics)
     if saturated:
@@ -212,10 +205,6 @@ def notes_on(
     return notes
 
 
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")
-
-
-def _steps(steps: Sequence[int]) -> str:
+def _list_steps(steps: Sequence[int]) -> str:
     shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
     return f"{len(steps):,} steps ({shown})" if len(steps) > 1 else f"step {shown}"

@@ -1,7 +1,7 @@
 """The model card (README.md) of a result.
 
-Everything is read from the run's folder, so a later export has the same card. It has no local paths: of files and
-folders only the last name.
+Everything is read from the run's folder, so a later export has the same card. It shows only the last names of local
+files and folders.
 """
 
 from collections.abc import Sequence
@@ -42,17 +42,17 @@ def make_model_card(
     evaluations: Sequence[Path] = (),
 ) -> str:
     """Return the text of the card, with the hub's metadata. `step`: of the exported checkpoint; None for the end of the
-    run. `base`: None for what model.path tells. `evaluations`: folders of this result's. Raises UserError where a file
-    of the run or an evaluation is damaged."""
+    run. `base`: None to identify it by model.path. `evaluations`: their folders. Raises UserError if a file of the run
+    or of an evaluation is damaged."""
     base = base or identify_base_model(recipe.model.path)
     try:
-        lines = run_folder.read_metrics_of(run)
-    except UserError:  # removed or damaged: the card can do without
+        lines = run_folder.read_run_metrics(run)
+    except UserError:  # removed or damaged, and optional for the card
         lines = []
     is_early = step is not None and not (lines and lines[-1]["step"] == step)
     lines = [line for line in lines if step is None or (line["step"] or 0) <= step]
     counts = run_folder.read_data_counts(run)
-    results = [one for path in evaluations for one in read_evaluation(path, "--evaluation").tasks.items()]
+    results = [item for path in evaluations for item in read_evaluation(path, "--evaluation").tasks.items()]
     method = METHODS[recipe.method.name]
     title = f"{base.name}, fine-tuned with {method} ({'all parameters' if recipe.lora is None else 'LoRA'})"
     license_keys: dict[str, Any] = dict(base.license)
@@ -61,10 +61,10 @@ def make_model_card(
         base_model_relation=None if base.hub_id is None else "adapter" if kind == "adapter" else "finetune",
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
-        datasets=sorted({name for one in counts for name in one.hub_ids}) or None,
+        datasets=sorted({name for entry in counts for name in entry.hub_ids}) or None,
         tags=[CARD_TAG, recipe.method.name, *(["lora"] if recipe.lora is not None else [])],
         eval_results=[
-            EvalResult("text-generation", name, name, "accuracy", round(one.accuracy, 4)) for name, one in results
+            EvalResult("text-generation", name, name, "accuracy", round(task.accuracy, 4)) for name, task in results
         ]
         or None,
         model_name=title if results else None,
@@ -85,7 +85,7 @@ def make_model_card(
         held_out=run_folder.HeldOutLosses({}, {}) if is_early else run_folder.read_held_out_losses(run),
         results=results,
         environment=run_folder.read_environment(run),
-        recipe_yaml=dump_yaml(_public_recipe(recipe, base)).strip(),
+        recipe_yaml=dump_yaml(_dump_public_recipe(recipe, base)).strip(),
         shorten=_shorten,
         number=lambda value: "-" if value is None else f"{value:.4f}",
         total=lambda key: sum(line.get(key) or 0 for line in lines),
@@ -93,8 +93,8 @@ def make_model_card(
     return f"{card}\n"
 
 
-def _public_recipe(recipe: Recipe, base: BaseModel) -> dict[str, Any]:
-    """Return the recipe by section and key, with retired keys and without paths."""
+def _dump_public_recipe(recipe: Recipe, base: BaseModel) -> dict[str, Any]:
+    """Dump the recipe by section and key, with retired keys and without paths."""
     values = recipe.model_dump(mode="json")
     for key, value in recipe.retired.items():
         section, _, name = key.partition(".")

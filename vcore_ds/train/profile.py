@@ -19,20 +19,20 @@ from vcore_ds.train.console import Console
 from vcore_ds.train.profile_folder import PROFILES, OperationRow
 
 PHASES = {"probe": "probe", "utility": "utility", "main": "main", "step": "update", "followed": "followed"}
-"""Part of a step (`StepRecorder.part`) -> its range in a trace."""
-OUTSIDE = "between"  # operations of a step that are in no phase: exchanges of sums
-MOST_OPERATIONS = 12  # rows of a phase in a table, besides the rest
+"""Phase of a step (`StepRecorder.measuring`) -> its range in a trace."""
+OUTSIDE = "between"  # operations of a step outside the phases: reductions of sums
+MAX_OPERATIONS = 12  # rows of a phase in a table, besides the rest
 WAITING = "(Python and waiting)"
-"""The time of a phase in which its main thread was in no operation; on a CPU alone."""
+"""Time of a phase in which its main thread ran no operation; on CPUs only."""
 
 
 @contextmanager
-def mark_phase(part: str) -> Iterator[None]:
+def mark_phase(name: str) -> Iterator[None]:
     """A context that is a range in the trace of a profiled step; without a profiler it does nothing."""
     if not torch.autograd._profiler_enabled():
         yield
         return
-    with torch.profiler.record_function(PHASES[part]):
+    with torch.profiler.record_function(PHASES[name]):
         yield
 
 
@@ -110,7 +110,7 @@ class StepProfiler:
 def sum_operations(events: Iterable[Any], on_gpu: bool) -> list[OperationRow]:
     """Sum the seconds of operations by phase, the longest first, and the rest of each phase in one row. `events`:
     `torch.profiler`'s function events of a step. `on_gpu`: sum the time of the kernels that operations launch."""
-    # Events of a device repeat what the operations have that launched them.
+    # Device events repeat the time of the operations that launched them.
     on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU and not event.is_async]
     ranges = [
         (event.time_range.start, event.time_range.end, event.name)
@@ -126,15 +126,15 @@ def sum_operations(events: Iterable[Any], on_gpu: bool) -> list[OperationRow]:
         entry = sums[phase].setdefault(operation, [0, 0.0])
         entry[0] += 1
         entry[1] += 1e-6 * (event.self_device_time_total if on_gpu else event.self_cpu_time_total)
-    return [row for phase, operations in sums.items() for row in _rows_of_phase(phase, operations)]
+    return [row for phase, operations in sums.items() for row in _make_rows(phase, operations)]
 
 
-def _rows_of_phase(phase: str, operations: dict[str, list[float]]) -> Iterator[OperationRow]:
+def _make_rows(phase: str, operations: dict[str, list[float]]) -> Iterator[OperationRow]:
     total = sum(seconds for _, seconds in operations.values())
     if total == 0.0:
         return
     longest = sorted(operations.items(), key=lambda item: -item[1][1])
-    listed, rest = longest[:MOST_OPERATIONS], longest[MOST_OPERATIONS:]
+    listed, rest = longest[:MAX_OPERATIONS], longest[MAX_OPERATIONS:]
     if rest:
         calls, seconds = (sum(values) for values in zip(*(entry for _, entry in rest), strict=True))
         listed.append((f"({len(rest)} other operations)", [calls, seconds]))

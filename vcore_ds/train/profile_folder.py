@@ -24,16 +24,16 @@ class OperationRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """The profile of a step on a rank, as a run's folder has it."""
+    """The profile of a step on a rank."""
 
     step: int
     rank: int
-    files: list[Path]  # trace, table and record of memory, as far as they are there
+    files: list[Path]  # trace, table and memory snapshot, those that exist
     rows: list[OperationRow]
 
 
 def read_profiles(folder: Path) -> list[Profile]:
-    """The profiles in a run's folder, by step and rank; empty where it has none. Raises UserError where a table is
+    """Read the profiles in a run's folder, by step and rank; empty if it has none. Raises UserError if a table is
     damaged."""
     profiles = []
     for table in sorted((folder / PROFILES).glob("*.csv")):

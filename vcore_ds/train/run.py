@@ -57,19 +57,18 @@ class RunResult:
     export_folder: Path
     validation_losses_before: dict[str, float]  # nats, by name of the held-out set
     validation_losses_after: dict[str, float]
-    last_step: StepMetrics | None  # None where the run was resumed after its last step
+    last_step: StepMetrics | None  # None if the run was resumed after its last step
 
 
 def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -> RunResult:
     """Run a recipe. A collective. `advice_if_long`: how to make the run shorter, printed after the first step of a long
     run; `says_next`: print the command for the run's report at the end.
-    Raises UserError before anything is written, for whatever the user can fix; NonFiniteLoss, NonFiniteGradient with
-    step, rank and sequence ids, and the parameters of the last good step; RunStopped on all ranks alike, after a
-    checkpoint."""
+    Raises UserError for mistakes of the user, before anything is written; NonFiniteLoss, NonFiniteGradient with step,
+    rank and sequence ids; RunStopped on all ranks alike, after a checkpoint."""
     resumes = can_resume(recipe)
     for key, path in recipe.data.paths().items():
         if key not in WRITTEN_BY_COMMANDS:
-            check_source(path)  # before a hub is asked for the model, which takes a minute without a connection
+            check_source(path)  # before the model, whose lookup on the hub takes a minute without a connection
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
     lock = RunLock(Path(recipe.run.output_dir))
@@ -83,9 +82,9 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
         lock.release()
 
 
-def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long: str = "") -> RunResult:
-    """The run, with the process group up. A collective. `resumes`: whether this rank sees a run to resume."""
-    # Rank 0 decides: where nodes do not share the folder, ranks would otherwise enter different collectives.
+def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long: str) -> RunResult:
+    """Run a recipe in the process group. A collective. `resumes`: whether this rank sees a run to resume."""
+    # Rank 0 decides: if nodes do not share the folder, ranks could enter different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())
     plan_settings, settings = derive_plan_settings(recipe), derive_step_settings(recipe)
@@ -96,12 +95,12 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     checkpoints = Checkpoints(recipe, console)
     checkpoint = None
     if resumes:
-        run_first_rank_first(lambda: hold_folder(recipe, lock, True, console))
+        run_first_rank_first(lambda: lock_run_folder(recipe, lock, True, console))
     elif recipe.checkpoint.branch_from is not None:
         run_on_first_rank(lambda: start_branch(recipe, lock, console))
         resumes = True
     if resumes:
-        checkpoint = checkpoints.newest()
+        checkpoint = checkpoints.find_newest()
         if checkpoint is None:
             console.say(f"{recipe.run.output_dir} holds this run without a checkpoint: it begins at its first step")
 
@@ -139,7 +138,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
     mark("loading the model")
     engine = build_engine(derive_engine_settings(recipe), ds_config)
-    # Now: the weights on disk may change before the first save.
+    # Computed now: the weights on disk may change before the first save.
     run_on_first_rank(lambda: checkpoints.frozen_digest)
     estimator = build_estimator(settings, engine, batches_per_pass=plan.batches_per_utility_pass)
     for line in start_screen.describe_engine(recipe.engine, settings, engine, estimator.direction):
@@ -152,10 +151,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     check_approximation(engine, estimator, feed, settings, console)
 
     if resumes:
-        checkpoints.clear_above(num_done)
+        checkpoints.set_aside_newer(num_done)
         run_on_first_rank(lambda: set_aside_result(recipe, newest_step, console))
     else:  # not earlier: every check comes before the first file
-        run_first_rank_first(lambda: hold_folder(recipe, lock, resumes, console))
+        run_first_rank_first(lambda: lock_run_folder(recipe, lock, resumes, console))
     log = run_on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
     counts = count_data(recipe.data, feed, validation)
     run_on_first_rank(lambda: run_folder.write_json(folder / run_folder.DATA, counts))
@@ -177,9 +176,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     return result
 
 
-def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
-    """Lock the run's folder for this job, on rank 0. Raises UserError where another job has it, or had it between this
-    job's first look and now."""
+def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
+    """Lock the run's folder for this job, on rank 0. Raises UserError if another job holds it, or has worked in it
+    since this job started."""
     if not layout.is_first():
         return
     lock.acquire(console.say)
@@ -191,17 +190,17 @@ def hold_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) 
 
 
 def start_branch(recipe: Recipe, lock: RunLock, console: Console) -> None:
-    """Lock the run's folder, and put into it what the run branches off from, on rank 0."""
+    """Lock the run's folder and fill it from the checkpoint of the branch, on rank 0."""
     lock.acquire(console.say)
     console.say(f"This run begins from {recipe.checkpoint.branch_from}")
     begin_branch(recipe)
 
 
 def set_aside_result(recipe: Recipe, num_steps: int, console: Console) -> None:
-    """Rename the result of a finished run that goes on, on rank 0."""
+    """Rename the result of a finished run that is extended, on rank 0."""
     folder = Path(recipe.run.output_dir)
     for path in run_folder.set_aside_result(folder, num_steps, is_adapter=recipe.lora is not None):
-        console.say(f"The run had finished and goes on: what it had after step {num_steps} is {path}")
+        console.say(f"The run had finished and goes on: its result after step {num_steps} is {path}")
 
 
 def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed, dict[str, Dataset]]:
@@ -224,8 +223,8 @@ def describe_run(
     num_done: int,
     num_steps: int,
 ) -> str:
-    """The first lines on the screen. `counts`: of the model, or of a rank's shard of it; None where it cannot be read.
-    `num_done`: steps that a resumed run has taken."""
+    """Describe the run in the first lines on the screen. `counts`: of the model, or of a rank's shard of it; None if it
+    cannot be read. `num_done`: steps that a resumed run has taken."""
     data, optimizer = recipe.data, recipe.optimizer
     counts_of_model = counts if recipe.parallel.tensor == 1 else None
     lines = [f"Model:        {start_screen.describe_model(recipe.model, recipe.lora, counts_of_model)}"]
@@ -240,7 +239,7 @@ def describe_run(
     if feed.probe_dataset is not feed.dataset and data.probe_path is not None:
         lines.append(f"Trusted data: {start_screen.describe_data(data.probe_path, feed.probe_dataset)}")
     if validation:
-        sets = ", ".join(f"{name} {count(len(one), 'sequence')}".strip() for name, one in validation.items())
+        sets = ", ".join(f"{name} {count(len(dataset), 'sequence')}".strip() for name, dataset in validation.items())
         lines.append(f"Held out:     {sets}")
     left = f", {num_done:,} of them done" if num_done else ""
     kind: str = recipe.schedule.kind
@@ -253,7 +252,7 @@ def describe_run(
         f"Batch:        {feed.plan.describe()}; {start_screen.describe_accumulation(feed, num_done, num_steps)}",
         f"Steps:        {num_steps:,}{left} ({epochs}), {optimizer.name}, learning rate {optimizer.learning_rate:g} "
         f"({kind})",
-        f"Output:       {start_screen.short(recipe.run.output_dir)} (details in start.txt)",
+        f"Output:       {start_screen.shorten_path(recipe.run.output_dir)} (details in start.txt)",
     ]
     return "\n".join(lines)
 
@@ -291,8 +290,8 @@ def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
         try:
             return run_steps(run, num_done)
         except Exception:
-            # Also where this rank fails alone: the threads of the others go on while their main threads wait for this
-            # one, and a dead rank is the watchdog's to find.
+            # Also if this rank fails alone: the background threads of the others continue while their main threads wait
+            # for it, and the watchdog finds dead ranks.
             checkpoints.finish_after_failure()
             raise
 
@@ -319,7 +318,7 @@ def write_result(
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The last lines of a run: tokens of one trace, held-out losses, and where the result is."""
+    """Make the last lines of a run: tokens of one trace, held-out losses, and the result's folder."""
     before = result.validation_losses_before
     losses = [
         f"{name} {before[name]:.4f} -> {after:.4f}".strip()

@@ -1,4 +1,4 @@
-"""A run's folder: recipe.yaml, environment.json, metrics.jsonl, tokens/, and the result; either new or resumed."""
+"""A run's folder, new or resumed: recipe.yaml, environment.json, metrics.jsonl, tokens/ and the result."""
 
 import json
 import math
@@ -36,7 +36,7 @@ RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", 
 HELD_OUT = "held_out.json"
 """Held-out losses before and after training, by name of the set; written just before the result."""
 DATA = "data.json"
-"""How much data the run reads: for the model card, whose result may be exported where the data are not."""
+"""Sizes of the data, for the model card: a result may be exported on a machine without the data."""
 STARTED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in environment.json, UTC
 START = "start.txt"
 """The first lines on the screen, and details on data, balance, memory and passes, of each start."""
@@ -44,37 +44,36 @@ REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with the files of each optimizer step whose tokens are recorded, see `token_record_path` and
 `followed_path`."""
-TRACKERS = "trackers"  # folder with the run's id at each tracker that has given it one
+TRACKERS = "trackers"  # folder with the run's id at each tracker that assigns one
 _TOKEN_RECORD = re.compile(r"(?:step|followed)_(\d{8,})\.npz")
 
 
 def export_folder(folder: Path, *, is_adapter: bool) -> Path:
-    """Where the result goes. A run writes it last: a run whose result is there has finished."""
+    """The folder of the result, which a run writes last: if it exists, the run has finished."""
     return folder / ("adapter" if is_adapter else "model")
 
 
 def check_output_folder(folder: Path) -> None:
-    """Raises UserError where the run could not write into its folder; leaves nothing there. By rank 0 only."""
+    """Raise UserError if the run could not write into its folder; leaves nothing there. On rank 0."""
     with writing("run.output_dir", folder):
         check_folder(folder)
 
 
 def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: Mapping[str, Any] | None = None) -> int:
     """Write recipe.yaml and environment.json, and keep the lines of the first `num_done` steps in metrics.jsonl and
-    their records in tokens/. On rank 0 only. Returns the number of lines moved to metrics_lost.jsonl. `kept`: for
-    environment.json, where the selection comes from that the run trains on; None for all. Raises UserError where the
-    folder cannot be written."""
+    their records in tokens/; return the number of lines moved to metrics_lost.jsonl. On rank 0. `kept`: origin of the
+    selected traces, for environment.json; None if all are used. Raises UserError if the folder cannot be written."""
     with writing("run.output_dir", folder):
         # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
-        _replace(folder / RECIPE, recipe_yaml)
+        _write(folder / RECIPE, recipe_yaml)
         _record_environment(folder, world_size, num_done, kept)
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
 
 
 def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[Path]:
-    """Rename what a finished run of `num_steps` has left, to `NAME_step_NNNNNNNN`, before the run goes on. On rank 0
-    only. Returns the new paths; empty for an unfinished run."""
+    """Rename the results of a finished run of `num_steps` to `NAME_step_NNNNNNNN`, before the run goes on; return the
+    new paths. On rank 0."""
     moved = []
     with writing("run.output_dir", folder):
         for path in (export_folder(folder, is_adapter=is_adapter), folder / HELD_OUT, folder / RUN_EVALUATION):
@@ -87,26 +86,26 @@ def set_aside_result(folder: Path, num_steps: int, *, is_adapter: bool) -> list[
 
 
 def add_start(folder: Path, num_done: int, text: str) -> None:
-    """Adds what the run says of itself at this start to start.txt. On rank 0 only. Raises UserError where the folder
-    cannot be written."""
+    """Append the description of the run at this start to start.txt. On rank 0. Raises UserError if the folder cannot be
+    written."""
     path = folder / START
     with writing("run.output_dir", path):
         earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        _replace(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
+        now = time.strftime(STARTED_FORMAT, time.gmtime())
+        _write(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file of the folder. On rank 0 only. Raises UserError where it cannot be written."""
+    """Write a JSON file of the folder. On rank 0. Raises UserError if it cannot be written."""
     with writing("run.output_dir", path.parent):
-        _replace(path, json.dumps(value, indent=2) + "\n")
+        _write(path, json.dumps(value, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
 class DataCounts:
-    """An entry of data.json: how much of one set of data the run reads."""
+    """An entry of data.json: the amount of data that the run reads from one set."""
 
-    part: str  # what the run reads it for
+    part: str  # its use in the run
     path: str
     hub_ids: list[str]
     sequences: int
@@ -125,7 +124,7 @@ def read_data_counts(folder: Path) -> list[DataCounts]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """environment.json; empty where the folder has none. Raises UserError where it cannot be read."""
+    """Read environment.json; empty if there is none. Raises UserError if it cannot be read."""
     path = folder / ENVIRONMENT
     return read_json(path, _ENVIRONMENT, "the JSON object that a run writes there") if path.is_file() else {}
 
@@ -135,61 +134,61 @@ def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapp
     if kept is not None:
         now |= {"kept": kept}
     first = read_environment(folder)
-    if first and num_done:  # of a start whose steps are all taken again, start.txt alone keeps a record
+    if first and num_done:  # a start whose steps are all repeated is recorded in start.txt only
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
-    _replace(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
+    _write(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
 
 
 def move_lost_metrics(folder: Path, step: int) -> int:
-    """Keep the lines of the first `step` steps in metrics.jsonl, and return how many others (later steps, which are
-    taken again, and a line that was cut off) have moved to metrics_lost.jsonl."""
+    """Keep the lines of the first `step` steps in metrics.jsonl; move the others (later steps, which are repeated, and
+    a truncated line) to metrics_lost.jsonl, and return their number."""
     path = folder / METRICS
     if not path.exists():
         return 0
     kept: list[str] = []
     lost: list[str] = []
     for line in path.read_text(errors="replace").splitlines():
-        (kept if step_of_line(line) in range(1, step + 1) else lost).append(line + "\n")
+        (kept if parse_line_step(line) in range(1, step + 1) else lost).append(line + "\n")
     if lost:
         with (folder / LOST_METRICS).open("a") as file:
             file.writelines(lost)
             file.flush()
             os.fsync(file.fileno())
-        _replace(path, "".join(kept))
+        _write(path, "".join(kept))
     return len(lost)
 
 
 def token_record_path(folder: Path, step: int) -> Path:
-    """Where a run writes the record of the tokens of an optimizer step, from 1."""
+    """The file with the recorded tokens of an optimizer step, from 1."""
     return folder / TOKENS / f"step_{step:08d}.npz"
 
 
 def followed_path(folder: Path, step: int) -> Path:
-    """Where a run writes the followed traces of an optimizer step, from 1."""
+    """The file with the followed traces of an optimizer step, from 1."""
     return folder / TOKENS / f"followed_{step:08d}.npz"
 
 
 def move_lost_tokens(folder: Path, step: int) -> None:
-    """Moves the files of later steps than `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
+    """Move the files of steps after `step` from tokens/ to tokens_lost/, which keeps the newest of each."""
     for path in (folder / TOKENS).glob("*.npz"):
-        if step_of_record(path) > step:
+        if parse_record_step(path) > step:
             (folder / LOST_TOKENS).mkdir(exist_ok=True)
             path.replace(folder / LOST_TOKENS / path.name)
 
 
-def _replace(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     with write_atomically(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
-def step_of_record(path: Path) -> int:
-    """Optimizer step of a file in tokens/; 0 for a file of another name."""
+def parse_record_step(path: Path) -> int:
+    """Parse the optimizer step in the name of a file in tokens/; 0 for another name."""
     match = _TOKEN_RECORD.fullmatch(path.name)
     return 0 if match is None else int(match[1])
 
 
-def step_of_line(line: str) -> int | None:
-    """Optimizer step of a line of metrics.jsonl; None for a damaged one."""
+def parse_line_step(line: str) -> int | None:
+    """Parse the optimizer step of a line of metrics.jsonl; None for a damaged one."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -197,17 +196,17 @@ def step_of_line(line: str) -> int | None:
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Command, versions, commit and devices: what it takes to repeat a run."""
-    import torch  # here, because `vcore-ds check` asks for the folder alone and torch takes seconds to import
+    """Describe command, versions, commit and devices, as needed to repeat a run."""
+    import torch  # takes seconds, and `vcore-ds check` only checks the folder
 
     from vcore_ds.distributed.cpu_matmul import cpu_matmul_precision
 
-    # As `distributed.device.uses_gpu` has it, which this level does without.
+    # Like `distributed.device.uses_gpu`, but without its error.
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": _packages(),
+        "packages": _list_versions(),
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],
@@ -216,7 +215,7 @@ def environment(world_size: int) -> dict[str, Any]:
     }
 
 
-def _packages() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     packages = {"vcore_ds": __version__, **{name: version(name) for name in PACKAGES}}
     for name in OPTIONAL_PACKAGES:
         with suppress(PackageNotFoundError):
@@ -225,7 +224,7 @@ def _packages() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Commit of the package's own checkout; None where the package is installed otherwise."""
+    """Return the commit of the package's checkout; None if it is installed otherwise."""
     try:
         described = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],
@@ -238,7 +237,7 @@ def _git_commit() -> str | None:
     return described.stdout.strip() or None
 
 
-# Reading a run: recipe, metrics, held-out losses, tokenizer. Needs neither the model nor the data.
+# Reading a run's files needs neither the model nor the data.
 
 
 @dataclass(frozen=True)
@@ -250,12 +249,11 @@ class HeldOutLosses:
 
 
 _HELD_OUT = TypeAdapter(HeldOutLosses)
-_A_STEP = "the JSON object of an optimizer step, with `step` from 1 on and ascending"
+_EXPECTED_LINE = "the JSON object of an optimizer step, with `step` from 1 on and ascending"
 
 
-def read_recipe_of(folder: Path) -> Recipe:
-    """The resolved recipe of a run. Raises UserError where the folder holds no run, or one that this version does not
-    know."""
+def read_run_recipe(folder: Path) -> Recipe:
+    """Read the resolved recipe of a run. Raises UserError if the folder holds no run, or one of an unknown version."""
     with reading("RUN", folder, "a run's folder (run.output_dir)"):
         is_run = (folder / RECIPE).is_file()
     if not is_run:
@@ -263,9 +261,9 @@ def read_recipe_of(folder: Path) -> Recipe:
     return read_resolved_recipe(folder / RECIPE, accept_retired=True)
 
 
-def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:
-    """The numbers in the lines of metrics.jsonl, at least one line; None for what a step does not have, or what was not
-    finite. Raises UserError where the file is missing, empty or damaged."""
+def read_run_metrics(folder: Path) -> list[dict[str, float | None]]:
+    """Read the numbers in the lines of metrics.jsonl, at least one line; None for missing or non-finite numbers. Raises
+    UserError if the file is missing, empty or damaged."""
     path = folder / METRICS
     with reading("RUN", folder, "a run's folder (run.output_dir)"):
         if not path.is_file():
@@ -274,11 +272,11 @@ def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:
     lines: list[dict[str, float | None]] = []
     last_step = 0
     for number, text in enumerate(written, start=1):
-        step_and_values = _line(text)
+        step_and_values = _parse_line(text)
         if step_and_values is None or step_and_values[0] <= last_step:
-            found = text[:80].decode(errors="replace")
             raise UserError(
-                f"{path}: line {number}: found {found!r}; expected {_A_STEP}. Remove the line: the others can be read"
+                f"{path}: line {number}: found {text[:80].decode(errors='replace')!r}; expected {_EXPECTED_LINE}. "
+                "Remove the line: the others can be read"
             )
         last_step, values = step_and_values
         lines.append(values)
@@ -287,7 +285,7 @@ def read_metrics_of(folder: Path) -> list[dict[str, float | None]]:
     return lines
 
 
-def _line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
+def _parse_line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -300,8 +298,7 @@ def _line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
 
 
 def read_held_out_losses(folder: Path) -> HeldOutLosses:
-    """Before and after training; empty where the run measured none. Raises UserError where held_out.json cannot be
-    read."""
+    """Read the held-out losses; empty if the run measured none. Raises UserError if held_out.json cannot be read."""
     path = folder / HELD_OUT
     if not path.is_file():
         return HeldOutLosses({}, {})
@@ -309,9 +306,9 @@ def read_held_out_losses(folder: Path) -> HeldOutLosses:
 
 
 def load_run_tokenizer(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedTokenizerBase":
-    """The tokenizer that `path` names; where it is None that of the run's result, else that of its model. Raises
-    UserError where there is none."""
-    from vcore_ds.data.tokenization import load_tokenizer  # here alone: `vcore-ds check` needs none
+    """Load the tokenizer at `path`; without a path, that of the run's result or else of its model. Raises UserError if
+    there is none."""
+    from vcore_ds.data.tokenization import load_tokenizer  # `vcore-ds check` needs none
 
     if path is not None:
         return load_tokenizer(path, "--tokenizer")
@@ -323,10 +320,7 @@ def load_run_tokenizer(folder: Path, recipe: Recipe, path: str | None) -> "PreTr
         raise UserError(f"{folder}: {error}; expected the tokenizer of the run. Name it with --tokenizer") from None
 
 
-# Resuming.
-
-
-_OTHER_LAYERS = (
+_LAYERS_ADVICE = (
     ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
     "export it (vcore-ds export) and give the result to a new run as its model.path"
 )
@@ -337,8 +331,8 @@ class FinishedRun(UserError):
 
 
 def can_resume(recipe: Recipe) -> bool:
-    """Whether run.output_dir holds this very run, not finished; False where it is new or empty. Raises FinishedRun for
-    a run that has finished, UserError for something else, which a run never overwrites."""
+    """Whether run.output_dir holds an unfinished run of this recipe; False if it is new or empty. Raises FinishedRun if
+    the run has finished, UserError for anything else, which a run never overwrites."""
     with writing("run.output_dir", Path(recipe.run.output_dir)):
         return _holds_this_run(recipe)
 
@@ -346,13 +340,13 @@ def can_resume(recipe: Recipe) -> bool:
 def _holds_this_run(recipe: Recipe) -> bool:
     folder = Path(recipe.run.output_dir)
     with suppress(FileNotFoundError):
-        folder.stat()  # `is_file` is silent about a path that no folder can have: below a file, through a circular link
+        folder.stat()  # raises for impossible paths (below a file, circular links), which `is_file` does not
     is_run = (folder / RECIPE).is_file()
     if recipe.checkpoint.resume == "never" or not is_run:
-        # A branch that was killed before its recipe was there is begun again.
-        begun = {"checkpoints", TOKENS, METRICS, ENVIRONMENT} if recipe.checkpoint.branch_from is not None else set()
-        own = {LOCK, *begun, *(unfinished_path(Path(name)).name for name in (RECIPE, METRICS, ENVIRONMENT))}
-        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - own):
+        # A branch that was killed before its recipe was written starts over.
+        copied = {"checkpoints", TOKENS, METRICS, ENVIRONMENT} if recipe.checkpoint.branch_from is not None else set()
+        allowed = {LOCK, *copied, *(unfinished_path(Path(name)).name for name in (RECIPE, METRICS, ENVIRONMENT))}
+        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - allowed):
             what = "holds another run" if is_run else "is not an empty folder"
             raise UserError(
                 f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
@@ -361,43 +355,43 @@ def _holds_this_run(recipe: Recipe) -> bool:
             _check_branch(recipe, Path(recipe.checkpoint.branch_from))
         return False
     result = export_folder(folder, is_adapter=recipe.lora is not None)
-    if result.exists() and not _is_longer(recipe, folder):
+    if result.exists() and not _extends_run(recipe, folder):
         raise FinishedRun(
             f"run.output_dir: {folder}: holds a run that has finished, with its result in "
             f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
             "schedule.num_steps to make the run longer"
         )
     try:
-        there = read_resolved_recipe(folder / RECIPE)
+        earlier = read_resolved_recipe(folder / RECIPE)
     except UserError as error:
         raise UserError(
             f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
             "expected a new folder, or a run of this recipe. Set run.output_dir"
         ) from None
-    if differing := differing_keys(there, recipe):
+    if differing := differing_keys(earlier, recipe):
         raise UserError(
             f"run.output_dir: {folder}: holds a run of another recipe:\n{_list_differences(differing)}\n"
             "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
-            "run.output_dir" + (_OTHER_LAYERS if differing.keys() & {"model.provider", "parallel.tensor"} else "")
+            "run.output_dir" + (_LAYERS_ADVICE if differing.keys() & {"model.provider", "parallel.tensor"} else "")
         )
     return True
 
 
-def _is_longer(recipe: Recipe, folder: Path) -> bool:
-    """Whether a schedule has more steps or epochs than that of the run in the folder."""
+def _extends_run(recipe: Recipe, folder: Path) -> bool:
+    """Whether the recipe's schedule has more steps or epochs than that of the run in the folder."""
     try:
-        there, now = read_resolved_recipe(folder / RECIPE).schedule, recipe.schedule
+        earlier, now = read_resolved_recipe(folder / RECIPE).schedule, recipe.schedule
     except UserError:
         return False
-    if there.num_steps is not None and now.num_steps is not None:
-        return now.num_steps > there.num_steps
-    if there.num_epochs is not None and now.num_epochs is not None:
-        return now.num_epochs > there.num_epochs
-    return True  # known when the data are read; a shorter one finds no checkpoint to go on from
+    if earlier.num_steps is not None and now.num_steps is not None:
+        return now.num_steps > earlier.num_steps
+    if earlier.num_epochs is not None and now.num_epochs is not None:
+        return now.num_epochs > earlier.num_epochs
+    return True  # known once the data are read; a shorter schedule finds no checkpoint to continue from
 
 
 def _check_branch(recipe: Recipe, checkpoint: Path) -> None:
-    """Raises UserError where a run cannot begin from this checkpoint of another."""
+    """Raise UserError if a run cannot branch from this checkpoint."""
     from vcore_ds.engine import checkpoint_folder  # imports deepspeed: seconds
 
     where = f"checkpoint.branch_from: {checkpoint}"

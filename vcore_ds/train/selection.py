@@ -1,8 +1,8 @@
-"""The traces that `data.keep` selects by their scores, and whether the scores belong to the run's data and model."""
+"""Selection of training traces by their scores (`data.keep`), with a check that the scores fit the run."""
 
 import difflib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,15 @@ class Selection:
     sources: np.ndarray  # str [n], where each scored trace came from
 
     @property
-    def num_of_source(self) -> dict[str, tuple[int, int]]:
+    def counts_by_source(self) -> dict[str, tuple[int, int]]:
         """(kept traces, all traces) of each source."""
         names, index = np.unique(self.sources, return_inverse=True)
         num_kept, num_scored = (np.bincount(part, minlength=len(names)) for part in (index[self.positions], index))
         return dict(zip(map(str, names), zip(num_kept.tolist(), num_scored.tolist(), strict=True), strict=True))
 
     def describe(self) -> str:
-        """Such as `80 of 320 traces kept: the 25% with the highest mean utility for trusted (runs/scores/math)`."""
+        """Describe the selection, such as `80 of 320 traces kept: the 25% with the highest mean utility for trusted
+        (runs/scores/math)`."""
         keep = self.keep
         which = (
             f"{keep.by} utility for {keep.set} above {keep.above:g}"
@@ -47,29 +48,24 @@ class Selection:
         )
         return f"{len(self.positions):,} of {len(self.sources):,} traces kept: {which} ({keep.scores})"
 
-    def details(self) -> Iterator[str]:
-        """Lines for start.txt: kept traces of each source."""
-        for name, (num_kept, num_scored) in self.num_of_source.items():
-            yield f"Kept of {name}: {num_kept:,} of {num_scored:,} traces"
-
     def origin(self) -> dict[str, Any]:
-        """For environment.json: folder, digest, criterion, and kept traces of each source."""
+        """Entry of environment.json: folder, digest, criterion, and kept traces of each source."""
         return {
             **self.keep.model_dump(mode="json"),
             "digest": self.digest,
             "kept": len(self.positions),
             "traces": len(self.sources),
-            "kept_of_source": {name: list(numbers) for name, numbers in self.num_of_source.items()},
+            "kept_of_source": {name: list(numbers) for name, numbers in self.counts_by_source.items()},
         }
 
 
 def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> Selection:
     """Select traces by a folder of scores. `where` names a key of `keep` in messages, as the user set it. Raises
-    UserError where the folder is not there, not finished or damaged, has no such set, or nothing is kept."""
+    UserError if the folder is missing, unfinished or damaged, has no such set, or nothing is kept."""
     folder = Path(keep.scores)
     _check_is_finished(folder, where("scores"))
     scores = scores_folder.read_scores(folder, where("scores"))
-    keep = keep.model_copy(update={"set": _name_of_set(keep.set, scores, where("set"))})
+    keep = keep.model_copy(update={"set": _resolve_set_name(keep.set, scores, where("set"))})
     assert keep.set is not None
     total, mean, _, _ = scores_folder.utility_columns(keep.set)
     column = mean if keep.by == "mean" else total
@@ -94,16 +90,16 @@ def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}
     return Selection(keep, scores, digest, positions, sources)
 
 
-def selection_for(keep: KeepConfig, store: Store, model: str) -> Selection:
-    """`read_selection` of scores that belong to the run, see `check_belongs`."""
+def read_matching_selection(keep: KeepConfig, store: Store, model: str) -> Selection:
+    """Read a selection whose scores fit the run, see `check_belongs`."""
     selection = read_selection(keep)
     check_belongs(selection, store, model)
     return selection
 
 
 def check_belongs(selection: Selection, store: Store, model: str) -> None:
-    """Raises UserError where the scores were made with other data, tokenizer, template or model than the run's.
-    `model`: model.path."""
+    """Raise UserError unless the scores were made with the data, tokenizer, template and model of the run. `model`:
+    model.path."""
     folder, scored = selection.keep.scores, selection.scores.data
     made_with = store.manifest["tokenizer"]
     store_values = {
@@ -111,27 +107,27 @@ def check_belongs(selection: Selection, store: Store, model: str) -> None:
         "another chat template": (scored.chat_template_hash, made_with["chat_template_hash"]),
         "other tokens": (scored.digest, store.digest),
     }
-    for what, (found, expected) in store_values.items():
-        if found != expected:
+    for what, (actual, expected) in store_values.items():
+        if actual != expected:
             raise UserError(
-                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({found[:12]}) than "
-                f"data.train_path has ({expected[:12]}); expected its own. Score data.train_path as it is now"
+                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({actual[:12]}) than "
+                f"data.train_path has ({expected[:12]}); expected the same. Score data.train_path as it is now"
             )
-    found, expected = selection.scores.model_digest, compute_model_digest(model)
-    if not found.startswith(RULE):
+    actual, expected = selection.scores.model_digest, compute_model_digest(model)
+    if not actual.startswith(RULE):
         raise UserError(
             f"data.keep.scores: {folder}: was written by vcore_ds {selection.scores.version}, which did not see all "
             f"weights of the model; expected scores known to be of model.path {model}. Score again with this version"
         )
-    if found != expected:
+    if actual != expected:
         raise UserError(
-            f"data.keep.scores: {folder}: found scores with another model ({selection.scores.model}, {found[:12]}); "
+            f"data.keep.scores: {folder}: found scores with another model ({selection.scores.model}, {actual[:12]}); "
             f"expected those with model.path {model} ({expected[:12]}). Score with this model, or set model.path"
         )
 
 
 def read_selection_on_disk(keep: KeepConfig) -> Selection | None:
-    """`read_selection`, without a look at data or model; None where the scores are not on this machine."""
+    """Read a selection without checking data and model; None if the scores are not on this machine."""
     return read_selection(keep) if is_readable(keep.scores) else None
 
 
@@ -144,7 +140,7 @@ def _check_is_finished(folder: Path, where: str) -> None:
             )
 
 
-def _name_of_set(name: str | None, scores: Scores, where: str) -> str:
+def _resolve_set_name(name: str | None, scores: Scores, where: str) -> str:
     names = ", ".join(scores.sets)
     if name is None and len(scores.sets) == 1:
         return next(iter(scores.sets))

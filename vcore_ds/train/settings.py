@@ -1,4 +1,4 @@
-"""Settings of the parts of a run, resolved from its recipe once."""
+"""Settings of engine, steps and schedule, derived from the recipe once."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class EngineSettings:
 
 
 def derive_engine_settings(recipe: Recipe) -> EngineSettings:
-    """The settings of a recipe."""
+    """Derive the engine's settings from a recipe."""
     coalesce = recipe.engine.coalesce_gradient_reduction
     return EngineSettings(recipe.model, recipe.lora, recipe.optimizer, coalesce, recipe.run.seed)
 
@@ -42,7 +42,7 @@ class StepSettings:
 
 
 def derive_step_settings(recipe: Recipe) -> StepSettings:
-    """The settings of a recipe."""
+    """Derive the settings of a step from a recipe."""
     return StepSettings(
         recipe.method,
         recipe.probe,
@@ -56,7 +56,7 @@ def derive_step_settings(recipe: Recipe) -> StepSettings:
 class Schedule:
     """Values of step k, from 0: functions of run and step, so that resuming needs no state."""
 
-    num_steps: int  # optimizer steps of the whole run
+    num_steps: int  # optimizer steps of the run
     num_warmup_steps: int
     first_decay_step: int  # first step of the decay, from 0, which still has the peak; `num_steps` for none
     peak_learning_rate: float
@@ -67,8 +67,8 @@ class Schedule:
     """Optimizer steps between two measurements of a finite difference's noise; None for methods without one."""
 
     def learning_rate(self, k: int) -> float:
-        """Linear warm-up that reaches the peak, constant up to the first step of the decay, then half a cosine or a
-        line, which would reach `min_ratio` in step `num_steps`."""
+        """Learning rate of step k: a linear warm-up to the peak, constant until the decay begins, then half a cosine or
+        a line that would reach `min_ratio` in step `num_steps`."""
         if k < self.num_warmup_steps:
             return self.peak_learning_rate * (k + 1) / self.num_warmup_steps
         if k < self.first_decay_step:
@@ -77,8 +77,8 @@ class Schedule:
         share = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1.0 - progress
         return self.peak_learning_rate * (self.min_ratio + (1.0 - self.min_ratio) * share)
 
-    def num_common_steps(self, other: "Schedule") -> int:
-        """How many first steps have the same learning rate in both schedules, at most the shorter one's."""
+    def count_common_steps(self, other: "Schedule") -> int:
+        """Count the first steps that have the same learning rates in both schedules."""
         shorter = min(self.num_steps, other.num_steps)
         return next((k for k in range(shorter) if self.learning_rate(k) != other.learning_rate(k)), shorter)
 
@@ -90,8 +90,7 @@ class Schedule:
 
 
 def derive_schedule(recipe: Recipe, num_sequences: int) -> Schedule:
-    """The schedule of a recipe on training data of `num_sequences`. An epoch that ends within a step is rounded up to
-    whole steps."""
+    """Derive the schedule of a recipe for `num_sequences` of training data; epochs are rounded up to steps."""
     schedule = recipe.schedule
     if schedule.num_steps is not None:
         num_steps = schedule.num_steps
@@ -116,7 +115,7 @@ def derive_schedule(recipe: Recipe, num_sequences: int) -> Schedule:
 
 
 def _count_decay_steps(schedule: sections.ScheduleConfig, num_steps: int) -> int:
-    """Steps of the decay; those of the warm-up are not subtracted."""
+    """Count the steps of the decay, without subtracting the warm-up."""
     if schedule.kind == "wsd":
         return max(1, round(schedule.decay_ratio * num_steps))
     return 0 if schedule.kind == "constant" else num_steps

@@ -1,4 +1,4 @@
-"""Set up a job: process group, batch plan, engine and estimator. Commands share it."""
+"""Setup of a job, shared by commands: process group, batch plan, engine and estimator."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,16 +33,15 @@ if TYPE_CHECKING:
 
 
 def start_ranks(engine: EngineConfig, parallel: ParallelConfig) -> None:
-    """Joins the process group, with its time limit and parallel sizes. A collective. Raises UserError as
-    `start_process_group` does."""
+    """Join the process group, see `start_process_group`. A collective."""
     start_process_group(engine.timeout_minutes, parallel.tensor, parallel.expert)
 
 
 def plan_ranks(settings: PlanSettings) -> BatchPlan:
     """Plan how batches are spread over the ranks of this job, and make the groups that this needs. A collective. Raises
-    on all ranks alike UserError where a rank cannot read the model's configuration, and RecipeError as `plan_batch`."""
+    UserError, on all ranks alike, if a rank cannot read the model's configuration, and RecipeError as `plan_batch`."""
     shape = run_first_rank_first(lambda: read_model_shape(settings.model.path))
-    # Rank 0's values: where nodes differ, all ranks must still plan the same layout.
+    # Rank 0's values: all ranks must plan the same layout, also if nodes differ.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(
         settings,
@@ -56,7 +55,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
 
 
 def build_engine(settings: EngineSettings, ds_config: dict) -> Engine:
-    """Builds model, adapters, optimizer and ZeRO-3. A collective."""
+    """Build model, adapters, optimizer and ZeRO-3 engine. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(settings.seed)
     model = load_model(settings, ds_config)
@@ -66,16 +65,16 @@ def build_engine(settings: EngineSettings, ds_config: dict) -> Engine:
         model,
         build_optimizer(model, settings.optimizer),
         ds_config,
-        coalesce_gradient_reduction=coalesces(settings, model),
+        coalesce_gradient_reduction=should_coalesce(settings, model),
     )
 
 
 def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | ParallelTokenLossModel":
-    """Loads the model that gives token losses, sharded, and adds the adapters. A collective."""
+    """Load the sharded model, and add the adapters. A collective."""
     model_settings, lora, say = settings.model, settings.lora, partial(print, flush=True)
     dtype = DTYPES[model_settings.precision]
     if model_settings.provider == "megatron":
-        from vcore_ds.engine.parallel_weights import load_parallel  # here alone: megatron-core takes seconds to import
+        from vcore_ds.engine.parallel_weights import load_parallel  # megatron-core takes seconds to import
 
         model = load_parallel(
             model_settings.path,
@@ -101,8 +100,8 @@ def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | P
     )
 
 
-def coalesces(settings: EngineSettings, model: torch.nn.Module) -> bool:
-    """Whether gradients are reduced once a step; all ranks agree even where their memory differs. A collective."""
+def should_coalesce(settings: EngineSettings, model: torch.nn.Module) -> bool:
+    """Whether to reduce gradients once a step; the same on all ranks, also if their memory differs. A collective."""
     if settings.coalesce_gradient_reduction != "auto":
         return settings.coalesce_gradient_reduction
     room = COALESCING_SHARE * min(layout.gather_objects("job", total_memory_bytes()))
@@ -110,33 +109,33 @@ def coalesces(settings: EngineSettings, model: torch.nn.Module) -> bool:
 
 
 def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass: int = 1) -> Estimator:
-    """Builds what gives a step its losses and utilities, with a new probe direction. `batches_per_pass`: main
-    micro-batches in one gradient-free forward (`BatchPlan.batches_per_utility_pass`)."""
+    """Build the estimator of losses and utilities, with a new probe direction. `batches_per_pass`: main micro-batches
+    in one gradient-free forward (`BatchPlan.batches_per_utility_pass`)."""
     method = settings.method
     if not method.uses_utilities:
         return NoUtilities(engine, statistic=method.prediction_statistic, is_anchored=method.is_anchored)
     direction, utility = build_direction(engine, settings.probe, settings.utility), settings.utility
     if utility.estimator == "jvp":
-        is_fused = utility.fused is not False and why_separate(settings.method, engine) is None
+        is_fused = utility.fused is not False and explain_separate_forward(settings.method, engine) is None
         return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)
     assert utility.epsilon is not None  # the recipe's rules
     return FiniteDifference(engine, direction, batches_per_pass, epsilon=utility.epsilon, rounding=utility.rounding)
 
 
 def build_direction(engine: Engine, probe: ProbeConfig, utility: UtilityConfig) -> Direction:
-    """A new probe direction. Raises UserError where utilities need FP8 matrix multiplications that this rank's device
-    does not have."""
-    if utility.tangent_precision == "fp8" and not has_fp8_units():
+    """Build a new probe direction. Raises UserError if utilities need FP8 matrix multiplications that this rank's
+    device lacks."""
+    fp8_tangents = utility.tangent_precision == "fp8"
+    if fp8_tangents and not has_fp8_units():
         raise UserError(
             f"utility.tangent_precision: fp8, which {torch.cuda.get_device_name()} cannot multiply; expected null, or "
             "GPUs from Hopper on"
         )
-    fp8_tangents = utility.tangent_precision == "fp8"
     return Direction(engine, probe.rank, probe.rank_passes, fp8_tangents=fp8_tangents)
 
 
-def why_separate(method: MethodConfig, engine: Engine) -> str | None:
-    """Why `jvp` takes a separate forward for utilities; None where the main forward gives them."""
+def explain_separate_forward(method: MethodConfig, engine: Engine) -> str | None:
+    """Explain why `jvp` needs a separate forward for utilities; None if the main forward computes them."""
     if method.weights_sequences:
         return "sequence weights need all utilities before the first backward"
     return why_not_fused(engine)

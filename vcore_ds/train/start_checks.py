@@ -1,8 +1,8 @@
 """Checks of the loaded model before a run's first step: losses, derivatives, the low-rank direction, memory.
 
 Some architectures scale or cap logits after the output embedding, carry state from one sequence of a pack to the next,
-or draw dropout from the process's generator. Each would train without an error, on wrong losses, and no configuration
-tells. So four forwards of short sequences compare losses that must be equal, on every rank, in training mode.
+or draw dropout from the process's generator. Each would train on wrong losses without an error, and no configuration
+reveals it. So four forwards of short sequences compare losses that must be equal, on every rank, in training mode.
 """
 
 import time
@@ -39,28 +39,27 @@ NUM_TOKENS = (32, 24)
 """Last tokens of two training sequences, since conversations often begin with the same system prompt. The lengths
 differ: unpacked, the second is padded, which must not change its losses."""
 
-SAME_PRODUCTS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
-"""Largest mean difference, nats, of losses that the same kernels compute of the same numbers; by the least precise of
-the parameters' dtypes. It leaves room for sums whose order a GPU does not fix."""
+SAME_KERNELS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
+"""Largest mean difference, nats, of losses that the same kernels compute from the same numbers; by the least precise of
+the parameters' dtypes. It allows for nondeterministic orders of summation on GPUs."""
 
-OTHER_PRODUCTS = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}
-"""The same where products have other shapes or another order, and are rounded differently."""
+OTHER_KERNELS = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-8}
+"""The same for matrix multiplications of other shapes or in another order, which round differently."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Losses that must be equal."""
 
-    problem: str  # what is wrong where they differ, and what to do about it
+    problem: str  # message if they differ: what is wrong, and what to do
     difference: float  # mean absolute difference, nats
     tolerances: Mapping[torch.dtype, float]
     """Largest difference that rounding explains, by the parameters' dtype."""
 
 
 def check_start(engine: Engine, feed: Feed, console: Console) -> None:
-    """Compare losses of two short sequences before the first step, without a gradient or a change of the generators. A
-    collective. Raises UserError on all ranks alike, where losses differ that must be equal, or the architecture's own
-    code fails."""
+    """Compare losses of two short sequences before the first step; random generators do not change. A collective.
+    Raises UserError on all ranks alike, if losses that must be equal differ, or the architecture's code fails."""
     mark("checking losses")
     started = time.perf_counter()
     devices = [engine.device] if engine.device.type == "cuda" else []
@@ -72,7 +71,7 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
     by_rank = layout.gather_objects("job", [comparison.difference for comparison in comparisons])
     for comparison, differences in zip(comparisons, zip(*by_rank, strict=True), strict=True):
         tolerance = max(comparison.tolerances[dtype] for dtype in dtypes)  # adapters may be in fp32 on a model in bf16
-        wrong = [number for number in differences if not number <= tolerance]  # also NaN, where one of two losses is
+        wrong = [number for number in differences if not number <= tolerance]  # also NaN, if one of two losses is
         if wrong:
             raise UserError(
                 f"model.path: {model_type}: {comparison.problem} (on two short sequences the "
@@ -86,8 +85,8 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
 
 
 def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
-    """This rank's comparisons, each after those that would explain it. A collective."""
-    first, second = (ending(feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
+    """Make this rank's comparisons, each after those that would explain its failure. A collective."""
+    first, second = (take_ending(feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
     backwards = replace(first, input_ids=first.input_ids[::-1].copy())
     # With packing, the second sequence comes after each of two others; without, both are unpacked.
     packs = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
@@ -108,27 +107,28 @@ def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
             "two forwards of the same batch and seed give different losses: in training, the architecture draws random "
             "numbers that no step can seed. Set its rates of dropout and noise in config.json to 0, or choose another "
             "model",
-            _difference(losses, again),
-            SAME_PRODUCTS,
+            _mean_difference(losses, again),
+            SAME_KERNELS,
         ),
-        Comparison(not_apart, _difference(losses[numbers == 1], losses_alone), OTHER_PRODUCTS),
+        Comparison(not_apart, _mean_difference(losses[numbers == 1], losses_alone), OTHER_KERNELS),
     ]
     if feed.plan.is_packed:
-        compared.append(Comparison(not_apart, _difference(losses[numbers == 1], losses[numbers == 3]), SAME_PRODUCTS))
+        difference = _mean_difference(losses[numbers == 1], losses[numbers == 3])
+        compared.append(Comparison(not_apart, difference, SAME_KERNELS))
     if isinstance(engine.module, TokenLossModel):
         if engine.has_dropout:
             with engine.without_dropout():
                 losses_alone = engine.token_losses(alone)
-        is_causal, has_our_losses = _compare_with_own_forward(engine, feed, second, losses_alone)
-        # A model that is not causal sees padding, so that its sequences are not kept apart either.
+        is_causal, has_our_losses = _compare_with_original_forward(engine, feed, second, losses_alone)
+        # A model that is not causal attends to padding, and would also fail the later comparisons.
         compared = [compared[0], is_causal, *compared[1:], has_our_losses]
     return compared
 
 
 @contextmanager
 def refuse_repeated_layers(engine: Engine) -> Iterator[None]:
-    """A context of one forward. Raises UserError, on all ranks alike, where a decoder layer ran more than once: ZeRO-3
-    would reduce its gradient several times, which is an assertion's failure or, in large models, silently wrong."""
+    """A context of one forward. Raises UserError, on all ranks alike, if a decoder layer runs more than once: ZeRO-3
+    would reduce its gradient several times, which fails an assertion or, in large models, is silently wrong."""
     calls = Counter[nn.Module]()
     hooks = [layer.register_forward_pre_hook(lambda layer, _: calls.update([layer])) for layer in engine.module.layers]
     try:
@@ -144,38 +144,37 @@ def refuse_repeated_layers(engine: Engine) -> Iterator[None]:
         )
 
 
-def _compare_with_own_forward(
+def _compare_with_original_forward(
     engine: Engine, feed: Feed, sequence: TokenizedSequence, losses: Tensor
 ) -> tuple[Comparison, Comparison]:
-    """One forward of the architecture with its own attention, mask and logits, in evaluation mode: whether it is
-    causal, and whether its losses of `sequence` are those `[N]` that training computes without dropout. A
-    collective."""
+    """Compare with a forward of the original architecture (attention, mask, logits) in evaluation mode: whether it is
+    causal, and whether its losses of `sequence` are those `[N]` of training without dropout. A collective."""
     half = len(sequence) // 2
     ids = sequence.input_ids
-    with_other_end = replace(sequence, input_ids=np.concatenate([ids[:half], ids[half:][::-1]]))
-    both = collate([sequence, with_other_end], feed.pad_token_id)
-    with engine.without_gradient():  # in training, its own attention may drop probabilities, which no step seeds
-        own_losses, losses_with_other_end = cross_entropy(engine.original_logits(both), both).tensor_split(2)
+    changed = replace(sequence, input_ids=np.concatenate([ids[:half], ids[half:][::-1]]))
+    both = collate([sequence, changed], feed.pad_token_id)
+    with engine.without_gradient():  # in training, its attention may have dropout that no step seeds
+        original_losses, changed_losses = cross_entropy(engine.original_logits(both), both).tensor_split(2)
     num_equal = max(half - 1, 0)  # the first token is no target
     return (
         Comparison(
             "a token's loss depends on the tokens behind it: the architecture is not causal. Choose a decoder-only "
             "language model (Qwen3, Llama, ...)",
-            _difference(own_losses[:num_equal], losses_with_other_end[:num_equal]),
-            SAME_PRODUCTS,
+            _mean_difference(original_losses[:num_equal], changed_losses[:num_equal]),
+            SAME_KERNELS,
         ),
         Comparison(
             "a token's loss is not the cross entropy of the architecture's own logits: it attends to other tokens than "
             "the attention of training, changes its logits in a way that the token loss does not know, or computes "
             "something else in training than in evaluation. Choose another model",
-            _difference(losses, own_losses),
-            OTHER_PRODUCTS,
+            _mean_difference(losses, original_losses),
+            OTHER_KERNELS,
         ),
     )
 
 
 def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Losses in nats of the supervised tokens, `[N]`, of logits `[b, T, V]`; fp32, fp64 for fp64."""
+    """Losses in nats of the supervised tokens, `[N]`, from logits `[b, T, V]`; fp32, fp64 for fp64."""
     targets = batch.targets().to(logits.device)
     supervised = targets != IGNORED_LABEL
     logits = logits[supervised]
@@ -183,27 +182,25 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, targets[supervised], reduction="none")
 
 
-def ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = None) -> TokenizedSequence:
-    """The last tokens of training sequence `number`, or of the last one in shorter data; all supervised. `left_out`: a
-    token id that is not taken."""
+def take_ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = None) -> TokenizedSequence:
+    """Take the last tokens of training sequence `number` (or of the last sequence), all supervised, without the token
+    id `left_out`."""
     ids = feed.dataset[min(number, len(feed.dataset) - 1)].input_ids
     ids = ids[ids != left_out][-num_tokens:]
     return TokenizedSequence(number, ids, np.arange(len(ids)) > 0)
 
 
-def _difference(left: Tensor, right: Tensor) -> float:
+def _mean_difference(left: Tensor, right: Tensor) -> float:
     """Mean absolute difference of losses `[N]`; 0 for none. Skips positions where both are NaN: the first step reports
     them."""
     equal = (left == right) | (left.isnan() & right.isnan())
     return float((left - right).abs().masked_fill(equal, 0.0).mean(0)) if len(left) else 0.0
 
 
-# Derivatives.
-#
-# Forward mode needs a rule for every operation of an architecture, and a tangent for every trained parameter. Where one
-# is missing, silently, all utilities are wrong. Reverse mode needs other rules and hooks. The derivative of a loss
-# along the loss's gradient is the squared norm of that gradient, so the two modes check each other: one short sequence,
-# forward and backward, then a JVP pass.
+# Forward mode needs a rule for every operation of an architecture, and a tangent for every trained parameter; if one is
+# silently missing, all utilities are wrong. Reverse mode needs other rules and hooks. The derivative of a loss along
+# its gradient is the squared norm of that gradient, so the two modes check each other: on one short sequence, forward
+# and backward, then a JVP pass.
 
 
 NUM_DERIVATIVE_TOKENS = 32
@@ -215,14 +212,14 @@ dtypes."""
 
 def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console: Console) -> None:
     """Compare both modes on the end of the first training sequence, the same on all ranks. A collective; does nothing
-    without forward mode. Parameters, optimizer state and the estimator's direction are not affected. Raises UserError
-    on all ranks alike, where the modes differ."""
+    without forward mode. Parameters, optimizer state and the estimator's direction do not change. Raises UserError on
+    all ranks alike, if the modes differ."""
     if not isinstance(estimator, ForwardMode):
         return
     mark("checking derivatives")
     started = time.perf_counter()
     try:
-        expected, measured = along_own_gradient(engine, estimator, short_batch(engine, feed))
+        expected, measured = differentiate_along_gradient(engine, estimator, make_short_batch(engine, feed))
     except RuntimeError as error:  # NotImplementedError is one
         if "jvp" not in str(error) and "forward AD" not in str(error):
             raise
@@ -247,9 +244,9 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
     )
 
 
-def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> tuple[float, float]:
-    """The squared norm of the gradient of the mean loss of `batch`, the same on all ranks, and the mean utility along
-    it. A collective."""
+def differentiate_along_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> tuple[float, float]:
+    """Compute the squared norm of the gradient of the mean loss of `batch`, the same on all ranks, and the mean utility
+    along that gradient. A collective."""
     direction = Direction(engine)
     direction.compute([batch], normalization="sequence", clip=None)
     assert direction.norm is not None
@@ -257,20 +254,20 @@ def along_own_gradient(engine: Engine, estimator: ForwardMode, batch: Batch) -> 
     with engine.without_dropout(), engine.accumulation(1):
         result = main.begin([batch])(0)
         assert result.utilities is not None
-        engine.backward(0.0 * result.losses.sum())  # ZeRO-3 expects one behind a forward with a graph
+        engine.backward(0.0 * result.losses.sum())  # ZeRO-3 expects one after a forward with a graph
     return direction.norm**2, float(result.utilities.double().mean())
 
 
 LEAST_RANK_CORRELATION = 0.99
-"""Spearman's correlation within sequences with which approximate utilities stand in for exact ones."""
+"""Least Spearman correlation within sequences of approximate and exact utilities."""
 
 
 def check_approximation(
     engine: Engine, estimator: Estimator, feed: Feed, settings: StepSettings, console: Console
 ) -> None:
     """Compare utilities along the low-rank direction of the first probe batch, or with FP8 tangents, with exact ones,
-    on one micro-batch of each rank. A collective, without effect where the run's utilities are exact. Parameters,
-    optimizer state and the estimator's direction are not affected."""
+    on one micro-batch of each rank. A collective; does nothing if the run's utilities are exact. Parameters, optimizer
+    state and the estimator's direction do not change."""
     direction = estimator.direction
     if direction is None or (direction.rank is None and not direction.fp8_tangents):
         return
@@ -303,31 +300,28 @@ def check_approximation(
         console.say(f"Approximation: {agreement}")
 
 
-def short_batch(engine: Engine, feed: Feed) -> Batch:
-    """The end of the first sequence."""
-    # Reverse mode stops at the input embedding of this token (`torch.nn.Embedding(padding_idx=...)`), forward mode
-    # does not; where embeddings are tied, both are right.
+def make_short_batch(engine: Engine, feed: Feed) -> Batch:
+    """Make a batch of the end of the first sequence."""
+    # Reverse mode ignores the input embedding of this token (`torch.nn.Embedding(padding_idx=...)`), forward mode does
+    # not; with tied embeddings both are right.
     padding = getattr(engine.module.base.config.get_text_config(), "pad_token_id", None)
-    return collate([ending(feed, 0, NUM_DERIVATIVE_TOKENS, left_out=padding)], feed.pad_token_id)
-
-
-# Memory, before the model is loaded.
+    return collate([take_ending(feed, 0, NUM_DERIVATIVE_TOKENS, left_out=padding)], feed.pad_token_id)
 
 
 def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console) -> None:
-    """Compare the estimate (None for a model of unknown size) with the free memory of the rank that has least; warn
-    where it is close. A collective. Raises UserError on all ranks alike, where the run cannot fit: the bytes by kind,
-    and what would take fewer."""
+    """Compare the estimate (None for a model of unknown size) with the free memory of the rank that has least, before
+    the model is loaded; warn if it is close. A collective. Raises UserError on all ranks alike, if the run cannot fit,
+    with the bytes by kind and how to need fewer."""
     if plan is None or not engine.memory_check:  # on all ranks alike
         return
-    available, estimate = least_available(), plan.estimate
+    available, estimate = find_least_available(), plan.estimate
     if not available.holds(estimate):
         raise UserError(describe_shortage(plan, available))
     if not available.holds_with_margin(estimate):
         console.warn(describe_tightness(plan, available))
 
 
-def least_available() -> Available:
-    """Free memory of the rank that has least. A collective."""
+def find_least_available() -> Available:
+    """Find the least free memory of all ranks. A collective."""
     free = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
-    return Available(min(own for own, _ in free), min(host for _, host in free), is_cpu=device().type == "cpu")
+    return Available(*map(min, zip(*free, strict=True)), is_cpu=device().type == "cpu")

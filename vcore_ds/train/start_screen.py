@@ -8,7 +8,7 @@ import torch
 
 from vcore_ds.common.text import count
 from vcore_ds.config.sections import DataConfig, EngineConfig, LoraConfig, ModelConfig, ProbeConfig, WeightedPath
-from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, store_behind
+from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_store
 from vcore_ds.data.store_checks import MANIFEST
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
@@ -20,9 +20,9 @@ from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.memory_plan import MemoryPlan, describe_memory
 from vcore_ds.planning.run_plan import COALESCING_SHARE
 from vcore_ds.planning.spread import Utilization
-from vcore_ds.train.feed import Feed, num_tokens_of
+from vcore_ds.train.feed import Feed, count_dataset_tokens
 from vcore_ds.train.settings import StepSettings
-from vcore_ds.train.setup import why_separate
+from vcore_ds.train.setup import explain_separate_forward
 from vcore_ds.utility.direction import Direction
 
 
@@ -32,33 +32,33 @@ def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: Paramete
     counts = counts or count_parameters(model.path, lora)
     kind = f"LoRA rank {lora.rank}" if lora is not None else "full-parameter"
     size = f"{counts.all:,} parameters, {counts.trained:,} trained ({kind})" if counts.all else kind
-    return f"{short(model.path)}: {size}, {model.precision}"
+    return f"{shorten_path(model.path)}: {size}, {model.precision}"
 
 
 def describe_training(data: DataConfig, dataset: Dataset) -> str:
     """Describe the training data, which may be several files."""
-    return describe_data(" + ".join(short(file.path) for file in data.train_files()), dataset)
+    return describe_data(" + ".join(shorten_path(file.path) for file in data.train_files()), dataset)
 
 
 def describe_data(path: str, dataset: Dataset) -> str:
     """Describe data, such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: ...`."""
-    num_tokens, num_supervised = num_tokens_of(dataset)
+    num_tokens, num_supervised = count_dataset_tokens(dataset)
     tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
     num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
     dropped: dict[str, int] = {}
     if isinstance(dataset, KeptDataset) and dataset.description:
         size = dataset.description
     else:
-        num_rows, dropped = store_behind(dataset).dropped_rows()
+        num_rows, dropped = find_token_store(dataset).dropped_rows()
         is_partial = num_rows is not None and (dropped or num_trusted)
         size = f"{len(dataset):,} of {num_rows:,} rows kept" if is_partial else count(len(dataset), "sequence")
     if num_trusted:
         dropped = dropped | {"in data.probe_path too": num_trusted}
     parts = [f"{n:,} dropped: {rule}" for rule, n in dropped.items()]
-    longest = store_behind(dataset).manifest.get("longest", 0)
+    longest = find_token_store(dataset).manifest.get("longest", 0)
     if any("longer than" in rule for rule in dropped) and longest and not (Path(path) / MANIFEST).is_file():
         parts.append(f"data.cutoff_length={longest} keeps all")
-    return "; ".join([f"{short(path)}: {size}, {tokens}", *parts])
+    return "; ".join([f"{shorten_path(path)}: {size}, {tokens}", *parts])
 
 
 def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: int) -> Iterator[str]:
@@ -66,9 +66,8 @@ def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: i
     weights = order.shares.weights
     numbers = zip(files, weights, order.num_sequences, order.epochs(num_steps), strict=True)
     for file, weight, size, epochs in numbers:
-        share = weight / sum(weights)
         yield (
-            f"{share:.3g} of each batch from {short(file.path)}: {count(size, 'sequence')}, "
+            f"{weight / sum(weights):.3g} of each batch from {shorten_path(file.path)}: {count(size, 'sequence')}, "
             + count(float(f"{epochs:.3g}"), "epoch")
         )
 
@@ -88,18 +87,17 @@ def describe_method(settings: StepSettings, probe_path: str | None) -> str:
     if method.scope == "sequence_and_batch":
         strength += f", and {method.batch_kl_budget:g} nats over the sequences of a batch"
     how = "forward mode (jvp)" if utility.estimator == "jvp" else f"finite differences (epsilon {utility.epsilon})"
-    along = describe_direction(settings.probe, probe_path)
-    return f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along {along}"
+    direction = describe_direction(settings.probe, probe_path)
+    return f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along {direction}"
 
 
 def describe_direction(probe: ProbeConfig, probe_path: str | None) -> str:
     """Describe the direction of the utilities."""
-    of = f"probes of {probe.batch_size}"
-    if probe_path is not None:
-        of += f" from {short(probe_path)}"
-    of += ", weighted by probability" if probe.loss == "dft" else ""
-    of += f", every {probe.every} steps" if probe.every > 1 else ""
-    return f"the {probe.direction} direction ({of})"
+    source = f"probes of {probe.batch_size}"
+    source += "" if probe_path is None else f" from {shorten_path(probe_path)}"
+    source += ", weighted by probability" if probe.loss == "dft" else ""
+    source += f", every {probe.every} steps" if probe.every > 1 else ""
+    return f"the {probe.direction} direction ({source})"
 
 
 def describe_parallelism() -> str:
@@ -112,7 +110,7 @@ def describe_parallelism() -> str:
 
 
 def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
-    """Micro-batches per step and rank, and the sequence-parallel sizes, of the next steps' main batches."""
+    """Describe micro-batches per step and rank, and sequence-parallel sizes, of the next steps' main batches."""
     spreads = feed.next_spreads(num_done, num_steps)
     numbers = [len(spread.micro_steps) for spread in spreads]
     sizes = sorted({spread.sequence_parallel for spread in spreads})
@@ -120,13 +118,10 @@ def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
     return f"gradient accumulation {often}, Ulysses sequence parallelism {' or '.join(map(str, sizes))}"
 
 
-def short(path: str) -> str:
-    """Return the path relative to the working directory if it is below it."""
+def shorten_path(path: str) -> str:
+    """Make a path relative to the working directory if it is below it."""
     below = os.path.relpath(path) if os.path.isabs(path) else path
     return path if below.startswith("..") else below
-
-
-# Details, for start.txt.
 
 
 def describe_use_of_ranks(
@@ -156,7 +151,7 @@ def describe_engine(
     yield f"Probe direction: {direction.persistent_bytes / 2**20:,.1f} MiB a rank between passes"
     utility = settings.utility
     if utility.estimator == "jvp" and utility.fused is not False:
-        why_not = why_separate(settings.method, engine)
+        why_not = explain_separate_forward(settings.method, engine)
         yield (
             "Utilities come from the main forward itself"
             if why_not is None

@@ -1,4 +1,4 @@
-"""ONE optimizer step, in the order of the paper's Algorithm 1. The file to read first.
+"""One optimizer step, in the order of the paper's Algorithm 1: the file to read first.
 
 Sharded operations are in `engine/` and `utility/`, the mathematics in `method/`.
 """
@@ -38,13 +38,13 @@ def train_step(
     measure_noise: bool = False,
     seed: int = 0,
 ) -> StepMetrics:
-    """Train on one global batch, and return what was measured. A collective.
+    """Train on one global batch, and return the metrics. A collective.
 
     Args:
-        estimator: gives losses and utilities; keeps the probe direction between steps.
-        recorder: a new one.
+        estimator: of losses and utilities; keeps the probe direction between steps.
+        recorder: new for this step.
         measure_noise: with finite differences, measure their signal-to-noise ratio (two more forwards), and search
-            for the step again where the recipe says `epsilon: auto`.
+            for epsilon again with `epsilon: auto`.
         seed: of the step's random numbers (dropout, stochastic rounding); the same on all ranks.
 
     Raises:
@@ -59,12 +59,12 @@ def train_step(
     # Lines 2-3: draw B', take the descent direction under uniform weights.
     measured: dict[str, float | None] = {}
     if direction is not None and batches.probe:
-        with recorder.part("probe"):
+        with recorder.measuring("probe"):
             measured |= take_direction(direction, settings, batches.probe, seed=seed).as_metrics()
     measured["direction_norm"] = None if direction is None else direction.norm
 
     # Line 4: the utility of every token of B.
-    with recorder.part("utility"):
+    with recorder.measuring("utility"):
         precompute = method.weights_sequences
         forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, precompute=precompute)
         factors, tilt = sequence_factors(method, counts, main, forward.precomputed) if precompute else (None, {})
@@ -73,8 +73,8 @@ def train_step(
             main = add_reference_log_probabilities(engine, main)
     measure_followed(engine, settings, batches.followed, estimator, recorder, seed=seed)
 
-    reset_token_counts(engine.module)  # of experts in other passes
-    with recorder.part("main"), engine.accumulation(len(main)):
+    reset_token_counts(engine.module)  # discards those of other passes
+    with recorder.measuring("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):
             result = forward(k)
             tokens = batch.tokens(result.losses, result.utilities, result.statistics)
@@ -82,7 +82,7 @@ def train_step(
             q = token_weights(method, tokens)
             shares = sequence_shares(tokens.num_kept(), counts_kept, method.normalization)
             shares = shares if factors is None else shares * factors[k]
-            # Line 6: alpha, where a sequence or a micro-batch has its own.
+            # Line 6: alpha, if it belongs to a sequence or a micro-batch.
             alpha = alpha_of_micro_batch(method, tokens, q.weights, shares)
             # Line 7, first half: the gradient of the reweighted loss.
             weighted = token_coefficients(q.weights, tokens.sequence_index, shares) * result.losses
@@ -103,14 +103,14 @@ def train_step(
         engine.scale_gradient(alpha_global)
 
     # Line 7, second half: the update.
-    with recorder.part("step"):
+    with recorder.measuring("step"):
         gradient_norm = engine.step(learning_rate)
     return recorder.metrics(totals, alpha_global, **measured, grad_norm=gradient_norm, learning_rate=learning_rate)
 
 
 def mean_divergence(result: MainLosses, tokens: Tokens, shares: Tensor) -> Tensor | None:
-    """This micro-batch's part of the global batch's mean divergence from the base model, with a graph; None where the
-    method does not have it in its loss."""
+    """This micro-batch's term of the global batch's mean divergence from the base model, with a graph; None if it is
+    not part of the method's loss."""
     if result.divergences is None:
         return None
     uniform = uniform_weights(tokens.sequence_index, tokens.num_sequences, result.divergences.dtype)
@@ -118,7 +118,7 @@ def mean_divergence(result: MainLosses, tokens: Tokens, shares: Tensor) -> Tenso
 
 
 def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: int) -> None:
-    """Raises NonFiniteLoss, on all ranks alike, where a loss or utility of the step is inf or nan. A collective."""
+    """Raise NonFiniteLoss, on all ranks alike, if a loss or utility of the step is inf or NaN. A collective."""
     if totals.num_non_finite > 0:
         sequences = describe_sequences(recorder.non_finite_sequence_ids(), sequence_parallel)
         raise NonFiniteLoss(f"the loss is not finite; {sequences}")
@@ -127,7 +127,7 @@ def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: 
 def take_direction(
     direction: Direction, settings: StepSettings, probe_batches: Sequence[Batch], *, seed: int = 0
 ) -> Probe:
-    """Takes the direction of a probe batch. A collective. `seed`: of a low-rank direction's random start."""
+    """Compute the direction of a probe batch. A collective. `seed`: of a low-rank direction's random start."""
     probe = settings.probe
     return direction.compute(
         probe_batches,

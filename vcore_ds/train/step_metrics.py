@@ -4,7 +4,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,38 +34,37 @@ from vcore_ds.train.token_records import (
 # Records of single tokens.
 
 
-def sequences_of(
+def split_into_sequences(
     batch: Batch, tokens: Tokens, weights: Tensor, *, shares: Tensor, uniform_shares: Tensor, alpha: Tensor | float
 ) -> Iterator[SequenceTokens]:
-    """Yield the sequences of a micro-batch that have supervised tokens. Waits for the device. `weights`: `q` `[N]`;
-    `shares`, `uniform_shares`: `[num_sequences]`, see `SequenceTokens`; `alpha`: a scalar or `[num_sequences]`."""
-    supervised = batch.supervised()
-    positions = batch.position_ids()[:, 1:][supervised].to(torch.int32)
-    token_ids = batch.labels[:, 1:][supervised].to(torch.int32)
-    index = tokens.sequence_index.cpu()
-    losses, own_weights = tokens.losses.float().cpu(), weights.float().cpu()
-    utilities = None if tokens.utilities is None else tokens.utilities.float().cpu()
+    """Yield the sequences of a micro-batch that have supervised tokens. Synchronises with the device. `weights`: `q`
+    `[N]`; `shares`, `uniform_shares`: `[num_sequences]`, see `SequenceTokens`; `alpha`: a scalar or
+    `[num_sequences]`."""
     alphas = torch.as_tensor(alpha).double().cpu().expand(tokens.num_sequences).tolist()
-    shared = zip(batch.sequence_ids, shares.double().tolist(), uniform_shares.double().tolist(), alphas, strict=False)
-    prompts = batch.prompts()
-    for number, columns in enumerate(shared):  # an idle batch has one sequence, and no id
-        own = index == number
-        if own.any():
-            yield SequenceTokens(
-                *columns,
-                positions=positions[own].numpy(),
-                token_ids=token_ids[own].numpy(),
-                losses=losses[own].numpy(),
-                utilities=None if utilities is None else utilities[own].numpy(),
-                weights=own_weights[own].numpy(),
-                prompt_ids=prompts[number][-MOST_PROMPT_TOKENS:].int().numpy(),
-            )
+    # Not strict: an idle batch has a sequence without an id.
+    values = zip(batch.sequence_ids, shares.double().tolist(), uniform_shares.double().tolist(), alphas, strict=False)
+    arrays = split_columns(batch, losses=tokens.losses, utilities=tokens.utilities, weights=weights)
+    for sequence_values, sequence_arrays in zip(values, arrays, strict=True):
+        if len(sequence_arrays["token_ids"]):
+            yield SequenceTokens(*sequence_values, **sequence_arrays)
+
+
+def split_columns(batch: Batch, **columns: Tensor | None) -> Iterator[dict[str, Any]]:
+    """Yield the fields of `RecordedTokens` for each sequence id of a micro-batch, from `columns` `[N]` of its
+    supervised tokens. Synchronises with the device."""
+    supervised, index = batch.supervised(), batch.sequence_index().numpy()
+    arrays = {name: None if column is None else column.float().cpu().numpy() for name, column in columns.items()}
+    arrays["positions"] = batch.position_ids()[:, 1:][supervised].int().numpy()
+    arrays["token_ids"] = batch.labels[:, 1:][supervised].int().numpy()
+    for number, prompt in enumerate(batch.prompts()):
+        fields = {name: None if array is None else array[index == number] for name, array in arrays.items()}
+        yield fields | {"prompt_ids": prompt[-MOST_PROMPT_TOKENS:].int().numpy()}
 
 
 def record_tokens(
     folder: Path,
     step: int,
-    own: Sequence[SequenceTokens],
+    local: Sequence[SequenceTokens],
     console: Console,
     *,
     sequence_parallel: int,
@@ -75,13 +76,13 @@ def record_tokens(
     A record that cannot be written is a warning: rank 0 must not exit while the others train.
 
     Args:
-        own: this rank's sequences of the main batch.
-        sequence_parallel: ranks of a group, which hold the same sequences.
+        local: this rank's sequences of the main batch.
+        sequence_parallel: size of a group, whose ranks hold the same sequences.
         first_trusted_id: see `TokenRecord`.
         seed: of the run.
     """
     mark("token record")
-    record = gather_record(step, own, sequence_parallel, first_trusted_id, seed)
+    record = gather_record(step, local, sequence_parallel, first_trusted_id, seed)
     if not layout.is_first() or not record.sequences:
         return
     try:
@@ -91,32 +92,28 @@ def record_tokens(
 
 
 def gather_record(
-    step: int, own: Sequence[SequenceTokens], sequence_parallel: int, first_trusted_id: int | None, seed: int
+    step: int, local: Sequence[SequenceTokens], sequence_parallel: int, first_trusted_id: int | None, seed: int
 ) -> TokenRecord:
-    """The record on every rank, the same at any world size. A collective; see `record_tokens` and `choose`."""
+    """Gather the record on every rank, the same at any world size. A collective; see `record_tokens`."""
     # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
-    own = own if layout.rank("sequence", sequence_parallel) == 0 else []
-    sizes = layout.gather_objects("shards", [(sequence.sequence_id, len(sequence)) for sequence in own])
-    known = sorted((i, n, rank, k) for rank, part in enumerate(sizes) for k, (i, n) in enumerate(part))
-    lengths = [n for _, n, _, _ in known]
-    chosen = {known[place][2:] for place in choose(lengths, generator(Stream.TOKEN_RECORDS, seed, step), MOST_TOKENS)}
-    here = layout.rank("shards")
+    local = local if layout.rank("sequence", sequence_parallel) == 0 else []
+    sizes = layout.gather_objects("shards", [(sequence.sequence_id, len(sequence)) for sequence in local])
+    entries = sorted((i, n, rank, k) for rank, pairs in enumerate(sizes) for k, (i, n) in enumerate(pairs))
+    lengths = [n for _, n, _, _ in entries]
+    rng = generator(Stream.TOKEN_RECORDS, seed, step)
+    chosen = {entries[i][2:] for i in choose_sequences(lengths, rng, MOST_TOKENS)}
+    rank = layout.rank("shards")
     # Only recorded sequences are sent: a large batch has many times the tokens of a record.
-    parts = layout.gather_objects("shards", [sequence for k, sequence in enumerate(own) if (here, k) in chosen])
-    sequences = sorted((sequence for part in parts for sequence in part), key=lambda sequence: sequence.sequence_id)
+    by_rank = layout.gather_objects("shards", [sequence for k, sequence in enumerate(local) if (rank, k) in chosen])
+    sequences = sorted(chain.from_iterable(by_rank), key=lambda sequence: sequence.sequence_id)
     return TokenRecord(step, first_trusted_id, len(lengths), sum(lengths), sequences)
 
 
-def choose(lengths: Sequence[int], drawn: np.random.Generator, most_tokens: int) -> list[int]:
-    """Indices of the sequences of a record, in random order: those that fit into `most_tokens`, and at least one."""
-    places: list[int] = []
-    total = 0
-    for place in drawn.permutation(len(lengths)).tolist():
-        total += lengths[place]
-        if places and total > most_tokens:
-            break
-        places.append(place)
-    return places
+def choose_sequences(lengths: Sequence[int], rng: np.random.Generator, max_tokens: int) -> list[int]:
+    """Choose the sequences of a record, as indices in random order: those that fit into `max_tokens`, at least one."""
+    order = rng.permutation(len(lengths)).tolist()
+    totals = accumulate(lengths[i] for i in order)
+    return order[: max(1, sum(total <= max_tokens for total in totals))]
 
 
 @dataclass(frozen=True)
@@ -125,10 +122,10 @@ class MicroBatchResult:
 
     batch: Batch
     tokens: Tokens
-    weights: GibbsWeights  # for methods without utilities only the weights count
-    shares: Tensor  # `[num_sequences]`, of each sequence in the global batch's weighted loss
+    weights: GibbsWeights  # methods without utilities use only `weights`
+    shares: Tensor  # `[num_sequences]`, share of each sequence in the global batch's weighted loss
     alpha: Tensor | float
-    """Alpha of each sequence `[num_sequences]` or of the micro-batch; 1 where it belongs to the global batch."""
+    """Alpha of each sequence `[num_sequences]` or of the micro-batch; 1 if it belongs to the global batch."""
     weighted_loss: Tensor  # scalar, this micro-batch's part of the global batch's weighted loss, before alpha
     scaled_loss: Tensor  # the same after such an alpha: the loss that was differentiated
     base_kl: Tensor | None = None
@@ -138,11 +135,10 @@ class MicroBatchResult:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Over all ranks and micro-batches of a step. Losses in nats, normalised as the recipe says."""
+    """Totals of a step over all ranks and micro-batches. Losses in nats, normalised as the recipe says."""
 
     loss: float
-    """Uniform cross-entropy of the main batch over all supervised tokens, whatever the method, so that methods
-    compare."""
+    """Uniform cross-entropy of the main batch over all supervised tokens, so that methods are comparable."""
     weighted_loss: float  # before alpha
     scaled_loss: float  # after the alphas of sequences or micro-batches, before that of the global batch
     temperature: float  # tau, mean over sequences
@@ -155,13 +151,13 @@ class StepTotals:
     utility_mean: float
     utility_std: float  # over the tokens of the batch
     base_kl: float  # nats; 0 for methods without it
-    num_non_finite: int  # sequences with a loss or utility that is Inf or NaN
+    num_non_finite: int  # sequences with a loss or utility that is inf or NaN
     utility_moments: Tensor  # `[5]` fp64, see `method.utility_moments`
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step, as it is written to metrics.jsonl."""
+    """Metrics of a step, as written to metrics.jsonl."""
 
     values: Mapping[str, float | int | None]
     tokens: Sequence[SequenceTokens] | None  # this rank's sequences; None unless the recorder kept them
@@ -170,11 +166,11 @@ class StepMetrics:
 
 
 class StepRecorder:
-    """Collects what a step measures: seconds by part, and sums over this rank's micro-batches. Sums stay on the device
-    until `totals`: no host synchronisation per micro-batch. `followed`: as in `StepMetrics`."""
+    """Collects the measurements of a step: seconds by phase, and sums over this rank's micro-batches, which stay on the
+    device until `totals` to avoid host-device synchronisations. `followed`: as in `StepMetrics`."""
 
     def __init__(self, device: torch.device, *, keep_tokens: bool = False):
-        """`keep_tokens`: return the single tokens too, which waits for the device."""
+        """`keep_tokens`: also return single tokens, which synchronises with the device."""
         self._device = device
         self._results: list[MicroBatchResult] | None = [] if keep_tokens else None
         self.followed: dict[int, TraceTokens] = {}
@@ -188,19 +184,19 @@ class StepRecorder:
         self._finite: list[tuple[list[int], Tensor]] = []
 
     def begin(self, method: MethodConfig, counts: GlobalCounts) -> None:
-        """`counts`: of all supervised tokens of the global batch, also where the method keeps only some."""
+        """Set the method and the counts of all supervised tokens of the global batch, also if the method drops some."""
         self._method, self._counts = method, counts
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """A part of the step, `probe`, `utility`, `main` or `step`, or `followed` beside it. Waits for the GPU at both
-        ends, so that a part pays for its own kernels."""
+    def measuring(self, name: str) -> Iterator[None]:
+        """A context that measures a phase: `probe`, `utility`, `main`, `step` or `followed`. Synchronises with the
+        device at both ends, so that each phase is charged for its kernels."""
         mark(name)
         started = self._now()
         peak_memory.start_phase()
         with mark_phase(name):
             yield
-            ended = self._now()  # in the range, which so has the device's work
+            ended = self._now()  # within the profiler's range, so that it covers the device's work
         self._peak_bytes[name] = peak_memory.phase_bytes()
         self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
 
@@ -237,7 +233,7 @@ class StepRecorder:
             self._results.append(result)
 
     def totals(self) -> StepTotals:
-        """Totals of the micro-batches that were added, over all ranks. A collective."""
+        """Sum the added micro-batches over all ranks. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
         loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, base, *moments = layout.sum_over(
             "data", self._sums.tolist(), self._sequence_parallel
@@ -261,19 +257,31 @@ class StepRecorder:
         )
 
     def non_finite_sequence_ids(self) -> list[int]:
-        """This rank's sequences with a loss or utility that is Inf or NaN."""
+        """List this rank's sequences with a loss or utility that is inf or NaN."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
     def metrics(self, totals: StepTotals, alpha: float | None, **numbers: float | None) -> StepMetrics:
-        """The step's line, at its end. `alpha`: of the global batch; None where sequences or micro-batches have their
-        own. `numbers`: what else the step knows, by its name in the metrics."""
+        """Make the metrics at the end of the step. `alpha`: of the global batch; None if sequences or micro-batches
+        have separate ones. `numbers`: further metrics by name."""
         assert self._method is not None and self._counts is not None
-        is_vcore, counts = self._method.uses_utilities, self._counts
+        method, counts = self._method, self._counts
+        is_vcore = method.uses_utilities
         seconds = self._now() - self._started
         tokens = None
         if self._results is not None:
-            tokens = [sequence for result in self._results for sequence in self._sequences_of(result, alpha)]
-        if alpha is None:  # their effect on the loss
+            tokens = [
+                sequence
+                for result in self._results
+                for sequence in split_into_sequences(
+                    result.batch,
+                    result.tokens,
+                    result.weights.weights,
+                    shares=result.shares,
+                    uniform_shares=sequence_shares(result.tokens.num_tokens(), counts, method.normalization),
+                    alpha=result.alpha if alpha is None else alpha,
+                )
+            ]
+        if alpha is None:  # the alphas' effect on the loss
             alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
         values = {
             "loss": totals.loss,
@@ -300,17 +308,6 @@ class StepRecorder:
             **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }
         return StepMetrics(values, tokens, self.followed)
-
-    def _sequences_of(self, result: MicroBatchResult, alpha: float | None) -> Iterator[SequenceTokens]:
-        assert self._method is not None and self._counts is not None
-        return sequences_of(
-            result.batch,
-            result.tokens,
-            result.weights.weights,
-            shares=result.shares,
-            uniform_shares=sequence_shares(result.tokens.num_tokens(), self._counts, self._method.normalization),
-            alpha=result.alpha if alpha is None else alpha,
-        )
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -1,7 +1,7 @@
-"""Records of single tokens: the files that a run writes to `tokens/` at a few of its steps, and how to read them.
+"""Records of single tokens: writing and reading the files in `tokens/`, one or two for each of a few steps.
 
-`step_00000012.npz` holds whole sequences of the main batch of optimizer step 12, `followed_00000012.npz` the followed
-traces before the update of that step; docs/tokens.md lists the arrays. numpy only.
+`step_00000012.npz` holds complete sequences of the main batch of optimizer step 12, `followed_00000012.npz` the
+followed traces before the update of that step; docs/tokens.md lists the arrays. Imports no torch.
 """
 
 import io
@@ -26,8 +26,8 @@ MOST_PROMPT_TOKENS = 2_048  # maximum prompt tokens of a sequence in a file
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
-    """Writes a compressed `.npz`, the same bytes for the same arrays, and returns its path. Raises OSError."""
-    # In memory first, so that a disk without room fails in one place, with an OSError.
+    """Write a compressed `.npz`, the same bytes for the same arrays; return its path. Raises OSError."""
+    # In memory first, so that a full disk raises OSError, in one place.
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # one may be called allow_pickle; none is
     with write_atomically(path) as unfinished:
@@ -37,8 +37,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
 
 @contextmanager
 def read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
-    """The arrays of a file, by name; an error in them, here or in the block, becomes a UserError that names the file
-    and what was `expected`: it cannot be read, is damaged, or has another format."""
+    """A context with the arrays of a file, by name. Raises UserError, also for errors in the block, if the file cannot
+    be read, is damaged, or has another format. `expected`: the contents, for messages."""
     try:
         with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
@@ -59,13 +59,13 @@ class RecordedTokens:
     token_ids: np.ndarray = field(kw_only=True)  # int32 [n]
     losses: np.ndarray = field(kw_only=True)  # fp32 [n], nats, before the update
     entropies: np.ndarray | None = field(default=None, kw_only=True)
-    """fp32 [n], nats, of the distribution that predicts the token; None where it was not measured"""
+    """fp32 [n], nats, of the prediction of the token; None if not measured"""
     utilities: np.ndarray | None = field(default=None, kw_only=True)
-    """fp32 [n], along the direction of the step; None for methods without"""
-    weights: np.ndarray = field(kw_only=True)  # fp32 [n], `q[i,t]`, within the whole sequence
+    """fp32 [n], along the direction of the step; None for methods without utilities"""
+    weights: np.ndarray = field(kw_only=True)  # fp32 [n], `q[i,t]`, within the full sequence
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), kw_only=True)
-    """int32 [p], the tokens before the first supervised one, the last `MOST_PROMPT_TOKENS` of them; none in records of
-    0.7 and before"""
+    """int32 [p], the last `MOST_PROMPT_TOKENS` tokens before the first supervised one; empty in records of 0.7 and
+    before"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -76,8 +76,8 @@ _MAY_BE_ABSENT = ("entropies", "utilities")
 
 
 def join_tokens(sequences: Sequence[RecordedTokens]) -> dict[str, np.ndarray]:
-    """The tokens of all sequences as arrays of a file; `num_tokens` tells the sequences apart. Leaves out an array that
-    a sequence does not have."""
+    """Join the tokens of all sequences into the arrays of a file, with `num_tokens` of each sequence. An array that a
+    sequence lacks is left out."""
     columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TOKEN_ARRAYS}
     joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
     prompts = [sequence.prompt_ids for sequence in sequences]
@@ -90,8 +90,8 @@ def join_tokens(sequences: Sequence[RecordedTokens]) -> dict[str, np.ndarray]:
 
 
 def split_tokens(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """The fields of `RecordedTokens` of each sequence, from the arrays of a file. Raises ValueError where lengths do
-    not add up, KeyError where an array is missing."""
+    """Split the arrays of a file into the fields of `RecordedTokens` of each sequence. Raises ValueError if lengths do
+    not add up, KeyError if an array is missing."""
     lengths = arrays["num_tokens"]
     names = [name for name in _TOKEN_ARRAYS if name in arrays or name not in _MAY_BE_ABSENT]
     parts = {name: _split(arrays[name], lengths) for name in names}
@@ -112,20 +112,20 @@ class SequenceTokens(RecordedTokens):
     `alpha * share * weights`."""
 
     sequence_id: int
-    """Row of the trace in its data, from 0, as in messages; those of the trusted pool are moved behind them, see
+    """Row of the trace in its data, from 0, as in messages; those of the trusted pool follow, see
     `TokenRecord.first_trusted_id`."""
     share: float
-    """`w_i`, the sequence's share in the global batch's loss, with its factor where `method.scope` is
+    """`w_i`, the sequence's share in the global batch's loss, including its factor if `method.scope` is
     sequence_and_batch."""
     uniform_share: float
     """The share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`."""
     alpha: float
-    """Factor of the sequence's loss, the same for all sequences where alpha belongs to the global batch."""
+    """Factor of the sequence's loss, the same for all sequences if alpha belongs to the global batch."""
 
     @property
     def relative_weights(self) -> np.ndarray:
-        """fp64 [n_i], what the token's loss was multiplied by, alpha aside, over what it is under uniform weights:
-        `q[i,t] * n_i`, times the sequence's factor where the method weights sequences too."""
+        """fp64 [n_i], factor of the token's loss without alpha, relative to uniform weights: `q[i,t] * n_i`, times the
+        sequence's factor if the method weights sequences too."""
         return self.weights.astype(np.float64) * len(self) * (self.share / self.uniform_share)
 
 
@@ -135,8 +135,8 @@ class TokenRecord:
 
     step: int  # optimizer step, from 1, as in metrics.jsonl
     first_trusted_id: int | None
-    """Sequences with this id or a larger one are of the trusted pool (`data.trusted_share`), row
-    `id - first_trusted_id` of it; None where the batches hold none."""
+    """Sequences from this id on are row `id - first_trusted_id` of the trusted pool (`data.trusted_share`); None if the
+    batches hold none."""
     num_sequences_global: int
     """Sequences with supervised tokens in the step's batch; the record holds some of them."""
     num_supervised_tokens_global: int
@@ -152,58 +152,54 @@ class TokenRecord:
         return self.first_trusted_id is not None and sequence.sequence_id >= self.first_trusted_id
 
 
-_OF_SEQUENCE = {"sequence_ids": "sequence_id", "shares": "share", "uniform_shares": "uniform_share", "alphas": "alpha"}
-_OF_RECORD = ("step", "num_sequences_global", "num_supervised_tokens_global")
+_FIELDS = {"sequence_ids": "sequence_id", "shares": "share", "uniform_shares": "uniform_share", "alphas": "alpha"}
+_RECORD_FIELDS = ("step", "num_sequences_global", "num_supervised_tokens_global")
 _NONE = -1  # how a file says that it has no `first_trusted_id`
 
 
 def record_steps(num_steps: int, num_records: int) -> list[int]:
-    """Optimizer steps, from 1, that get a record: spread evenly on a log scale, the first and the last among them;
-    every step where there are at most `num_records`; the last alone for 1 record."""
+    """List the optimizer steps, from 1, that get a record: evenly spaced on a log scale, with the first and the last;
+    every step if there are at most `num_records`; only the last for 1 record."""
     num_records = min(num_records, num_steps)
     if num_records < 2:
         return [num_steps] * num_records
     steps: list[int] = []
     for i in range(num_records):
-        wanted = round(num_steps ** (i / (num_records - 1)))
-        # No step twice: small ones are moved up, so that there are exactly `num_records`.
-        steps.append(max(wanted, steps[-1] + 1 if steps else 1))
+        # Small steps are moved up, so that none repeats.
+        steps.append(max(round(num_steps ** (i / (num_records - 1))), steps[-1] + 1 if steps else 1))
     return steps
 
 
 def write_record(run: Path, record: TokenRecord) -> Path:
-    """Writes a record into a run's folder, and returns its file. Raises OSError."""
+    """Write a record into a run's folder; return its file. Raises OSError."""
     sequences = record.sequences
     arrays: dict[str, np.ndarray] = {"format": np.array(FORMAT)}
-    arrays |= {name: np.array(getattr(record, name), dtype=np.int64) for name in _OF_RECORD}
+    arrays |= {name: np.array(getattr(record, name), dtype=np.int64) for name in _RECORD_FIELDS}
     arrays["first_trusted_id"] = np.array(_NONE if record.first_trusted_id is None else record.first_trusted_id)
-    for name, attribute in _OF_SEQUENCE.items():
+    for name, attribute in _FIELDS.items():
         dtype = np.int64 if attribute == "sequence_id" else np.float64
         arrays[name] = np.array([getattr(sequence, attribute) for sequence in sequences], dtype=dtype)
     return write_arrays(token_record_path(run, record.step), arrays | join_tokens(sequences))
 
 
 def read_records(run: Path) -> list[TokenRecord]:
-    """The records of a run's folder by step; none where it has none. Raises UserError where a record cannot be read."""
+    """Read the records in a run's folder, by step. Raises UserError if one cannot be read."""
     return [read_record(path) for path in sorted((run / TOKENS).glob("step_*.npz"))]
 
 
 def read_record(path: Path) -> TokenRecord:
-    """One file of `tokens/`. Raises UserError where it cannot be read."""
+    """Read a record. Raises UserError if it cannot be read."""
     with read_arrays(path, "a record of tokens that a run has written") as arrays:
         sequences = [
-            SequenceTokens(**{attribute: arrays[name][i].item() for name, attribute in _OF_SEQUENCE.items()}, **tokens)
+            SequenceTokens(**{attribute: arrays[name][i].item() for name, attribute in _FIELDS.items()}, **tokens)
             for i, tokens in enumerate(split_tokens(arrays))
         ]
         first_trusted_id = int(arrays["first_trusted_id"])
         return TokenRecord(
-            **{name: int(arrays[name]) for name in _OF_RECORD},
+            **{name: int(arrays[name]) for name in _RECORD_FIELDS},
             first_trusted_id=None if first_trusted_id == _NONE else first_trusted_id,
             sequences=sequences,
         )
-
-
-# Followed traces.
 
 
 @dataclass(frozen=True)
@@ -217,22 +213,22 @@ class Origin:
 
     @property
     def source(self) -> str:
-        """In words: `training data`, `held out`, or `held out, NAME`."""
+        """Description: `training data`, `held out`, or `held out, NAME`."""
         return f"held out{self.set_name and ', '}{self.set_name}" if self.is_held_out else "training data"
 
 
 @dataclass(frozen=True, eq=False)
 class TraceTokens(RecordedTokens):
     """The first supervised tokens of a followed trace; all of them unless it is long. Losses are without dropout, and
-    weights what the method would have given the token in this step."""
+    weights are those that the method would assign in this step."""
 
-    num_supervised_tokens: int  # `n_i`, of the whole trace
+    num_supervised_tokens: int  # `n_i`, of the full trace
     entropies: np.ndarray = field(kw_only=True)
 
-    def first(self, most: int) -> "TraceTokens":
-        """The trace with `most` tokens at most."""
+    def truncate(self, max_tokens: int) -> "TraceTokens":
+        """Return the trace with its first `max_tokens` tokens."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _TOKEN_ARRAYS}
-        return replace(self, **{name: values[:most] for name, values in arrays.items() if values is not None})
+        return replace(self, **{name: values[:max_tokens] for name, values in arrays.items() if values is not None})
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -241,12 +237,12 @@ class TraceTokens(RecordedTokens):
 
     @property
     def relative_weights(self) -> np.ndarray:
-        """fp64 [n], `q[i,t] * n_i`: 1 is the uniform weight."""
+        """fp64 [n], `q[i,t] * n_i`; 1 is the uniform weight."""
         return self.weights.astype(np.float64) * self.num_supervised_tokens
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that was measured is a number: a held-out trace is in no loss that would have stopped the run."""
+        """Whether all measurements are finite: a non-finite loss of a held-out trace does not stop a run."""
         measured = (self.losses, self.entropies, self.utilities, self.weights)
         return all(bool(np.isfinite(values).all()) for values in measured if values is not None)
 
@@ -262,13 +258,13 @@ class FollowedRecord:
     traces: Sequence[TraceTokens]
 
 
-def most_tokens_of_trace(num_traces: int) -> int:
-    """Supervised tokens of each trace that a file holds, so that it is no larger than a record."""
+def max_tokens_per_trace(num_traces: int) -> int:
+    """The number of supervised tokens of each trace in a file, which bounds its size like that of a record."""
     return MOST_TOKENS // num_traces
 
 
 def write_followed(run: Path, record: FollowedRecord) -> Path:
-    """Writes the followed traces of a step into a run's folder, and returns their file. Raises OSError."""
+    """Write the followed traces of a step into a run's folder; return their file. Raises OSError."""
     origins, traces = record.origins, record.traces
     arrays = {
         "format": np.array(FORMAT),
@@ -283,23 +279,15 @@ def write_followed(run: Path, record: FollowedRecord) -> Path:
 
 
 def read_all_followed(run: Path) -> list[FollowedRecord]:
-    """The followed traces of a run's folder by step; none where it has none. Raises UserError where a file cannot be
-    read."""
+    """Read the followed traces in a run's folder, by step. Raises UserError if a file cannot be read."""
     return [read_followed(path) for path in sorted((run / TOKENS).glob("followed_*.npz"))]
 
 
 def read_followed(path: Path) -> FollowedRecord:
-    """One file of `tokens/`. Raises UserError where it cannot be read."""
+    """Read the followed traces of a step. Raises UserError if they cannot be read."""
     with read_arrays(path, "followed traces that a run has written") as arrays:
-        origins = [
-            Origin(*values)
-            for values in zip(
-                arrays["is_held_out"].tolist(),
-                arrays["set_names"].tolist(),
-                arrays["sequence_ids"].tolist(),
-                strict=True,
-            )
-        ]
+        columns = (arrays[name].tolist() for name in ("is_held_out", "set_names", "sequence_ids"))
+        origins = [Origin(*values) for values in zip(*columns, strict=True)]
         counts = arrays["num_supervised_tokens"].tolist()
         if "entropies" not in arrays:
             raise KeyError("entropies")

@@ -1,7 +1,7 @@
 """Trackers as sinks: Weights & Biases, and TensorBoard, MLflow, Trackio and SwanLab through `accelerate.tracking`.
 
-Each takes its address and credentials from its own environment variables. Without them, data stay on this machine
-for TensorBoard (`tensorboard --logdir` of the run's folder) and Trackio.
+Each reads address and credentials from environment variables. Without them, data stay on this machine for TensorBoard
+(`tensorboard --logdir` of the run's folder) and Trackio.
 """
 
 import os
@@ -39,13 +39,13 @@ class TrackerSink:
 def start_trackers(
     folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
 ) -> list[BackgroundSink]:
-    """The sinks of `track.trackers` but Weights & Biases, by rank 0 of a job whose process group is up. `config`: the
-    recipe's values by their dotted keys; `num_done`: optimizer steps done in a run that is resumed."""
+    """Start the sinks of `track.trackers` except Weights & Biases, on rank 0, within a process group. `config`: the
+    recipe's values by dotted keys; `num_done`: optimizer steps done in a run that is resumed."""
     names = [name for name in track.trackers if name != "wandb"]
     try:
         if names:
-            prepare_accelerate()
-    except Exception as error:  # it looks at the machine in many ways, and nothing of that is worth a run
+            share_process_group()
+    except Exception as error:  # of any class: it inspects the machine in many ways, and must not end the run
         console.warn(f"track.trackers: accelerate cannot start here: {first_line(error)}. The run continues without")
         return []
     return [
@@ -54,27 +54,27 @@ def start_trackers(
     ]
 
 
-def prepare_accelerate() -> None:
-    """Its own view of the process group, without which its trackers refuse to work."""
+def share_process_group() -> None:
+    """Initialize accelerate's view of the process group, which its trackers require."""
     from accelerate import PartialState
 
     num_threads = torch.get_num_threads()
     PartialState(cpu=not uses_gpu())
-    torch.set_num_threads(num_threads)  # it may choose another number, with which sums are rounded differently
+    torch.set_num_threads(num_threads)  # accelerate may change it, and sums would round differently
 
 
 def open_tracker(
     name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
 ) -> TrackerSink:
-    """A tracker that continues the records of earlier attempts of the run; the arguments are those of
-    `start_trackers`. Raises whatever the tracker does."""
+    """Open a tracker that continues the records of earlier attempts of the run; arguments as in `start_trackers`.
+    Raises whatever the tracker raises."""
     from accelerate import tracking
 
     check_installed(name, "mlflow-skinny" if name == "mlflow" else name)
     config = {key: value for key, value in config.items() if value is not None}
     tracker: Any
     if name == "tensorboard":
-        # Hides events of steps that are taken again.
+        # Hides events of repeated steps.
         purge_step = num_done + 1 if num_done else None
         tracker = tracking.TensorBoardTracker("tensorboard", logging_dir=str(folder), purge_step=purge_step)
         tracker.start()
@@ -88,9 +88,9 @@ def open_tracker(
         tracker.start()
         if run_id is None:
             tracker.store_init_configuration(config)
-        keep_id(folder, name, tracker.tracker.info.run_id)
+        write_id(folder, name, tracker.tracker.info.run_id)
     elif name == "trackio":
-        # It knows runs by name alone: a new run does not continue another one whose folder has the same name.
+        # It identifies runs by name: a new run must not continue another one whose folder has the same name.
         resume = "allow" if num_done else "never"
         tracker = tracking.TrackioTracker(
             track.project, name=folder.name, group=track.group, resume=resume, config=config
@@ -109,31 +109,28 @@ def open_tracker(
             config=config,
         )
         tracker.start()
-        keep_id(folder, name, run_id)
+        write_id(folder, name, run_id)
     return TrackerSink(tracker)
 
 
 def check_installed(module: str, package: str) -> None:
-    """Raises ModuleNotFoundError with what to do."""
+    """Raise ModuleNotFoundError, with a remedy, if a module is missing."""
     if find_spec(module) is None:
         raise ModuleNotFoundError(f"is not installed: pip install {package}")
 
 
 def read_id(folder: Path, name: str) -> str | None:
-    """The run's id at a tracker; None where no attempt has written one."""
+    """Read the run's id at a tracker; None if no attempt has written one."""
     path = folder / TRACKERS / f"{name}_run_id"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
-def keep_id(folder: Path, name: str, run_id: str) -> None:
-    """Keep the run's id at a tracker for later attempts."""
+def write_id(folder: Path, name: str, run_id: str) -> None:
+    """Write the run's id at a tracker, for later attempts."""
     path = folder / TRACKERS / f"{name}_run_id"
     path.parent.mkdir(exist_ok=True)
     with write_atomically(path) as unfinished:
         unfinished.write_text(f"{run_id}\n", encoding="utf-8")
-
-
-# Weights & Biases. Data that cannot be sent stay in the run's folder, for `wandb sync`.
 
 
 INIT_SECONDS = 60.0  # time to reach the server before the first step; after it the run continues offline
@@ -142,13 +139,14 @@ FINISH_SECONDS = 120.0  # time to send the remaining data at the end
 
 
 class WandbLog:
-    """A run on Weights & Biases, on rank 0 only, as WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and WANDB_INIT_TIMEOUT
-    say. `run_id` is kept with the checkpoints, so that a resumed run continues in the same one."""
+    """A run on Weights & Biases, on rank 0, configured by WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and
+    WANDB_INIT_TIMEOUT. Data that cannot be sent stay in the run's folder, for `wandb sync`. `run_id` is stored in the
+    checkpoints, so that a resumed run continues the same one."""
 
     def __init__(
-        self, folder: Path, track: TrackConfig, config: Mapping[str, Any], console: Console, run_id: str | None = None
+        self, folder: Path, track: TrackConfig, config: Mapping[str, Any], console: Console, run_id: str | None
     ):
-        import wandb  # half a second, and only where it is asked for
+        import wandb  # takes half a second
 
         self.run_id = run_id or secrets.token_hex(4)
         init_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS))
@@ -171,9 +169,9 @@ class WandbLog:
                 f"track.trackers: Weights & Biases cannot be reached ({first_line(error)}); the run continues, and "
                 f"is kept in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
             )
-            wandb.teardown()  # its service still holds the id for the attempt that has failed
+            wandb.teardown()  # its service still holds the id for the failed attempt
             self._run = wandb.init(**options, mode="offline")
-        # Steps after the last checkpoint come twice: by a step of our own, which may go back.
+        # Steps after the last checkpoint are repeated, so the axis is our step, which may go back.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,5 +1,5 @@
-"""The token weights and alphas of each method, on plain tensors; and log-probabilities of sequences, under the model
-and under the reference model of a LoRA run."""
+"""Token weights and alphas of each method, on plain tensors; log-probabilities of sequences under the model and under
+the reference model of a LoRA run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,8 @@ from vcore_ds.method.weights import (
 
 
 def token_weights(method: MethodConfig, tokens: Tokens) -> GibbsWeights:
-    """`q[i,t]` of every token (Algorithm 1, line 5); of the baselines, weights on the same scale without a tilt."""
+    """Weights `q[i,t]` of all tokens (Algorithm 1, line 5); for the baselines, weights on the same scale without a
+    tilt."""
     index, num_sequences = tokens.sequence_index, tokens.num_sequences
     if method.name == "vcore":
         assert tokens.utilities is not None
@@ -84,10 +85,10 @@ def sequence_weights(method: MethodConfig, utilities: Tensor, shares: Tensor) ->
 def alpha_of_micro_batch(
     method: MethodConfig, tokens: Tokens, weights: Tensor, sequence_shares: Tensor
 ) -> Tensor | float:
-    """The alpha (Algorithm 1, line 6) that is known before the backward: one for each sequence, `[num_sequences]`, or
-    one for the micro-batch; 1 where alpha belongs to the global batch, and for methods without one. `weights`: `[N]`;
+    """Alpha (Algorithm 1, line 6), if known before the backward: of each sequence, `[num_sequences]`, or of the
+    micro-batch; 1 if alpha belongs to the global batch, and for methods without one. `weights`: `[N]`;
     `sequence_shares`: `[num_sequences]`, of the global batch's loss."""
-    if not has_own_alpha(method):
+    if not has_local_alpha(method):
         return 1.0
     losses, index, num_sequences = tokens.losses, tokens.sequence_index, tokens.num_sequences
     if method.alpha == "effective_sample_size":
@@ -101,7 +102,7 @@ def alpha_of_micro_batch(
     return loss_ratio_alpha((uniform * losses).sum(), (weighted * losses).sum(), method.alpha_cap).to(losses.dtype)
 
 
-def has_own_alpha(method: MethodConfig) -> bool:
+def has_local_alpha(method: MethodConfig) -> bool:
     """Whether alpha belongs to a sequence or a micro-batch, rather than to the global batch."""
     if not method.uses_utilities or method.alpha == "none":
         return False
@@ -111,9 +112,9 @@ def has_own_alpha(method: MethodConfig) -> bool:
 def alpha_of_global_batch(
     method: MethodConfig, loss: float, weighted_loss: float, utility_moments: Tensor
 ) -> float | None:
-    """Alpha (Algorithm 1, line 6) of the whole batch; None where sequences or micro-batches have their own, exactly 1
-    for methods without one. `loss`, `weighted_loss`: nats, of the batch; `utility_moments`: `[5]`, summed over it."""
-    if has_own_alpha(method):
+    """Alpha (Algorithm 1, line 6) of the global batch; None if it belongs to sequences or micro-batches, exactly 1 for
+    methods without one. `loss`, `weighted_loss`: nats, of the batch; `utility_moments`: `[5]`, summed over it."""
+    if has_local_alpha(method):
         return None
     if not method.uses_utilities:
         return 1.0
@@ -124,45 +125,42 @@ def alpha_of_global_batch(
     return 1.0
 
 
-# Sequence weights (`method.scope: sequence_and_batch`), over all ranks.
-
-
 def sequence_factors(
     method: MethodConfig, counts: GlobalCounts, batches: Sequence[Batch], known: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """Factor `[num_sequences]` fp32 of each sequence's share in the global batch's loss, for each of this rank's
-    `batches`, and what is measured: `batch_tau`, `batch_kl` in nats, and `batch_effective_sample_size` in sequences. A
-    collective. `known`: losses and utilities `[N]` of each micro-batch, before any backward."""
+    """Factor `[num_sequences]` fp32 of each sequence's share in the global batch's loss (`method.scope:
+    sequence_and_batch`), for each of this rank's `batches`; and metrics: `batch_tau`, `batch_kl` in nats, and
+    `batch_effective_sample_size` in sequences. A collective. `known`: losses and utilities `[N]` of each micro-batch,
+    before any backward."""
     gains, shares = [], []
     for batch, (losses, utilities) in zip(batches, known, strict=True):
         tokens = batch.tokens(losses, utilities)
         q = token_weights(method, tokens).weights
         gains.append(segment_sum(q * utilities, tokens.sequence_index, tokens.num_sequences))
         shares.append(sequence_shares(tokens.num_tokens(), counts, method.normalization))
-    own = torch.stack([torch.cat(gains), torch.cat(shares)]).double()
+    local = torch.stack([torch.cat(gains), torch.cat(shares)]).double()
     k = batches[0].sequence_parallel
     # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
-    by_rank = layout.gather_objects("shards", own.cpu() if layout.rank("sequence", k) == 0 else own[:, :0].cpu())
+    by_rank = layout.gather_objects("shards", local.cpu() if layout.rank("sequence", k) == 0 else local[:, :0].cpu())
     all_gains, all_shares = torch.cat(by_rank, 1)
-    there = all_shares > 0  # an idle batch has no tokens, and no share
-    tilted = sequence_weights(method, all_gains[there], all_shares[there])
+    has_share = all_shares > 0  # an idle batch has no tokens
+    tilted = sequence_weights(method, all_gains[has_share], all_shares[has_share])
     factors = torch.zeros_like(all_shares)
-    factors[there] = tilted.weights / all_shares[there]
-    first_of_group = layout.rank("data", k) * k
-    start = sum(part.shape[1] for part in by_rank[:first_of_group])
-    sizes = [len(part) for part in gains]
-    mine = factors[start : start + sum(sizes)].float().to(own.device)
+    factors[has_share] = tilted.weights / all_shares[has_share]
+    start = sum(rank_values.shape[1] for rank_values in by_rank[: layout.rank("data", k) * k])
+    sizes = [len(batch_gains) for batch_gains in gains]
+    local_factors = factors[start : start + sum(sizes)].float().to(local.device)
     measured = {
         "batch_tau": float(tilted.temperature),
         "batch_kl": float(tilted.kl),
         "batch_effective_sample_size": float(1.0 / tilted.weights.square().sum()),
     }
-    return list(mine.split(sizes)), measured
+    return list(local_factors.split(sizes)), measured
 
 
 def compute_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
-    """Log-probability `sum_t log p(y_t)` of each sequence in nats, `[num_sequences]` fp32 for every micro-batch of this
-    rank. A collective."""
+    """Compute the log-probability `sum_t log p(y_t)` of each sequence in nats, `[num_sequences]` fp32 for every
+    micro-batch of this rank. A collective."""
     log_probabilities = []
     with engine.without_gradient():
         for batch in batches:
@@ -173,7 +171,7 @@ def compute_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[
 
 
 def add_reference_log_probabilities(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
-    """Batches with `reference_log_probability`, computed by a forward without LoRA adapters. A collective."""
+    """Set `reference_log_probability` of the batches by a forward without LoRA adapters. A collective."""
     with engine.without_adapters():
         reference = compute_log_probabilities(engine, batches)
     return [replace(b, reference_log_probability=values) for b, values in zip(batches, reference, strict=True)]

@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("export: found --public or --update without --push; expected --push OWNER/NAME too")
     from vcore_ds.commands.export.write import export_run
     from vcore_ds.models.model_identity import identify_base_model, is_hub_id
-    from vcore_ds.train.run_folder import read_recipe_of
+    from vcore_ds.train.run_folder import read_run_recipe
 
     if arguments.base_model is not None and not is_hub_id(arguments.base_model):
         raise UserError(f"--base-model: found {arguments.base_model}; expected OWNER/NAME, its id on the hub")
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> None:
 
         api = check_repository(arguments.push, update=arguments.update)
     if api is not None or arguments.base_model is not None:
-        path = read_recipe_of(arguments.run).model.path
+        path = read_run_recipe(arguments.run).model.path
         base = identify_base_model(path, hub_id=arguments.base_model, ask_hub=api is not None)
     folder = export_run(
         arguments.run,

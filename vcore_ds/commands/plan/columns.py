@@ -22,7 +22,7 @@ from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.planning.spread import LengthModel
 from vcore_ds.planning.step_cost import StepCost
-from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_metrics_of, read_recipe_of
+from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
 
 NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
 
@@ -55,7 +55,7 @@ def calibrate(run: str) -> Calibration:
     run, a run that is too short, or a device of unknown peak."""
     folder = Path(run)
     try:
-        recipe, environment, steps = read_recipe_of(folder), read_environment(folder), read_metrics_of(folder)
+        recipe, environment, steps = read_run_recipe(folder), read_environment(folder), read_run_metrics(folder)
     except UserError as error:
         raise UserError(f"--calibrate: {str(error).removeprefix('RUN: ')}") from None
     if recipe.retired:

@@ -12,7 +12,7 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.train import run_folder
 from vcore_ds.train.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
-from vcore_ds.train.metrics_log import notes_on
+from vcore_ds.train.metrics_log import list_notes
 from vcore_ds.train.profile_folder import Profile, read_profiles
 from vcore_ds.train.token_records import FollowedRecord, TokenRecord, read_all_followed, read_records
 
@@ -96,14 +96,14 @@ def read_runs(
 def _read_run(
     folder: Path, name: str, *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
 ) -> ReportedRun:
-    recipe = run_folder.read_recipe_of(folder)
-    environment, metrics = run_folder.read_environment(folder), run_folder.read_metrics_of(folder)
+    recipe = run_folder.read_run_recipe(folder)
+    environment, metrics = run_folder.read_environment(folder), run_folder.read_run_metrics(folder)
     records, followed = _select_step(read_records(folder), step, folder), read_all_followed(folder)
     held_out = run_folder.read_held_out_losses(folder)
     evaluation = folder / RUN_EVALUATION
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
     has_result = run_folder.export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
-    notes = notes_on(folder, has_result, environment, metrics)
+    notes = list_notes(folder, has_result, environment, metrics)
     if recipe.retired:
         listed = ", ".join(f"{key}: {format_value(value)}" for key, value in recipe.retired.items())
         notes.append(f"Trained by an earlier version of vcore_ds, with keys that have since been removed: {listed}.")

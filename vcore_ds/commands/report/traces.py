@@ -115,7 +115,7 @@ def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any],
     if not followed:
         return None
     most = max(1, most_tokens // len(followed))
-    chosen = [(step, trace.first(most)) for step, _, trace in followed]
+    chosen = [(step, trace.truncate(most)) for step, _, trace in followed]
     utilities_of_step = {
         step: _concatenate([trace.utilities for other, trace in chosen if other == step]) for step, _ in chosen
     }

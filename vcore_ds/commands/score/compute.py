@@ -44,7 +44,7 @@ from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
-from vcore_ds.train.run_folder import STARTED_FORMAT, environment, read_environment, read_recipe_of
+from vcore_ds.train.run_folder import STARTED_FORMAT, environment, read_environment, read_run_recipe
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
@@ -122,7 +122,7 @@ def passed_checks(run: Path, recipe: Recipe, here: Mapping[str, Any]) -> bool:
     """Whether a run with a checkpoint, which passed both checks of its start, ran with this model, code and hardware
     (`here`: this process's `environment`). False also where it cannot be told: uncommitted changes; a model on the hub,
     where it may have changed."""
-    trained, there = read_recipe_of(run), read_environment(run)
+    trained, there = read_run_recipe(run), read_environment(run)
     there = (there.get("resumed") or [there])[-1]
     config = Path(recipe.model.path) / "config.json"
     if not config.is_file() or "started" not in there:

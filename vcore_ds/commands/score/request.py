@@ -16,7 +16,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.scores_folder import ScoredCheckpoint, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.engine import checkpoint_folder
-from vcore_ds.train.run_folder import RECIPE, read_metrics_of
+from vcore_ds.train.run_folder import RECIPE, read_run_metrics
 
 ONLY_SET = "trusted"  # name of the set at data.probe_path
 NEW_FOLDER = "a new folder that can be written"
@@ -132,7 +132,7 @@ def _select_checkpoints(run: Path, name: str | None) -> list[ScoredCheckpoint]:
     if name != "all":
         step, digest = complete[name] if name is not None else max(complete.values())
         return [ScoredCheckpoint(str(run), step, 1.0, digest)]
-    rates = {int(line["step"] or 0): line["learning_rate"] or 0.0 for line in read_metrics_of(run)}
+    rates = {int(line["step"] or 0): line["learning_rate"] or 0.0 for line in read_run_metrics(run)}
     checkpoints, previous = [], 0
     for step, digest in complete.values():
         steps = range(previous + 1, step + 1)
