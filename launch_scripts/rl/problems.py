@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import math_prompt
-from vcore_ds.data.prepare.sources import find_text, problem_rows
+from vcore_ds.data.prepare.sources import find_text, read_problem_rows
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "expected_answer", "ground_truth", "final_answer")
@@ -53,7 +53,7 @@ def main() -> None:
 def read_rows(source: str, split: str) -> tuple[list[dict[str, Any]], int]:
     """Return verl's rows, which serve TRL too, and how many rows of the source were left out."""
     rows, num_left_out = [], 0
-    for number, (_, row) in enumerate(problem_rows(source, split)):
+    for number, (_, row) in enumerate(read_problem_rows(source, split)):
         problem = find_text(row, *PROBLEM_KEYS) if isinstance(row, dict) else None
         answer = find_text(row, *ANSWER_KEYS) if isinstance(row, dict) else None
         if problem is None or answer is None:

@@ -110,7 +110,7 @@ def curate(rows: list[dict]) -> tuple[float, list[Conversation]]:
     started = time.perf_counter()
     for row in rows:
         try:
-            conversations.append(Conversation(len(conversations) + 1, curation.math_messages(row, checker.check)))
+            conversations.append(Conversation(len(conversations) + 1, curation.convert_math_row(row, checker.check)))
         except curation.Dropped:
             continue
     seconds = time.perf_counter() - started

@@ -168,11 +168,11 @@ def cpu_seconds_of_children() -> float:
 
 
 def test_a_good_math_row_becomes_the_papers_prompt_and_the_whole_trace(checker: AnswerChecker) -> None:
-    user, assistant = curation.math_messages(math_row(expected_answer="\\frac{8}{2}"), checker.check)
+    user, assistant = curation.convert_math_row(math_row(expected_answer="\\frac{8}{2}"), checker.check)
     assert user == {"role": "user", "content": math_prompt("What is $4 + 0$?")}
     assert assistant == {"role": "assistant", "content": "<think>\nHm, 4.\n</think>\n\nThe answer is \\boxed{4}."}
     without_opening = math_row(generated_solution=TRACE.format(n=4).removeprefix("<think>"))
-    assert curation.math_messages(without_opening, checker.check)[1] == assistant
+    assert curation.convert_math_row(without_opening, checker.check)[1] == assistant
 
 
 def test_the_last_box_behind_the_thinking_counts() -> None:
@@ -183,7 +183,7 @@ def test_the_last_box_behind_the_thinking_counts() -> None:
         return "equivalent"
 
     trace = "<think>\\boxed{1}</think>So \\boxed{2}, or rather \\boxed{\\frac{3}{1}}."
-    curation.math_messages(math_row(3, generated_solution=trace), check)
+    curation.convert_math_row(math_row(3, generated_solution=trace), check)
     assert compared == [("3", "\\frac{3}{1}")]
 
 
@@ -217,21 +217,21 @@ MATH_MALFORMED = {
 @pytest.mark.parametrize(("rule", "row"), MATH_DROPPED.items())
 def test_math_rows_are_dropped_by_rule(checker: AnswerChecker, rule: str, row: dict) -> None:
     with pytest.raises(curation.Dropped) as dropped:
-        curation.math_messages(row, checker.check)
+        curation.convert_math_row(row, checker.check)
     assert dropped.value.args == (rule,)
 
 
 @pytest.mark.parametrize("trace", NOT_ONE_THINKING)
 def test_a_trace_must_be_one_pair_and_an_answer(checker: AnswerChecker, trace: str) -> None:
     with pytest.raises(curation.Dropped) as dropped:
-        curation.math_messages(math_row(generated_solution=trace), checker.check)
+        curation.convert_math_row(math_row(generated_solution=trace), checker.check)
     assert dropped.value.args == (curation.NOT_ONE_THINKING,)
 
 
 @pytest.mark.parametrize(("row", "found"), MATH_MALFORMED.values(), ids=MATH_MALFORMED.keys())
 def test_malformed_math_rows_say_what_was_found(checker: AnswerChecker, row: Any, found: str) -> None:
     with pytest.raises(Malformed) as malformed:
-        curation.math_messages(row, checker.check)
+        curation.convert_math_row(row, checker.check)
     assert found in malformed.value.args[0]
 
 
@@ -255,12 +255,12 @@ def statements(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_code_rows_take_their_statement_where_they_refer_to(statements: str) -> None:
     find = partial(find_statement, statements)
-    user, assistant = curation.code_messages(code_row(), find)
+    user, assistant = curation.convert_code_row(code_row(), find)
     assert user["content"] == code_prompt("one")
     assert assistant["content"] == "<think>\nRead, add.\n</think>\n\n```cpp\nint main() {}\n```"
-    own, _ = curation.code_messages(code_row(question="Mine.", dataset=None), find)
+    own, _ = curation.convert_code_row(code_row(question="Mine.", dataset=None), find)
     assert own["content"] == code_prompt("Mine.")
-    user, _ = curation.code_messages(code_row(dataset="open-r1/codeforces", index="0"), find)
+    user, _ = curation.convert_code_row(code_row(dataset="open-r1/codeforces", index="0"), find)
     statement = "Add.\n\nInput\n\nTwo numbers.\n\nExamples\n\nInput\n\n1 2\n\nOutput\n\n3"
     assert user["content"] == code_prompt(statement)
 
@@ -278,13 +278,13 @@ def test_code_rows_take_their_statement_where_they_refer_to(statements: str) -> 
 )
 def test_code_rows_are_dropped_by_rule(statements: str, row: dict, rule: str) -> None:
     with pytest.raises(curation.Dropped) as dropped:
-        curation.code_messages(row, partial(find_statement, statements))
+        curation.convert_code_row(row, partial(find_statement, statements))
     assert dropped.value.args == (rule,)
 
 
 def test_statements_that_cannot_be_loaded_are_an_error(statements: str, tmp_path: Path) -> None:
     with pytest.raises(Malformed, match="`index` is 'x'"):
-        curation.code_messages(code_row(index="x"), partial(find_statement, statements))
+        curation.convert_code_row(code_row(index="x"), partial(find_statement, statements))
     with pytest.raises(UserError, match="problem statements of apps .train. cannot be loaded.*--statements"):
         find_statement(str(tmp_path), "apps", "train", 0)
 
@@ -429,7 +429,7 @@ def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Pat
     for number, shard in enumerate(find_shards([str(source)], "train")):
         for index, _ in shard.rows():
             if line % 5:
-                fits.append((shards.sample_key(7, number, index), line))
+                fits.append((shards.make_sample_key(7, number, index), line))
             line += 1
     expected = sorted(line for _, line in sorted(fits)[:30])
     assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "store")] == expected

@@ -15,7 +15,7 @@ from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import collate
 from vcore_ds.data.dataset import keep_random_tokens
-from vcore_ds.data.store import TokenStore, tokenizer_hash, write_store
+from vcore_ds.data.store import TokenStore, hash_tokenizer, write_store
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence
 
@@ -118,9 +118,9 @@ def test_the_digest_covers_tokens_and_supervision(store: Path, tmp_path: Path) -
 
 def test_a_tokenizers_settings_of_the_last_call_are_not_part_of_its_hash() -> None:
     tokenizer = make_tokenizer()
-    before = tokenizer_hash(tokenizer)
+    before = hash_tokenizer(tokenizer)
     tokenizer("some text", truncation=True, max_length=3)
-    assert tokenizer_hash(tokenizer) == before
+    assert hash_tokenizer(tokenizer) == before
 
 
 def truncate(path: Path, num_bytes: int) -> None:

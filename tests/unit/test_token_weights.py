@@ -98,10 +98,10 @@ def test_a_value_keeps_twelve_significant_bits() -> None:
     values = np.random.default_rng(1).normal(size=10_000).astype(np.float32) * np.float32(10) ** np.arange(
         -8, 8, 0.0016
     )
-    rounded = token_tables.round_significand(values)
+    rounded = token_tables.round_to_12_bits(values)
     assert np.abs(rounded / values - 1).max() <= 2**-12
     assert not (rounded.view(np.uint32) & 0xFFF).any()
-    assert np.array_equal(token_tables.round_significand(np.array([0.0, 1.0, -2.5], np.float32)), [0.0, 1.0, -2.5])
+    assert np.array_equal(token_tables.round_to_12_bits(np.array([0.0, 1.0, -2.5], np.float32)), [0.0, 1.0, -2.5])
 
 
 def test_bytes_of_a_token(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_bytes_of_a_token(tmp_path: Path) -> None:
     )
     sizes = {}
     for name, array in (
-        ("utilities", token_tables.round_significand(values)),
+        ("utilities", token_tables.round_to_12_bits(values)),
         ("weights", np.exp(0.1 * random.normal(size=len(values))).astype(np.float16)),
     ):
         rows = token_tables.TokenRows(np.arange(200), {name: offsets}, {name: array})

@@ -1,4 +1,4 @@
-"""Prompts of problems, the final answer in a model's output, and whether it is right.
+"""Prompts of problems, extraction of the final answer from a model's output, and its comparison.
 
 math-verify compares answers in a child process, because comparing can hang inside C code. The child is this file, run
 as a script, so that it imports math-verify only. For each line of JSON, expected answer and answer, it writes a line,
@@ -25,7 +25,7 @@ _WALL_SECONDS_PER_CPU_SECOND = 30  # bounds the wait for a child that hangs with
 
 
 class AnswerChecker:
-    """Compares answers in a child process, which is replaced when it was killed."""
+    """Compares answers in a child process, which is restarted after a kill."""
 
     def __init__(self, limit_seconds: int) -> None:
         """`limit_seconds`: CPU time for one pair of answers, whole seconds, at least 1."""
@@ -35,7 +35,7 @@ class AnswerChecker:
         self.check = lru_cache(maxsize=4096)(self._check)
 
     def _check(self, expected: str, answer: str) -> Verdict:
-        """Compare two answers in LaTeX; `unfinished` where that took too much time or memory."""
+        """Compare two answers in LaTeX; `unfinished` if that takes too much time or memory."""
         if self._process is None:
             # -P: keep the script's folder out of sys.path.
             command = [sys.executable, "-P", __file__, str(self._limit_seconds)]
@@ -107,7 +107,7 @@ def answer_spans(text: str) -> list[tuple[int, int]]:
 
 
 def final_answer(output: str, kind: Kind) -> str | None:
-    """Extract the final answer of an output, thinking included; None where there is none."""
+    """Extract the final answer of an output, thinking included; None if there is none."""
     spans = answer_spans(output)
     boxed = output[slice(*spans[-1])].strip() if spans else ""
     if boxed and kind == "choice":

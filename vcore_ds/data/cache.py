@@ -1,4 +1,4 @@
-"""Token stores of the raw data that recipes name, made once and cached for later runs."""
+"""Cache of token stores, made once from the raw data that recipes name."""
 
 import hashlib
 import json
@@ -29,8 +29,7 @@ def cache_root(cache_folder: str | None) -> Path:
 
 
 def check_source(path: str) -> None:
-    """Raise UserError where `path` is neither data, nor a token store, nor possibly an id on the hub, which is not
-    asked."""
+    """Raise UserError unless `path` is data, a token store, or possibly an id on the hub, which is not contacted."""
     with reading("", Path(path), "data, or a token store, that can be read"):
         if not (Path(path) / MANIFEST).is_file():
             from vcore_ds.data.prepare.sources import find_files

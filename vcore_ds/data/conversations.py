@@ -1,4 +1,4 @@
-"""Conversations, rendered by the tokenizer's chat template: the text, and which of it the model generates."""
+"""Conversations rendered by the tokenizer's chat template, with the spans that the model generates."""
 
 import re
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 Supervise = Literal["all", "last"]  # which turns of the assistant are learned
 
 _DATE = datetime(2024, 7, 26)
-"""The date that LLaMA 3.1's template prints by default. Templates that print today's (LLaMA 3.2, gpt-oss) are given
-this one, because prompts would differ from day to day."""
+"""The default date of LLaMA 3.1's template, also given to templates that print today's (LLaMA 3.2, gpt-oss), whose
+prompts would differ from day to day."""
 
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 """A template's call for today's date, which transformers lets no argument replace."""
 
 
 @lru_cache
-def _with_fixed_date(template: str) -> str:
+def _fix_date(template: str) -> str:
     return _TODAY.sub(lambda today: repr(_DATE.strftime(today[2])), template)
 
 
@@ -69,7 +69,7 @@ class RenderedConversation:
     conversation: Conversation
     text: str
     spans: list[tuple[int, int] | None]
-    """Characters that the model generates in each turn that is to be learned; None where it cannot be supervised."""
+    """Characters that the model generates in each learned turn; None if it cannot be supervised."""
     num_without_thinking: int = 0  # supervised turns whose thinking the template leaves out
     ignored: list[str] = field(default_factory=list)  # keys of messages that the template does not read
 
@@ -89,8 +89,8 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def render_prompt(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Render the prompt of the next answer: the same text in training and in evaluation. Raises jinja2's
-    `TemplateError` where the chat template refuses the messages."""
+    """Render the prompt of the next answer, the same in training and evaluation. Raises jinja2's `TemplateError` if the
+    chat template refuses the messages."""
     return _Template(tokenizer).render_prompt(messages)
 
 
@@ -102,7 +102,7 @@ class _Template:
     tools: Sequence[dict[str, Any]] = ()
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
-        """Raises jinja2's `TemplateError` where the template refuses the messages."""
+        """Render the messages. Raises jinja2's `TemplateError` if the template refuses them."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -123,7 +123,7 @@ class _Template:
 
     @cached_property
     def source(self) -> str:
-        return _with_fixed_date(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
+        return _fix_date(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
 
     @property
     def thinking_key(self) -> str | None:
@@ -136,17 +136,17 @@ class _Template:
         return _reads_thinking(self.source) and "<think>" not in self.source
 
     def adapt(self, message: Message) -> Message:
-        """The message with thinking in the key that the template reads."""
+        """Move thinking to the key that the template reads."""
         if self.thinking_key is None or message["role"] != "assistant":
             return message
-        thinking, answer = _thinking_and_answer(message)
+        thinking, answer = _split_message(message)
         if not thinking:
             return message
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
         return message | {"content": answer, self.thinking_key: thinking}
 
     def compose(self, messages: list[Message]) -> tuple[str, int | None]:
-        """Return the text, and where its last turn begins if it was appended to the turn's generation prompt."""
+        """Render the text; also return the start of the last turn if it was appended to its generation prompt."""
         adapted = [self.adapt(message) for message in messages]
         text = self.render(adapted)
         as_generated = self._last_turn_as_generated(adapted, messages[-1], text)
@@ -160,7 +160,7 @@ class _Template:
         *before, last = messages
         if last["role"] != "assistant" or not before:
             return None
-        thinking, answer = _thinking_and_answer(unadapted)
+        thinking, answer = _split_message(unadapted)
         has_calls = "tool_calls" in last
         try:
             prompt = self.render_prompt(before)
@@ -238,7 +238,7 @@ def render_conversation(
     num_without_thinking = sum(
         thinking.strip() not in text[slice(*span)]
         for turn in learned
-        if (span := spans[turn]) and (thinking := _thinking_and_answer(messages[turn])[0])
+        if (span := spans[turn]) and (thinking := _split_message(messages[turn])[0])
     )
     ignored = _find_ignored(template, messages, text)
     return RenderedConversation(conversation, text, [spans[turn] for turn in learned], num_without_thinking, ignored)
@@ -274,20 +274,21 @@ def _find_span(
 def _find_left_out(
     template: _Template, conversation: Conversation, text: str, spans: dict[int, tuple[int, int] | None]
 ) -> str:
-    """Name what of a conversation is not in its text; empty for nothing. Thinking is not looked at, nor the assistant's
-    text in turns that cannot be supervised: templates shorten earlier turns on purpose, and these are counted."""
+    """Name the contents of a conversation that are missing in its text; empty if none are. Thinking is not checked, nor
+    the assistant's text in turns that cannot be supervised: templates shorten earlier turns on purpose, and these are
+    counted."""
     messages = conversation.messages
     contents = {
         i: answer
         for i, message in enumerate(messages)
-        if (answer := _thinking_and_answer(message)[1]).strip() and spans.get(i, (0, 0)) is not None
+        if (answer := _split_message(message)[1]).strip() and spans.get(i, (0, 0)) is not None
     }
     if not conversation.has_tools and all(answer.strip() in text for answer in contents.values()):
         return ""
-    # Contents may occur elsewhere, and templates rewrite calls. So each is exchanged for a distinct word.
+    # Contents may occur elsewhere, and templates rewrite calls, so each is replaced by a distinct word.
     words: dict[str, str] = {}
 
-    def word_for(what: str) -> str:
+    def make_word(what: str) -> str:
         word = f"QZX{len(words)}ZXQ"
         words[word] = what
         return word
@@ -298,13 +299,13 @@ def _find_left_out(
         if i in contents:
             what = f"message {i + 1} ({message['role']})"
             before = message["content"].removesuffix(contents[i])
-            message["content"] = before + word_for(f"the text beside the call in {what}" if calls else what)
+            message["content"] = before + make_word(f"the text beside the call in {what}" if calls else what)
         what = f"the call{'s' if len(calls) > 1 else ''} of message {i + 1}"
         for j, call in enumerate(calls):
-            name, argument = word_for(what), word_for(what)
+            name, argument = make_word(what), make_word(what)
             exchanged = {**call, "function": {**call["function"], "name": name, "arguments": {argument: argument}}}
             message["tool_calls"] = [*message["tool_calls"][:j], exchanged, *message["tool_calls"][j + 1 :]]
-    tools = [{**tool, "function": {**tool["function"], "name": word_for("`tools`")}} for tool in conversation.tools]
+    tools = [{**tool, "function": {**tool["function"], "name": make_word("`tools`")}} for tool in conversation.tools]
     marked_text, _ = replace(template, tools=tools).compose(marked)
     return " and ".join(dict.fromkeys(what for word, what in words.items() if word not in marked_text))
 
@@ -323,7 +324,7 @@ def _find_ignored(template: _Template, messages: list[Message], text: str) -> li
     return unknown if unknown and is_ignored(unknown) else [key for key in unknown if is_ignored([key])]
 
 
-def _thinking_and_answer(message: Message) -> tuple[str, str]:
+def _split_message(message: Message) -> tuple[str, str]:
     """Return (thinking, answer); thinking is empty where there is none."""
     if isinstance(message.get("reasoning_content"), str):
         parts: tuple[str, str] | None = (message["reasoning_content"].strip("\n"), message["content"].lstrip("\n"))

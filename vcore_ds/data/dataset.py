@@ -1,5 +1,5 @@
-"""Data sets of training: token stores, several of them with weights, views that extend or select sequences, and the
-sequences of each step."""
+"""Training data sets: token stores, weighted mixtures of them, views that extend or select sequences, and the sequences
+of each step."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class Shares:
         self._sums = [0, *accumulate(self.weights)]
 
     def locate(self, draw: int) -> tuple[int, int]:
-        """The file of a draw, and the number of earlier draws from that file."""
+        """Find the file of a draw, and the number of earlier draws from that file."""
         first, last = 0, len(self.weights)
         while last - first > 1:
             middle, left, total = self._split(first, last)
@@ -47,7 +47,7 @@ class Shares:
         return first, draw
 
     def count(self, num_draws: int) -> list[int]:
-        """Draws from each file among the first `num_draws`."""
+        """Count the draws from each file among the first `num_draws`."""
         return self._count(0, len(self.weights), num_draws)
 
     def _count(self, first: int, last: int, num_draws: int) -> list[int]:
@@ -58,7 +58,7 @@ class Shares:
         return self._count(first, middle, num_left) + self._count(middle, last, num_draws - num_left)
 
     def _split(self, first: int, last: int) -> tuple[int, int, int]:
-        """Where the files `first` to `last` are halved; the weights of the left half and of all of them."""
+        """Find where the files `first` to `last` are halved, and the weights of the left half and of all of them."""
         sums = self._sums
         middle = min(range(first + 1, last), key=lambda i: abs(2 * sums[i] - sums[first] - sums[last]))
         return middle, sums[middle] - sums[first], sums[last] - sums[first]
@@ -69,7 +69,7 @@ def _round(numerator: int, denominator: int) -> int:
 
 
 class JoinedDataset(TokenizedSequences):
-    """Data sets one after another. The ids of each are shifted past those of the ones before, because dropout masks,
+    """Concatenated data sets. The ids of each are shifted past those of the previous ones, because dropout masks,
     messages and token records identify a sequence by its id."""
 
     def __init__(self, parts: Sequence["Dataset"]) -> None:
@@ -78,21 +78,21 @@ class JoinedDataset(TokenizedSequences):
         """int64 [parts + 1], position of each part's first sequence, and the number of all sequences."""
         # Not its length: ids are row numbers, and a store may have dropped rows.
         ends = [int(part.sequence_ids.max()) + 1 for part in parts]
-        self.first_ids = [0, *accumulate(ends)][: len(parts)]  # what is added to the ids of each part
+        self.first_ids = [0, *accumulate(ends)][: len(parts)]  # offsets of the ids of each part
         self.lengths: np.ndarray = np.concatenate([part.lengths for part in parts])
         """int32 [n], tokens of each sequence, without reading any."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def sequence_at(self, i: int) -> TokenizedSequence:
+    def read_sequence(self, i: int) -> TokenizedSequence:
         part = int(np.searchsorted(self.starts, i, side="right")) - 1
         sequence = self.parts[part][i - int(self.starts[part])]
         return replace(sequence, sequence_id=sequence.sequence_id + self.first_ids[part])
 
 
 class JoinedStores(JoinedDataset):
-    """The token stores of several files, one after another, with the interface of a `TokenStore`."""
+    """The concatenated token stores of several files, with the interface of a `TokenStore`."""
 
     parts: Sequence[TokenStore]
 
@@ -125,19 +125,19 @@ class JoinedStores(JoinedDataset):
         """`TokenStore.dropped_rows` of all stores together."""
         rows, dropped = zip(*(store.dropped_rows() for store in self.parts), strict=True)
         total: dict[str, int] = {}
-        for rule, number in chain(*(one.items() for one in dropped)):
+        for rule, number in chain(*(counts.items() for counts in dropped)):
             total[rule] = total.get(rule, 0) + number
         return None if None in rows else sum(rows), total
 
 
 class ChangedDataset(TokenizedSequences):
-    """A data set whose sequences are changed when they are read, so that none is held in memory."""
+    """A data set whose sequences are changed on reading, so that none is held in memory."""
 
     def __init__(
         self, dataset: "Dataset", change: Callable[[int, TokenizedSequence], TokenizedSequence], digest: str = ""
     ) -> None:
-        """`change`: called with a position and its sequence, returns one of the same length; `digest`: of what it adds,
-        which a resumed run compares."""
+        """`change`: maps a position and its sequence to one of the same length; `digest`: of the added data, which a
+        resumed run compares."""
         self.dataset, self.change, self._change_digest = dataset, change, digest
 
     @property
@@ -152,14 +152,14 @@ class ChangedDataset(TokenizedSequences):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens and of which of them are supervised, in order, and of what was added."""
+        """SHA-256 of the tokens and their supervision, in order, and of the added data."""
         digest = self.dataset.digest
         return hashlib.sha256((digest + self._change_digest).encode()).hexdigest() if self._change_digest else digest
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def sequence_at(self, i: int) -> TokenizedSequence:
+    def read_sequence(self, i: int) -> TokenizedSequence:
         return self.change(i, self.dataset[i])
 
 
@@ -190,7 +190,7 @@ class KeptDataset(TokenizedSequences):
     def __len__(self) -> int:
         return len(self.positions)
 
-    def sequence_at(self, i: int) -> TokenizedSequence:
+    def read_sequence(self, i: int) -> TokenizedSequence:
         return self.dataset[int(self.positions[i])]
 
 
@@ -199,20 +199,20 @@ Dataset = Store | ChangedDataset | KeptDataset
 
 
 def find_token_store(dataset: Dataset) -> Store:
-    """The token store, or the joined stores, that a data set is a view of."""
+    """Find the token store, or the joined stores, of which a data set is a view."""
     while isinstance(dataset, ChangedDataset | KeptDataset):
         dataset = dataset.dataset
     return dataset
 
 
 def list_files(dataset: Dataset) -> list[tuple[TokenStore, np.ndarray]]:
-    """The store of each training file, and the positions in it of the data set's sequences, int64, ascending."""
+    """List the store of each training file, and the positions in it of the data set's sequences, int64, ascending."""
     store = find_token_store(dataset)
     positions = dataset.positions if isinstance(dataset, KeptDataset) else np.arange(len(dataset))
     if not isinstance(store, JoinedStores):
         return [(store, positions)]
     by_file = np.split(positions, np.searchsorted(positions, store.starts[1:-1]))
-    return [(part, one - start) for part, one, start in zip(store.parts, by_file, store.starts, strict=False)]
+    return [(part, chosen - start) for part, chosen, start in zip(store.parts, by_file, store.starts, strict=False)]
 
 
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:
@@ -224,8 +224,8 @@ def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> Change
         kept = np.zeros(len(sequence), dtype=np.bool_)
         in_answer = sequence.in_answer[sequence.supervised]
         # The same in every epoch, on every rank, and after a resumption.
-        drawn = generator(Stream.RANDOM_MASK, seed, sequence.sequence_id)
-        kept[sequence.supervised] = random_mask(in_answer, keep_share, drawn)
+        rng = generator(Stream.RANDOM_MASK, seed, sequence.sequence_id)
+        kept[sequence.supervised] = random_mask(in_answer, keep_share, rng)
         return replace(sequence, kept=kept)
 
     return ChangedDataset(dataset, keep)
@@ -236,8 +236,8 @@ def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> Change
 
 
 class MainOrder:
-    """The main batches: consecutive slices of an endless sequence of draws. It takes the files in proportion to their
-    weights (`Shares`), and shuffles the epochs of each file separately. A batch may span epochs."""
+    """The order of the main batches: consecutive slices of an endless sequence of draws from the files in proportion to
+    their weights (`Shares`). The epochs of each file are shuffled separately; a batch may span epochs."""
 
     def __init__(
         self, num_sequences: Sequence[int], batch_size: int, seed: int, weights: Sequence[float] = (1.0,)
@@ -250,7 +250,7 @@ class MainOrder:
         self._permutations: dict[int, tuple[int, np.ndarray]] = {}
 
     def step(self, k: int) -> list[int]:
-        """Ids [batch_size] of the global batch of optimizer step k, from 0."""
+        """Draw the ids [batch_size] of the global batch of optimizer step k, from 0."""
         ids = []
         for number in range(k * self.batch_size, (k + 1) * self.batch_size):
             file, draw = self.shares.locate(number)
@@ -265,8 +265,8 @@ class MainOrder:
 
     def _permutation(self, file: int, epoch: int) -> np.ndarray:
         if self._permutations.get(file, (None,))[0] != epoch:
-            drawn = generator(Stream.MAIN_ORDER, self.seed, epoch, file)
-            self._permutations[file] = epoch, drawn.permutation(self.num_sequences[file])
+            rng = generator(Stream.MAIN_ORDER, self.seed, epoch, file)
+            self._permutations[file] = epoch, rng.permutation(self.num_sequences[file])
         return self._permutations[file][1]
 
 
@@ -279,12 +279,12 @@ class RandomDraws:
         self.num_sequences, self.batch_size, self.seed, self.stream = num_sequences, batch_size, seed, stream
 
     def step(self, k: int) -> list[int]:
-        """Ids [batch_size] of optimizer step k, from 0; none repeats before all were drawn."""
-        drawn = generator(self.stream, self.seed, k)
+        """Draw the ids [batch_size] of optimizer step k, from 0; none repeats before all were drawn."""
+        rng = generator(self.stream, self.seed, k)
         ids: list[int] = []
         while len(ids) < self.batch_size:
             size = min(self.batch_size - len(ids), self.num_sequences)
-            ids += drawn.choice(self.num_sequences, size, replace=False).tolist()
+            ids += rng.choice(self.num_sequences, size, replace=False).tolist()
         return ids
 
 
@@ -296,7 +296,7 @@ def select_positions(
     above: float | None,
     within: Literal["all", "source"],
 ) -> np.ndarray:
-    """Positions of the traces with the highest utility in their token store, int64 [k], ascending.
+    """Select the traces with the highest utility: positions in their token store, int64 [k], ascending.
 
     Ties go to the lower position. A utility that is not finite is never selected.
 
@@ -328,7 +328,7 @@ def select_positions(
 def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[float], model: str) -> None:
     """Write a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, the data's digest and the model's
     name."""
-    # Into an open file: np.savez would add .npz to a name that lacks it.
+    # To an open file: np.savez would add .npz to a name without it.
     with write_atomically(path) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
@@ -339,8 +339,8 @@ def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[fl
 
 
 def add_reference(dataset: Dataset, path: str) -> ChangedDataset:
-    """Set `reference_log_probability` of every sequence from a file of `write_reference`. Raises UserError where the
-    file cannot be read, or was made from other tokens."""
+    """Set `reference_log_probability` of every sequence from a file of `write_reference`. Raises UserError if the file
+    cannot be read, or was made from other tokens."""
     remedy = "make it with `vcore-ds reference RECIPE --output FILE`"
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -357,7 +357,7 @@ def add_reference(dataset: Dataset, path: str) -> ChangedDataset:
             f"(data, template, tokenizer, cutoff_length and overlong decide); {remedy} again"
         )
 
-    def with_value(i: int, sequence: TokenizedSequence) -> TokenizedSequence:
+    def add_value(i: int, sequence: TokenizedSequence) -> TokenizedSequence:
         return replace(sequence, reference_log_probability=float(log_probabilities[i]))
 
-    return ChangedDataset(dataset, with_value)
+    return ChangedDataset(dataset, add_value)

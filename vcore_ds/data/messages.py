@@ -1,4 +1,4 @@
-"""Messages, calls and tools in the forms that data sets have, converted to the one that chat templates take."""
+"""Conversion of messages, calls and tools from the forms in data sets to that of chat templates."""
 
 import json
 from typing import Any
@@ -52,13 +52,13 @@ def split_thinking(text: str) -> tuple[str, str] | None:
 
 def check_messages(messages: Any) -> tuple[list[Message], list[int]]:
     """Return the messages for the chat template, and positions of the assistant's turns that are context only. Raises
-    ValueError where they are no conversation."""
+    ValueError if they are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"`messages` is {describe_value(messages)}. {_EXPECTED}.")
     checked: list[Message] = []
     learned: list[bool] = []
     for i, raw in enumerate(messages, start=1):
-        message, is_learned = _message(raw, f"message {i}")
+        message, is_learned = _parse_message(raw, f"message {i}")
         if message["role"] == CALL:
             message["role"] = "assistant"
             if checked and checked[-1]["role"] == "assistant":  # text and calls of one turn, or several calls
@@ -92,7 +92,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
     return checked
 
 
-def _message(message: Any, where: str) -> tuple[Message, bool]:
+def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
     if not isinstance(message, dict):
         raise ValueError(f"{where} is {describe_value(message)}, expected an object with `role` and `content`.")
     # A parquet column gives every message all keys that any message has, with null where it has none.
@@ -143,7 +143,7 @@ def _read_weight(message: Message, where: str) -> bool:
 
 
 def _read_calls(message: Message, where: str) -> list[dict[str, Any]]:
-    """Convert `tool_calls`, or OpenAI's older `function_call`; remove the key where there are none."""
+    """Convert `tool_calls`, or OpenAI's older `function_call`; remove the key if there are none."""
     calls = message.pop("tool_calls", None) or message.pop("function_call", None)
     calls = _parse_json(calls, f"{where}: the call") if isinstance(calls, str) else calls
     if not calls:
@@ -151,11 +151,11 @@ def _read_calls(message: Message, where: str) -> list[dict[str, Any]]:
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
         raise ValueError(f"{where}: `tool_calls` is {describe_value(calls)}, expected a list of calls.")
-    message["tool_calls"] = [_call(call, where) for call in calls]
+    message["tool_calls"] = [_parse_call(call, where) for call in calls]
     return message["tool_calls"]
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _parse_call(call: Any, where: str) -> dict[str, Any]:
     call = _parse_json(call, f"{where}: the call") if isinstance(call, str) else call
     if not isinstance(call, dict):
         raise ValueError(f"{where}: a call is {describe_value(call)}, expected an object.")
@@ -180,7 +180,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_thinking(message: Message, where: str) -> None:
-    """Move thinking to `reasoning_content`; remove the key where there is none."""
+    """Move thinking to `reasoning_content`; remove the key if there is none."""
     thinking = {key: message.pop(key) for key in _THINKING if key in message}
     for key, value in thinking.items():
         if not isinstance(value, str):
@@ -195,11 +195,11 @@ def _read_thinking(message: Message, where: str) -> None:
 def _join_parts(content: Any) -> Any:
     """Join OpenAI's list of text parts; anything else is returned as it is."""
     if isinstance(content, list) and content:
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        texts: list[Any] = [
+            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
         ]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(text for text in texts if text is not None)
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)
     return content
 
 
@@ -211,7 +211,7 @@ def _parse_json(text: str, what: str) -> Any:
 
 
 def describe_value(value: Any) -> str:
-    """Type and beginning of a value, for messages."""
+    """Describe type and beginning of a value, for messages."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     kinds |= {int: "a number", float: "a number"}
     name = "an empty list" if value == [] else kinds.get(type(value), type(value).__name__)

@@ -1,4 +1,4 @@
-"""Training traces that are in the trusted data too. Their utility is that of a trace to itself, which says little."""
+"""Search for training traces that are also in the trusted data: their utility to themselves says little."""
 
 import json
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.data.dataset import Store
-from vcore_ds.data.prepare.rows import Malformed, chat_rows
+from vcore_ds.data.prepare.rows import Malformed, read_chat_rows
 from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import MANIFEST
 
-MOST_BYTES = 64 * 2**20  # larger raw files are not read by `count_shared_on_disk`: about two seconds
+MAX_BYTES = 64 * 2**20  # of raw files that `count_shared_on_disk` reads, in about two seconds
 
 
 def find_shared(store: Store, trusted: TokenStore) -> np.ndarray:
-    """Positions in `store` of the sequences with the same tokens as one of `trusted`, int64 [k], ascending."""
+    """Find the positions in `store` of sequences with the same tokens as one of `trusted`, int64 [k], ascending."""
     # Only sequences of the same size are read.
     candidates = np.flatnonzero(np.isin(_sizes(store), _sizes(trusted)))
     if not len(candidates):
@@ -34,8 +34,8 @@ def _sizes(store: Store) -> np.ndarray:
 
 
 def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
-    """Count the training traces in `paths` that are in the trusted data too, without a tokenizer: token stores are
-    compared by tokens, files of conversations by messages. None where they cannot be compared quickly: not on this
+    """Count the training traces in `paths` that are also in the trusted data, without a tokenizer: token stores are
+    compared by tokens, files of conversations by messages. None if they cannot be compared quickly: not on this
     machine, of both kinds, on the hub, or large."""
     if not all(map(is_readable, (*paths, trusted))):
         return None
@@ -44,7 +44,7 @@ def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
         if is_store == {True}:
             pool = TokenStore(trusted)
             return sum(len(find_shared(TokenStore(path), pool)) for path in paths)
-        if is_store != {False} or _raw_bytes([*paths, trusted]) > MOST_BYTES:
+        if is_store != {False} or _count_raw_bytes([*paths, trusted]) > MAX_BYTES:
             return None
         pool_messages = set(_read_messages([trusted]))
         return sum(messages in pool_messages for messages in _read_messages(paths))
@@ -52,15 +52,15 @@ def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
         return None
 
 
-def _raw_bytes(paths: Sequence[str]) -> int:
+def _count_raw_bytes(paths: Sequence[str]) -> int:
     return sum(Path(name).stat().st_size for name in {shard.source for shard in find_shards(paths, "train")})
 
 
 def _read_messages(paths: Sequence[str]) -> list[str]:
-    """Messages and tools of each conversation, as JSON with sorted keys; without malformed rows."""
+    """Read messages and tools of each conversation, as JSON with sorted keys; without malformed rows."""
     conversations = []
     for shard in find_shards(paths, "train"):
-        for chat in chat_rows(shard):
+        for chat in read_chat_rows(shard):
             if not isinstance(chat, Malformed):
                 with suppress(TypeError):  # a value that JSON does not have
                     conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))

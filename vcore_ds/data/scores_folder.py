@@ -158,7 +158,7 @@ def _write_table(path: Path, table: Any) -> None:
 
 def read_scores(folder: Path, where: str = "") -> Scores:
     """Read scores.json. `where`: the key or option that names the folder, for messages; empty if they begin with the
-    folder. Raises UserError where it is missing, damaged or of another format."""
+    folder. Raises UserError if it is missing, damaged or of another format."""
     path = folder / SCORES
     with reading(where, folder, _EXPECTED):
         if not path.is_file():
@@ -169,13 +169,13 @@ def read_scores(folder: Path, where: str = "") -> Scores:
 
 def read_traces(folder: Path, columns: Sequence[str]) -> dict[str, "np.ndarray"]:
     """Read columns of scores.parquet by name, one value per trace; strings as an array of `str` objects. Raises
-    UserError where the file is missing or damaged, or lacks one of the columns."""
+    UserError if the file is missing or damaged, or lacks one of the columns."""
     table = _read_table(folder / TRACES, columns)
     return {name: table.column(name).to_numpy() for name in columns}
 
 
 def read_tokens(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of tokens.parquet, with lists as Python lists. Raises UserError where the file is missing or
+    """Read the rows of tokens.parquet, with lists as Python lists. Raises UserError if the file is missing or
     damaged."""
     return _read_table(folder / TOKENS, None).to_pylist()
 

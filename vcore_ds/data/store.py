@@ -32,8 +32,8 @@ from vcore_ds.data.store_checks import (
     check_files,
     check_index,
     check_index_header,
-    combined_digest,
-    file_hashes,
+    combine_hashes,
+    hash_files,
     load_array,
     read_manifest,
 )
@@ -101,8 +101,8 @@ class TokenStore(TokenizedSequences):
         return self.manifest["digest"]
 
     def origins(self) -> tuple[list[str], np.ndarray]:
-        """Source (file or data set) of each sequence, and its row or line there, from 0, int64 [n]. A store of several
-        sources whose manifest, of an early version, lacks their first rows counts as one source."""
+        """Find the source (file or data set) of each sequence, and its row or line there, from 0, int64 [n]. A store of
+        an early version, whose manifest lacks the first rows of several sources, counts as one source."""
         first_rows = self.manifest.get("first_rows")
         if first_rows is None:
             sources = self.manifest.get("source", [])
@@ -113,19 +113,20 @@ class TokenStore(TokenizedSequences):
         return [names[i] for i in numbers], self.sequence_ids - np.array(starts, dtype=np.int64)[numbers]
 
     def dropped_rows(self) -> tuple[int | None, dict[str, int]]:
-        """Rows read to make the store (None where the manifest does not say), and rows dropped for each reason."""
+        """Number of rows read to make the store (None if unknown), and of rows dropped for each reason."""
         counts = self.manifest.get("counts", {})
         return counts.get("rows"), counts.get("dropped", {})
 
     def max_token_id(self) -> int:
-        """The largest token id. Stores of early versions, whose manifest lacks it, are read through: 0.3 s per GB."""
+        """Find the largest token id. Stores of early versions, whose manifest lacks it, are read completely: 0.3 s per
+        GB."""
         if "max_token_id" in self.manifest:
             return self.manifest["max_token_id"]
         tokens = np.memmap(self.folder / "tokens.bin", dtype=np.int32, mode="r")
         return max(int(tokens[i : i + _CHUNK_TOKENS].max()) for i in range(0, len(tokens), _CHUNK_TOKENS))
 
     def describe(self) -> str:
-        """A line on the amount of data, and one for each rule that dropped rows and each observation."""
+        """Describe the amount of data, each rule that dropped rows, and each observation, in a line each."""
         manifest, counts = self.manifest, self.manifest.get("counts", {})
         rows_read = f" of {counts['rows']:,} rows" if "rows" in counts else ""
         lines = [
@@ -141,7 +142,7 @@ class TokenStore(TokenizedSequences):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def sequence_at(self, i: int) -> TokenizedSequence:
+    def read_sequence(self, i: int) -> TokenizedSequence:
         marks = self._marks[i]
         return TokenizedSequence(
             sequence_id=int(self.sequence_ids[i]),
@@ -157,7 +158,7 @@ class TokenStore(TokenizedSequences):
         """Open `name`.bin and `name`.idx with megatron-core, after checking the index."""
         check_index_header(self.folder / f"{name}.idx", dtype, self.manifest["num_sequences"])
         try:
-            dataset = _indexed_dataset().IndexedDataset(str(self.folder / name))
+            dataset = _import_indexed_dataset().IndexedDataset(str(self.folder / name))
         except AssertionError as error:
             raise UserError(f"{self.folder / name}.idx: no readable index ({error}); {COPY_AGAIN}") from None
         check_index(self.folder, name, dataset.index, dtype, self.manifest)
@@ -175,14 +176,14 @@ class TokenStore(TokenizedSequences):
     def _check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         check_tokenizer(tokenizer)
         made_with = self.manifest["tokenizer"]
-        for what, found, expected in (
-            ("tokenizer", tokenizer_hash(tokenizer), made_with["hash"]),
-            ("chat template", template_hash(tokenizer), made_with["chat_template_hash"]),
+        for what, expected, stored in (
+            ("tokenizer", hash_tokenizer(tokenizer), made_with["hash"]),
+            ("chat template", hash_template(tokenizer), made_with["chat_template_hash"]),
         ):
-            if found != expected:
+            if stored != expected:
                 raise UserError(
-                    f"{self.folder}: found tokens of another {what} (that of {made_with['name']}, {expected[:12]}), "
-                    f"expected the {what} of {tokenizer.name_or_path} ({found[:12]}); {REMEDY} "
+                    f"{self.folder}: found tokens of another {what} (that of {made_with['name']}, {stored[:12]}), "
+                    f"expected the {what} of {tokenizer.name_or_path} ({expected[:12]}); {REMEDY} "
                     f"and --tokenizer {tokenizer.name_or_path}"
                 )
 
@@ -191,8 +192,8 @@ def write_store(
     folder: str | Path, sequences: Iterable[TokenizedSequence], tokenizer: "PreTrainedTokenizerBase", **manifest: Any
 ) -> None:
     """Write a store under another name, and rename it when it is complete. The same input gives the same bytes.
-    `sequences` are iterated once; `manifest`: further entries, as JSON. Raises UserError where the folder exists, there
-    is no sequence, or one has no supervised token."""
+    `sequences` are iterated once; `manifest`: further entries, as JSON. Raises UserError if the folder exists, there is
+    no sequence, or one has no supervised token."""
     folder = Path(folder)
     if folder.exists():
         raise UserError(f"{folder}: is there already; delete it or write the store to another folder")
@@ -207,7 +208,7 @@ def write_store(
 def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[TokenizedSequence]) -> dict[str, Any]:
     """Write all files but the manifest into `unfinished`; return the manifest's entries about them. `folder`: the
     store, for messages."""
-    builder = _indexed_dataset().IndexedDatasetBuilder
+    builder = _import_indexed_dataset().IndexedDatasetBuilder
     tokens = builder(str(unfinished / "tokens.bin"), dtype=np.int32)
     marks = builder(str(unfinished / "marks.bin"), dtype=np.uint8)
     sequence_ids, num_supervised_tokens, lengths, max_token_id = [], [], [], 0
@@ -233,7 +234,7 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
     marks.finalize(str(unfinished / "marks.idx"))
     np.save(unfinished / "sequence_id.npy", np.array(sequence_ids, dtype=np.int64))
     np.save(unfinished / "num_supervised_tokens.npy", np.array(num_supervised_tokens, dtype=np.int32))
-    hashes = file_hashes(unfinished)
+    hashes = hash_files(unfinished)
     return {
         "format": FORMAT,
         "num_sequences": len(lengths),
@@ -241,22 +242,22 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
         "num_supervised_tokens": sum(num_supervised_tokens),
         "max_length": max(lengths),
         "max_token_id": max_token_id,
-        "digest": combined_digest(hashes),
+        "digest": combine_hashes(hashes),
         "sha256": hashes,
         "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
     }
 
 
 def describe_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """Name, and hashes of everything that decides how conversations are tokenized."""
+    """Name of the tokenizer, and hashes of everything that affects tokenization."""
     return {
         "name": str(tokenizer.name_or_path),
-        "hash": tokenizer_hash(tokenizer),
-        "chat_template_hash": template_hash(tokenizer),
+        "hash": hash_tokenizer(tokenizer),
+        "chat_template_hash": hash_template(tokenizer),
     }
 
 
-def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+def hash_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
     """SHA-256 of vocabulary, merges, normalisation and special tokens; without truncation and padding, which remember
     the last call."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -264,7 +265,7 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     return _sha256(json.dumps(parts, sort_keys=True))
 
 
-def template_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+def hash_template(tokenizer: "PreTrainedTokenizerBase") -> str:
     """SHA-256 of the chat template that renders conversations."""
     return _sha256(tokenizer.get_chat_template())
 
@@ -273,7 +274,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _indexed_dataset() -> "ModuleType":
+def _import_indexed_dataset() -> "ModuleType":
     """Import megatron-core's module on first use: it imports 700 others (0.6 s), which warn of missing GPU packages and
     compile functions, and a store needs neither."""
     # It warns in a CUDA build of PyTorch without a visible GPU.

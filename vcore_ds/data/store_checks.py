@@ -1,4 +1,4 @@
-"""Checks that the files of a token store are complete, unchanged, and belong together."""
+"""Checks of a token store: its files must be complete, unchanged, and belong together."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ _INDEX_MAGIC, _INDEX_VERSION = b"MMIDIDX\x00\x00", 1
 _INDEX_TYPES = {np.uint8: 1, np.int32: 4}
 
 _DIGESTED = ("tokens.idx", "tokens.bin", "marks.bin")
-"""Files that decide the tokens, the lengths (index) and the supervision."""
+"""Files with the tokens, the lengths (index) and the supervision."""
 
 _FILES = {*_DIGESTED, "marks.idx", "sequence_id.npy", "num_supervised_tokens.npy"}
 
@@ -43,13 +43,13 @@ _ENTRIES: dict[str, tuple[type, ...]] = {
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest. Raises UserError where there is no store, or its manifest is damaged."""
+    """Read and check the manifest. Raises UserError if there is no store, or its manifest is damaged."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder (looked from {Path.cwd()}); expected a token store")
     if not path.is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-        raise UserError(f"{folder}: no token store: found no {MANIFEST} there, only {found}; {REMEDY}")
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        raise UserError(f"{folder}: no token store: found no {MANIFEST} there, only {names}; {REMEDY}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -113,7 +113,7 @@ def check_files(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def load_array(path: Path, dtype: type[np.generic]) -> np.ndarray:
-    """Map the one-dimensional array of a `.npy` file. Raises UserError where the file has something else."""
+    """Map the one-dimensional array of a `.npy` file. Raises UserError for other contents."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # of any class: numpy evaluates the header as Python
@@ -143,8 +143,8 @@ def check_index_header(path: Path, dtype: type[np.generic], num_sequences: int) 
 
 
 def check_index(folder: Path, name: str, index: Any, dtype: type[np.generic], manifest: dict[str, Any]) -> None:
-    """Raise UserError where an index (megatron-core's reader of `name`.idx, `tokens` or `marks`) points outside its
-    file or contradicts the manifest. `dtype`: of the values in the file."""
+    """Raise UserError if an index (megatron-core's reader of `name`.idx, `tokens` or `marks`) points outside its file
+    or contradicts the manifest. `dtype`: of the values in the file."""
     lengths, offsets = np.asarray(index.sequence_lengths), np.asarray(index.sequence_pointers)
     num_bytes, itemsize = manifest["files"][f"{name}.bin"], np.dtype(dtype).itemsize
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -159,23 +159,23 @@ def check_index(folder: Path, name: str, index: Any, dtype: type[np.generic], ma
     raise UserError(f"{folder / name}.idx: damaged, or of another store: found {problem}; {COPY_AGAIN}")
 
 
-def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file in the folder, by name."""
+def hash_files(folder: Path) -> dict[str, str]:
+    """Compute the SHA-256 of every file in the folder, by name."""
     return {path.name: _sha256(path) for path in sorted(folder.iterdir())}
 
 
-def combined_digest(hashes: dict[str, str]) -> str:
-    """SHA-256 of tokens and supervision, from the hashes of the files."""
+def combine_hashes(hashes: dict[str, str]) -> str:
+    """Compute the SHA-256 of tokens and supervision from the hashes of the files."""
     return hashlib.sha256(b"".join(bytes.fromhex(hashes[name]) for name in _DIGESTED)).hexdigest()
 
 
 def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] = print) -> None:
-    """Compare the files' checksums with the manifest, once for each size, mtime and inode of the files (a second per
-    GB): an empty file in `cache_folder`, named by a hash of the manifest and of these, records that it was done. Raises
-    UserError where a file was replaced or damaged."""
+    """Compare the files' checksums with the manifest (a second per GB), once for each state (size, mtime, inode) of the
+    files: an empty file in `cache_folder`, named by a hash of manifest and state, records it. Raises UserError if a
+    file was replaced or damaged."""
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"])
-    mark = cache_folder / "verified" / _state(folder, manifest)
+    mark = cache_folder / "verified" / _hash_state(folder, manifest)
     if mark.is_file():
         return
     num_bytes = sum(manifest["files"].values())
@@ -188,7 +188,7 @@ def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] 
                     f"{folder / name}: damaged, or of another store: its size is right, and its SHA-256 is not the one "
                     f"in {MANIFEST}; {COPY_AGAIN}"
                 )
-    elif combined_digest({name: _sha256(folder / name) for name in _DIGESTED}) != manifest["digest"]:
+    elif combine_hashes({name: _sha256(folder / name) for name in _DIGESTED}) != manifest["digest"]:
         raise UserError(
             f"{folder}: {', '.join(_DIGESTED)}: damaged, or of different stores: their sizes are right, and their "
             f"digest is not the one in {MANIFEST}; {COPY_AGAIN}"
@@ -200,7 +200,7 @@ def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] 
         say(f"Data: {folder}: the next run computes its checksums again: {cache_folder} cannot be written to")
 
 
-def _state(folder: Path, manifest: dict[str, Any]) -> str:
+def _hash_state(folder: Path, manifest: dict[str, Any]) -> str:
     stats = {name: (folder / name).stat() for name in manifest["files"]}
     states = {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
     text = json.dumps([str(folder.resolve()), manifest, states], sort_keys=True)

@@ -1,4 +1,4 @@
-"""Parquet files with a number for every token: utilities, the weights made of them, and training with these weights.
+"""Parquet files with a number for every token: utilities, and weights that are made of them for training.
 
 `utilities.parquet` in a folder of `vcore-ds score --tokens all`, in the order of the token store:
 
@@ -51,12 +51,12 @@ class TokenRows:
 
     sequence: np.ndarray  # int64 [n]
     offsets: Mapping[str, np.ndarray]
-    """int64 [n + 1] by column: where the rows of a list column begin and end in `values[column]`"""
+    """int64 [n + 1] by list column: bounds of the rows in `values[column]`"""
     values: Mapping[str, np.ndarray]
 
 
 def describe_tokens(data: ScoredData) -> dict[str, Any]:
-    """The entry `vcore_ds` for tokens of scored data."""
+    """Make the metadata entry `vcore_ds` for tokens of scored data."""
     return {
         "format": 1,
         "digest": data.digest,
@@ -76,7 +76,7 @@ def write_token_table(path: Path, groups: Iterable[TokenRows], metadata: Mapping
             for rows in groups:
                 table = _make_table(rows).replace_schema_metadata({_METADATA: json.dumps(metadata)})
                 if writer is None:
-                    # The bytes of floats compress when those of equal significance stand together.
+                    # Floats compress better if bytes of equal significance are adjacent.
                     floats = [f"{name}.list.element" for name, array in rows.values.items() if array.dtype.kind == "f"]
                     others = [f"{name}.list.element" for name, array in rows.values.items() if array.dtype.kind != "f"]
                     writer = pq.ParquetWriter(
@@ -103,9 +103,9 @@ def _make_table(rows: TokenRows) -> "pa.Table":
 
 
 def read_metadata(path: Path, expected: str) -> dict[str, Any]:
-    """The metadata of a file. Raises UserError where there is no such file, or it was not written by vcore_ds.
-    `expected`: for the message."""
-    with _opened(path, expected) as file:
+    """Read the metadata of a file. Raises UserError if it is missing, or was not written by vcore_ds. `expected`: the
+    contents, for messages."""
+    with _open_parquet(path, expected) as file:
         entry = (file.schema_arrow.metadata or {}).get(_METADATA)
     if entry is None:
         raise UserError(f"{path}: found a Parquet file without our metadata; expected {expected}")
@@ -113,11 +113,11 @@ def read_metadata(path: Path, expected: str) -> dict[str, Any]:
 
 
 def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterator[TokenRows]:
-    """Read list columns, one row group after another. Raises UserError where the file is damaged, lacks a column, or
-    has a null in one."""
+    """Read list columns, one row group after another. Raises UserError if the file is damaged, lacks a column, or has a
+    null in one."""
     import pyarrow as pa
 
-    with _opened(path, expected) as file:
+    with _open_parquet(path, expected) as file:
         missing = [name for name in ("sequence", *columns) if name not in file.schema_arrow.names]
         if missing:
             names = ", ".join(file.schema_arrow.names)
@@ -140,8 +140,8 @@ def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterat
 
 
 @contextmanager
-def _opened(path: Path, expected: str) -> Iterator[Any]:
-    """A context with an open Parquet file, in which pyarrow's errors are UserErrors."""
+def _open_parquet(path: Path, expected: str) -> Iterator[Any]:
+    """A context with an open Parquet file, in which pyarrow's errors become UserErrors."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -152,15 +152,15 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         raise UserError(f"{path}: is damaged ({first_line(error)}); expected {expected}") from None
 
 
-def round_significand(values: np.ndarray, bits: int = 12) -> np.ndarray:
-    """Round float32 to `bits` significant bits, one more than float16 has: half of its bytes compress away."""
-    step = np.uint32(1 << (24 - bits))
+def round_to_12_bits(values: np.ndarray) -> np.ndarray:
+    """Round float32 to 12 significant bits, one more than float16 has: half of the bytes compress away."""
+    step = np.uint32(1 << 12)
     rounded = (values.astype(np.float32).view(np.uint32) + step // 2) & ~(step - 1)
     return rounded.view(np.float32)
 
 
 def split_rows(lengths: np.ndarray) -> Iterator[range]:
-    """Consecutive rows of about `ROW_GROUP_TOKENS` tokens."""
+    """Split into consecutive rows of about `ROW_GROUP_TOKENS` tokens."""
     start, num_tokens = 0, 0
     for i, length in enumerate(lengths.tolist()):
         num_tokens += length
@@ -174,10 +174,10 @@ _WEIGHTS_REMEDY = "Score data.train_path as it is now with --tokens all, and wri
 
 
 class StoredWeights:
-    """The weights of a token store's tokens (`method.name: stored`), in memory, 2 bytes for each."""
+    """The weights of a token store's tokens (`method.name: stored`), in memory, 2 bytes each."""
 
     def __init__(self, path: Path, store: Store):
-        """Raises UserError where the file cannot be read, is of other tokens, or has a weight that is none."""
+        """Read the file. Raises UserError if it cannot be read, is of other tokens, or has an invalid weight."""
         self._path, self._lengths = path, np.asarray(store.lengths, dtype=np.int64)
         if not path.is_file():
             raise UserError(f"data.token_weights: {path}: found no such file; expected {_WEIGHTS_EXPECTED}")

@@ -1,4 +1,4 @@
-"""Conversations to tokens; the tokens that the assistant generates are marked as supervised."""
+"""Tokenization of conversations; the tokens that the assistant generates are marked as supervised."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class TokenizedSequence:
 
 
 def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a folder or hub id; `key` names it in messages. Raises UserError where none can be
+    """Load the tokenizer of a folder or hub id; `key` names it in messages. Raises UserError if none can be
     loaded."""
     from transformers import AutoTokenizer  # takes seconds, and processes that only read data do not need it
 
@@ -77,19 +77,19 @@ def tokenize_rendered(
     sequences = []
     for item, ids, pairs in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        supervised = _tokens_within([span for span in item.spans if span is not None], offsets)
+        supervised = _mark_within([span for span in item.spans if span is not None], offsets)
         supervised[:1] = False
-        in_answer = supervised & _tokens_touching(answer_spans(item.text), offsets)
+        in_answer = supervised & _mark_touching(answer_spans(item.text), offsets)
         sequences.append(
             TokenizedSequence(item.conversation.row - 1, np.array(ids, dtype=np.int32), supervised, in_answer)
         )
     return sequences
 
 
-def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
-    """bool [n]: tokens with character `offsets` [n, 2] within one of the `spans`. A token that crosses a border is not,
-    since the model cannot generate it after the prompt. Some tokenizers give white space empty offsets; such tokens
-    count if they are between tokens of the span."""
+def _mark_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
+    """Mark tokens whose character `offsets` [n, 2] are within one of the `spans`, bool [n]. A token that crosses a
+    border is not marked: the model cannot generate it after the prompt. Some tokenizers give white space empty offsets;
+    such tokens are marked between tokens of the span."""
     starts, ends = offsets[:, 0], offsets[:, 1]
     supervised = np.zeros(len(offsets), dtype=np.bool_)
     for start, end in spans:
@@ -99,8 +99,8 @@ def _tokens_within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.
     return supervised
 
 
-def _tokens_touching(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
-    """bool [n]: tokens with character `offsets` [n, 2] that overlap one of the `spans`."""
+def _mark_touching(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
+    """Mark tokens whose character `offsets` [n, 2] overlap one of the `spans`, bool [n]."""
     touching = np.zeros(len(offsets), dtype=np.bool_)
     for start, end in spans:
         touching |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
@@ -108,11 +108,11 @@ def _tokens_touching(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> n
 
 
 class TokenizedSequences(Sequence[TokenizedSequence]):
-    """The base class of data sets: sequences that are read when they are indexed."""
+    """Base class of data sets, whose sequences are read when they are indexed."""
 
     @abstractmethod
-    def sequence_at(self, i: int) -> TokenizedSequence:
-        """The sequence at a position from 0 to `len(self) - 1`."""
+    def read_sequence(self, i: int) -> TokenizedSequence:
+        """Read the sequence at a position from 0 to `len(self) - 1`."""
 
     @overload
     def __getitem__(self, index: int) -> TokenizedSequence: ...
@@ -122,5 +122,5 @@ class TokenizedSequences(Sequence[TokenizedSequence]):
         """The sequence at a position, negative ones from the end; a list for a slice."""
         positions = range(len(self))[index]
         if isinstance(positions, range):
-            return [self.sequence_at(i) for i in positions]
-        return self.sequence_at(positions)
+            return [self.read_sequence(i) for i in positions]
+        return self.read_sequence(positions)

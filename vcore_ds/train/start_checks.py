@@ -324,4 +324,5 @@ def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console
 def find_least_available() -> Available:
     """Find the least free memory of all ranks. A collective."""
     free = layout.gather_objects("job", (available_memory_bytes(), available_host_bytes()))
-    return Available(*map(min, zip(*free, strict=True)), is_cpu=device().type == "cpu")
+    device_bytes, host_bytes = map(min, zip(*free, strict=True))
+    return Available(device_bytes, host_bytes, is_cpu=device().type == "cpu")

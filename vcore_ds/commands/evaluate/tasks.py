@@ -12,7 +12,7 @@ from inspect_ai.dataset import Sample
 from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, math_prompt
-from vcore_ds.data.prepare.sources import Broken, problem_rows, require_text
+from vcore_ds.data.prepare.sources import Broken, read_problem_rows, require_text
 
 SUBSET_SEED = 42
 SUBSET_SIZE = 1_000
@@ -77,7 +77,9 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
     """Read a task's problems from `files` (a file, folder, pattern or hub id), or from its sources if that is empty."""
     assert task.read is not None
     problems: dict[str, Sample] = {}
-    sources = [("", problem_rows(files, "test"))] if files else [_hub_rows(name, source) for source in task.sources]
+    sources = (
+        [("", read_problem_rows(files, "test"))] if files else [_hub_rows(name, source) for source in task.sources]
+    )
     for source, rows in sources:
         # Ids of AIME 2024 and 2025 may coincide.
         prefix = f"{source.rpartition('/')[2]}/" if len(sources) > 1 else ""

@@ -206,7 +206,7 @@ def _all_token_rows(
         supervised[tokens[:-1]] = False  # the first token is never predicted
         input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
         values = {"input_ids": input_ids, "supervised": supervised}
-        utilities = {name: token_tables.round_significand(total[first:last]) for name, total in totals.items()}
+        utilities = {name: token_tables.round_to_12_bits(total[first:last]) for name, total in totals.items()}
         offsets = dict.fromkeys(values, tokens) | dict.fromkeys(utilities, ends[rows.start : rows.stop + 1] - first)
         yield token_tables.TokenRows(np.arange(rows.start, rows.stop), offsets, values | utilities)
 

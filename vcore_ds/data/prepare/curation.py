@@ -1,5 +1,5 @@
-"""Requests to `vcore-ds prepare`; raw rows to conversations, and the rules that drop rows (appendix "Dataset Curation
-for supervised tasks")."""
+"""Curation of raw rows for `vcore-ds prepare`: requests, conversations, and the rules that drop rows (appendix "Dataset
+Curation for supervised tasks")."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from vcore_ds.common.text import shorten
 from vcore_ds.data.answers import answer_spans, code_prompt, math_prompt
 from vcore_ds.data.conversations import Supervise
 from vcore_ds.data.messages import Message, split_thinking
-from vcore_ds.data.prepare.rows import Malformed, check_object, find_names, find_texts
+from vcore_ds.data.prepare.rows import Malformed, check_object, find_texts, list_names
 from vcore_ds.data.prepare.sources import Shard, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
 
@@ -50,9 +50,9 @@ class Dropped(Exception):
     """A rule drops the row, which is well formed; `args[0]` is the rule."""
 
 
-def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
-    """The conversation in a row of OpenMathReasoning. `check_answer`: called with (expected, answer); returns a verdict
-    of `AnswerChecker.check`."""
+def convert_math_row(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
+    """Convert a row of OpenMathReasoning to a conversation. `check_answer`: maps (expected, answer) to a verdict of
+    `AnswerChecker.check`."""
     _keep_only(row, "problem_type", "has_answer_extracted", OTHER_PROBLEM_TYPE)
     _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
     fields = find_texts(row, "problem", "generated_solution", "expected_answer")
@@ -63,12 +63,12 @@ def math_messages(row: Any, check_answer: Callable[[str, str], str]) -> list[Mes
     verdict = check_answer(fields["expected_answer"], answer[slice(*spans[-1])])
     if verdict != "equivalent":
         raise Dropped(UNFINISHED if verdict == "unfinished" else NOT_EQUIVALENT)
-    return _messages(math_prompt(fields["problem"].strip()), thinking, answer)
+    return _make_messages(math_prompt(fields["problem"].strip()), thinking, answer)
 
 
-def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None]) -> list[Message]:
-    """The conversation in a row of OpenCodeReasoning-2. `find_statement`: called with (data set, split, index) where
-    `question` is "-"; returns the statement."""
+def convert_code_row(row: Any, find_statement: Callable[[str, str, int], str | None]) -> list[Message]:
+    """Convert a row of OpenCodeReasoning-2 to a conversation. `find_statement`: maps (data set, split, index) to the
+    statement, if `question` is "-"."""
     _keep_only(row, "judgement", "right", NOT_RIGHT)
     fields = find_texts(row, "question", "r1_generation")
     thinking, answer = _split_trace(fields["r1_generation"])
@@ -80,7 +80,7 @@ def code_messages(row: Any, find_statement: Callable[[str, str, int], str | None
         statement = find_statement(where["dataset"], where["split"], int(where["index"]))
     if not statement:
         raise Dropped(NO_STATEMENT)
-    return _messages(code_prompt(statement), thinking, answer)
+    return _make_messages(code_prompt(statement), thinking, answer)
 
 
 def _split_trace(text: str) -> tuple[str, str]:
@@ -93,7 +93,7 @@ def _split_trace(text: str) -> tuple[str, str]:
     return parts[0].strip(), parts[1].strip()
 
 
-def _messages(prompt: str, thinking: str, answer: str) -> list[Message]:
+def _make_messages(prompt: str, thinking: str, answer: str) -> list[Message]:
     content = f"<think>\n{thinking}\n</think>\n\n{answer}"
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": content}]
 
@@ -101,7 +101,7 @@ def _messages(prompt: str, thinking: str, answer: str) -> list[Message]:
 def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
     check_object(row)
     if name not in row:
-        raise Malformed(f"no field `{name}`, found {find_names(row)}")
+        raise Malformed(f"no field `{name}`, found {list_names(row)}")
     if row[name] != value:
         raise Dropped(rule)
 
@@ -122,11 +122,11 @@ _HUB: dict[str, dict[str, Any]] = {
 
 
 def find_statement(folder: str | None, dataset: str, split: str, index: int) -> str | None:
-    """Look up the statement of a problem, in the subfolders `taco`, `apps`, `code_contests`, `codeforces` of `folder`,
-    or on the hub (None); None where there is none. Raises UserError where the data set cannot be loaded."""
+    """Look up the statement of a problem in the subfolders `taco`, `apps`, `code_contests`, `codeforces` of `folder`,
+    or on the hub (None); None if there is none. Raises UserError if the data set cannot be loaded."""
     if dataset not in _HUB:
         return None
-    rows = _rows(folder, dataset, split)
+    rows = _load_rows(folder, dataset, split)
     if not 0 <= index < len(rows):
         return None
     row = rows[index]
@@ -136,7 +136,7 @@ def find_statement(folder: str | None, dataset: str, split: str, index: int) -> 
 
 
 @cache
-def _rows(folder: str | None, dataset: str, split: str) -> Any:
+def _load_rows(folder: str | None, dataset: str, split: str) -> Any:
     from datasets import load_dataset
 
     where = _HUB[dataset]
@@ -199,8 +199,8 @@ class PrepareRequest:
 def describe_origin(
     request: PrepareRequest, raw_shards: Sequence[Shard], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
-    """The manifest's entries on a store's origin; the same origin gives the same content."""
-    filters = _filters(request)
+    """Make the manifest's entries on a store's origin; equal origins give equal contents."""
+    filters = _list_filters(request)
     return {
         "kind": request.kind,
         "source": describe_source(raw_shards),
@@ -212,7 +212,7 @@ def describe_origin(
 
 
 def check_finished(output: Path, origin: dict[str, Any]) -> None:
-    """Raise UserError where `output` is no store, or a store of another origin."""
+    """Raise UserError unless `output` is a store of this origin."""
     remedy = "name another --output, or delete it"
     try:
         manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
@@ -226,12 +226,12 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
         )
     for key, value in origin.items():
         if manifest.get(key) != value:
-            found, expected = (shorten(json.dumps(one, ensure_ascii=False), 160) for one in (manifest.get(key), value))
-            raise UserError(f"{output}: found a store made with another {key}: {found}, expected {expected}; {remedy}")
+            texts = [shorten(json.dumps(entry, ensure_ascii=False), 160) for entry in (manifest.get(key), value)]
+            raise UserError(f"{output}: found a store made with another {key}: {', expected '.join(texts)}; {remedy}")
 
 
-def _filters(request: PrepareRequest) -> dict[str, Any]:
-    """Everything besides data, tokenizer and seed that determines the store's content."""
+def _list_filters(request: PrepareRequest) -> dict[str, Any]:
+    """List everything besides data, tokenizer and seed that determines the store's content."""
     filters: dict[str, Any] = {key: getattr(request, key) for key in ("split", "sample", "cutoff_length", "overlong")}
     if request.kind == "chat":
         filters |= {"supervise": request.supervise, "rows_version": _ROWS_VERSION}

@@ -33,7 +33,7 @@ from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import selection
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import PrepareRequest, check_finished, describe_origin
-from vcore_ds.data.prepare.rows import Malformed, find_names, read_chat_row
+from vcore_ds.data.prepare.rows import Malformed, list_names, read_chat_row
 from vcore_ds.data.prepare.shards import Curated, FirstRow, ShardReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import write_store
@@ -41,7 +41,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 
 
 class Pool:
-    """Worker processes, which end with this one; with `processes` of 1 the work is done here."""
+    """Worker processes, which end with this one; with one process, the work is done in this one."""
 
     def __init__(self, processes: int, preload: list[str]) -> None:
         """`preload`: modules to import once, before the processes are forked."""
@@ -111,7 +111,7 @@ def prepare(
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> selection.PrepareReport | None:
-    """Make the store `output`. Returns None where the same request has made it before.
+    """Make the store `output`. Returns None if the same request has made it before.
 
     Args:
         max_malformed_share: largest allowed share of malformed rows.
@@ -137,7 +137,7 @@ def prepare(
         check_finished(output, origin)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
-    check_folder(output)  # before the work: the name with `.unfinished` may be allowed where this one is not
+    check_folder(output)  # before the work: only the name with `.unfinished` may be allowed
     with unfinished_work(output, say) as folder:
         refuse_existing(output, "a new folder")  # another process may have made it since
         identity = {key: value for key, value in origin.items() if key != "filters_hash"}  # redundant
@@ -285,7 +285,7 @@ def _tokenize(
 
 
 def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None:
-    """Report each source's shape, that of its first row that has one; later rows may have others."""
+    """Report the shape of each source's first well-formed row; later rows may have others."""
     for source, first in {shard.source: shard for shard in reversed(raw_shards)}.items():
         for _, row in islice(first.rows(), 100):
             if row is BLANK or isinstance(row, Broken):
@@ -294,14 +294,14 @@ def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None
                 shape = read_chat_row(row, from_table=first.is_table).shape
             except Malformed:
                 continue
-            say(f"{source}: format {shape}, by the keys of its rows ({find_names(row)})")
+            say(f"{source}: format {shape}, by the keys of its rows ({list_names(row)})")
             break
 
 
 def _refuse_faults(
     folder: Path, faults: list[str], num_faults: int, num_rows: int, max_share: float, adjective: str
 ) -> None:
-    """Add to the list of faults; raise UserError where there are too many."""
+    """Append to the list of faults; raise UserError if there are too many."""
     if not num_faults:
         return
     path = folder / "malformed.txt"

@@ -1,4 +1,4 @@
-"""Rows of conversations, in the shapes that data sets for fine-tuning have."""
+"""Reading of conversations from rows in the shapes of fine-tuning data sets."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
     `completion` (TRL); `instruction` and `output` (Alpaca). Each may have `system` and `tools` too. `from_table`:
     nested objects have the keys of all rows' objects, with null where a row has none. Raises Malformed."""
     check_object(row)
-    row = _without_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}
+    row = _remove_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}
     form = next((form for form in _SHAPES if all(column in row for column in form[0])), None)
     if form is None:
-        raise Malformed(f"found the keys {find_names(row)}; {_EXPECTED}")
+        raise Malformed(f"found the keys {list_names(row)}; {_EXPECTED}")
     columns, shape, read, others = form
     system = find_texts({"system": "", **row}, "system", empty={"system"})["system"]
     messages = read(row)
@@ -62,7 +62,7 @@ def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
     return ChatRow(shape, checked, tools, context_turns, sorted(str(name) for name in row if name not in known))
 
 
-def chat_rows(shard: Shard) -> Iterator[ChatRow | Malformed]:
+def read_chat_rows(shard: Shard) -> Iterator[ChatRow | Malformed]:
     """Yield each row of a shard that is not blank as a conversation, or what is wrong with it."""
     for _, row in shard.rows():
         if row is BLANK:
@@ -73,11 +73,11 @@ def chat_rows(shard: Shard) -> Iterator[ChatRow | Malformed]:
             yield problem
 
 
-def _messages(row: dict[str, Any]) -> Any:
+def _read_messages(row: dict[str, Any]) -> Any:
     return row["messages"]
 
 
-def _sharegpt(row: dict[str, Any]) -> list[Any]:
+def _read_sharegpt(row: dict[str, Any]) -> list[Any]:
     turns = row["conversations"]
     if not isinstance(turns, list):
         raise Malformed(f"`conversations` is {type(turns).__name__}, expected a list")
@@ -90,23 +90,24 @@ def _sharegpt(row: dict[str, Any]) -> list[Any]:
     return turns
 
 
-def _prompt_completion(row: dict[str, Any]) -> list[Any]:
-    """Texts are a turn of the user and one of the assistant. Of lists of messages, those of the prompt are context."""
+def _read_prompt_completion(row: dict[str, Any]) -> list[Any]:
+    """Read texts as a turn of the user and one of the assistant; of lists of messages, those of the prompt are
+    context."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    for name, part in (("prompt", prompt), ("completion", completion)):
-        if not isinstance(part, list):
-            raise Malformed(f"`{name}` is {type(part).__name__}, expected a text or a list of messages")
+    for name, turns in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(turns, list):
+            raise Malformed(f"`{name}` is {type(turns).__name__}, expected a text or a list of messages")
     context = [
         {**turn, "weight": 0} if isinstance(turn, dict) and not WEIGHTS & turn.keys() else turn for turn in prompt
     ]
     return [*context, *completion]
 
 
-def _alpaca(row: dict[str, Any]) -> list[Any]:
+def _read_alpaca(row: dict[str, Any]) -> list[Any]:
     fields = find_texts({"input": "", **row}, "instruction", "input", "output", empty={"input"})
     messages = []
     history = row.get("history") or []
@@ -121,19 +122,19 @@ def _alpaca(row: dict[str, Any]) -> list[Any]:
 
 
 _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tuple[str, ...]], ...] = (
-    (("messages",), "messages", _messages, ()),
-    (("conversations",), "ShareGPT", _sharegpt, ()),
-    (("prompt", "completion"), "prompt and completion", _prompt_completion, ()),
-    (("instruction", "output"), "Alpaca", _alpaca, ("input", "history")),
+    (("messages",), "messages", _read_messages, ()),
+    (("conversations",), "ShareGPT", _read_sharegpt, ()),
+    (("prompt", "completion"), "prompt and completion", _read_prompt_completion, ()),
+    (("instruction", "output"), "Alpaca", _read_alpaca, ("input", "history")),
 )
 """Columns that tell a shape, its name, its reader, and its other columns."""
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove the keys with null from an object and from everything in it."""
+def _remove_nulls(value: Any) -> Any:
+    """Remove the keys with null from an object and its nested objects."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
+    return [_remove_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_object(row: Any) -> None:
@@ -143,10 +144,10 @@ def check_object(row: Any) -> None:
 
 
 def find_texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, str]:
-    """Row fields that must be strings; empty only where listed in `empty`."""
+    """Return row fields that must be strings; empty only if listed in `empty`."""
     for name in names:
         if name not in row:
-            raise Malformed(f"no field `{name}`, found {find_names(row)}")
+            raise Malformed(f"no field `{name}`, found {list_names(row)}")
         if not isinstance(row[name], str):
             raise Malformed(f"`{name}` is {type(row[name]).__name__} ({row[name]!r:.60}), expected a string")
         if not row[name].strip() and name not in empty:
@@ -154,6 +155,6 @@ def find_texts(row: Any, *names: str, empty: Collection[str] = ()) -> dict[str, 
     return {name: row[name] for name in names}
 
 
-def find_names(row: dict[str, Any]) -> str:
-    """The row's keys for a message, shortened."""
+def list_names(row: dict[str, Any]) -> str:
+    """List the row's keys for a message, shortened."""
     return f"{', '.join(row):.300}" or "none"

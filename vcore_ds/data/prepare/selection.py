@@ -1,5 +1,4 @@
-"""Selection of the store's sequences from curated and tokenized rows; and what is said of rows: shapes, ignored
-fields."""
+"""Selection of the store's sequences from curated and tokenized rows, and the report on all rows."""
 
 import json
 from collections import Counter
@@ -14,7 +13,7 @@ import numpy as np
 
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import RULES, Kind, PrepareRequest
-from vcore_ds.data.prepare.rows import Malformed, chat_rows
+from vcore_ds.data.prepare.rows import Malformed, read_chat_rows
 from vcore_ds.data.prepare.shards import Curated, ShardReport
 from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
@@ -25,12 +24,12 @@ _MAX_SHOWN = 10  # fields that are named in a line
 
 _NUM_ROWS = 1000  # rows that `check` reads of each source
 
-_MOST_BYTES = 64 * 2**20
-"""Larger files that are one list are not read by `check`, since that would take seconds."""
+_MAX_LIST_BYTES = 64 * 2**20
+"""Size up to which `check` reads a file that is one list; larger ones take seconds."""
 
 
 def list_fields(fields: Mapping[str, int]) -> str:
-    """Fields with the number of rows that have them, the most frequent ones first."""
+    """List fields with the number of rows that have them, the most frequent ones first."""
     ordered = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"`{name:.40}` {number:,}" for name, number in ordered[:_MAX_SHOWN]]
     others = [f"{len(ordered) - _MAX_SHOWN:,} others"] if len(ordered) > _MAX_SHOWN else []
@@ -38,8 +37,8 @@ def list_fields(fields: Mapping[str, int]) -> str:
 
 
 def describe_reading(path: str) -> list[str]:
-    """Lines on a token store, or on the first rows of conversations: shapes, ignored fields, faults. Raises UserError
-    where `path` cannot be read."""
+    """Describe a token store, or the first rows of conversations: shapes, ignored fields, faults. Raises UserError if
+    `path` cannot be read."""
     if (Path(path) / MANIFEST).is_file():
         return [f"{path}: {line}" for line in read_manifest(Path(path)).get("counts", {}).get("reading", [])]
     return [f"{path}: {_describe_rows(path)}"]
@@ -51,9 +50,9 @@ def _describe_rows(source: str) -> str:
     for_template: Counter[str] = Counter()
     faults: list[str] = []
     shards = find_shards([source], "train")
-    if any(shard.kind == "array" and Path(shard.source).stat().st_size > _MOST_BYTES for shard in shards[:1]):
+    if any(shard.kind == "array" and Path(shard.source).stat().st_size > _MAX_LIST_BYTES for shard in shards[:1]):
         return "a long list, which is not read here"
-    for chat in islice(chain.from_iterable(map(chat_rows, shards)), _NUM_ROWS):
+    for chat in islice(chain.from_iterable(map(read_chat_rows, shards)), _NUM_ROWS):
         if isinstance(chat, Malformed):
             faults.append(str(chat))
             continue
@@ -147,7 +146,7 @@ class PrepareReport:
         self.num_kept = num_kept
 
     def describe_reading(self) -> list[str]:
-        """Lines on turns that rows exclude, and on fields that had no effect."""
+        """Describe turns that rows exclude, and fields without effect, in a line each."""
         lines = []
         if self.num_context_turns:
             lines.append(f"turns of the assistant with weight 0, or in a prompt: {self.num_context_turns:,}")
@@ -195,7 +194,7 @@ class ChosenSequence:
 
 
 def select(request: PrepareRequest, reports: Sequence[ShardReport], folder: Path) -> list[Curated]:
-    """Curated rows to tokenize: all, in order; for a sample those with the smallest keys, twice its size."""
+    """Select curated rows to tokenize: all, in order; for a sample those with the smallest keys, twice its size."""
     rows = (row for i in range(len(reports)) for row in work.read_curated(folder, i))
     if request.sample is None:
         return list(rows)
@@ -243,8 +242,8 @@ def read_sequences(folder: Path, chosen: Sequence[ChosenSequence]) -> Iterator[T
         if sequence.block not in blocks:
             with np.load(folder / f"{sequence.block:05d}.npz") as stored:
                 blocks[sequence.block] = stored["ids"], stored["marks"]
-        part = slice(sequence.start, sequence.start + sequence.length)
-        ids, marks = (array[part] for array in blocks[sequence.block])
+        tokens = slice(sequence.start, sequence.start + sequence.length)
+        ids, marks = (array[tokens] for array in blocks[sequence.block])
         yield TokenizedSequence(sequence.sequence_id, ids, (marks & SUPERVISED) > 0, (marks & IN_ANSWER) > 0)
         if last_use[sequence.block] == i:
             del blocks[sequence.block]

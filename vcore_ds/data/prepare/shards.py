@@ -1,4 +1,4 @@
-"""The work on one shard: rows to conversations, conversations to tokens, each written to files."""
+"""Work on one shard: curation of rows, tokenization of conversations, each with its result files."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ class ShardReport:
 class Curated:
     """A conversation that passed all rules."""
 
-    key: int  # uniform in 64 bits, see `sample_key`
+    key: int  # uniform in 64 bits, see `make_sample_key`
     shard_number: int
     number: int
     offset: int  # bytes, of its line in the shard's file of conversations
@@ -87,7 +87,7 @@ def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folde
                         report.faults.append((number, reason.args[0][:MAX_FAULT_CHARACTERS]))
                     continue
                 report.num_curated += 1
-                key = sample_key(request.seed, shard_number, number)
+                key = make_sample_key(request.seed, shard_number, number)
                 if key < key_limit:
                     index.append((key, number, file.tell()))
                     file.write(line)
@@ -100,8 +100,8 @@ def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folde
     return shard_number
 
 
-def sample_key(seed: int, shard_number: int, number: int) -> int:
-    """Key of a row, uniform in 64 bits: a sample is the rows with the smallest keys."""
+def make_sample_key(seed: int, shard_number: int, number: int) -> int:
+    """Make the key of a row, uniform in 64 bits: a sample is the rows with the smallest keys."""
     digest = hashlib.blake2b(f"{seed} {shard_number} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
@@ -136,7 +136,7 @@ class FirstRow:
 
 
 OVERLONG, UNSUPERVISED, REFUSED, LONG_PROMPT, KEPT = range(5)
-"""Outcomes of a conversation. `REFUSED` (by the chat template) makes the row malformed, and so does `LONG_PROMPT` where
+"""Outcomes of a conversation. `REFUSED` (by the chat template) makes the row malformed, and so does `LONG_PROMPT` if
 sequences are truncated; otherwise it counts as dropped."""
 
 
@@ -145,7 +145,7 @@ def tokenize_block(
 ) -> None:
     """Write `tokenized/NNNNN.npz`: the outcome of each row of `curated/`, and the concatenated tokens of the kept ones.
     `first_rows`: of each shard."""
-    tokenizer, cutoff = _tokenizer(request.tokenizer), request.cutoff_length
+    tokenizer, cutoff = _load_tokenizer(request.tokenizer), request.cutoff_length
     outcomes, num_tokens = np.full(len(rows), REFUSED, dtype=np.uint8), np.zeros(len(rows), dtype=np.int64)
     faults: list[str] = []
     rendered: dict[int, RenderedConversation] = {}
@@ -189,7 +189,7 @@ def tokenize_block(
             context_turns=np.array([len(item.conversation.context_turns) for _, item, _ in kept], dtype=np.int64),
             ignored=np.array(ignored, dtype=np.str_),
             ids=_concatenate([sequence.input_ids[:cutoff] for _, _, sequence in kept], np.int32),
-            marks=_concatenate([_marks(sequence)[:cutoff] for _, _, sequence in kept], np.uint8),
+            marks=_concatenate([_encode_marks(sequence)[:cutoff] for _, _, sequence in kept], np.uint8),
         )
 
 
@@ -197,7 +197,7 @@ def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
-def _marks(sequence: TokenizedSequence) -> np.ndarray:
+def _encode_marks(sequence: TokenizedSequence) -> np.ndarray:
     assert sequence.in_answer is not None
     return (sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER).astype(np.uint8)
 
@@ -222,9 +222,9 @@ def _curate(
     if isinstance(row, Broken):
         raise Malformed(row.reason)
     if request.kind == "math":
-        return {"messages": curation.math_messages(row, checker.check)}
+        return {"messages": curation.convert_math_row(row, checker.check)}
     if request.kind == "code":
-        return {"messages": curation.code_messages(row, partial(find_statement, request.statements))}
+        return {"messages": curation.convert_code_row(row, partial(find_statement, request.statements))}
     chat = read_chat_row(row, from_table=shard.is_table)
     shapes[chat.shape] += 1
     return {
@@ -252,4 +252,4 @@ def _read_curated_row(folder: Path, row: Curated) -> dict[str, Any]:
         return json.loads(file.readline())
 
 
-_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+_load_tokenizer = lru_cache(maxsize=1)(load_tokenizer)

@@ -1,4 +1,4 @@
-"""Raw rows of files and Hugging Face data sets, in shards that processes read independently.
+"""Reading of raw rows from files and Hugging Face data sets, in shards that processes read independently.
 
 Shards depend on the source only, so a row's shard and its number in it identify the row for any number of processes.
 """
@@ -61,27 +61,28 @@ class Shard:
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (number within the shard from 0, row or `Broken` or `BLANK`)."""
         with reading("", Path(self.source), _READABLE):
-            yield from {"lines": _lines, "array": _array, "parquet": _parquet, "hub": _hub}[self.kind](self)
+            yield from _READERS[self.kind](self)
 
 
 def find_shards(sources: Sequence[str], split: str) -> list[Shard]:
     """List the shards of files, folders and patterns of files (`.jsonl`, `.json`, `.parquet`), and of hub data sets,
     which are streamed, one shard per data file. In a folder with files named `SPLIT-*` only those are read. Raises
-    UserError where a source does not exist, or is empty."""
+    UserError if a source does not exist, or is empty."""
     shards: list[Shard] = []
     for source in sources:
         with reading("", Path(source), _READABLE):
             files = find_files(source, split)
         if files is None:
-            shards += _hub_shards(source, split)
+            shards += _list_hub_shards(source, split)
         for path in files or []:
             with reading("", path, _READABLE):
-                shards += _file_shards(path)
+                shards += _list_file_shards(path)
     return shards
 
 
 def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """The manifest's entries: each file with a fingerprint, each hub data set with its commit; repeated ones too."""
+    """Make the manifest's entries: each file with a fingerprint, each hub data set with its commit; repeated ones
+    too."""
     described = []
     for shard in shards:
         if not shard.is_first:
@@ -90,11 +91,11 @@ def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
             described.append({"hub": shard.source, "split": shard.split, "revision": shard.revision})
         else:
             with reading("", Path(shard.source), _READABLE):
-                described.append({"file": shard.source, "fingerprint": _fingerprint(Path(shard.source))})
+                described.append({"file": shard.source, "fingerprint": _hash_ends(Path(shard.source))})
     return described
 
 
-def _fingerprint(path: Path) -> str:
+def _hash_ends(path: Path) -> str:
     """Hash of size, beginning and end, so that large files are not read through."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -113,7 +114,7 @@ def find_files(source: str, split: str) -> list[Path] | None:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in DATA_SUFFIXES)
         if not files:
-            next(path.iterdir(), None)  # raises where the folder cannot be listed, which rglob does not
+            next(path.iterdir(), None)  # raises if the folder cannot be listed, which rglob does not
             raise UserError(f"{path}: found no .jsonl, .json or .parquet file in this folder")
         return [file for file in files if file.name.startswith(f"{split}-")] or files
     if any(character in source for character in "*?["):
@@ -127,12 +128,12 @@ def find_files(source: str, split: str) -> list[Path] | None:
     return None
 
 
-def _file_shards(path: Path) -> list[Shard]:
+def _list_file_shards(path: Path) -> list[Shard]:
     size = path.stat().st_size
     if size == 0:
         raise UserError(f"{path}: the file is empty")
     if path.suffix.lower() == ".parquet":
-        return _parquet_shards(path)
+        return _list_parquet_shards(path)
     with path.open("rb") as file:
         if path.suffix.lower() == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [Shard("array", str(path))]
@@ -140,7 +141,7 @@ def _file_shards(path: Path) -> list[Shard]:
     return [Shard("lines", str(path), start, min(start + _JSONL_SHARD_BYTES, size)) for start in starts]
 
 
-def _lines(shard: Shard) -> Iterator[tuple[int, Any]]:
+def _read_lines(shard: Shard) -> Iterator[tuple[int, Any]]:
     with open(shard.source, "rb") as file:
         if shard.start > 0:
             file.seek(shard.start - 1)
@@ -154,11 +155,11 @@ def _lines(shard: Shard) -> Iterator[tuple[int, Any]]:
             except (ValueError, RecursionError) as error:
                 begins_list = is_first and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
                 hint = "; every line is a row by itself: name a file that is one list .json" if begins_list else ""
-                yield number, Broken(_json_problem(error) + hint)
+                yield number, Broken(_describe_json_error(error) + hint)
             number += 1
 
 
-def _json_problem(error: ValueError | RecursionError) -> str:
+def _describe_json_error(error: ValueError | RecursionError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text ({error.reason} at byte {error.start})"
     if isinstance(error, json.JSONDecodeError):
@@ -168,17 +169,17 @@ def _json_problem(error: ValueError | RecursionError) -> str:
     return f"not usable JSON ({first_line(error)})"  # such as an integer of thousands of digits
 
 
-def _array(shard: Shard) -> Iterator[tuple[int, Any]]:
+def _read_array(shard: Shard) -> Iterator[tuple[int, Any]]:
     try:
         rows = json.loads(Path(shard.source).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{shard.source}: begins like a list and is {_json_problem(error)}: {first_line(error)}"
+            f"{shard.source}: begins like a list and is {_describe_json_error(error)}: {first_line(error)}"
         ) from None
     yield from enumerate(rows)
 
 
-def _parquet_shards(path: Path) -> list[Shard]:
+def _list_parquet_shards(path: Path) -> list[Shard]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -195,7 +196,7 @@ def _parquet_shards(path: Path) -> list[Shard]:
     return shards
 
 
-def _parquet(shard: Shard) -> Iterator[tuple[int, Any]]:
+def _read_parquet(shard: Shard) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -203,7 +204,7 @@ def _parquet(shard: Shard) -> Iterator[tuple[int, Any]]:
     try:
         with pq.ParquetFile(shard.source) as file:
             for batch in file.iter_batches(256, row_groups=range(shard.start, shard.stop)):
-                for row in _batch_rows(batch):
+                for row in _iter_batch_rows(batch):
                     yield number, row
                     number += 1
     except (pa.ArrowException, OSError) as error:
@@ -211,7 +212,7 @@ def _parquet(shard: Shard) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{shard.source}: not readable to its end ({problem}); is the download complete?") from None
 
 
-def _batch_rows(batch: "RecordBatch") -> Iterator[Any]:
+def _iter_batch_rows(batch: "RecordBatch") -> Iterator[Any]:
     """Yield rows as Python values; `Broken` for a row with invalid text or times."""
     try:
         yield from batch.to_pylist()
@@ -223,7 +224,7 @@ def _batch_rows(batch: "RecordBatch") -> Iterator[Any]:
                 yield Broken(f"not readable ({first_line(error)})")
 
 
-def _hub_shards(name: str, split: str) -> list[Shard]:
+def _list_hub_shards(name: str, split: str) -> list[Shard]:
     from huggingface_hub import HfApi
 
     try:
@@ -250,7 +251,7 @@ def load_hub(name: str, split: str, revision: str | None) -> "IterableDataset":
         raise UserError(f"{name}: the split {split!r} cannot be loaded: {first_line(error)}") from None
 
 
-def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
+def _read_hub(shard: Shard) -> Iterator[tuple[int, Any]]:
     dataset = load_hub(shard.source, shard.split, shard.revision)
     if dataset.num_shards != shard.stop:
         raise UserError(
@@ -260,9 +261,12 @@ def _hub(shard: Shard) -> Iterator[tuple[int, Any]]:
     yield from enumerate(dataset.shard(num_shards=shard.stop, index=shard.start))
 
 
-def problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | Broken]]:
+_READERS = {"lines": _read_lines, "array": _read_array, "parquet": _read_parquet, "hub": _read_hub}
+
+
+def read_problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] | Broken]]:
     """Yield (location for messages, columns or `Broken`) of each row that is not blank, for evaluation and RL.
-    `source`, `split`: as in `find_shards`. Raises UserError where the source cannot be read, or is empty."""
+    `source`, `split`: as in `find_shards`. Raises UserError if the source cannot be read, or is empty."""
     for path, shards in groupby(find_shards([source], split), key=lambda shard: shard.source):
         rows = chain.from_iterable(shard.rows() for shard in shards)
         for number, (_, row) in enumerate(rows, start=1):
@@ -274,7 +278,7 @@ def problem_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any] 
 
 
 def find_text(row: dict[str, Any], *names: str) -> str | None:
-    """Return the first of the columns that has text or a number, as stripped text; None where none has."""
+    """Return the first of the columns that has text or a number, as stripped text; None if none has."""
     for name in names:
         value = row.get(name)
         if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
@@ -283,7 +287,7 @@ def find_text(row: dict[str, Any], *names: str) -> str | None:
 
 
 def require_text(row: dict[str, Any], *names: str) -> str:
-    """Return the same; raise ValueError where none of the columns has text."""
+    """Return `find_text`; raise ValueError if none of the columns has text."""
     text = find_text(row, *names)
     if text is None:
         columns = ", ".join(map(str, row)) or "none"
