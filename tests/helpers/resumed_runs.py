@@ -37,7 +37,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
         stop: whether they raise `Stopped` at the last of these steps.
         killed: folder for a copy of the files that a kill at that moment would leave.
     """
-    due, save, build_engine = Checkpoints.due, Checkpoints.save, run.build_engine
+    is_due, save, build_engine = Checkpoints.is_due, Checkpoints.save, run.build_engine
     engines = []
 
     def build(*arguments):
@@ -52,7 +52,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
             shutil.copytree(saved.folder.parents[1], killed)
         return saved
 
-    Checkpoints.due = lambda self, step, num_steps: step in steps or step == num_steps
+    Checkpoints.is_due = lambda self, step, num_steps: step in steps or step == num_steps
     Checkpoints.save, run.build_engine = save_and_stop, build
     try:
         yield
@@ -61,7 +61,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
             engine.close()  # else the next run in this process could not start one
         raise
     finally:
-        Checkpoints.due, Checkpoints.save, run.build_engine = due, save, build_engine
+        Checkpoints.is_due, Checkpoints.save, run.build_engine = is_due, save, build_engine
 
 
 def train(recipe: Recipe) -> Path:
