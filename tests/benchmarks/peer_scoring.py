@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tests.experiments import target_selection
-from tests.experiments.processes import REPOSITORY, run_train, write
+from tests.experiments.processes import REPOSITORY, run_train, write_json_lines
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.data.scores_folder import read_traces
 from vcore_ds.data.tokenization import load_tokenizer
@@ -46,7 +46,7 @@ def make_data(sizes: Sequence[int], model: Path) -> None:
     tokenizer = load_tokenizer(str(model))
     pool = [json.loads(line) for line in (FOLDER / "pool.jsonl").read_text().splitlines()]
     for name, rows in {"pool": pool, **{str(size): mixture[:size] for size in sizes}}.items():
-        write(FOLDER / f"{name}.jsonl", rows)
+        write_json_lines(FOLDER / f"{name}.jsonl", rows)
         tokenized = []
         for row in rows:
             prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
@@ -54,7 +54,7 @@ def make_data(sizes: Sequence[int], model: Path) -> None:
             after = len(ids) - ids[::-1].index(tokenizer.eos_token_id)  # a line break, which belongs to no turn
             labels = [-100] * len(prompt) + ids[len(prompt) : after] + [-100] * (len(ids) - after)
             tokenized.append({"input_ids": ids, "labels": labels})
-        write(FOLDER / f"{name}_ids.jsonl", tokenized)
+        write_json_lines(FOLDER / f"{name}_ids.jsonl", tokenized)
 
 
 def train_adapter(size: int) -> None:

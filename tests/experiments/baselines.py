@@ -1,11 +1,12 @@
-"""Token weights of other methods beside plain fine-tuning, where whole traces and where single tokens are wrong, and
-Muon beside AdamW where whole traces are (docs/reports/baselines.md).
+"""Token weights of other methods compared with plain fine-tuning, for wrong traces and for wrong tokens; and Muon
+compared with AdamW for wrong traces (docs/reports/baselines.md).
 
     python -m tests.experiments.baselines run       what is missing
     python -m tests.experiments.baselines report    the tables
 
 Task, seeds, choice of learning rates and measures are those of `whole_traces.py` in its central cell and of
-`steering.py` with AdamW. Results are appended to RESULTS, and what is there is skipped.
+`steering.py` with AdamW. Results are appended to RESULTS, and finished runs are
+skipped.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.experiments import steering, whole_traces
-from tests.experiments.processes import read
-from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, steering_table, whole_traces_table
+from tests.experiments.processes import read_results
+from tests.experiments.report import CHOOSING_SEEDS, choose_rate, steering_table, whole_traces_table
 from tests.experiments.settings import Setting
 from tests.experiments.training import train
 
@@ -25,14 +26,14 @@ METHODS = ("sft", "dft", "asft", "eaft", "deft", "profit")
 CELL = whole_traces.CELLS[0]
 
 
-def rows_of_traces() -> dict[str, Setting]:
-    """The rows where whole traces are wrong, seed and learning rate (0) aside."""
+def make_trace_rows() -> dict[str, Setting]:
+    """Rows with wrong traces, without seed and learning rate (0)."""
     rows = whole_traces.grid(*CELL)
     return {"before training": rows["before training"]} | {n: replace(rows["sft"], method=n) for n in METHODS}
 
 
-def rows_of_optimizers() -> dict[str, Setting]:
-    """AdamW and Muon where whole traces are wrong, seed and learning rate (0) aside."""
+def make_optimizer_rows() -> dict[str, Setting]:
+    """Rows of AdamW and Muon with wrong traces, without seed and learning rate (0)."""
     grid = whole_traces.grid(*CELL)
     sft, vcore = grid["sft"], grid["vcore, 0.5 nats within"]
     muon = replace(vcore, optimizer="muon")
@@ -45,22 +46,22 @@ def rows_of_optimizers() -> dict[str, Setting]:
     }
 
 
-def rows_of_tokens(noise: str) -> dict[str, Setting]:
-    """The rows where single tokens are wrong, seed and learning rate (0) aside."""
+def make_token_rows(noise: str) -> dict[str, Setting]:
+    """Rows with wrong tokens, without seed and learning rate (0)."""
     sft = steering.grid(noise, "adamw")["sft"]
     return {name: replace(sft, method=name) for name in METHODS}
 
 
-def due() -> Iterator[Setting]:
-    """All runs, each given when those before it have been run."""
-    for rows in (rows_of_traces(), rows_of_optimizers()):
-        yield from whole_traces.due_on_all_seeds(rows, RESULTS)
+def iter_due_runs() -> Iterator[Setting]:
+    """Yield all runs, each once the runs before it have finished."""
+    for rows in (make_trace_rows(), make_optimizer_rows()):
+        yield from whole_traces.iter_due_on_all_seeds(rows, RESULTS)
     all_rates = steering.RATES["adamw"]
     for noise in steering.NOISES:
         for seed in steering.SEEDS:
-            for row in rows_of_tokens(noise).values():
+            for row in make_token_rows(noise).values():
                 is_choosing = seed in CHOOSING_SEEDS
-                for rate in all_rates if is_choosing else (chosen_rate(row, all_rates, read(RESULTS)),):
+                for rate in all_rates if is_choosing else (choose_rate(row, all_rates, read_results(RESULTS)),):
                     yield replace(row, learning_rate=rate, seed=seed)
 
 
@@ -70,18 +71,18 @@ def train_once(setting: Setting) -> dict[str, Any]:
 
 def run() -> None:
     steering.FOLDER.mkdir(parents=True, exist_ok=True)
-    whole_traces.run_missing(due(), RESULTS, train_once)
+    whole_traces.run_missing(iter_due_runs(), RESULTS, train_once)
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     print(f"### {CELL[0].capitalize()} noise, {CELL[1]:.0%} of the traces wrong\n")
-    for rows in (rows_of_traces(), rows_of_optimizers()):
+    for rows in (make_trace_rows(), make_optimizer_rows()):
         rates = whole_traces.choose_rates(rows, results)
         print(whole_traces_table(rows, rates, results, whole_traces.SEEDS) + "\n")
     for noise in steering.NOISES:
         print(f"### {noise.capitalize()} noise of single tokens\n")
-        print(steering_table(rows_of_tokens(noise), steering.RATES["adamw"], results) + "\n")
+        print(steering_table(make_token_rows(noise), steering.RATES["adamw"], results) + "\n")
     print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
 
 

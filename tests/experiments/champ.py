@@ -4,15 +4,15 @@
     python -m tests.experiments.champ report                             tables of docs/reports/steering-experiments.md
 
 The training data are the quickstart's: solutions of competition problems by four language models, right and wrong ones
-alike. The pool is the 16 trusted traces, with right answers to other problems. What counts is the loss on held-out
-traces of problems that are in neither, apart for 16 right and 15 wrong answers to the same problems: a method learns
-well from noisy traces where the first falls and the second does not fall as much.
+alike. The pool is the 16 trusted traces, with right answers to other problems. The measure is the loss on held-out
+traces of problems that are in neither, separately for 16 right and 15 wrong answers to the same problems: a method
+learns well from noisy traces if the first falls and the second falls less.
 
 Decided before the first run: 10 steps of 8 traces of the training data (10 where trusted ones come on top). With LoRA
 all rows run at both learning rates on seed 0, and on seeds 1 and 2 at the rate with the lower loss on the right
 held-out traces. With all parameters, which take longer, only `sft` runs at all rates, and five of the rows at its best.
 (The rate of 1e-4 was added when `sft` had hardly moved at 1e-5.) Each run is a process with one thread. Results are
-appended to runs/champ/results.jsonl, and what is there is skipped.
+appended to runs/champ/results.jsonl, and finished runs are skipped.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.experiments.processes import REPOSITORY, read, run_train
+from tests.experiments.processes import REPOSITORY, read_results, run_train
 from tests.experiments.report import cell
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 
@@ -33,7 +33,7 @@ FOLDER = REPOSITORY / "runs" / "champ"
 RESULTS = FOLDER / "results.jsonl"
 COMMON = ("schedule.num_steps=10", "checkpoint.every_minutes=null")
 BATCHES = ("batch.global_size=8", "data.cutoff_length=320")
-"""Before a row's own overrides: all traces of the files, which the quickstart itself has no time for."""
+"""Overrides before those of a row: use all traces of the files, for which the quickstart has no time."""
 POOL = "data.probe_path=runs/quickstart_data/trusted.jsonl"
 SHARE = (POOL, "data.trusted_share=0.2", "batch.global_size=10")
 """2 trusted traces beside 8 of the training data."""
@@ -80,8 +80,8 @@ def train(run: Run) -> None:
     print(f"{run}: correct {result['correct_after']}, incorrect {result['incorrect_after']}", flush=True)
 
 
-def chosen_rate(adapter: str, row: str, results: Iterable[dict[str, Any]]) -> float:
-    """The rate with the lower loss on right held-out traces after the run on the first seed."""
+def choose_rate(adapter: str, row: str, results: Iterable[dict[str, Any]]) -> float:
+    """The learning rate with the lowest loss on right held-out traces, from runs on the first seed."""
     choosing = row if row in CHOOSING_ROWS[adapter] else "sft"
     runs = [result for result in results if key(result)[:2] == (adapter, choosing) and result["seed"] == SEEDS[0]]
     loss = {result["learning_rate"]: result["correct_after"] for result in runs}
@@ -90,18 +90,18 @@ def chosen_rate(adapter: str, row: str, results: Iterable[dict[str, Any]]) -> fl
 
 def run_adapter(adapter: str, num_jobs: int) -> None:
     def run_missing(runs: Sequence[Run]) -> None:
-        done = {key(result) for result in read(RESULTS)}
+        done = {key(result) for result in read_results(RESULTS)}
         with ThreadPoolExecutor(num_jobs) as pool:
             list(pool.map(train, [run for run in runs if run not in done]))
 
     run_missing([(adapter, row, rate, SEEDS[0]) for rate in RATES[adapter] for row in CHOOSING_ROWS[adapter]])
-    results = read(RESULTS)
-    rates = {row: chosen_rate(adapter, row, results) for row in ROWS_OF[adapter]}
+    results = read_results(RESULTS)
+    rates = {row: choose_rate(adapter, row, results) for row in ROWS_OF[adapter]}
     run_missing([(adapter, row, rate, seed) for seed in SEEDS for row, rate in rates.items()])
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     for adapter in ADAPTERS:
         done = {key(result): result for result in results if result["adapter"] == adapter}
         if not done:
@@ -113,7 +113,7 @@ def report() -> None:
         print("|---" * 10 + "|")
         by_row = {}
         for row in ROWS_OF[adapter]:
-            rate = chosen_rate(adapter, row, results)
+            rate = choose_rate(adapter, row, results)
             runs = [done[run] for seed in SEEDS if (run := (adapter, row, rate, seed)) in done]
             if not runs:
                 continue
@@ -130,7 +130,7 @@ def report() -> None:
 
 
 def measures(result: dict[str, Any]) -> tuple[float, float, float]:
-    """Losses on right and on wrong held-out traces, and by how much the latter are larger."""
+    """Losses on right and on wrong held-out traces, and their difference."""
     correct, incorrect = result["correct_after"], result["incorrect_after"]
     return correct, incorrect, incorrect - correct
 

@@ -2,10 +2,10 @@
 
     python -m tests.experiments.champ_scores
 
-Scored are the recorded solutions whose answer can be judged (`judged_traces`), of at most 320 tokens and of problems
-that the 16 trusted traces do not have, along the gradient of these: `vcore-ds score` with the quickstart's recipe. What
-is printed is the AUC, the probability that a right solution is above a wrong one: over all pairs, and over pairs of the
-same problem, which the kind of problem cannot help; with 95% intervals from 2,000 resamplings of the problems.
+Scores the recorded solutions whose answer can be judged (`judged_traces`), of at most 320 tokens and of problems that
+are not among the 16 trusted traces, along the gradient of these: `vcore-ds score` with the quickstart's recipe. Prints
+the AUC, the probability that a right solution scores above a wrong one: over all pairs, and over pairs of the same
+problem, which excludes the kind of problem; with 95% intervals from 2,000 resamplings of the problems.
 
 Predicted before the first run: a model of this size cannot tell a right solution of a competition problem from a wrong
 one, but style can (right ones are by GPT-4 more often): 0.5 to 0.65 over all pairs, 0.5 within 0.1 within problems,
@@ -17,7 +17,7 @@ import shutil
 
 import numpy as np
 
-from tests.experiments.processes import REPOSITORY, run_vcore_ds, write
+from tests.experiments.processes import REPOSITORY, run_vcore_ds, write_json_lines
 from vcore_ds.commands.quickstart.traces import (
     MAX_JUDGED_TOKENS,
     champ_problems,
@@ -32,31 +32,31 @@ NUM_RESAMPLED = 2000
 
 def auc(values: np.ndarray, is_right: np.ndarray, problems: np.ndarray, *, within: bool) -> float:
     """Probability that a right solution is above a wrong one, of the same problem where `within`; ties count half.
-    nan without a pair."""
+    NaN without a pair."""
     right, wrong = np.flatnonzero(is_right), np.flatnonzero(~is_right)
     higher = np.sign(values[right][:, None] - values[wrong][None]) / 2 + 0.5
     pairs = problems[right][:, None] == problems[wrong][None] if within else np.ones_like(higher, dtype=bool)
     return float(higher[pairs].mean()) if pairs.any() else float("nan")
 
 
-def interval(values: np.ndarray, is_right: np.ndarray, problems: np.ndarray, *, within: bool) -> np.ndarray:
-    """95% interval of `auc`, `[2]`: whole problems are resampled, and one that is drawn twice counts as two."""
+def resample_interval(values: np.ndarray, is_right: np.ndarray, problems: np.ndarray, *, within: bool) -> np.ndarray:
+    """95% interval of `auc`, `[2]`, by resampling problems; one that is drawn twice counts as two problems."""
     random, names = np.random.default_rng(0), np.unique(problems)
-    traces_of = [np.flatnonzero(problems == name) for name in names]
-    found = []
+    traces_by_problem = [np.flatnonzero(problems == name) for name in names]
+    areas = []
     for _ in range(NUM_RESAMPLED):
-        drawn = [traces_of[i] for i in random.integers(len(names), size=len(names))]
+        drawn = [traces_by_problem[i] for i in random.integers(len(names), size=len(names))]
         rows = np.concatenate(drawn)
         copies = np.repeat(np.arange(len(drawn)), [len(traces) for traces in drawn])
-        found.append(auc(values[rows], is_right[rows], copies, within=within))
-    return np.nanquantile(found, [0.025, 0.975])
+        areas.append(auc(values[rows], is_right[rows], copies, within=within))
+    return np.nanquantile(areas, [0.025, 0.975])
 
 
 def main() -> None:
     data = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
     trusted = {json.loads(line)["problem"] for line in data.trusted.read_text().splitlines()}
     traces = [trace for trace in judged_traces(champ_problems()) if trace["problem"] not in trusted]
-    write(FOLDER / "judged.jsonl", traces)
+    write_json_lines(FOLDER / "judged.jsonl", traces)
     paths = (f"data.train_path={FOLDER}/judged.jsonl", f"data.probe_path={data.trusted}")
     limits = (f"data.cutoff_length={MAX_JUDGED_TOKENS}", f"data.cache_dir={FOLDER}/cache")
     shutil.rmtree(FOLDER / "scores", ignore_errors=True)
@@ -77,7 +77,7 @@ def main() -> None:
     for name, values in measures.items():
         cells = []
         for within in (False, True):
-            low, high = interval(values, is_right, problems, within=within)
+            low, high = resample_interval(values, is_right, problems, within=within)
             cells.append(f"{auc(values, is_right, problems, within=within):.2f} ({low:.2f} to {high:.2f})")
         print(f"| {name} | {' | '.join(cells)} |")
 

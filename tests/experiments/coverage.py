@@ -3,9 +3,9 @@
     python -m tests.experiments.coverage tables
     python -m tests.experiments.coverage evaluations DIR    folders of simulated evaluations, to try the command on
 
-Evaluations are simulated whose truth is known. The log-odds of a right answer are the difficulty of the problem (normal
+Simulates evaluations whose truth is known. The log-odds of a right answer are the difficulty of the problem (normal
 over problems), plus the method's strength, plus noise of the training seed that moves all problems of a checkpoint
-together, plus noise of single problems: that of a checkpoint, and that which a method's checkpoints share.
+together, plus noise of single problems: of a checkpoint, and shared by a method's checkpoints.
 """
 
 import argparse
@@ -38,22 +38,22 @@ class Setting:
     difficulty_mean: float = 0.0
     difficulty_noise: float = 2.0
     strength: float = 0.2
-    """Of the second method; that of the first is 0."""
+    """Strength of the second method; that of the first is 0."""
     seed_noise: float = 0.15
     problem_noise: float = 1.0
-    """Of a checkpoint on a problem."""
+    """Noise of a checkpoint on a problem."""
     method_noise: float = 0.0
-    """Of a method on a problem."""
+    """Noise of a method on a problem."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What was drawn, and the truth under each reading: second side minus the first."""
+    """Drawn answers, and the true difference in each sense: second side minus first."""
 
     correct: np.ndarray
     """Number of right answers: [2, seeds, problems]."""
     accuracies: np.ndarray
-    """Of each checkpoint on problems like these: [2, seeds]."""
+    """Accuracy of each checkpoint on problems like these: [2, seeds]."""
     checkpoints: float
     """Difference of the checkpoints on problems like these, mean over seeds."""
     checkpoints_here: float
@@ -69,23 +69,23 @@ def draw_worlds(setting: Setting, num_worlds: int, seed: int) -> Iterator[World]
     generator = np.random.default_rng(seed)
     strengths = np.array([0.0, setting.strength])
     one_checkpoint = np.hypot(setting.seed_noise, setting.problem_noise)
-    of_problems = np.hypot(setting.difficulty_noise, np.hypot(setting.problem_noise, setting.method_noise))
-    of_methods = mean_sigmoid(setting.difficulty_mean + strengths, np.hypot(of_problems, setting.seed_noise))
+    problem_noise = np.hypot(setting.difficulty_noise, np.hypot(setting.problem_noise, setting.method_noise))
+    method_accuracies = mean_sigmoid(setting.difficulty_mean + strengths, np.hypot(problem_noise, setting.seed_noise))
     for _ in range(num_worlds):
         shape = (2, setting.num_seeds, setting.num_problems)
         difficulty = generator.normal(setting.difficulty_mean, setting.difficulty_noise, setting.num_problems)
-        of_method = strengths[:, None] + generator.normal(0, setting.method_noise, (2, setting.num_problems))
-        of_checkpoint = strengths[:, None] + generator.normal(0, setting.seed_noise, shape[:2])
-        logits = difficulty + of_method[:, None] + (of_checkpoint - strengths[:, None])[..., None]
+        by_method = strengths[:, None] + generator.normal(0, setting.method_noise, (2, setting.num_problems))
+        by_checkpoint = strengths[:, None] + generator.normal(0, setting.seed_noise, shape[:2])
+        logits = difficulty + by_method[:, None] + (by_checkpoint - strengths[:, None])[..., None]
         probabilities = sigmoid(logits + generator.normal(0, setting.problem_noise, shape))
-        accuracies = mean_sigmoid(setting.difficulty_mean + of_checkpoint, of_problems)
+        accuracies = mean_sigmoid(setting.difficulty_mean + by_checkpoint, problem_noise)
         yield World(
             correct=generator.binomial(setting.num_samples, probabilities),
             accuracies=accuracies,
             checkpoints=float(np.diff(accuracies.mean(1))[0]),
             checkpoints_here=float(np.diff(probabilities.mean((1, 2)))[0]),
-            methods=float(np.diff(of_methods)[0]),
-            methods_here=float(np.diff(mean_sigmoid(difficulty + of_method, one_checkpoint).mean(1))[0]),
+            methods=float(np.diff(method_accuracies)[0]),
+            methods_here=float(np.diff(mean_sigmoid(difficulty + by_method, one_checkpoint).mean(1))[0]),
         )
 
 
@@ -101,47 +101,51 @@ def mean_sigmoid(logits: np.ndarray, noise: float) -> np.ndarray:
 # ---- intervals -------------------------------------------------------------------------------------------------------
 
 
-def of_one_run(world: World, setting: Setting) -> Interval | None:
+def estimate_over_problems(world: World, setting: Setting) -> Interval | None:
     return t_estimate(_differences(world, setting)[0]).interval
 
 
-def of_problems_only(world: World, setting: Setting) -> Interval | None:
-    """Seeds averaged, problems as clusters: what is not offered for several seeds, and why."""
+def estimate_with_averaged_seeds(world: World, setting: Setting) -> Interval | None:
+    """Interval over problems after averaging seeds. `vcore-ds compare` does not offer it: its coverage is too low."""
     return t_estimate(_differences(world, setting).mean(0)).interval
 
 
-def of_seeds(world: World, setting: Setting) -> Interval | None:
+def estimate_over_seeds(world: World, setting: Setting) -> Interval | None:
     return t_estimate(_differences(world, setting).mean(1)).interval
 
 
-def of_both(world: World, setting: Setting) -> Interval | None:
+def estimate_two_way(world: World, setting: Setting) -> Interval | None:
     return two_way_estimate(_differences(world, setting)).interval
 
 
-def of_accuracy(world: World, setting: Setting) -> Interval:
-    """That of the first side's first checkpoint."""
+def estimate_accuracy(world: World, setting: Setting) -> Interval:
+    """Interval of the accuracy of the first side's first checkpoint."""
     samples = np.arange(setting.num_samples) < world.correct[0, 0][:, None]
     return accuracy_interval(samples.astype(np.float64))
 
 
 def _differences(world: World, setting: Setting) -> np.ndarray:
-    """Of the problems' means: [seeds, problems]."""
+    """Differences of the problems' means: [seeds, problems]."""
     return (world.correct[1] - world.correct[0]) / setting.num_samples
 
 
-IntervalOf = Callable[[World, Setting], Interval | None]
-TruthOf = Callable[[World], float]
+EstimateInterval = Callable[[World, Setting], Interval | None]
+ReadTruth = Callable[[World], float]
 
 
-def coverages(
-    setting: Setting, pairs: Sequence[tuple[IntervalOf, TruthOf]], *, num_worlds: int = NUM_WORLDS, seed: int = 0
+def measure_coverage(
+    setting: Setting,
+    pairs: Sequence[tuple[EstimateInterval, ReadTruth]],
+    *,
+    num_worlds: int = NUM_WORLDS,
+    seed: int = 0,
 ) -> list[float]:
-    """Share of worlds in which each interval contains its truth; no interval does not contain it."""
+    """Share of worlds in which each interval contains its truth; a missing interval counts as not containing it."""
     covered = np.zeros(len(pairs))
     for world in draw_worlds(setting, num_worlds, seed):
-        for i, (interval_of, truth_of) in enumerate(pairs):
-            found = interval_of(world, setting)
-            covered[i] += found is not None and found[0] <= truth_of(world) <= found[1]
+        for i, (estimate, read_truth) in enumerate(pairs):
+            interval = estimate(world, setting)
+            covered[i] += interval is not None and interval[0] <= read_truth(world) <= interval[1]
     return (covered / num_worlds).tolist()
 
 
@@ -175,17 +179,17 @@ def one_run_table() -> Iterator[str]:
         for num_problems in (674, 60):
             for num_samples in (1, 4, 16):
                 setting = Setting(num_problems, num_samples, difficulty_mean=mean)
-                t, wilson, here, of_methods = coverages(
+                t, wilson, here, over_methods = measure_coverage(
                     setting,
                     [
-                        (of_one_run, checkpoints),
-                        (of_accuracy, accuracy),
-                        (of_one_run, checkpoints_here),
-                        (of_one_run, methods),
+                        (estimate_over_problems, checkpoints),
+                        (estimate_accuracy, accuracy),
+                        (estimate_over_problems, checkpoints_here),
+                        (estimate_over_problems, methods),
                     ],
                 )
                 names = f"{num_problems} | {num_samples} | {mean_accuracy(setting):.0%}"
-                yield _row(names, [t, wilson, here, of_methods])
+                yield _row(names, [t, wilson, here, over_methods])
 
 
 def seeds_table(method_noise: float) -> Iterator[str]:
@@ -198,23 +202,28 @@ def seeds_table(method_noise: float) -> Iterator[str]:
         for num_samples in (1, 4):
             for num_seeds in (3, 5):
                 setting = Setting(num_problems, num_samples, num_seeds, method_noise=method_noise)
-                pairs = [(of_seeds, methods_here), (of_seeds, methods), (of_both, methods), (of_problems_only, methods)]
-                yield _row(f"{num_problems} | {num_samples} | {num_seeds}", coverages(setting, pairs))
+                pairs = [
+                    (estimate_over_seeds, methods_here),
+                    (estimate_over_seeds, methods),
+                    (estimate_two_way, methods),
+                    (estimate_with_averaged_seeds, methods),
+                ]
+                yield _row(f"{num_problems} | {num_samples} | {num_seeds}", measure_coverage(setting, pairs))
 
 
 def few_differing_table() -> Iterator[str]:
-    """One run each, one sample of 60 problems that are ever harder."""
+    """One run each, one sample of 60 problems, with increasing difficulty."""
     yield "| accuracy | problems that differ, mean | t | Wilson |"
     yield "|---|---|---|---|"
     for mean in (0.0, -3.0, -5.0, -6.0, -7.0):
         setting = Setting(60, 1, difficulty_mean=mean)
         differing = np.mean([np.sum(world.correct[0] != world.correct[1]) for world in draw_worlds(setting, 400, 0)])
-        cells = coverages(setting, [(of_one_run, checkpoints), (of_accuracy, accuracy)])
+        cells = measure_coverage(setting, [(estimate_over_problems, checkpoints), (estimate_accuracy, accuracy)])
         yield _row(f"{mean_accuracy(setting):.1%} | {differing:.1f}", cells)
 
 
 def mean_accuracy(setting: Setting) -> float:
-    """Of the first method."""
+    """Accuracy of the first method."""
     noises = (setting.difficulty_noise, setting.problem_noise, setting.method_noise, setting.seed_noise)
     return float(mean_sigmoid(np.array(setting.difficulty_mean), float(np.linalg.norm(noises))))
 
@@ -240,11 +249,11 @@ def print_tables() -> None:
 
 BENCHMARKS = {"aime": Setting(60, 4, 3, -0.5), "olympiad": Setting(674, 4, 3, 0.3), "math500": Setting(500, 4, 3, 2.5)}
 NUM_TRUNCATED = {"sft": 20, "vcore": 3}
-"""Samples of each task; the numbers differ, so that there is a warning on the smallest task."""
+"""Truncated samples of each task. The numbers differ, so that the smallest task has a warning."""
 
 
 def write_evaluations(folder: Path) -> None:
-    """Writes FOLDER/METHOD/seed_N/eval for two methods and three seeds, and prints the truth."""
+    """Write FOLDER/METHOD/seed_N/eval for two methods and three seeds, and print the truth."""
     worlds = {name: next(draw_worlds(setting, 1, seed=7)) for name, setting in BENCHMARKS.items()}
     for side, method in enumerate(NUM_TRUNCATED):
         for seed in range(3):

@@ -1,4 +1,4 @@
-"""The small model, its token losses, and the probe direction that utilities look along."""
+"""The small model, its token losses, and the probe direction of utilities."""
 
 from collections.abc import Sequence
 
@@ -17,14 +17,14 @@ from vcore_ds.method.weights import uniform_weights
 from vcore_ds.utility.low_rank import orthonormalize
 
 CLIP = 1.0
-"""2-norm of the gradient, and of the probe gradient."""
+"""Largest 2-norm of the gradient and of the probe gradient."""
 BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 FINITE_DIFFERENCE_EPS = 1e-4
 MUON_MOMENTUM = 0.95
 
 
-def small_qwen3(seed: int) -> PreTrainedModel:
-    """About 0.1M parameters, tied embeddings, fp32."""
+def make_small_qwen3(seed: int) -> PreTrainedModel:
+    """A Qwen3 of about 0.1M parameters, tied embeddings, fp32."""
     config = Qwen3Config(
         vocab_size=task.VOCABULARY,
         hidden_size=64,
@@ -47,13 +47,13 @@ def small_qwen3(seed: int) -> PreTrainedModel:
 
 
 def token_losses(model: PreTrainedModel, traces: Traces, parameters: dict[str, Tensor] | None = None) -> Tensor:
-    """Nats of each supervised token, `[N]` fp32; at `parameters`, where given."""
+    """Loss of each supervised token in nats, `[N]` fp32. `parameters` replace the model's."""
     targets = traces.input_ids[:, 1:][traces.supervised]
     return cross_entropy(supervised_logits(model, traces, parameters), targets, reduction="none")
 
 
 def supervised_logits(model: PreTrainedModel, traces: Traces, parameters: dict[str, Tensor] | None = None) -> Tensor:
-    """Logits of each supervised token, `[N, V]` fp32; at `parameters`, where given."""
+    """Logits of each supervised token, `[N, V]` fp32. `parameters` replace the model's."""
     inputs = {"input_ids": traces.input_ids, "use_cache": False}
     if parameters is None:
         logits = model(**inputs).logits
@@ -68,7 +68,8 @@ def mean_over_sequences(values: Tensor, traces: Traces) -> Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """The product's Muon in one process: for the matrices of the layers; AdamW for the rest, without weight decay."""
+    """The package's Muon in one process: for the matrices of the layers, with AdamW for the rest, without weight
+    decay."""
 
     def __init__(self, parameters: dict[str, Tensor]):
         others = [p for name, p in parameters.items() if not _is_hidden_matrix(name, p)]
@@ -93,14 +94,14 @@ def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 class Direction:
-    """The probe direction of one run, kept between steps as the product keeps it (`vcore_ds.utility.direction`); with
-    `probe_decay` as a running mean, which the product had up to version 0.6."""
+    """The probe direction of one run, kept between steps like `vcore_ds.utility.direction`; with `probe_decay` as a
+    running mean, which the package had up to version 0.6."""
 
     def __init__(self, setting: Setting, parameters: dict[str, Tensor], optimizer: torch.optim.Optimizer):
         self.setting, self.parameters, self.optimizer = setting, parameters, optimizer
         self.num_taken = 0
         self.random = torch.Generator().manual_seed(setting.seed)
-        """For the random start of a low-rank approximation; no other draw of a run depends on it."""
+        """Generator for low-rank approximations alone, so that other draws of a run do not depend on them."""
         self.vector = {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
 
     def take_probe(self, model: PreTrainedModel, traces: Traces) -> None:
@@ -109,12 +110,12 @@ class Direction:
             losses = losses * torch.exp(-losses.detach())
         elif self.setting.probe_loss == "answer":
             losses = losses * traces.in_answer
-        loss = mean_over_sequences(losses, traces)  # its scale does not matter: the KL budget is free of scale
+        loss = mean_over_sequences(losses, traces)  # the scale does not matter under a KL budget
         self.take(torch.autograd.grad(loss, list(self.parameters.values())))
 
     @torch.no_grad()
     def take(self, gradients: Sequence[Tensor]) -> None:
-        """Takes a gradient, in the parameters' order, into the running mean: clipped, and times Adam's Jacobian."""
+        """Add a gradient, in the parameters' order, to the running mean: clipped, and times Adam's Jacobian."""
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         decay = self.setting.probe_decay
         self.num_taken += 1

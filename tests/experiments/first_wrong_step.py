@@ -47,7 +47,7 @@ COMMON = (
 
 
 def write_traces() -> None:
-    """The data files; a row of the training data has the character range of the first wrong step."""
+    """Write the data files. A row of the training data has the character range of the first wrong step."""
     data = prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
     tokenizer = load_tokenizer(str(data.model))
     rows = []
@@ -89,19 +89,17 @@ def report() -> None:
     for i, row in enumerate(ROWS):
         records = read_records(FOLDER / f"row_{i}")
         parts = [
-            found
+            weights
             for record in records
             for sequence in record.sequences
-            if (found := weights_by_part(sequence, wrong_steps[sequence.sequence_id], tokenizer)) is not None
+            if (weights := measure_parts(sequence, wrong_steps[sequence.sequence_id], tokenizer)) is not None
         ]
         differences = [after - before for before, _, after in parts]
         means = " | ".join(f"{mean(part):.3f}" for part in zip(*parts, strict=True))
         print(f"| {row} | {len(parts)} | {means} | {cell(differences, 3, difference=True)} |")
 
 
-def weights_by_part(
-    sequence: SequenceTokens, trace: dict[str, Any], tokenizer: Any
-) -> tuple[float, float, float] | None:
+def measure_parts(sequence: SequenceTokens, trace: dict[str, Any], tokenizer: Any) -> tuple[float, float, float] | None:
     """Mean relative weight of the tokens before, in and after the first wrong step, relative to that of the whole
     trace; None where one of the parts has no token."""
     solution = trace["messages"][1]["content"]
@@ -109,7 +107,7 @@ def weights_by_part(
     for token in sequence.token_ids.tolist():
         starts.append(len(text))
         text += tokenizer.decode([token])
-    offset = text.index(solution[:20])  # what a template puts before a turn, and white space that it strips
+    offset = text.index(solution[:20])  # a template adds text before a turn and strips white space
     begin, end = (place + offset for place in trace["wrong_step"])
     relative = sequence.relative_weights / sequence.relative_weights.mean()
     parts: list[list[float]] = [[], [], []]

@@ -3,28 +3,27 @@
     python -m tests.experiments.learning run tuned_adamw    one part of the grid, or all of it without a name
     python -m tests.experiments.learning report             the tables, from what has been run
 
-`run` appends one JSON line per finished run to runs/learning/results.jsonl and skips what is there already, so it may
-be stopped and started again. It uses one thread; two of them may work side by side on different parts or seeds.
+`run` appends one JSON line per finished run to runs/learning/results.jsonl and skips finished runs, so it may be
+stopped and started again. It uses one thread; two processes may work on different parts or seeds.
 """
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from tests.experiments.processes import read
-from tests.experiments.report import kinds_table, setting_of, table
+from tests.experiments.processes import REPOSITORY, read_results
+from tests.experiments.report import kinds_table, parse_setting, table
 from tests.experiments.settings import Setting
 from tests.experiments.training import train_and_record
 
-FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning"
+FOLDER = REPOSITORY / "runs" / "learning"
 RESULTS = FOLDER / "results.jsonl"
 
 
 def grid(part: str) -> list[Setting]:
-    """The rows of one part, seed aside."""
+    """Rows of one part, without seeds."""
     sft = Setting()
     vcore = replace(sft, method="vcore", kl_budget=0.05, direction="adam")
     if part.startswith("scratch"):
@@ -62,7 +61,7 @@ def grid(part: str) -> list[Setting]:
             rows += [sft, vcore, replace(vcore, kl_budget=0.5), replace(sft, method="dft")]
         return rows
     if part == "tuned_more":
-        return more_tuned_rows()
+        return make_more_tuned_rows()
     sft, vcore = (replace(row, regime="tuned", num_steps=60, learning_rate=1e-4) for row in (sft, vcore))
     if part == "tuned_sgd":
         sft, vcore = (replace(row, optimizer="sgd", learning_rate=0.05) for row in (sft, vcore))
@@ -85,8 +84,8 @@ def grid(part: str) -> list[Setting]:
     return rows
 
 
-def more_tuned_rows() -> list[Setting]:
-    """What VCORE gains when its probe knows better than its training batch, and what else that knowledge can do."""
+def make_more_tuned_rows() -> list[Setting]:
+    """Rows whose probe is cleaner than the training batch, and other uses of the same data."""
     sft = Setting(regime="tuned", num_steps=60, learning_rate=1e-4)
     vcore = replace(sft, method="vcore", kl_budget=0.5, direction="adam")
     rows = []
@@ -117,28 +116,30 @@ PARTS = ("tuned_adamw", "tuned_sgd", "tuned_more", "tuned_clean", "scratch", "sc
 
 
 def run_parts(parts: Sequence[str], seeds: Sequence[int]) -> None:
-    """All rows of a seed before the next seed, so that an unfinished grid can be reported."""
+    """Run all rows of a seed before the next seed, so that an unfinished grid can be reported."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
     settings = [replace(row, seed=seed) for part in parts for seed in seeds for row in grid(part)]
     for setting in settings:
-        if setting in {setting_of(result) for result in read(RESULTS)}:
+        if setting in {parse_setting(result) for result in read_results(RESULTS)}:
             continue
         train_and_record(setting, RESULTS, FOLDER)
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     parts = {
-        "From a trained model, 60 steps of AdamW": grid("tuned_adamw") + [r for r in more_tuned_rows() if is_adamw(r)],
-        "From a trained model, 60 steps of SGD": grid("tuned_sgd") + [r for r in more_tuned_rows() if not is_adamw(r)],
+        "From a trained model, 60 steps of AdamW": grid("tuned_adamw")
+        + [r for r in make_more_tuned_rows() if is_adamw(r)],
+        "From a trained model, 60 steps of SGD": grid("tuned_sgd")
+        + [r for r in make_more_tuned_rows() if not is_adamw(r)],
         "The same on clean traces, AdamW": [row for row in grid("tuned_clean") if is_adamw(row)],
         "The same on clean traces, SGD": [row for row in grid("tuned_clean") if not is_adamw(row)],
         "From scratch, 600 steps of AdamW": grid("scratch") + grid("scratch_more"),
         "From scratch, 600 steps of SGD": grid("scratch_sgd"),
     }
     for title, rows in parts.items():
-        if any(replace(setting_of(result), seed=0) in rows for result in results):
+        if any(replace(parse_setting(result), seed=0) in rows for result in results):
             print(f"### {title}\n\n{table(rows, results)}\n")
     tuned = next(iter(parts.values()))
     print(f"### Where the loss is, from a trained model, AdamW\n\n{kinds_table(tuned, results)}\n")

@@ -1,4 +1,4 @@
-"""Scores of traces by Bergson, through its own pipelines, on one CPU; imports nothing of ours.
+"""Scores of traces by Bergson, through its pipelines, on one CPU. Imports nothing of the package.
 
     python tests/experiments/peer_bergson.py METHOD MODEL TRACES POOL OUTPUT
 
@@ -34,7 +34,7 @@ from bergson.score.score import score_dataset
 
 
 def score(method: str, model: str, traces: str, pool: str, folder: Path) -> None:
-    """Leaves the scores in `folder / "scores"`."""
+    """Write the scores to `folder / "scores"`."""
     kind = TrackstarIndexConfig if method == "trackstar" else IndexConfig
     index = kind(
         run_path=str(folder), model=model, precision="fp32", loss_reduction="mean", data=DataConfig(dataset=traces)

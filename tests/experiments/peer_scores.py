@@ -1,11 +1,11 @@
-"""How well scores find right traces and predict what training on them does: ours and Bergson's, on the small task.
+"""How well scores find right traces and predict the effect of training on them: ours and Bergson's, on the small task.
 
     python -m tests.experiments.peer_scores run --peer-python PATH [--seeds 0 1 2] [--halves 40]
     python -m tests.experiments.peer_scores report
 
 In the central cell of `whole_traces.py`, with the model that its runs start from: systematic noise, 60% of 1,024 traces
-wrong, a pool of 8 right ones. Bergson (`pip install bergson`, in an environment of its own, PATH being its Python)
-collects the gradients of linear layers alone, so `utility, linear layers` is what its dot product has to equal.
+wrong, a pool of 8 right ones. Bergson (`pip install bergson` in a separate environment, whose Python is PATH) only
+collects the gradients of linear layers, so its dot product must equal `utility, linear layers`.
 
 Measures, for each seed:
 
@@ -38,18 +38,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.experiments import selection, task, whole_traces
 from tests.experiments.directions import Direction, mean_over_sequences, token_losses
-from tests.experiments.processes import read
+from tests.experiments.processes import REPOSITORY, read_results
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
-from tests.experiments.training import Run, model_at_start
+from tests.experiments.training import Run, load_start_model
 
-FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_peer_scores"
+FOLDER = REPOSITORY / "runs" / "learning_peer_scores"
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PEER_SCRIPT = Path(__file__).with_name("peer_bergson.py")
 PEER_METHODS = ("dot", "cosine", "trackstar", "ekfac")
 HALVES_STREAM = 6
 LEARNING_RATE = 1e-3
-"""Of the runs on halves."""
+"""Learning rate of the runs on halves."""
 
 
 def main_setting(seed: int) -> Setting:
@@ -57,8 +57,8 @@ def main_setting(seed: int) -> Setting:
     return replace(row, seed=seed, learning_rate=LEARNING_RATE)
 
 
-def scores_of_ours(model: PreTrainedModel, traces: Traces, pool: Traces) -> dict[str, Tensor]:
-    """`[B]` by name."""
+def compute_scores(model: PreTrainedModel, traces: Traces, pool: Traces) -> dict[str, Tensor]:
+    """Name -> scores `[B]`."""
     return {
         "utility": selection.mean_utilities(model, traces, pool, sign=False),
         "utility, sign": selection.mean_utilities(model, traces, pool, sign=True),
@@ -78,30 +78,32 @@ def linear_utilities(model: PreTrainedModel, traces: Traces, pool: Traces) -> Te
     return traces.mean(direction.utilities(model, traces))
 
 
-def scores_of_peer(python: str, model: PreTrainedModel, traces: Traces, pool: Traces, folder: Path) -> dict[str, Any]:
-    """What `peer_bergson.py` gives, by method."""
+def score_with_bergson(
+    python: str, model: PreTrainedModel, traces: Traces, pool: Traces, folder: Path
+) -> dict[str, Any]:
+    """Method -> output of `peer_bergson.py`."""
     folder.mkdir(parents=True, exist_ok=True)
     saved = copy.deepcopy(model)
-    saved.config.max_position_embeddings = 2048  # Bergson makes batches of so many tokens, and no longer than this
+    saved.config.max_position_embeddings = 2048  # Bergson's batches have as many tokens
     saved.save_pretrained(folder / "model")
     words = Tokenizer(models.WordLevel({str(i): i for i in range(task.VOCABULARY)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=str(task.END)).save_pretrained(folder / "model")
     for name, rows in (("traces", traces), ("pool", pool)):
         write_rows(folder / f"{name}.jsonl", rows)
-    found = {}
+    outputs = {}
     for method in PEER_METHODS:
         names = [str(folder / name) for name in ("model", "traces.jsonl", "pool.jsonl", f"{method}.json")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "cache")}
         command = [python, str(PEER_SCRIPT), method, *names]
         with (folder / f"{method}.log").open("w") as log:
             subprocess.run(command, check=True, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        found[method] = json.loads((folder / f"{method}.json").read_text())
-    return found
+        outputs[method] = json.loads((folder / f"{method}.json").read_text())
+    return outputs
 
 
 def write_rows(path: Path, traces: Traces) -> None:
-    lengths = traces.supervised.sum(1) + task.PROMPT_LENGTH  # what is behind the end is padding
+    lengths = traces.supervised.sum(1) + task.PROMPT_LENGTH  # padding follows the end
     with path.open("w") as file:
         for ids, length in zip(traces.input_ids.tolist(), lengths.tolist(), strict=True):
             labels = [-100] * task.PROMPT_LENGTH + ids[task.PROMPT_LENGTH : length]
@@ -109,14 +111,14 @@ def write_rows(path: Path, traces: Traces) -> None:
 
 
 def train_on_halves(setting: Setting, pool: Traces, num_halves: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which traces each half has, bool `[halves, B]`, and by how much training on it lowers the pool's loss, nats
+    """Traces of each half, bool `[halves, B]`, and the fall of the pool's loss after training on it, nats
     `[halves]`."""
     random = np.random.default_rng([HALVES_STREAM, setting.seed])
     halves = np.zeros((num_halves, setting.num_traces), dtype=bool)
     falls = np.zeros(num_halves)
     for number, half in enumerate(halves):
         half[random.choice(setting.num_traces, setting.num_traces // 2, replace=False)] = True
-        run = Run(replace(setting, keep=""), model_at_start(setting, whole_traces.FOLDER))
+        run = Run(replace(setting, keep=""), load_start_model(setting, whole_traces.FOLDER))
         before = float(selection.mean_losses(run.model, pool).mean())
         run.main.keep(np.flatnonzero(half))
         for k in range(setting.num_steps):
@@ -125,11 +127,11 @@ def train_on_halves(setting: Setting, pool: Traces, num_halves: int) -> tuple[np
     return halves, falls
 
 
-def measures(scores: Tensor, traces: Traces, halves: np.ndarray, falls: np.ndarray) -> dict[str, float]:
+def measure_scores(scores: Tensor, traces: Traces, halves: np.ndarray, falls: np.ndarray) -> dict[str, float]:
     wrong, values = traces.wrong(), scores.double().numpy()
     kept = scores.argsort(descending=True)[: round(selection.KEEP_SHARE * len(traces))]
     return {
-        "auc": task.separation_of_traces(scores, wrong),
+        "auc": task.measure_trace_separation(scores, wrong),
         "recall": float((~wrong[kept]).double().mean()),
         "lds": float(spearmanr(halves @ values, falls).statistic),
     }
@@ -138,23 +140,23 @@ def measures(scores: Tensor, traces: Traces, halves: np.ndarray, falls: np.ndarr
 def run(python: str, seeds: Sequence[int], num_halves: int) -> None:
     torch.set_num_threads(1)
     whole_traces.FOLDER.mkdir(parents=True, exist_ok=True)
-    done = {result["seed"] for result in read(RESULTS)}
+    done = {result["seed"] for result in read_results(RESULTS)}
     for seed in (seed for seed in seeds if seed not in done):
         setting = main_setting(seed)
-        model = model_at_start(setting, whole_traces.FOLDER)
+        model = load_start_model(setting, whole_traces.FOLDER)
         start = Run(setting, model)
         traces, pool = start.main.whole_pool(), start.trusted.whole_pool()
-        ours = scores_of_ours(model, traces, pool)
-        peer = scores_of_peer(python, model, traces, pool, FOLDER / str(seed))
+        ours = compute_scores(model, traces, pool)
+        peer = score_with_bergson(python, model, traces, pool, FOLDER / str(seed))
         dot = torch.tensor(peer["dot"]["scores"])
         linear = ours["utility, linear layers"].double()
         halves, falls = train_on_halves(setting, pool, num_halves)
-        scores = {**ours, **{f"Bergson, {name}": torch.tensor(found["scores"]) for name, found in peer.items()}}
+        scores = {**ours, **{f"Bergson, {name}": torch.tensor(output["scores"]) for name, output in peer.items()}}
         result = {
             "seed": seed,
             "num_halves": num_halves,
             "difference": float((dot - linear).norm() / linear.norm()),
-            "rows": {name: measures(values, traces, halves, falls) for name, values in scores.items()},
+            "rows": {name: measure_scores(values, traces, halves, falls) for name, values in scores.items()},
         }
         with RESULTS.open("a") as file:
             file.write(json.dumps(result) + "\n")
@@ -162,7 +164,7 @@ def run(python: str, seeds: Sequence[int], num_halves: int) -> None:
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     seeds = ", ".join(str(result["seed"]) for result in results)
     print(f"Seeds {seeds}.\n\n| scores | AUC | recall | LDS |\n| --- | --- | --- | --- |")
     for name in results[0]["rows"]:

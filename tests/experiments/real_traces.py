@@ -3,11 +3,10 @@
     python -m tests.experiments.real_traces run [--seeds 0 1 2]    what is missing
     python -m tests.experiments.real_traces report                 the table of docs/reports/real-traces.md
 
-Traces, trusted traces and problems are those of `launch_scripts.wrong_traces`, made from the seed, which
-is also the run's; the recipe is wrong_traces.yaml. Each command is a process with one thread, forked from one that has
-imported everything. Rows, sizes, measures and predictions are on the page, committed before the first reported run.
-Results are appended to real_traces.jsonl, and what is there is skipped.
-"""
+Traces, trusted traces and problems come from `launch_scripts.wrong_traces`, with the seed of the run; the recipe is
+wrong_traces.yaml. Each command is a process with one thread, forked from one that has imported everything. Rows, sizes,
+measures and predictions are on the page, committed before the first reported run. Results are appended to
+real_traces.jsonl, and finished runs are skipped."""
 
 import argparse
 import json
@@ -21,8 +20,8 @@ import numpy as np
 import torch
 
 from launch_scripts import wrong_traces
-from tests.experiments.processes import REPOSITORY, read
-from tests.experiments.task import separation_of_traces
+from tests.experiments.processes import REPOSITORY, read_results
+from tests.experiments.task import measure_trace_separation
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.commands import cli
 from vcore_ds.common.statistics import cell
@@ -32,7 +31,7 @@ FOLDER = REPOSITORY / "runs" / "real_traces"
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SEEDS = (0, 1, 2)
 SECONDS = "CPU seconds: "
-"""What the log of a finished command ends with."""
+"""Last words in the log of a finished command, before the number."""
 SFT = ("methods/sft.yaml",)
 ROWS = {
     "sft": SFT,
@@ -46,7 +45,7 @@ ROWS = {
     "sft on the pool alone": (*SFT, "data.train_path={data}/trusted.jsonl", "data.trusted_overlap=keep"),
     "dft": ("methods/dft.yaml",),
 }
-"""What each row changes in the recipe, in the order in which they are run. Scores are taken with the `sft` run."""
+"""Row -> overrides of the recipe, in the order of the runs. Scores are taken with the `sft` run."""
 SELECTION = "sft, quarter of highest utility"
 
 
@@ -55,7 +54,7 @@ def run(seeds: Sequence[int], rows: Sequence[str]) -> None:
         wrong_traces.write(FOLDER / f"seed_{seed}" / "data", seed)
     for row in rows:
         for seed in seeds:
-            if (seed, row) not in {(result["seed"], result["row"]) for result in read(RESULTS)}:
+            if (seed, row) not in {(result["seed"], result["row"]) for result in read_results(RESULTS)}:
                 result = {"seed": seed, "row": row} | train_and_evaluate(row, seed)
                 print(result, flush=True)
                 with RESULTS.open("a") as file:
@@ -63,15 +62,16 @@ def run(seeds: Sequence[int], rows: Sequence[str]) -> None:
 
 
 def train_and_evaluate(row: str, seed: int) -> dict[str, Any]:
-    """Shares of answers, CPU seconds of scoring and training, and what `separation` says where traces are scored."""
+    """Shares of answers, CPU seconds of scoring and training, and for scored traces the result of
+    `measure_separation`."""
     folder = FOLDER / f"seed_{seed}"
     run_folder, scores = folder / f"row_{list(ROWS).index(row)}", folder / "scores"
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if row == SELECTION:
         sft, pool = folder / f"row_{list(ROWS).index('sft')}", f"data.probe_path={folder}/data/trusted.jsonl"
-        seconds = command(f"score {sft} {pool} --output {scores}", scores)
-        found |= {"cpu_seconds_score": seconds} | separation(scores, folder / "data" / "mixture.jsonl")
-    own = [
+        seconds = run_command(f"score {sft} {pool} --output {scores}", scores)
+        result |= {"cpu_seconds_score": seconds} | measure_separation(scores, folder / "data" / "mixture.jsonl")
+    common = [
         f"data.train_path={folder}/data/mixture.jsonl",
         f"data.probe_path={folder}/data/trusted.jsonl",
         f"data.cache_dir={FOLDER}/cache",
@@ -80,40 +80,40 @@ def train_and_evaluate(row: str, seed: int) -> dict[str, Any]:
         "run.num_token_records=0",
     ]
     changes = [override.format(data=folder / "data", scores=scores) for override in ROWS[row]]
-    line = " ".join(["train wrong_traces.yaml", *own, *changes])
-    found["cpu_seconds_train"] = command(line, run_folder)
+    line = " ".join(["train wrong_traces.yaml", *common, *changes])
+    result["cpu_seconds_train"] = run_command(line, run_folder)
     evaluation = folder / f"{run_folder.name}_evaluation"
     evaluate = f"eval {run_folder} --output {evaluation} --tasks math500={folder}/data/problems.jsonl"
-    command(f"{evaluate} --temperature 0 --max-new-tokens 48 --batch-size 64", evaluation)
+    run_command(f"{evaluate} --temperature 0 --max-new-tokens 48 --batch-size 64", evaluation)
     right, wrong_rule = wrong_traces.shares_of_answers(evaluation, folder / "data" / "problems.jsonl")
-    return found | {"right": right, "wrong_rule": wrong_rule, "overrides": list(ROWS[row])}
+    return result | {"right": right, "wrong_rule": wrong_rule, "overrides": list(ROWS[row])}
 
 
-def command(line: str, output: Path) -> float:
-    """CPU seconds of `vcore-ds LINE`, imports aside, which writes the folder `output`; those of an earlier attempt
-    where that has finished.
+def run_command(line: str, output: Path) -> float:
+    """Run `vcore-ds LINE`, which writes the folder `output`, unless an earlier attempt has finished; returns its CPU
+    seconds without imports.
 
     Raises:
-        RuntimeError: it failed; with its last lines.
+        RuntimeError: the command failed. The message has its last lines.
     """
     log = output.with_name(f"{output.name}.log")
     if not log.exists() or SECONDS not in log.read_text():
-        shutil.rmtree(output, ignore_errors=True)  # what a stopped attempt has left
-        with ForkedJob(timed, line.split(), log) as job:
+        shutil.rmtree(output, ignore_errors=True)  # left by a stopped attempt
+        with ForkedJob(run_timed, line.split(), log) as job:
             code = job.wait(timeout_seconds=3600)
         if code != 0:
             raise RuntimeError(f"vcore-ds {line} ended with {code}:\n{job.output[-3000:]}")
     return float(log.read_text().rsplit(SECONDS, 1)[1])
 
 
-def timed(arguments: Sequence[str]) -> int:
+def run_timed(arguments: Sequence[str]) -> int:
     code = cli.main(arguments)
     if code == 0:
         print(f"{SECONDS}{time.process_time():.1f}", flush=True)
     return code
 
 
-def separation(scores: Path, mixture: Path) -> dict[str, float]:
+def measure_separation(scores: Path, mixture: Path) -> dict[str, float]:
     """AUC, the probability that a right trace is above a wrong one, by mean utility and by minus the loss; and the
     share of right traces among the quarter of highest utility."""
     is_wrong = np.array([json.loads(line)["is_wrong"] for line in mixture.read_text().splitlines()])
@@ -121,14 +121,14 @@ def separation(scores: Path, mixture: Path) -> dict[str, float]:
     is_wrong, utility = is_wrong[traces["row"]], traces["utility_mean.trusted"]
     kept = np.argsort(-utility)[: len(utility) // 4]
     return {
-        "auc": separation_of_traces(torch.tensor(utility), torch.tensor(is_wrong)),
-        "auc_of_loss": separation_of_traces(torch.tensor(-traces["loss"]), torch.tensor(is_wrong)),
+        "auc": measure_trace_separation(torch.tensor(utility), torch.tensor(is_wrong)),
+        "auc_of_loss": measure_trace_separation(torch.tensor(-traces["loss"]), torch.tensor(is_wrong)),
         "right_share_kept": float((~is_wrong[kept]).mean()),
     }
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     by_row = {row: {r["seed"]: r for r in results if r["row"] == row} for row in ROWS}
     print("| row | right answers, % | to sft | seeds | wrong rule, % | CPU seconds |")
     print("|---" * 6 + "|")

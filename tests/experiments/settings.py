@@ -1,4 +1,4 @@
-"""What distinguishes one run of the learning experiment from another, and what that means to the product."""
+"""Settings of a run of the learning experiment, and the package's configuration that they correspond to."""
 
 import math
 from dataclasses import dataclass, fields
@@ -7,18 +7,18 @@ from tests.experiments.task import CLEAN, ERRING_AUTHOR, RANDOM_NOISE, SYSTEMATI
 from vcore_ds.config.sections import MethodConfig
 
 BATCH_SIZE = 16
-"""Training sequences a step; trusted ones come on top."""
+"""Training sequences a step; trusted ones are additional."""
 WARMUP_RATIO = 0.1
 BASELINES = ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random")
-"""With the product's defaults."""
+"""Methods with the package's defaults."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What distinguishes one run from another."""
+    """Settings that distinguish one run from another."""
 
     regime: str = "scratch"
-    """scratch, or tuned: from the model of `base_model`."""
+    """scratch, or tuned: from the model of `load_base_model`."""
     optimizer: str = "adamw"
     """adamw, sgd, or muon for the matrices of the layers with AdamW for the rest."""
     learning_rate: float = 6e-3
@@ -26,27 +26,27 @@ class Setting:
     training_noise: bool = True
     """Whether the main batch has planted noise."""
     noise: str = "random"
-    """random, unlikely under the model; systematic, likely under it. Also that of the model to start from."""
+    """random, unlikely under the model; systematic, likely under it. Also the noise of the model to start from."""
     wrong_traces: float = 0.0
-    """Share of the training traces that are wrong as a whole, with that noise; 0 spoils parts of all traces instead."""
+    """Share of entirely wrong training traces, with that noise; 0 spoils parts of all traces instead."""
     num_traces: int = 0
-    """Different training traces; 0 for ever new ones."""
+    """Number of different training traces; 0 for new ones in every step."""
     main_data: str = "training"
-    """training; pool, the trusted pool alone."""
+    """training; pool, only the trusted pool."""
     trusted_share: float = 0.0
-    """`data.trusted_share`: share of the batch that comes from the pool, beside BATCH_SIZE training sequences."""
+    """`data.trusted_share`: share of the batch from the pool, in addition to BATCH_SIZE training sequences."""
     pool_size: int = 64
-    """Different sequences of the pool."""
+    """Number of different sequences in the pool."""
     pool_wrong_traces: float = 0.0
-    """Share of the pool that is wrong as a whole; the rest is clean."""
+    """Share of entirely wrong traces in the pool; the rest is clean."""
     keep: str = ""
     """Which of the training traces are trained on (`selection.py`): random, loss, utility, utility_sign or fall keep
-    the highest KEEP_SHARE of `num_traces`; right, all those that are right; all without a name."""
+    the highest KEEP_SHARE of `num_traces`; right keeps all that are right; empty keeps all."""
     keep_again: bool = False
-    """Whether they are scored a second time half-way, by the model as it is then."""
+    """Whether traces are scored again half-way, by the model at that time."""
     stored: str = ""
-    """When the token weights of all training traces are computed, of utilities along the pool's gradient: start, once
-    with the model before training; finished, once with that of a finished `sft` run; epoch, at the start of each one.
+    """When the token weights of all training traces are computed, from utilities along the pool's gradient: start, once
+    with the model before training; finished, once with the model of a finished `sft` run; epoch, at the start of each.
     Empty: weights follow the model in every step."""
     method: str = "sft"
     """vcore, one of BASELINES, or sft_mixed: sft on the batch and the probe's sequences together."""
@@ -66,23 +66,23 @@ class Setting:
     probe_data: str = "training"
     """training; clean, without planted noise and always new; pool, the pool of `pool_size`."""
     probe_loss: str = "uniform"
-    """Token weights of the probe's loss: uniform; dft, the tokens' probabilities; answer, the answer's digits alone."""
+    """Token weights of the probe's loss: uniform; dft, the tokens' probabilities; answer, only the answer's digits."""
     probe_every: int = 1
     """Steps that share a direction."""
     probe_rank: int = 0
-    """Rank of the approximation of each matrix of the direction; 0 for the whole direction."""
+    """Rank of the approximation of each matrix of the direction; 0 for full rank."""
     probe_decay: float = 0.0
-    """Of the running mean over directions."""
+    """Decay of the running mean over directions."""
     probe_source: str = "batch"
     """batch, or previous_step: the gradient that the optimizer consumed last."""
     seed: int = 0
 
     def label(self) -> str:
-        """The settings that differ from the defaults, seed aside: the name of a row."""
+        """Name of a row: the settings that differ from the defaults, without the seed."""
         changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default and f.name != "seed"]
         return " ".join(f"{name}={getattr(self, name)}" for name in changed)
 
-    def noise_of_training(self) -> dict[str, float]:
+    def make_training_noise(self) -> dict[str, float]:
         """Arguments of `TraceStream`."""
         if not self.training_noise:
             return CLEAN
@@ -90,7 +90,7 @@ class Setting:
             return self._erring_author(self.wrong_traces)
         return {"random": RANDOM_NOISE, "systematic": SYSTEMATIC_NOISE}[self.noise]
 
-    def noise_of_pool(self) -> dict[str, float]:
+    def make_pool_noise(self) -> dict[str, float]:
         """Arguments of `TraceStream`."""
         return self._erring_author(self.pool_wrong_traces) if self.pool_wrong_traces > 0 else CLEAN
 
@@ -98,12 +98,12 @@ class Setting:
         return {**ERRING_AUTHOR, "systematic": self.noise == "systematic", "wrong_traces": share}
 
     def num_trusted(self) -> int:
-        """Sequences of the pool in each batch, such that they are `trusted_share` of it."""
+        """Number of sequences of the pool in each batch, a share `trusted_share` of it."""
         return round(BATCH_SIZE * self.trusted_share / (1 - self.trusted_share))
 
 
 def method_config(setting: Setting, kl_budget: float) -> MethodConfig:
-    """The product's description of a step. The batch is a single micro-batch, so a micro-batch's alpha is the step's.
+    """The package's configuration of a step. The batch is a single micro-batch, so a micro-batch's alpha is the step's.
 
     Without a budget `vcore` is plain fine-tuning, and so is `sft_mixed` on its larger batch.
     """

@@ -1,10 +1,10 @@
-"""What it costs that stored token weights do not follow the model (docs/reports/whole-traces.md).
+"""Loss of accuracy when stored token weights do not follow the model (docs/reports/whole-traces.md).
 
     python -m tests.experiments.staleness run       what is missing
     python -m tests.experiments.staleness report    the table
 
 Task, seeds, choice of learning rates and measures are those of `whole_traces.py` in its central cell; runs are of three
-epochs. Results are appended to RESULTS, and what is there is skipped.
+epochs. Results are appended to RESULTS, and finished runs are skipped.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.experiments import whole_traces
-from tests.experiments.processes import read
+from tests.experiments.processes import read_results
 from tests.experiments.report import whole_traces_table
 from tests.experiments.settings import BATCH_SIZE, Setting
 
@@ -20,8 +20,8 @@ RESULTS = Path(__file__).with_suffix(".jsonl")
 NUM_STEPS = 3 * whole_traces.NUM_TRACES // BATCH_SIZE
 
 
-def rows() -> dict[str, Setting]:
-    """By name, seed and learning rate (0) aside."""
+def make_rows() -> dict[str, Setting]:
+    """Name -> row, without seed and learning rate (0)."""
     grid = whole_traces.grid(*whole_traces.CELLS[0])
     sft, vcore = (replace(grid[name], num_steps=NUM_STEPS) for name in ("sft", "vcore, 0.5 nats within"))
     stored = replace(sft, method="stored", kl_budget=vcore.kl_budget, pool_size=vcore.pool_size)
@@ -37,13 +37,13 @@ def rows() -> dict[str, Setting]:
 
 
 def run() -> None:
-    whole_traces.run_missing(whole_traces.due_on_all_seeds(rows(), RESULTS), RESULTS)
+    whole_traces.run_missing(whole_traces.iter_due_on_all_seeds(make_rows(), RESULTS), RESULTS)
 
 
 def report() -> None:
-    results = read(RESULTS)
-    rates = whole_traces.choose_rates(rows(), results)
-    print(whole_traces_table(rows(), rates, results, whole_traces.SEEDS))
+    results = read_results(RESULTS)
+    rates = whole_traces.choose_rates(make_rows(), results)
+    print(whole_traces_table(make_rows(), rates, results, whole_traces.SEEDS))
     print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
 
 

@@ -1,12 +1,12 @@
-"""Which traces of a mixture to train on for one task, as LESS asks (arXiv:2402.04333): SmolLM2-135M-Instruct, LoRA.
+"""Selection of traces from a data mixture for one task, like LESS (arXiv:2402.04333): SmolLM2-135M-Instruct, LoRA.
 
-    python -m tests.experiments.target_selection run [--seeds 0 1 2]     scores and trains what is missing
+    python -m tests.experiments.target_selection run [--seeds 0 1 2]     score and train what is missing
     python -m tests.experiments.target_selection report                  the table of docs/reports/scoring.md
 
 The mixture has worked solutions of six small tasks, a sixth of each, all of them right. The target is one of the tasks,
 another one with each seed, and the pool has a few more of its traces. `vcore-ds score` gives every trace its utility
-for the pool at the base model; `vcore-ds train` then takes equally many SFT steps on each row's traces. What counts is
-the share of the target's traces among the chosen ones, and the loss on held-out traces of the target.
+for the pool at the base model; `vcore-ds train` then takes equally many SFT steps on each row's traces. The measures
+are the share of the target's traces among the chosen ones, and the loss on held-out traces of the target.
 
 Rows: all traces, and a tenth of them, chosen by utility (`data.keep`), at random, by the lowest loss, by the fewest
 supervised tokens.
@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.experiments.processes import REPOSITORY, read, run_vcore_ds, write
+from tests.experiments.processes import REPOSITORY, read_results, run_vcore_ds, write_json_lines
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.data.scores_folder import read_traces
 
@@ -94,43 +94,43 @@ def spelling(draw: random.Random) -> tuple[str, str]:
 def counting(draw: random.Random) -> tuple[str, str]:
     words = [draw.choice(WORDS[:4]) for _ in range(8)]
     word = draw.choice(words)
-    places = [i for i, found in enumerate(words, start=1) if found == word]
+    places = [i for i, other in enumerate(words, start=1) if other == word]
     steps = f"It stands at {', '.join(map(str, places))}, which are {len(places)} places."
     return f"How often is {word} in this list: {' '.join(words)}?", f"{steps} Answer: {len(places)}"
 
 
 TASKS: dict[str, Task] = {task.__name__: task for task in (addition, weekday, sorting, subtraction, spelling, counting)}
-"""The target of seed k is the k-th."""
+"""Tasks by name. The target of seed k is the k-th."""
 
 
-def target_of(seed: int) -> str:
+def choose_target(seed: int) -> str:
     return list(TASKS)[seed]
 
 
 def make_data(seed: int, folder: Path) -> list[dict[str, Any]]:
-    """Writes mixture, pool and held-out traces, no question in two of them or twice; returns the mixture's rows."""
+    """Write mixture, pool and held-out traces, in which no question is repeated; returns the mixture's rows."""
     draw, asked = random.Random(seed), set()
 
-    def rows_of(task: str, number: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        while len(found) < number:
+    def draw_rows(task: str, number: int) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        while len(rows) < number:
             question, answer = TASKS[task](draw)
             if question not in asked:
                 asked.add(question)
                 turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-                found.append({"messages": turns, "task": task})
-        return found
+                rows.append({"messages": turns, "task": task})
+        return rows
 
-    mixture = [row for task in TASKS for row in rows_of(task, NUM_OF_A_TASK)]
+    mixture = [row for task in TASKS for row in draw_rows(task, NUM_OF_A_TASK)]
     draw.shuffle(mixture)
-    write(folder / "mixture.jsonl", mixture)
-    write(folder / "pool.jsonl", rows_of(target_of(seed), NUM_POOL))
-    write(folder / "held_out.jsonl", rows_of(target_of(seed), NUM_HELD_OUT))
+    write_json_lines(folder / "mixture.jsonl", mixture)
+    write_json_lines(folder / "pool.jsonl", draw_rows(choose_target(seed), NUM_POOL))
+    write_json_lines(folder / "held_out.jsonl", draw_rows(choose_target(seed), NUM_HELD_OUT))
     return mixture
 
 
 def score(folder: Path) -> float:
-    """Scores the mixture along the pool, unless that is done; returns the minutes."""
+    """Score the mixture along the pool, unless an earlier call did; returns the minutes."""
     start, output = time.perf_counter(), folder / "scores"
     if not output.exists():
         paths = (f"data.train_path={folder}/mixture.jsonl", f"data.probe_path={folder}/pool.jsonl")
@@ -138,8 +138,8 @@ def score(folder: Path) -> float:
     return (time.perf_counter() - start) / 60
 
 
-def chosen(row: str, seed: int, columns: dict[str, np.ndarray]) -> np.ndarray:
-    """Positions in the table of scores of a row's traces."""
+def choose_positions(row: str, seed: int, columns: dict[str, np.ndarray]) -> np.ndarray:
+    """Positions of a row's traces in the table of scores."""
     measures = {
         "highest utility": -columns["utility_mean.trusted"],
         "lowest loss": columns["loss"],
@@ -154,15 +154,15 @@ def chosen(row: str, seed: int, columns: dict[str, np.ndarray]) -> np.ndarray:
 
 def train(row: str, seed: int, folder: Path, mixture: Sequence[dict[str, Any]]) -> dict[str, Any]:
     columns = read_traces(folder / "scores", ["row", "loss", "num_supervised_tokens", "utility_mean.trusted"])
-    positions = chosen(row, seed, columns)
+    positions = choose_positions(row, seed, columns)
     traces = [mixture[i] for i in columns["row"][positions]]
     data = folder / "mixture.jsonl"
     keep = [f"data.keep.scores={folder}/scores", f"data.keep.top={KEEP_SHARE}"] if row == "highest utility" else []
     if row not in ("highest utility", "all"):
         data = folder / f"{row.replace(' ', '_')}.jsonl"
-        write(data, traces)
+        write_json_lines(data, traces)
     output = folder / row.replace(" ", "_")
-    shutil.rmtree(output, ignore_errors=True)  # what a stopped attempt has left
+    shutil.rmtree(output, ignore_errors=True)  # left by a stopped attempt
     paths = [
         f"data.train_path={data}",
         f"data.validation_path={folder}/held_out.jsonl",
@@ -176,10 +176,10 @@ def train(row: str, seed: int, folder: Path, mixture: Sequence[dict[str, Any]]) 
         shutil.rmtree(output / name, ignore_errors=True)
     return {
         "seed": seed,
-        "target": target_of(seed),
+        "target": choose_target(seed),
         "row": row,
         "num_traces": len(traces),
-        "share_of_target": sum(trace["task"] == target_of(seed) for trace in traces) / len(traces),
+        "share_of_target": sum(trace["task"] == choose_target(seed) for trace in traces) / len(traces),
         "tokens_a_trace": float(columns["num_supervised_tokens"][positions].mean()),
         "loss_before": float(losses[1]),
         "loss_after": float(losses[2]),
@@ -188,7 +188,7 @@ def train(row: str, seed: int, folder: Path, mixture: Sequence[dict[str, Any]]) 
 
 def run(seeds: Sequence[int]) -> None:
     prepare_quickstart_data(REPOSITORY / "runs" / "quickstart_data")
-    done = {(result["seed"], result["row"]) for result in read(RESULTS)}
+    done = {(result["seed"], result["row"]) for result in read_results(RESULTS)}
     for seed in seeds:
         folder = FOLDER / str(seed)
         mixture = make_data(seed, folder)
@@ -201,9 +201,9 @@ def run(seeds: Sequence[int]) -> None:
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     seeds = sorted({result["seed"] for result in results})
-    heads = " | ".join(f"{target_of(seed)}: share, loss" for seed in seeds)
+    heads = " | ".join(f"{choose_target(seed)}: share, loss" for seed in seeds)
     print(f"| traces | {heads} |\n{'|---' * (len(seeds) + 1)}|")
     for row in ROWS:
         by_seed = {result["seed"]: result for result in results if result["row"] == row}

@@ -14,15 +14,15 @@ were selected by their answer.
     wrong       a step's digit of the sum is another one, drawn at random: 1 token
     irrelevant  a part of 6 tokens before a step, `~`, four random digits, `;`
 
-So most planted tokens cannot be predicted. Systematic noise has the same two kinds, but a model learns to expect it, as
-it does with errors that many real traces share:
+So most planted tokens cannot be predicted. Systematic noise has the same two kinds, but a model learns to expect it,
+like errors that many real traces share:
 
     wrong       the digit of the sum plus 1 (modulo the base), more often than the right digit
     irrelevant  always `~ 0 1 2 3 ;`, before half of the steps
 
-Whole traces can be wrong instead, as a solution that errs mostly stays wrong: a share of them is by an author who
-writes the digit plus 1 (systematic) or another digit (random) at four of five steps and gives the answer that follows
-from what he wrote. All of such a trace counts as planted.
+Traces can also be entirely wrong, as solutions with an error mostly stay wrong: a share of them is by an author who
+writes the digit plus 1 (systematic) or another digit (random) in four of five steps, and the answer that follows from
+these. All tokens of such a trace count as planted.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ Trace = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Traces:
-    """Right-padded; B sequences of at most T tokens, N supervised tokens in row-major order."""
+    """Right-padded traces; B sequences of at most T tokens, N supervised tokens in row-major order."""
 
     input_ids: Tensor
     """`[B, T]`"""
@@ -75,17 +75,17 @@ class Traces:
         return len(self.input_ids)
 
     def mean(self, values: Tensor) -> Tensor:
-        """`[B]`, the mean over each trace's tokens of `[N]` values."""
+        """Mean over each trace's tokens of values `[N]`, `[B]`."""
         num_tokens = segment_sum(torch.ones_like(values), self.sequence_index, len(self))
         return segment_sum(values, self.sequence_index, len(self)) / num_tokens
 
     def wrong(self) -> Tensor:
-        """bool `[B]`, whether the trace is by an author who errs."""
+        """Whether each trace is by an author who errs, bool `[B]`."""
         return self.mean((self.planted == WRONG_TRACE).float()) > 0
 
 
 class TraceStream:
-    """An endless stream of traces, a function of its seed alone."""
+    """An endless stream of traces, determined by its seed."""
 
     def __init__(
         self,
@@ -128,11 +128,11 @@ class TraceStream:
         return _batch(rows)
 
     def keep(self, chosen: ArrayLike) -> None:
-        """From now on draws from these traces of the pool alone, whatever was kept before."""
+        """Draw only from these traces of the pool from now on, whatever was kept before."""
         self._kept = np.asarray(chosen)
 
     def whole_pool(self) -> Traces:
-        """Every trace once, kept or not, in the order in which they were made."""
+        """Every trace of the pool once, kept or not, in the order of their creation."""
         assert self._pool is not None
         return _batch(self._pool)
 
@@ -181,7 +181,7 @@ def _batch(rows: Sequence[Trace]) -> Traces:
 
 
 def join(first: Traces, second: Traces) -> Traces:
-    """One batch of both."""
+    """Concatenate two batches."""
     longest = max(first.input_ids.shape[1], second.input_ids.shape[1])
 
     def both(name: str, length: int, padding: int) -> Tensor:
@@ -198,7 +198,7 @@ def join(first: Traces, second: Traces) -> Traces:
 
 
 def answers_match(generated: Tensor, traces: Traces) -> Tensor:
-    """bool `[B]`: the answer, from `#` to the end, is that of the trace.
+    """Whether each answer, from `#` to the end, equals that of the trace, bool `[B]`.
 
     Args:
         generated: `[B, T']`, continuations of the prompts; what follows the first END is ignored.
@@ -212,13 +212,13 @@ def answers_match(generated: Tensor, traces: Traces) -> Tensor:
     return torch.tensor(matches)
 
 
-def separation(weights: Tensor, traces: Traces, kind: int | None = None) -> float:
+def measure_separation(weights: Tensor, traces: Traces, kind: int | None = None) -> float:
     """AUC of token weights: probability that a sound token outweighs a planted one of the same sequence, ties counting
-    half; mean over the sequences that have both. 0.5 is chance, nan where no sequence has both.
+    half; mean over the sequences that have both. 0.5 is chance, NaN if no sequence has both.
 
     Args:
         weights: `[N]`, their scale within a sequence is free.
-        kind: WRONG_STEP or IRRELEVANT_PART counts these planted tokens alone; None all.
+        kind: WRONG_STEP or IRRELEVANT_PART counts only these planted tokens; None counts all.
     """
     is_planted = traces.planted > SOUND if kind is None else traces.planted == kind
     areas = []
@@ -230,9 +230,9 @@ def separation(weights: Tensor, traces: Traces, kind: int | None = None) -> floa
     return float(torch.stack(areas).mean()) if areas else float("nan")
 
 
-def separation_of_traces(scores: Tensor, wrong: Tensor) -> float:
-    """AUC of scores `[B]` of traces: probability that a right one is above a wrong one, ties counting half. nan where
-    all are right or all wrong."""
+def measure_trace_separation(scores: Tensor, wrong: Tensor) -> float:
+    """AUC of scores `[B]` of traces: probability that a right one is above a wrong one, ties counting half. NaN if all
+    are right or all are wrong."""
     return float(_area(scores[~wrong], scores[wrong]))
 
 
@@ -241,8 +241,8 @@ def _area(above: Tensor, below: Tensor) -> Tensor:
     return ((difference > 0).double() + 0.5 * (difference == 0).double()).mean()
 
 
-def planted_mass(weights: Tensor, traces: Traces) -> float:
-    """Share of the batch's weight that lies on planted tokens, relative to that of uniform weights; 1 is chance."""
+def measure_planted_mass(weights: Tensor, traces: Traces) -> float:
+    """Share of the batch's weight on planted tokens, relative to that of uniform weights; 1 is chance."""
     is_planted = (traces.planted > SOUND).to(weights.dtype)
     num_tokens = segment_sum(torch.ones_like(weights), traces.sequence_index, len(traces))
     uniform = float((is_planted / num_tokens[traces.sequence_index]).sum()) / len(traces)

@@ -21,8 +21,8 @@ from tests.experiments.directions import (
     CLIP,
     Direction,
     Muon,
+    make_small_qwen3,
     mean_over_sequences,
-    small_qwen3,
     supervised_logits,
     token_losses,
 )
@@ -35,15 +35,15 @@ from vcore_ds.method.weights import Tokens, segment_sum
 from vcore_ds.train.weighting import alpha_of_micro_batch, sequence_weights, token_weights
 
 KEEP_SHARE = 0.2
-"""Of `random`."""
+"""Share of tokens that `random` keeps."""
 NUM_HELD_OUT = 512
 """Clean problems, the same for all runs."""
 REPORTED, CHOOSING = 0, 1
-"""Draws of held-out problems: that of the tables, and that which chooses learning rates and when `base_model` stops."""
+"""Draws of held-out problems: for the tables, and to choose learning rates and when `load_base_model` stops."""
 BASE_STEPS, BASE_ACCURACY = 900, 0.5
 """`tuned` starts from SFT of this schedule, stopped at this accuracy."""
 WHOLE_TRACES_BASE: dict[str, Any] = {"num_steps": 700, "learning_rate": 3e-3}
-"""Of `tuned`, where whole traces are wrong."""
+"""Schedule of `tuned` for entirely wrong traces."""
 MAIN_STREAM, PROBE_STREAM, POOL_STREAM, BASE_STREAM, HELD_OUT_STREAM, TRUSTED_STREAM = range(6)
 
 
@@ -62,31 +62,31 @@ class Run:
         self.direction = Direction(setting, parameters, self.optimizer)
         self.reference = copy.deepcopy(model) if setting.method in ("iw_sft", "asft") else None
         self.low_precision = copy.deepcopy(model).bfloat16() if setting.utility == "bf16_difference" else None
-        noise, seed = setting.noise_of_training(), setting.seed
+        noise, seed = setting.make_training_noise(), setting.seed
         if setting.main_data == "pool":
-            self.main = self.pool(MAIN_STREAM)
+            self.main = self.make_pool(MAIN_STREAM)
         else:
             self.main = TraceStream([MAIN_STREAM, seed], **noise, pool_size=setting.num_traces or None)
-        self.trusted = self.pool(TRUSTED_STREAM)
+        self.trusted = self.make_pool(TRUSTED_STREAM)
         self.probe = {
             "training": lambda: TraceStream([PROBE_STREAM, seed], **noise),
             "clean": lambda: TraceStream([POOL_STREAM, seed], **task.CLEAN),
-            "pool": lambda: self.pool(PROBE_STREAM),
+            "pool": lambda: self.make_pool(PROBE_STREAM),
         }[setting.probe_data]()
         self.last_utilities: Tensor | None = None
-        """`[N]`, of the last step, where its method has them."""
+        """Utilities of the last step, `[N]`; None if its method has none."""
         self.stored_weights: dict[tuple[int, ...], Tensor] = {}
-        """By a trace's tokens, `[n_i]`, 1 on average: of `method.name: stored`."""
+        """Tokens of a trace -> its weights under `method.name: stored`, `[n_i]`, 1 on average."""
 
-    def pool(self, draws: int) -> TraceStream:
-        """The pool, drawn from by a generator of its own."""
+    def make_pool(self, draws: int) -> TraceStream:
+        """The pool, with a separate generator for its draws."""
         seed, size = self.setting.seed, self.setting.pool_size
-        noise = self.setting.noise_of_pool()
+        noise = self.setting.make_pool_noise()
         return TraceStream([POOL_STREAM, seed], **noise, pool_size=size, draws=[draws, seed])
 
     def step(self, k: int) -> tuple[Traces, Tensor, float]:
-        """Step k, from 0. Returns the batch, its token weights `[N]` (times the weight of their sequence, relative to
-        uniform ones) and alpha (its mean over the batch)."""
+        """Take step k, from 0; returns the batch, its token weights `[N]` (times the weight of their sequence, relative
+        to uniform ones) and alpha (its mean over the batch)."""
         setting = self.setting
         traces = self.main.take(BATCH_SIZE)
         if setting.method == "sft_mixed":
@@ -103,8 +103,8 @@ class Run:
         tokens = self.tokens(k, traces, losses.detach(), utilities)
         tokens = replace(tokens, statistics=prediction_statistics(method, logits.detach()))
         if self.stored_weights:
-            weights_of = [self.stored_weights[tuple(row)] for row in traces.input_ids.tolist()]
-            tokens = replace(tokens, loss_weights=torch.cat(weights_of))
+            stored = [self.stored_weights[tuple(row)] for row in traces.input_ids.tolist()]
+            tokens = replace(tokens, loss_weights=torch.cat(stored))
         weights = token_weights(method, tokens).weights
         shares = sequence_shares(method, tokens, weights)
         alpha = torch.as_tensor(alpha_of_micro_batch(method, tokens, weights, shares))  # scalar or one per sequence
@@ -123,7 +123,7 @@ class Run:
         return traces, coefficients * num_sequences, float(alpha.mean())
 
     def utilities(self, k: int, traces: Traces) -> Tensor:
-        """`[N]`, along a new direction where this step takes one."""
+        """Utilities `[N]`, along a new direction if this step takes one."""
         setting = self.setting
         if setting.probe_source == "batch" and k % setting.probe_every == 0:
             self.direction.take_probe(self.model, self.probe.take(setting.probe_size))
@@ -170,7 +170,7 @@ def prediction_statistics(method: MethodConfig, logits: Tensor) -> Tensor | None
 
 
 def sequence_shares(method: MethodConfig, tokens: Tokens, weights: Tensor) -> Tensor:
-    """`[num_sequences]`, of the batch's loss: equal ones, tilted where the method weights sequences too."""
+    """Shares of the batch's loss, `[num_sequences]`: equal, or tilted if the method weights sequences too."""
     equal = torch.full((tokens.num_sequences,), 1 / tokens.num_sequences)
     if not method.weights_sequences:
         return equal
@@ -181,9 +181,9 @@ def sequence_shares(method: MethodConfig, tokens: Tokens, weights: Tensor) -> Te
 
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, draw: int = REPORTED, num_problems: int = NUM_HELD_OUT) -> dict[str, float]:
-    """On clean problems: loss of the trace in nats per token, of all and of three kinds of them, and the share of right
-    answers when it is written greedily."""
-    traces = held_out_traces(draw, num_problems)
+    """Evaluate on clean problems: loss in nats per token, of all tokens and of three kinds, and accuracy of greedy
+    answers."""
+    traces = draw_held_out_traces(draw, num_problems)
     prompts = traces.input_ids[:, : task.PROMPT_LENGTH]
     generated = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=2 * task.CLEAN_LENGTH, do_sample=False
@@ -200,23 +200,23 @@ def evaluate(model: PreTrainedModel, draw: int = REPORTED, num_problems: int = N
     }
 
 
-def held_out_traces(draw: int, num_problems: int = NUM_HELD_OUT) -> Traces:
+def draw_held_out_traces(draw: int, num_problems: int = NUM_HELD_OUT) -> Traces:
     return TraceStream([HELD_OUT_STREAM, draw], **task.CLEAN).take(num_problems)
 
 
-def base_model(setting: Setting, folder: Path) -> PreTrainedModel:
-    """A model from SFT on traces of its own, of the setting's kind of noise. Where parts of all traces are spoiled it
-    is stopped half-way: at BASE_ACCURACY, or after BASE_STEPS. Where whole traces are wrong it has learnt the mixture
-    of both authors, in WHOLE_TRACES_BASE. Trained once per seed and kept in `folder`."""
+def load_base_model(setting: Setting, folder: Path) -> PreTrainedModel:
+    """A model from SFT on separate traces with the setting's kind of noise, trained once per seed and kept in `folder`.
+    If parts of all traces are spoiled, it is stopped half-way: at BASE_ACCURACY, or after BASE_STEPS. If entire traces
+    are wrong, it has learnt both authors by WHOLE_TRACES_BASE."""
     base = Setting(num_steps=BASE_STEPS, noise=setting.noise, seed=setting.seed)
     kind = "" if setting.noise == "random" else f"{setting.noise}_"
     if setting.wrong_traces > 0:
         base = replace(base, wrong_traces=setting.wrong_traces, **WHOLE_TRACES_BASE)
         kind = f"{setting.noise}_{setting.wrong_traces:g}_"
-    path, model = folder / f"base_{kind}{setting.seed}.pt", small_qwen3(setting.seed)
+    path, model = folder / f"base_{kind}{setting.seed}.pt", make_small_qwen3(setting.seed)
     if not path.exists():
         run = Run(base, model)
-        run.main = TraceStream([BASE_STREAM, setting.seed], **base.noise_of_training())
+        run.main = TraceStream([BASE_STREAM, setting.seed], **base.make_training_noise())
         for k in range(base.num_steps):
             run.step(k)
             stops = base.wrong_traces == 0 and k % 50 == 49
@@ -227,19 +227,19 @@ def base_model(setting: Setting, folder: Path) -> PreTrainedModel:
     return model
 
 
-def model_at_start(setting: Setting, folder: Path) -> PreTrainedModel:
-    return small_qwen3(setting.seed) if setting.regime == "scratch" else base_model(setting, folder)
+def load_start_model(setting: Setting, folder: Path) -> PreTrainedModel:
+    return make_small_qwen3(setting.seed) if setting.regime == "scratch" else load_base_model(setting, folder)
 
 
 @functools.cache
-def evaluated_at_start(start: Setting, folder: Path) -> dict[str, float]:
-    return evaluate(model_at_start(start, folder))
+def evaluate_start(start: Setting, folder: Path) -> dict[str, float]:
+    return evaluate(load_start_model(start, folder))
 
 
 def train(setting: Setting, folder: Path) -> dict[str, Any]:
-    """One run. Returns the setting and what came out, as one flat dictionary."""
-    model = model_at_start(setting, folder)
-    at_start = evaluated_at_start(Setting(regime=setting.regime, noise=setting.noise, seed=setting.seed), folder)
+    """Train once; returns the setting and the results, as one flat dictionary."""
+    model = load_start_model(setting, folder)
+    at_start = evaluate_start(Setting(regime=setting.regime, noise=setting.noise, seed=setting.seed), folder)
     run, start = Run(setting, model), time.process_time()
     records: dict[str, list[float]] = {name: [] for name in ("auc", "auc_wrong", "auc_irrelevant", "planted_mass")}
     alphas = []
@@ -248,14 +248,14 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
         traces, weights, alpha = run.step(k)
         alphas.append(alpha)
         if k % (setting.num_steps // 20) == 0 and setting.method != "sft" and has_noise:
-            records["auc"].append(task.separation(weights, traces))
-            records["auc_wrong"].append(task.separation(weights, traces, task.WRONG_STEP))
-            records["auc_irrelevant"].append(task.separation(weights, traces, task.IRRELEVANT_PART))
-            records["planted_mass"].append(task.planted_mass(weights, traces))
+            records["auc"].append(task.measure_separation(weights, traces))
+            records["auc_wrong"].append(task.measure_separation(weights, traces, task.WRONG_STEP))
+            records["auc_irrelevant"].append(task.measure_separation(weights, traces, task.IRRELEVANT_PART))
+            records["planted_mass"].append(task.measure_planted_mass(weights, traces))
     seconds = time.process_time() - start
     means = {name: sum(values) / len(values) for name, values in records.items() if values}
     with torch.no_grad():
-        choosing_loss = float(token_losses(model, held_out_traces(CHOOSING)).mean())
+        choosing_loss = float(token_losses(model, draw_held_out_traces(CHOOSING)).mean())
     result = {**asdict(setting), **evaluate(model), **means, "alpha_mean": sum(alphas) / len(alphas)}
     return {
         **result,
@@ -267,7 +267,7 @@ def train(setting: Setting, folder: Path) -> dict[str, Any]:
 
 
 def train_and_record(setting: Setting, results: Path, folder: Path) -> None:
-    """One run, appended to the file as a line; models to start from are kept in `folder`."""
+    """Train once and append the result to the file. Models to start from are kept in `folder`."""
     result = train(setting, folder)
     with results.open("a") as file:
         file.write(json.dumps(result) + "\n")

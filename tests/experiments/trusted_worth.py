@@ -1,12 +1,11 @@
-"""Where trusted traces are not enough by themselves, on a real model: SmolLM2-135M-Instruct, LoRA, word problems.
+"""When trusted traces alone are not enough, on a real model: SmolLM2-135M-Instruct, LoRA, word problems.
 
     python -m tests.experiments.trusted_worth run [--settings NAME ..]    what is missing
     python -m tests.experiments.trusted_worth report                      the tables of docs/reports/trusted-worth.md
 
-Settings, rows, sizes, measures and predictions are on the page, committed before the first reported run. All runs in
-one process in fp32: training is a loop of PyTorch, the selection takes the utilities of `vcore_ds.token_utilities`.
-Results are appended to trusted_worth.jsonl, and what is there is skipped.
-"""
+Settings, rows, sizes, measures and predictions are on the page, committed before the first reported run. All runs are
+in one process in fp32: training is a loop in PyTorch, selection uses `vcore_ds.token_utilities`. Results are appended
+to trusted_worth.jsonl, and finished runs are skipped."""
 
 import argparse
 import json
@@ -25,8 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 from launch_scripts.wrong_traces import NAMES, STORIES, THINGS
-from tests.experiments.processes import REPOSITORY, read
-from tests.experiments.task import separation_of_traces
+from tests.experiments.processes import REPOSITORY, read_results
+from tests.experiments.task import measure_trace_separation
 from vcore_ds import probe_direction, token_utilities
 from vcore_ds.common.statistics import cell
 from vcore_ds.data.answers import final_answer
@@ -48,7 +47,7 @@ TOGETHER = (
     "A box has {start} {thing}, a bag has {less} fewer. How many are in both together?",
 )
 TYPES = (STORIES, ADDED_FIRST, TOGETHER)
-"""The first is that of launch_scripts/wrong_traces.py."""
+"""Types of problems; the first is the one of launch_scripts/wrong_traces.py."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Setting:
     num_types: int = 1
     num_trusted_spoiled: int = 0
     spoiled: str = "wrong rule"
-    """How authors spoil a trace: they add what is to be subtracted (wrong rule), or copy the right answer."""
+    """How authors spoil a trace: they add instead of subtracting (wrong rule), or copy the right answer."""
 
 
 SETTINGS = {
@@ -78,8 +77,8 @@ class Trace:
     type: int
 
 
-def make(setting: Setting, seed: int) -> dict[str, list[Trace]]:
-    """The training, trusted and evaluated traces, a function of the seed. No two have the same type and numbers."""
+def make_data(setting: Setting, seed: int) -> dict[str, list[Trace]]:
+    """Training, trusted and evaluated traces, determined by the seed. No two have the same type and numbers."""
     problems = [_problems(seed, kind) for kind in range(len(TYPES))]
     author = random.Random(f"authors {seed}")
 
@@ -116,7 +115,7 @@ def _trace(kind: int, problem: str, start: int, less: int, more: int, is_spoiled
 
 
 def _solve(kind: int, start: int, less: int, more: int, sign: str) -> tuple[str, str]:
-    """A worked solution and its answer; with the sign `+` the wrong rule's."""
+    """A worked solution and its answer; with the sign `+` by the wrong rule."""
     change = -less if sign == "-" else less
     if kind == 1:
         middle, total = start + more, start + more + change
@@ -129,7 +128,7 @@ def _solve(kind: int, start: int, less: int, more: int, sign: str) -> tuple[str,
 
 
 class Learner:
-    """The model with a new adapter, and how it is trained, scored with and asked."""
+    """The model with a new adapter: training, scores and answers."""
 
     def __init__(self, base: Any, tokenizer: Any, seed: int):
         torch.manual_seed(seed)
@@ -141,11 +140,11 @@ class Learner:
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.0)
 
     def close(self) -> None:
-        """Leaves the model as it was."""
+        """Remove the adapter from the model."""
         self.model.unload()
 
     def batch(self, traces: Sequence[Trace]) -> dict[str, Tensor]:
-        """Right-padded; causal attention hides the padding from the tokens before it."""
+        """A right-padded batch; causal attention hides the padding from the tokens before it."""
         rows = []
         for trace in traces:
             prompt, solution = (
@@ -161,7 +160,7 @@ class Learner:
         }
 
     def train(self, traces: Sequence[Trace]) -> None:
-        """`NUM_STEPS` steps, in each epoch every trace once in a new order."""
+        """Take `NUM_STEPS` steps. Each epoch has every trace once, in a new order."""
         schedule = get_cosine_schedule_with_warmup(self._optimizer, 0, NUM_STEPS)
         order: list[int] = []
         generator = random.Random(f"order {self._seed}")
@@ -176,7 +175,7 @@ class Learner:
             schedule.step()
 
     def losses(self, traces: Sequence[Trace]) -> Tensor:
-        """`[B]`, the mean loss of the tokens of each trace."""
+        """Mean loss of the tokens of each trace, `[B]`."""
         batch = self.batch(traces)
         labels = batch["labels"][:, 1:]
         rows, columns = (labels != -100).nonzero(as_tuple=True)
@@ -188,7 +187,7 @@ class Learner:
         return torch.stack([losses[rows == row].mean() for row in range(len(traces))])
 
     def utilities(self, traces: Sequence[Trace], trusted: Sequence[Trace]) -> Tensor:
-        """`[B]`, the mean utility of the tokens of each trace, along the gradient of the trusted ones."""
+        """Mean utility of the tokens of each trace along the gradient of the trusted traces, `[B]`."""
         direction = probe_direction(self.model, [self.batch(trusted)])
         means = []
         for group in _groups(traces, 12):
@@ -199,12 +198,12 @@ class Learner:
 
     @torch.no_grad()
     def mean_losses(self, traces: Sequence[Trace]) -> Tensor:
-        """`[B]`"""
+        """Mean loss of each trace, `[B]`, without gradients."""
         return torch.cat([self.losses(group) for group in _groups(traces, 12)])
 
     @torch.no_grad()
     def answer(self, problems: Sequence[Trace]) -> list[str]:
-        """Greedy."""
+        """Greedy answers."""
         end = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._tokenizer.padding_side = "left"
         inputs = self._tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True)
@@ -230,8 +229,8 @@ def _groups(traces: Sequence[Trace], size: int) -> Iterator[Sequence[Trace]]:
 
 
 def run_rows(new_learner: Callable[[], Learner], setting: Setting, seed: int) -> Iterator[dict[str, Any]]:
-    """Results of all rows of a setting and seed."""
-    data = make(setting, seed)
+    """Yield the results of all rows of a setting and seed."""
+    data = make_data(setting, seed)
     start = time.process_time()
     learner = new_learner()
     learner.train(data["train"])
@@ -245,12 +244,12 @@ def run_rows(new_learner: Callable[[], Learner], setting: Setting, seed: int) ->
     kinds = torch.tensor([trace.type for trace in data["train"]])
     kept = utilities.argsort(descending=True)[:NUM_KEPT]
     separation = {
-        "auc": separation_of_traces(utilities, is_spoiled),
+        "auc": measure_trace_separation(utilities, is_spoiled),
         "auc_by_type": [
-            separation_of_traces(utilities[kinds == kind], is_spoiled[kinds == kind])
+            measure_trace_separation(utilities[kinds == kind], is_spoiled[kinds == kind])
             for kind in range(setting.num_types)
         ],
-        "auc_of_loss": separation_of_traces(-learner.mean_losses(data["train"]), is_spoiled),
+        "auc_of_loss": measure_trace_separation(-learner.mean_losses(data["train"]), is_spoiled),
         "right_share_kept": float((~is_spoiled[kept]).float().mean()),
         "kept_by_type": torch.bincount(kinds[kept], minlength=setting.num_types).tolist(),
     }
@@ -267,7 +266,7 @@ def run_rows(new_learner: Callable[[], Learner], setting: Setting, seed: int) ->
 
 
 def evaluate(learner: Learner, problems: Sequence[Trace], setting: Setting) -> dict[str, Any]:
-    """Shares of answers that are right, in all and by type, and that are as a spoiled trace would have them."""
+    """Share of right answers, in total and by type, and of answers like those of spoiled traces."""
     outputs = learner.answer(problems)
     answers = [final_answer(output, "math") if "\\boxed" in output else None for output in outputs]
     right = np.array([answer == problem.answer for answer, problem in zip(answers, problems, strict=True)])
@@ -290,7 +289,7 @@ def run(settings: Mapping[str, Setting], seeds: Sequence[int], results: Path = R
     base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     for name, setting in settings.items():
         for seed in seeds:
-            done = {r["row"] for r in read(results) if (r["setting"], r["seed"]) == (name, seed)}
+            done = {r["row"] for r in read_results(results) if (r["setting"], r["seed"]) == (name, seed)}
             if done == set(ROWS):
                 continue
             for result in run_rows(lambda seed=seed: Learner(base, tokenizer, seed), setting, seed):
@@ -301,7 +300,7 @@ def run(settings: Mapping[str, Setting], seeds: Sequence[int], results: Path = R
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     for name, setting in SETTINGS.items():
         by_row = {row: {r["seed"]: r for r in results if (r["setting"], r["row"]) == (name, row)} for row in ROWS}
         if not by_row[SFT]:

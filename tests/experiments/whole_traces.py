@@ -1,11 +1,11 @@
-"""When do utilities find traces that are wrong as a whole, and does it pay (docs/reports/whole-traces.md)?
+"""When do utilities find entirely wrong traces, and does it pay (docs/reports/whole-traces.md)?
 
     python -m tests.experiments.whole_traces run       what is missing of the grid
     python -m tests.experiments.whole_traces report    the tables, from what has been run
 
-Learning rates are chosen for each row in the central cell, on CHOOSING_SEEDS, which no table reports: that of the
-highest mean accuracy, of the lowest loss among equals. Other cells and pools take the rates of the central one. Results
-are appended to RESULTS, and what is there is skipped: it may be stopped and started again at any time.
+Learning rates are chosen for each row in the central cell, on CHOOSING_SEEDS, which no table reports: the rate with
+the highest mean accuracy, and the lowest loss among equals. Other cells and pools take the rates of the central one.
+Results are appended to RESULTS, and finished runs are skipped, so it may be stopped and started again at any time.
 """
 
 import argparse
@@ -20,24 +20,24 @@ from typing import Any
 import torch
 
 from tests.experiments import selection, task
-from tests.experiments.processes import read
-from tests.experiments.report import chosen_rate, setting_of, whole_traces_table
+from tests.experiments.processes import REPOSITORY, read_results
+from tests.experiments.report import choose_rate, parse_setting, whole_traces_table
 from tests.experiments.settings import BATCH_SIZE, Setting
-from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, model_at_start
+from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, load_start_model
 
-FOLDER = Path(__file__).resolve().parents[2] / "runs" / "learning_whole_traces"
+FOLDER = REPOSITORY / "runs" / "learning_whole_traces"
 RESULTS = Path(__file__).with_suffix(".jsonl")
-"""Kept with the code, so that the tables can be made again."""
+"""Committed with the code, so that the tables can be made again."""
 SEEDS, CHOOSING_SEEDS = (0, 1, 2, 3, 4), (10, 11)
 RATES = (3e-4, 1e-3, 3e-3)
 NUM_PROBLEMS = 256
-"""Clean problems that a model is evaluated on."""
+"""Number of clean problems on which a model is evaluated."""
 NUM_TRACES, NUM_STEPS = 1024, 100
 TRUSTED_SHARE = 0.2
-"""4 trusted sequences beside 16 of the training data."""
+"""4 trusted sequences in addition to 16 of the training data."""
 POOL = 8
 WITHIN = 0.005
-"""Nats within a trace, where the budget is over the batch."""
+"""Nats within a trace if the budget is over the batch."""
 CELLS = (
     ("systematic", 0.6),
     ("random", 0.6),
@@ -46,9 +46,9 @@ CELLS = (
     ("random", 0.3),
     ("random", 0.8),
 )
-"""Noise, and the share of the traces that are wrong; the central one first."""
+"""Noise and share of wrong traces; the central cell first."""
 POOLS = ((4, 0.0), (16, 0.0), (64, 0.0), (8, 0.25), (16, 0.25))
-"""Size, and the share that is wrong itself; in the central cell."""
+"""Size and share of wrong traces of pools in the central cell."""
 MAIN_ROWS = (
     "before training",
     "sft",
@@ -62,13 +62,13 @@ MAIN_ROWS = (
     "sft, right traces alone",
 )
 PRESET_ROWS = ("vcore, 1 over the batch, + trusted", "vcore, 0.5 nats within, + trusted")
-"""Say how presets/trusted.yaml should weight, and whether it should train on the pool as well."""
+"""Rows that decide how presets/trusted.yaml weights, and whether it trains on the pool as well."""
 MAJORITY_ROWS = (
     "vcore, training probe, 0.5 within",
     "vcore, training probe, 1 over the batch",
     "vcore, previous step, 0.5 within",
 )
-"""On top where right traces are the majority."""
+"""Additional rows for cells where right traces are the majority."""
 OPTION_ROWS = (
     "vcore, 1 over the batch, every 5",
     "vcore, 1 over the batch, B' 2",
@@ -78,16 +78,16 @@ OPTION_ROWS = (
     "vcore, previous step, 0.5 within",
     "vcore, previous step, 1 over the batch",
 )
-"""Which directions a probe may have."""
+"""Rows with other directions of the probe."""
 RANK_ROWS = (
     "vcore, 1 over the batch, rank 4",
     "vcore, 1 over the batch, rank 16",
     "vcore, 0.5 nats within, rank 4",
     "vcore, 0.5 nats within, rank 16",
 )
-"""Matrices are 64 wide. Whether presets take `probe.rank` by default, decided before these ran: they do where the row
-of rank 16 is, in the mean over the seeds, less than 1 point of accuracy below the row of the whole direction with both
-weightings, and the interval of the difference includes 0. Predicted: rank 16 even, rank 4 less than 2 points below."""
+"""Matrices are 64 wide. Whether presets take `probe.rank` by default, decided before these ran: they do if the row
+of rank 16 is, in the mean over the seeds, less than 1 point of accuracy below the full-rank row with both weightings,
+and the interval of the difference includes 0. Predicted: rank 16 even, rank 4 less than 2 points below."""
 POOL_ROWS = (
     "sft",
     "sft + trusted",
@@ -99,7 +99,7 @@ POOL_ROWS = (
 
 
 def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_traces: float = 0.0) -> dict[str, Setting]:
-    """The rows by name, seed and learning rate (0) aside."""
+    """Name -> row, without seed and learning rate (0)."""
     sft = Setting(
         regime="tuned",
         learning_rate=0.0,
@@ -152,96 +152,95 @@ def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_trac
     }
 
 
-def rows_of_cell(noise: str, wrong_traces: float) -> dict[str, Setting]:
-    """The rows that are run there: all in the central cell."""
+def make_cell_rows(noise: str, wrong_traces: float) -> dict[str, Setting]:
+    """Rows of a cell; the central cell has all."""
     rows = grid(noise, wrong_traces)
     if (noise, wrong_traces) == CELLS[0]:
         return rows
     return {name: rows[name] for name in (*MAIN_ROWS, *(MAJORITY_ROWS if wrong_traces < 0.5 else ()))}
 
 
-def rows_of_pool(pool_size: int, pool_wrong_traces: float) -> dict[str, Setting]:
+def make_pool_rows(pool_size: int, pool_wrong_traces: float) -> dict[str, Setting]:
     rows = grid(*CELLS[0], pool_size, pool_wrong_traces)
     return {name: rows[name] for name in POOL_ROWS}
 
 
-def rate_of(name: str, results: Sequence[dict[str, Any]]) -> float:
-    """Raises ValueError where the row has not been run at all rates on all CHOOSING_SEEDS."""
+def choose_row_rate(name: str, results: Sequence[dict[str, Any]]) -> float:
+    """Learning rate of a row of the central cell; raises ValueError like `choose_rates`."""
     return choose_rates({name: grid(*CELLS[0])[name]}, results)[name]
 
 
 def choose_rates(rows: Mapping[str, Setting], results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """By row. Raises ValueError where one has not been run at all rates on all CHOOSING_SEEDS."""
+    """Row -> learning rate; raises ValueError if a row has not been run at all rates on all CHOOSING_SEEDS."""
     return {
-        name: chosen_rate(row, rates_of(row), results, CHOOSING_SEEDS, by_accuracy=True) for name, row in rows.items()
+        name: choose_rate(row, list_rates(row), results, CHOOSING_SEEDS, by_accuracy=True) for name, row in rows.items()
     }
 
 
-def rates_of(row: Setting) -> Sequence[float]:
+def list_rates(row: Setting) -> Sequence[float]:
     return RATES if row.num_steps > 0 else RATES[:1]
 
 
-def due() -> Iterator[Setting]:
-    """All runs, each given when those before it have been run; ordered such that a limited time leaves out what matters
-    least."""
+def iter_due_runs() -> Iterator[Setting]:
+    """Yield all runs, the most important first, each once the runs before it have finished."""
     last = (*OPTION_ROWS, *RANK_ROWS)
     others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *PRESET_ROWS, *last)]
-    cells = [rows_of_cell(*cell) for cell in CELLS[1:]]
-    pools = [rows_of_pool(*pool) for pool in POOLS]
-    yield from due_in_the_centre(MAIN_ROWS)
-    yield from due_in_the_centre(PRESET_ROWS)
+    cells = [make_cell_rows(*cell) for cell in CELLS[1:]]
+    pools = [make_pool_rows(*pool) for pool in POOLS]
+    yield from iter_due_in_centre(MAIN_ROWS)
+    yield from iter_due_in_centre(PRESET_ROWS)
     for cell in cells:
-        yield from due_elsewhere([cell], MAIN_ROWS, SEEDS[:3])
-    yield from due_in_the_centre(others)
-    yield from due_elsewhere(pools, POOL_ROWS, SEEDS[:3])
-    yield from due_in_the_centre(OPTION_ROWS)
-    yield from due_elsewhere(cells, MAJORITY_ROWS, SEEDS[:3])
-    yield from due_elsewhere(cells + pools, (*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
-    yield from due_in_the_centre(RANK_ROWS)
+        yield from iter_due_elsewhere([cell], MAIN_ROWS, SEEDS[:3])
+    yield from iter_due_in_centre(others)
+    yield from iter_due_elsewhere(pools, POOL_ROWS, SEEDS[:3])
+    yield from iter_due_in_centre(OPTION_ROWS)
+    yield from iter_due_elsewhere(cells, MAJORITY_ROWS, SEEDS[:3])
+    yield from iter_due_elsewhere(cells + pools, (*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
+    yield from iter_due_in_centre(RANK_ROWS)
 
 
-def due_in_the_centre(names: Sequence[str]) -> Iterator[Setting]:
-    yield from due_on_all_seeds({name: grid(*CELLS[0])[name] for name in names}, RESULTS)
+def iter_due_in_centre(names: Sequence[str]) -> Iterator[Setting]:
+    yield from iter_due_on_all_seeds({name: grid(*CELLS[0])[name] for name in names}, RESULTS)
 
 
-def due_on_all_seeds(rows: Mapping[str, Setting], results: Path) -> Iterator[Setting]:
-    """All rates on CHOOSING_SEEDS; then, when those have been run, the chosen ones on SEEDS."""
+def iter_due_on_all_seeds(rows: Mapping[str, Setting], results: Path) -> Iterator[Setting]:
+    """Yield all rates on CHOOSING_SEEDS and, once those have finished, the chosen rates on SEEDS."""
     for seed in CHOOSING_SEEDS:
         for row in rows.values():
-            yield from (replace(row, learning_rate=rate, seed=seed) for rate in rates_of(row))
-    rates = choose_rates(rows, read(results))
+            yield from (replace(row, learning_rate=rate, seed=seed) for rate in list_rates(row))
+    rates = choose_rates(rows, read_results(results))
     for seed in SEEDS:
         yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows.items())
 
 
-def due_elsewhere(
+def iter_due_elsewhere(
     tables: Sequence[dict[str, Setting]], names: Sequence[str], seeds: Sequence[int]
 ) -> Iterator[Setting]:
     for seed in seeds:
         for rows in tables:
             for name in (name for name in rows if name in names):
-                yield replace(rows[name], learning_rate=rate_of(name, read(RESULTS)), seed=seed)
+                yield replace(rows[name], learning_rate=choose_row_rate(name, read_results(RESULTS)), seed=seed)
 
 
 def train(setting: Setting) -> dict[str, Any]:
-    """One run. Returns what came out."""
-    model = model_at_start(setting, FOLDER)
+    """Train once; returns the results."""
+    model = load_start_model(setting, FOLDER)
     run, start = Run(setting, model), time.process_time()
     areas, shares = [], []
     for k in range(setting.num_steps):
         if setting.keep and (k == 0 or (setting.keep_again and k == setting.num_steps // 2)):
             scores = selection.keep(setting, model, run)
-            areas.append(task.separation_of_traces(scores, run.main.whole_pool().wrong()))
+            areas.append(task.measure_trace_separation(scores, run.main.whole_pool().wrong()))
         if setting.stored and (k == 0 or (setting.stored == "epoch" and k % (NUM_TRACES // BATCH_SIZE) == 0)):
-            scored_with = selection.trained_on_all(setting, model) if setting.stored == "finished" else model
+            scored_with = selection.train_on_all(setting, model) if setting.stored == "finished" else model
             scores = selection.store(setting, scored_with, run)
-            areas.append(task.separation_of_traces(scores, run.main.whole_pool().wrong()))
+            areas.append(task.measure_trace_separation(scores, run.main.whole_pool().wrong()))
         traces, weights, _ = run.step(k)
         if k % (setting.num_steps // 20) == 0 and setting.main_data == "training":
             shares.append(float(weights[traces.planted > task.SOUND].sum() / weights.sum()))
             if setting.method != "sft" and not setting.keep and not setting.stored:
                 scored = weights if run.last_utilities is None else run.last_utilities
-                areas.append(task.separation_of_traces(traces.mean(scored), traces.wrong()))
+                areas.append(task.measure_trace_separation(traces.mean(scored), traces.wrong()))
     result = {"seconds": round(time.process_time() - start, 2)}
     evaluated = evaluate(model, CHOOSING if setting.seed in CHOOSING_SEEDS else REPORTED, NUM_PROBLEMS)
     result |= {name: round(evaluated[name], 5) for name in ("accuracy", "held_out_loss")}
@@ -253,15 +252,15 @@ def train(setting: Setting) -> dict[str, Any]:
 
 
 def changed(setting: Setting) -> dict[str, Any]:
-    """What differs from the defaults, from which `report.setting_of` makes the setting again."""
+    """Fields that differ from the defaults, from which `report.parse_setting` restores the setting."""
     return {f.name: value for f in fields(Setting) if (value := getattr(setting, f.name)) != f.default}
 
 
 def run_missing(due: Iterable[Setting], results: Path, train_once: Callable[[Setting], dict[str, Any]] = train) -> None:
-    """Run what is not in the file yet, and append it."""
+    """Run the settings that are not in the file yet, and append their results."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    done = {setting_of(result) for result in read(results)}
+    done = {parse_setting(result) for result in read_results(results)}
     for setting in due:
         if setting in done:
             continue
@@ -273,21 +272,21 @@ def run_missing(due: Iterable[Setting], results: Path, train_once: Callable[[Set
 
 
 def run() -> None:
-    run_missing(due(), RESULTS)
+    run_missing(iter_due_runs(), RESULTS)
 
 
 def report() -> None:
-    results = read(RESULTS)
+    results = read_results(RESULTS)
     rates = {}
     for name in grid(*CELLS[0]):
         with contextlib.suppress(ValueError):  # not yet run
-            rates[name] = rate_of(name, results)
+            rates[name] = choose_row_rate(name, results)
     for cell in CELLS:
         print(f"### {cell[0].capitalize()} noise, {cell[1]:.0%} of the traces wrong\n")
-        print(whole_traces_table(rows_of_cell(*cell), rates, results, SEEDS) + "\n")
+        print(whole_traces_table(make_cell_rows(*cell), rates, results, SEEDS) + "\n")
     for size, wrong in POOLS:
         print(f"### Pool of {size}" + (f", {wrong:.0%} of it wrong" if wrong else "") + "\n")
-        print(whole_traces_table(rows_of_pool(size, wrong), rates, results, SEEDS) + "\n")
+        print(whole_traces_table(make_pool_rows(size, wrong), rates, results, SEEDS) + "\n")
     print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
 
 

@@ -13,14 +13,14 @@ from tests.experiments.coverage import (
     Setting,
     accuracy,
     checkpoints,
-    coverages,
+    estimate_accuracy,
+    estimate_over_problems,
+    estimate_over_seeds,
+    estimate_two_way,
+    estimate_with_averaged_seeds,
+    measure_coverage,
     methods,
     methods_here,
-    of_accuracy,
-    of_both,
-    of_one_run,
-    of_problems_only,
-    of_seeds,
 )
 from vcore_ds.common.statistics import (
     accuracy_interval,
@@ -200,22 +200,26 @@ NUM_WORLDS = 1900
 
 @pytest.mark.parametrize(("num_problems", "num_samples"), [(674, 1), (60, 4)])
 def test_intervals_of_one_run_each_cover_the_checkpoints(num_problems: int, num_samples: int) -> None:
-    pairs = [(of_one_run, checkpoints), (of_accuracy, accuracy)]
-    for share in coverages(Setting(num_problems, num_samples), pairs, num_worlds=NUM_WORLDS):
+    pairs = [(estimate_over_problems, checkpoints), (estimate_accuracy, accuracy)]
+    for share in measure_coverage(Setting(num_problems, num_samples), pairs, num_worlds=NUM_WORLDS):
         assert 0.93 <= share <= 0.97
 
 
 @pytest.mark.parametrize(("num_problems", "num_seeds"), [(674, 3), (60, 5)])
 def test_intervals_over_seeds_cover_the_methods(num_problems: int, num_seeds: int) -> None:
-    (share,) = coverages(Setting(num_problems, 1, num_seeds), [(of_seeds, methods_here)], num_worlds=NUM_WORLDS)
+    (share,) = measure_coverage(
+        Setting(num_problems, 1, num_seeds), [(estimate_over_seeds, methods_here)], num_worlds=NUM_WORLDS
+    )
     assert 0.93 <= share <= 0.97
 
 
 def test_what_does_not_cover_the_methods() -> None:
     """Why problems alone are not enough, and what two-way clustering is for."""
-    (one_run,) = coverages(Setting(674, 4), [(of_one_run, methods)], num_worlds=400)
-    (averaged,) = coverages(Setting(674, 4, 3), [(of_problems_only, methods)], num_worlds=400)
+    (one_run,) = measure_coverage(Setting(674, 4), [(estimate_over_problems, methods)], num_worlds=400)
+    (averaged,) = measure_coverage(Setting(674, 4, 3), [(estimate_with_averaged_seeds, methods)], num_worlds=400)
     assert one_run < 0.8 and averaged < 0.8
     setting = Setting(60, 4, 3, seed_noise=0.05, problem_noise=0.3, method_noise=1.0)
-    over_seeds, both = coverages(setting, [(of_seeds, methods), (of_both, methods)], num_worlds=400)
+    over_seeds, both = measure_coverage(
+        setting, [(estimate_over_seeds, methods), (estimate_two_way, methods)], num_worlds=400
+    )
     assert over_seeds < 0.9 and both >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.experiments import task
-from tests.experiments.report import CHOOSING_SEEDS, chosen_rate, setting_of
+from tests.experiments.report import CHOOSING_SEEDS, choose_rate, parse_setting
 from tests.experiments.settings import BATCH_SIZE, Setting
 from tests.experiments.task import (
     BASE,
@@ -21,7 +21,7 @@ from tests.experiments.task import (
     WRONG_STEP,
     TraceStream,
 )
-from tests.experiments.training import Run, small_qwen3
+from tests.experiments.training import Run, make_small_qwen3
 
 
 def clean_tokens(prompt):
@@ -99,14 +99,14 @@ def test_a_batch_as_large_as_the_pool_is_the_pool_and_draws_leave_it_alone():
 def test_separation_and_mass_of_known_weights():
     traces = TraceStream(2).take(20)
     is_sound = (traces.planted == SOUND).float()
-    assert task.separation(is_sound, traces) == 1.0
-    assert task.separation(1 - is_sound, traces) == 0.0
-    assert task.separation(torch.ones(len(is_sound)), traces) == 0.5
-    assert task.planted_mass(is_sound, traces) == 0.0
+    assert task.measure_separation(is_sound, traces) == 1.0
+    assert task.measure_separation(1 - is_sound, traces) == 0.0
+    assert task.measure_separation(torch.ones(len(is_sound)), traces) == 0.5
+    assert task.measure_planted_mass(is_sound, traces) == 0.0
     # Only wrong steps are given less: perfect for them, chance for irrelevant parts.
     without_wrong = (traces.planted != WRONG_STEP).float()
-    assert task.separation(without_wrong, traces, WRONG_STEP) == 1.0
-    assert task.separation(without_wrong, traces, IRRELEVANT_PART) == 0.5
+    assert task.measure_separation(without_wrong, traces, WRONG_STEP) == 1.0
+    assert task.measure_separation(without_wrong, traces, IRRELEVANT_PART) == 0.5
 
 
 def test_separation_against_counted_pairs():
@@ -120,7 +120,7 @@ def test_separation_against_counted_pairs():
             above = sum(float(weights[i] > weights[j]) for i, j in pairs)
             level = sum(float(weights[i] == weights[j]) for i, j in pairs)
             areas.append((above + 0.5 * level) / len(pairs))
-    assert task.separation(weights, traces) == pytest.approx(sum(areas) / len(areas))
+    assert task.measure_separation(weights, traces) == pytest.approx(sum(areas) / len(areas))
 
 
 def test_answers_are_compared_up_to_the_first_end():
@@ -138,19 +138,19 @@ VCORE = Setting(method="vcore", kl_budget=0.5, direction="adam", probe_data="poo
 
 def test_a_trusted_share_comes_on_top_of_the_training_sequences():
     setting = replace(VCORE, trusted_share=0.2)
-    traces, weights, _ = Run(setting, small_qwen3(0)).step(0)
+    traces, weights, _ = Run(setting, make_small_qwen3(0)).step(0)
     assert len(traces) == BATCH_SIZE + 4 and 4 / len(traces) == setting.trusted_share
-    training = Run(replace(setting, trusted_share=0.0), small_qwen3(0)).main.take(BATCH_SIZE)
+    training = Run(replace(setting, trusted_share=0.0), make_small_qwen3(0)).main.take(BATCH_SIZE)
     longest = training.input_ids.shape[1]
     assert torch.equal(traces.input_ids[:BATCH_SIZE, :longest], training.input_ids)
-    pool = {tuple(row) for row in Run(setting, small_qwen3(0)).pool(0).take(8).input_ids.tolist()}
+    pool = {tuple(row) for row in Run(setting, make_small_qwen3(0)).pool(0).take(8).input_ids.tolist()}
     length = PROMPT_LENGTH + task.CLEAN_LENGTH
     assert {tuple(row) for row in traces.input_ids[BATCH_SIZE:, :length].tolist()} <= pool
     assert float(weights.sum()) == pytest.approx(len(traces), rel=1e-5)
 
 
 def test_a_direction_is_shared_for_every_steps_and_averaged_by_decay():
-    run = Run(replace(VCORE, probe_every=2, probe_decay=0.5, direction="sgd"), small_qwen3(0))
+    run = Run(replace(VCORE, probe_every=2, probe_decay=0.5, direction="sgd"), make_small_qwen3(0))
     vectors = []
     for k in range(3):
         run.step(k)
@@ -166,7 +166,7 @@ def test_a_direction_is_shared_for_every_steps_and_averaged_by_decay():
 
 
 def test_the_previous_step_steers_from_the_second_step_on():
-    run = Run(replace(VCORE, probe_source="previous_step"), small_qwen3(0))
+    run = Run(replace(VCORE, probe_source="previous_step"), make_small_qwen3(0))
     traces, weights, _ = run.step(0)
     num_tokens = torch.bincount(traces.sequence_index)[traces.sequence_index]
     torch.testing.assert_close(weights, 1 / num_tokens)
@@ -175,8 +175,8 @@ def test_the_previous_step_steers_from_the_second_step_on():
 
 
 def test_the_scope_of_a_batch_moves_weight_between_sequences_within_its_budget():
-    _, alone, _ = Run(VCORE, small_qwen3(0)).step(0)
-    traces, weights, _ = Run(replace(VCORE, batch_kl_budget=0.1), small_qwen3(0)).step(0)
+    _, alone, _ = Run(VCORE, make_small_qwen3(0)).step(0)
+    traces, weights, _ = Run(replace(VCORE, batch_kl_budget=0.1), make_small_qwen3(0)).step(0)
     shares = task.segment_sum(weights, traces.sequence_index, BATCH_SIZE) / BATCH_SIZE
     assert float(shares.sum()) == pytest.approx(1.0, rel=1e-5)
     assert float((shares * (shares * BATCH_SIZE).log()).sum()) == pytest.approx(0.1, abs=1e-4)
@@ -186,7 +186,7 @@ def test_the_scope_of_a_batch_moves_weight_between_sequences_within_its_budget()
 
 def test_a_line_of_older_results_is_read_with_defaults():
     old = {"method": "vcore", "kl_budget": 0.5, "direction": "adam", "probe_data": "clean_64", "learning_rate": 1e-3}
-    assert setting_of(old) == replace(VCORE, pool_size=64)
+    assert parse_setting(old) == replace(VCORE, pool_size=64)
 
 
 def test_the_learning_rate_is_that_of_the_lowest_loss_where_it_is_chosen():
@@ -197,6 +197,6 @@ def test_the_learning_rate_is_that_of_the_lowest_loss_where_it_is_chosen():
         for rate in losses
         for seed in CHOOSING_SEEDS
     ]
-    assert chosen_rate(row, tuple(losses), lines) == 3e-3
+    assert choose_rate(row, tuple(losses), lines) == 3e-3
     with pytest.raises(ValueError, match="found seeds"):
-        chosen_rate(row, tuple(losses), lines[:-1])
+        choose_rate(row, tuple(losses), lines[:-1])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.experiments import selection, whole_traces
-from tests.experiments.directions import small_qwen3, token_losses
-from tests.experiments.report import setting_of, whole_traces_table
+from tests.experiments.directions import make_small_qwen3, token_losses
+from tests.experiments.report import parse_setting, whole_traces_table
 from tests.experiments.settings import Setting
 from tests.experiments.task import (
     BASE,
@@ -19,7 +19,7 @@ from tests.experiments.task import (
     SOUND,
     WRONG_TRACE,
     TraceStream,
-    separation_of_traces,
+    measure_trace_separation,
 )
 from tests.experiments.training import Run
 from tests.unit.test_learning_task import clean_tokens, rows
@@ -55,11 +55,11 @@ SETTING = Setting(noise="systematic", wrong_traces=0.5, num_traces=32, pool_size
 
 
 def test_what_is_kept_is_all_that_is_drawn() -> None:
-    run = Run(replace(SETTING, keep="right"), small_qwen3(0))
+    run = Run(replace(SETTING, keep="right"), make_small_qwen3(0))
     assert run.main.take(32).wrong().sum() == 16
     selection.keep(run.setting, run.model, run)
     assert not run.main.take(64).wrong().any()
-    run = Run(replace(SETTING, keep="loss"), small_qwen3(0))
+    run = Run(replace(SETTING, keep="loss"), make_small_qwen3(0))
     scores = selection.keep(run.setting, run.model, run)
     kept = {tuple(row) for row in run.main.take(64).input_ids.tolist()}
     best = run.main.whole_pool().input_ids[scores.argsort(descending=True)[:8]]
@@ -67,7 +67,7 @@ def test_what_is_kept_is_all_that_is_drawn() -> None:
 
 
 def test_utilities_of_traces_are_inner_products_of_gradients() -> None:
-    model = small_qwen3(0).double()
+    model = make_small_qwen3(0).double()
     stream = TraceStream(1, **ERRING_AUTHOR, systematic=True, wrong_traces=0.5, pool_size=4)
     pool = TraceStream(2, **CLEAN, pool_size=3).whole_pool()
     parameters = list(model.parameters())
@@ -89,28 +89,28 @@ def test_utilities_of_traces_are_inner_products_of_gradients() -> None:
 
 def test_separation_of_traces_counts_pairs() -> None:
     wrong = torch.tensor([True, False, True, False])
-    assert separation_of_traces(torch.tensor([1.0, 2.0, 0.0, 1.0]), wrong) == (1 + 1 + 0.5 + 1) / 4
+    assert measure_trace_separation(torch.tensor([1.0, 2.0, 0.0, 1.0]), wrong) == (1 + 1 + 0.5 + 1) / 4
 
 
 def test_a_line_of_results_gives_its_setting_again() -> None:
     for cell in whole_traces.CELLS:
-        for row in whole_traces.rows_of_cell(*cell).values():
-            assert setting_of(whole_traces.changed(row)) == row
+        for row in whole_traces.make_cell_rows(*cell).values():
+            assert parse_setting(whole_traces.changed(row)) == row
 
 
 def test_rates_are_chosen_by_accuracy_first_and_the_table_says_what_was_not_run() -> None:
-    rows_of_cell = {name: whole_traces.grid("systematic", 0.6)[name] for name in ("sft", "sft + trusted", "dft")}
+    make_cell_rows = {name: whole_traces.grid("systematic", 0.6)[name] for name in ("sft", "sft + trusted", "dft")}
     results = []
     for accuracy, loss, rate in ((0.5, 0.1, 3e-4), (0.7, 0.3, 1e-3), (0.7, 0.2, 3e-3)):
         for seed in (*whole_traces.SEEDS, *whole_traces.CHOOSING_SEEDS):
             for name in ("sft", "sft + trusted"):
-                setting = replace(rows_of_cell[name], learning_rate=rate, seed=seed)
+                setting = replace(make_cell_rows[name], learning_rate=rate, seed=seed)
                 gain = 0.1 if name == "sft + trusted" else 0.0
                 result = {"accuracy": accuracy + gain + seed / 100, "held_out_loss": loss, "seconds": 1 + 10 * gain}
                 results.append(whole_traces.changed(setting) | result)
-    rates = {name: whole_traces.rate_of(name, results) for name in ("sft", "sft + trusted")}
+    rates = {name: whole_traces.choose_row_rate(name, results) for name in ("sft", "sft + trusted")}
     assert rates == {"sft": 3e-3, "sft + trusted": 3e-3}
-    table = whole_traces_table(rows_of_cell, rates, results, whole_traces.SEEDS).splitlines()
+    table = whole_traces_table(make_cell_rows, rates, results, whole_traces.SEEDS).splitlines()
     assert table[2].startswith("| sft | 0.003 | 5 | 72.0 ± 2.0 |  | **-10.0 ± 0.0** | 0.2000 ± 0.0000 |  |")
     assert table[3].startswith("| sft + trusted | 0.003 | 5 | 82.0 ± 2.0 | **+10.0 ± 0.0** |  |")
     assert table[3].endswith("| 2.0 |")
