@@ -143,7 +143,7 @@ def test_a_trusted_share_comes_on_top_of_the_training_sequences():
     training = Run(replace(setting, trusted_share=0.0), make_small_qwen3(0)).main.take(BATCH_SIZE)
     longest = training.input_ids.shape[1]
     assert torch.equal(traces.input_ids[:BATCH_SIZE, :longest], training.input_ids)
-    pool = {tuple(row) for row in Run(setting, make_small_qwen3(0)).pool(0).take(8).input_ids.tolist()}
+    pool = {tuple(row) for row in Run(setting, make_small_qwen3(0)).make_pool(0).take(8).input_ids.tolist()}
     length = PROMPT_LENGTH + task.CLEAN_LENGTH
     assert {tuple(row) for row in traces.input_ids[BATCH_SIZE:, :length].tolist()} <= pool
     assert float(weights.sum()) == pytest.approx(len(traces), rel=1e-5)
