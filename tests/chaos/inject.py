@@ -82,10 +82,11 @@ Place = tuple[Any, str, bool, Callable[..., bool]]
 
 
 def _forward() -> Place:
-    """Inside a layer. The layer's forward itself must not be wrapped, or it would not be checkpointed on this rank."""
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+    """Inside a layer. Wrapped, the layer itself would not be checkpointed on this rank, and its norms and MLP would not
+    get the formulas of `models/pointwise.py`, which round utilities in another way."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-    return Qwen3MLP, "forward", False, _always
+    return Qwen3Attention, "forward", False, _always
 
 
 def _backward() -> Place:
