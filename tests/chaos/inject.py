@@ -14,7 +14,7 @@ from typing import Any
 
 import vcore_ds.engine  # noqa: F401  before anything that imports deepspeed
 from vcore_ds.commands import cli
-from vcore_ds.distributed.watchdog import here
+from vcore_ds.distributed.watchdog import get_position
 from vcore_ds.engine import checkpoint_folder
 
 
@@ -40,7 +40,8 @@ class Fault:
 
     def strike(self) -> None:
         what = "SIGKILL" if self.filler is None else "disk full"
-        os.write(2, f"FAULT: {what}: {self.place} of rank {self.rank} (pid {os.getpid()}) at: {here()}\n".encode())
+        rank = f"rank {self.rank} (pid {os.getpid()})"
+        os.write(2, f"FAULT: {what}: {self.place} of {rank} at: {get_position()}\n".encode())
         if self.filler is None:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
@@ -65,7 +66,8 @@ def patch(fault: Fault) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_calls
-        is_counted = (here().step, here().phase) == (fault.step, fault.phase) and concerns(*args)
+        position = get_position()
+        is_counted = (position.step, position.phase) == (fault.step, fault.phase) and concerns(*args)
         num_calls += is_counted
         if is_counted and num_calls == fault.call and not is_after:
             fault.strike()

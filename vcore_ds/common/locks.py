@@ -30,7 +30,7 @@ class RunLock:
         self._lock: FileLock | None = None
 
     def acquire(self, say: Callable[[str], None]) -> None:
-        """Make the folder if needed and acquire the lock; warns if the file system has no locks. Raises UserError where
+        """Make the folder if needed and acquire the lock; warns if the file system has no locks. Raises UserError if
         the folder cannot be made, or another process holds the lock for longer than `WAIT_SECONDS`."""
         with writing("run.output_dir", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ class RunLock:
 @contextmanager
 def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[FileLock]:
     """A context with an exclusive lock on an --output folder, which is made if needed; warns if the file system has no
-    locks. The kernel releases the lock when the process ends. Raises UserError where another process holds it, OSError
-    where the folder cannot be made."""
+    locks. The kernel releases the lock when the process ends. Raises UserError if another process holds it, OSError
+    if the folder cannot be made."""
     lock = _make_and_lock(folder, say)
     try:
         yield lock
@@ -135,7 +135,7 @@ def unfinished_work(output: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str], None], *, again: bool) -> None:
     """Keep the finished parts in the folder of `unfinished_work` if they belong to the same request (all that they
-    depend on, as JSON values); or start empty, also with `again`. Raises UserError where there are parts of another
+    depend on, as JSON values); or start empty, also with `again`. Raises UserError if there are parts of another
     request."""
     if _has_results(folder) and not again:
         differences = describe_differences(read_request(folder), request)

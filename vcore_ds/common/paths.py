@@ -49,7 +49,7 @@ def unfinished_path(path: Path) -> Path:
 
 def begin_folder(folder: Path, num_bytes: int, purpose: str) -> Path:
     """Make an empty folder under the temporary path of `folder`, in which several processes may write. `purpose`
-    completes "expected N bytes for", and may say how to need less. Raises NoRoom where the disk has less than
+    completes "expected N bytes for", and may say how to need less. Raises NoRoom if the disk has less than
     `num_bytes` free."""
     unfinished = unfinished_path(folder)
     _remove(unfinished)
@@ -238,7 +238,7 @@ _MAX_SHOWN = 200  # maximum characters of a problem in a message, since it may q
 
 def read_json(path: Path, contents: TypeAdapter[Contents], expected: str, remedy: str = "Remove the file") -> Contents:
     """Read and validate a JSON file. `expected`: the contents in words; `remedy`: what to do with an invalid file.
-    Raises UserError where it cannot be read or is invalid: truncated, damaged, or of another version."""
+    Raises UserError if it cannot be read or is invalid: truncated, damaged, or of another version."""
     with reading("", path, expected):
         text = path.read_bytes()
     return parse_json(text, contents, str(path), expected, remedy)

@@ -137,7 +137,7 @@ class Progress:
             self._bar.set_postfix_str(text)
 
     def write(self, text: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.write(text)
 

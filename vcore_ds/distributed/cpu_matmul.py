@@ -42,7 +42,7 @@ _replaced: torch.library.Library | None = None
 
 
 def computes_in_fp32() -> bool:
-    """Whether bf16 matrix multiplications on this CPU are computed in fp32. Raises UserError where the environment
+    """Whether bf16 matrix multiplications on this CPU are computed in fp32. Raises UserError if the environment
     variable is neither `fp32` nor `native`."""
     choice = os.environ.get(VARIABLE)
     if choice not in (None, "fp32", "native"):
@@ -164,13 +164,13 @@ def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: floa
     if longest == n:
         left = left.float()
         for piece in pieces:
-            part = (addend[:, piece].float(), left, right[:, piece].float())
-            result[:, piece] = wide(_CPU, *part, beta=beta, alpha=alpha)
+            operands = (addend[:, piece].float(), left, right[:, piece].float())
+            result[:, piece] = wide(_CPU, *operands, beta=beta, alpha=alpha)
     else:
         right = right.float()
         for piece in pieces:
-            part = (addend[piece].float(), left[piece].float(), right)
-            result[piece] = wide(_CPU, *part, beta=beta, alpha=alpha)
+            operands = (addend[piece].float(), left[piece].float(), right)
+            result[piece] = wide(_CPU, *operands, beta=beta, alpha=alpha)
     return result
 
 

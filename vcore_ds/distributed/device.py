@@ -44,7 +44,7 @@ RESET_PEAK = "5"  # value that resets the peak of resident memory, see proc_pid_
 
 def uses_gpu() -> bool:
     """Whether ranks compute on GPUs; DeepSpeed's variable DS_ACCELERATOR=cpu keeps them on the CPU. Raises UserError,
-    with a remedy, where this machine has GPUs that PyTorch cannot use."""
+    with a remedy, if this machine has GPUs that PyTorch cannot use."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return False
     return torch.cuda.is_available() or not _refuse_unused_gpus()

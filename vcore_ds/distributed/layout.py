@@ -46,7 +46,7 @@ _sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's sequence-para
 
 def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> None:
     """Make the device mesh of the process group. A collective; call it once per process group. `timeout_minutes`: for
-    collectives; axes that span the job have the timeout of the process group. Raises UserError where a size does not
+    collectives; axes that span the job have the timeout of the process group. Raises UserError if a size does not
     divide the world size."""
     global _is_first, _timeout
     num_ranks = dist.get_world_size()
@@ -125,9 +125,10 @@ def mesh(axis: Axis) -> DeviceMesh:
     return _meshes[axis]
 
 
-def group(axis: Axis) -> dist.ProcessGroup:
-    """This rank's process group along an axis; not `data` or `sequence`, and `expert` only with expert parallelism."""
-    return _meshes[axis].get_group()
+def group(axis: Axis, sequence_parallel: int = 1) -> dist.ProcessGroup:
+    """This rank's process group along an axis; not `data`, and `expert` only with expert parallelism.
+    `sequence_parallel`: the size, of at least 2, for `sequence`."""
+    return _sequence_groups[sequence_parallel] if axis == "sequence" else _meshes[axis].get_group()
 
 
 def size(axis: Axis, sequence_parallel: int = 1) -> int:
@@ -207,10 +208,9 @@ def start_all_gather(axis: Axis, part: Tensor) -> PendingGather:
 
 def all_to_all(axis: Literal["sequence", "expert"], sent: Tensor, sequence_parallel: int = 1) -> Tensor:
     """All-to-all: send `sent[j]` to the j-th rank of the group; `[j]` of the result is from that rank. A collective."""
-    among = _sequence_groups[sequence_parallel] if axis == "sequence" else group(axis)
     sent = sent.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=among)
+    dist.all_to_all_single(received, sent, group=group(axis, sequence_parallel))
     return received
 
 
@@ -224,10 +224,10 @@ def exchange_rows(axis: Axis, sent: Tensor, num_sent: list[int], num_received: l
 
 def all_gather(axis: Literal["sequence", "tensor", "expert"], part: Tensor, sequence_parallel: int = 1) -> Tensor:
     """All-gather parts of equal shape over an axis: `[...]` to `[ranks, ...]`. A collective."""
-    among = _sequence_groups[sequence_parallel] if axis == "sequence" else group(axis)
-    gathered = part.new_empty(among.size() * part.numel())
-    dist.all_gather_into_tensor(gathered, part.flatten(), group=among)
-    return gathered.view(among.size(), *part.shape)
+    ranks = group(axis, sequence_parallel)
+    gathered = part.new_empty(ranks.size() * part.numel())
+    dist.all_gather_into_tensor(gathered, part.flatten(), group=ranks)
+    return gathered.view(ranks.size(), *part.shape)
 
 
 def reduce_scatter(axis: Literal["tensor"], parts: Tensor) -> Tensor:

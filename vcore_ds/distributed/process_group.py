@@ -28,7 +28,7 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
     """Join the process group of the launcher's environment, or create one of a single process, and make the device
     mesh; keeps an existing group. Also gives each rank its share of the cores, on GPUs local folders for compiled
     kernels, and on CPUs fast matrix multiplications. A collective that takes longer than `timeout_minutes` raises an
-    error instead of hanging. Raises UserError where a parallel size does not divide the world size, or an environment
+    error instead of hanging. Raises UserError if a parallel size does not divide the world size, or an environment
     variable has an invalid value."""
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
@@ -81,7 +81,7 @@ def share_cores_among_ranks() -> None:
     # torchrun sets 1 by default. CPU ranks keep it, because recorded runs depend on the order of summation.
     is_torchrun_default = uses_gpu() and chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if chosen is None or is_torchrun_default:
-        # Counted for the launcher, which may use all of the node's cores even where NUMA binding restricts a rank.
+        # Counted for the launcher, which may use all of the node's cores even if NUMA binding restricts a rank.
         share = len(os.sched_getaffinity(os.getppid())) // num_local_ranks()
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
 

@@ -104,9 +104,9 @@ class StopSignals:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _say(f"{name} outside of the training steps: there is nothing to save")
         if self.before_exit is not None:
-            telling = threading.Thread(target=self.before_exit, args=(name,), daemon=True)
-            telling.start()
-            telling.join(2.0)
+            thread = threading.Thread(target=self.before_exit, args=(name,), daemon=True)
+            thread.start()
+            thread.join(2.0)
         for child in multiprocessing.active_children():  # such as the processes that prepare data
             child.kill()
         os._exit(EXIT_STOPPED)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.signals_to_handle = "SIGHUP,SIGQUIT"  # for these torchrun still kills the ranks
     received: list[int] = []
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def forward_signal(number: int, _: FrameType | None) -> None:
         received.append(number)
         ranks = psutil.Process().children()
         if not ranks:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rank.send_signal(number)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, pass_on)
+        signal.signal(number, forward_signal)
     # "failed (exitcode: 85)" is no error, and the table printed below describes real ones.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
         lambda record: not str(record.msg).startswith("failed (exitcode")

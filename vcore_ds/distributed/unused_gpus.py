@@ -29,7 +29,7 @@ class Gpus(NamedTuple):
     driver: str
 
 
-def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = "", root: Path = Path("/")) -> None:
+def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = "") -> None:
     """Raise UserError if this machine has GPUs; called where PyTorch can use none, so that no run meant for GPUs takes
     days on the CPUs. GPUs that CUDA_VISIBLE_DEVICES hides, or that this process may not open (a container or SLURM job
     without GPUs), do not count.
@@ -38,10 +38,9 @@ def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = 
         torch_version: `torch.__version__`.
         built_for: `torch.version.cuda`; None for a build without CUDA.
         reason: PyTorch's message about why CUDA does not initialise.
-        root: folder with /proc and /dev.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = None if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible) else list_gpus(root)
+    gpus = None if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible) else list_gpus()
     if gpus is None:
         return
     branch = int(gpus.driver.partition(".")[0])
@@ -81,7 +80,7 @@ def list_gpus(root: Path = Path("/")) -> Gpus | None:
 
 
 def run_nvidia_smi(fields: str) -> subprocess.CompletedProcess[str] | None:
-    """Query these fields of all GPUs, one line each; None where nvidia-smi is missing or does not answer."""
+    """Query these fields of all GPUs, one line each; None if nvidia-smi is missing or does not answer."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)

@@ -44,19 +44,20 @@ class Position:
         return f"step {self.step}, {self.phase}" if self.step else self.phase
 
 
-_here = Position()
+_position = Position()
 
 
-def here() -> Position:
-    """This rank's position."""
-    return _here
+def get_position() -> Position:
+    """Return this rank's position."""
+    return _position
 
 
 def mark(phase: str, step: int | None = None) -> None:
     """Record that the main thread enters a phase (a word or two), in optimizer step `step`, from 1 (None for no
     change). All ranks must call it; it does not communicate."""
-    global _here
-    _here = replace(_here, num_marks=_here.num_marks + 1, phase=phase, step=_here.step if step is None else step)
+    global _position
+    step = _position.step if step is None else step
+    _position = replace(_position, num_marks=_position.num_marks + 1, phase=phase, step=step)
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ class Watchdog:
         )
 
     def _status_line(self, beat: int, left: bool = False) -> str:
-        return json.dumps(asdict(replace(here(), beat=beat, left=left)))
+        return json.dumps(asdict(replace(get_position(), beat=beat, left=left)))
 
     def _watch(self) -> None:
         while not self._quiet.wait(BEAT_SECONDS):
@@ -312,7 +313,7 @@ class Watchdog:
             if is_long_dead and not self._positions[rank].left:
                 return Verdict(f"{self._where(rank)}: its process is dead")
 
-        if here().step == 0:
+        if get_position().step == 0:
             patience_seconds = max(patience_seconds, LOADING_PATIENCE_SECONDS)
         if now - self._exchanged_at > patience_seconds:
             return Verdict(f"{self._where(0)}: no answer for {now - self._exchanged_at:.0f} s from its store", 1, 0)
@@ -323,7 +324,7 @@ class Watchdog:
         return self._judge_progress(now) if self._rank == 0 else None
 
     def _judge_progress(self, now: float) -> Verdict | None:
-        positions = self._positions | {0: here()}
+        positions = self._positions | {0: get_position()}
         furthest = max(positions.values(), key=lambda position: position.num_marks)
         for rank, position in positions.items():
             if position.num_marks == furthest.num_marks or position.left:
@@ -337,7 +338,7 @@ class Watchdog:
         return None
 
     def _where(self, rank: int) -> str:
-        position = here() if rank == self._rank else self._positions.get(rank, Position())
+        position = get_position() if rank == self._rank else self._positions.get(rank, Position())
         return f"{self._identities[rank]}, last seen at: {position}"
 
     def _end(self, verdict: Verdict) -> None:
