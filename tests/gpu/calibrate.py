@@ -1,9 +1,9 @@
-"""What a plan says with the speed that these GPUs reach: a run of a few steps, then `vcore-ds plan --calibrate`.
+"""Calibrate a plan by the speed of these GPUs: a run of a few steps, then `vcore-ds plan --calibrate`.
 
     python -m tests.gpu.calibrate [--shape 0.6b] [--ranks 8]
 
-The run has random weights of a Qwen3's shape, and traces of random tokens with lengths around those of long chains of
-thought. The plan is that of the recipe for Qwen3-1.7B on as many GPUs.
+The run has random weights of a Qwen3's shape, and traces of random tokens that are as long as long chains of thought.
+The plan is that of the recipe for Qwen3-1.7B on as many GPUs.
 """
 
 import argparse
@@ -30,13 +30,14 @@ from vcore_ds.planning.hardware import Achieved
 RECIPE = "launch_scripts/recipes/qwen3_1.7b_math_full.yaml"
 NUM_TRACES, NUM_STEPS = 128, 8
 MEAN_LETTERS = {"tiny": 60}
-"""3000 for the others. The tokenizer has a token for each letter."""
+"""Mean letters of a trace by shape, 3000 for the others. The tokenizer has a token for each letter."""
 
 TINY = (
     *("model.precision=fp32", "engine.deepspeed_config=ds_configs/zero3_fp32.json"),
     *("batch.global_size=8", "probe.batch_size=4"),
 )
-"""Settings for the tiny shape. In bf16 the simulated device interprets the attention kernel, for minutes a step."""
+"""Settings for the tiny shape. In bf16 the simulated device would interpret the attention kernel, for minutes a
+step."""
 
 
 def write_inputs(folder: Path, shape: str) -> None:
@@ -109,7 +110,7 @@ def run() -> int:
         return main(plan)
     try:
         calibrate(str(folder / "run"))
-    except UserError as error:  # as it has to: a CPU says nothing about a GPU
+    except UserError as error:  # expected: the speed of a CPU does not calibrate GPUs
         print(f"vcore-ds {' '.join(plan)}\nerror: {error}")
         return 0 if "expected GPUs whose peak is known" in str(error) else 1
     return 1

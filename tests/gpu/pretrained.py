@@ -1,4 +1,4 @@
-"""How right utilities are on this device, on the quickstart's pretrained model, in the words of `vcore-ds fidelity`.
+"""Accuracy of utilities on this device, for the quickstart's pretrained model, by `vcore-ds fidelity`.
 
 python -m tests.gpu.pretrained
 """
@@ -11,5 +11,5 @@ from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 
 if __name__ == "__main__":
     data = prepare_quickstart_data(DATA)
-    found = [f"model.path={data.model}", f"data.train_path={data.train}", "--large-probe", "0"]
-    sys.exit(main(["fidelity", str(RECIPE), *found, "--output", str(DATA.parent / "gpu" / "fidelity")]))
+    overrides = [f"model.path={data.model}", f"data.train_path={data.train}", "--large-probe", "0"]
+    sys.exit(main(["fidelity", str(RECIPE), *overrides, "--output", str(DATA.parent / "gpu" / "fidelity")]))

@@ -1,4 +1,4 @@
-"""What a part of `make gpu8` measured, as JSON and as a Markdown table, with device, driver, date and command."""
+"""Results of a part of `make gpu8`, as JSON and as a Markdown table, with device, driver, date and command."""
 
 import json
 import os

@@ -1,13 +1,13 @@
-"""The first thing to run on a machine with a GPU: does it compute, does a run work, how fast is it.
+"""The first command to run on a machine with a GPU: does it compute, does a run work, how fast is it.
 
     make gpu                                       all parts, in the order of their value
     python -m tests.gpu.session --list             the parts
-    python -m tests.gpu.session --only kernel      some of them; again, where they have run already
+    python -m tests.gpu.session --only kernel      some of them, even if they have passed
     python -m tests.gpu.session --minutes 10       stops before a part that might not end in time
 
-Every part is a process of its own and is stopped after PART_SECONDS. What it prints, and how it ended, is kept in a
-file of its own under `runs/gpu/`, which the next call finds: a part that has passed on this commit and this device is
-not run again. `runs/gpu/gpu.md` is made again after each part.
+Every part is a separate process and is stopped after PART_SECONDS. Its output and exit code are kept in files under
+`runs/gpu/`, which the next call reads: a part that has passed on this commit and this device is not run again.
+`runs/gpu/gpu.md` is rewritten after each part.
 """
 
 import argparse
@@ -29,22 +29,22 @@ import psutil
 import torch
 
 from tests.gpu.results import RESULTS_VARIABLE, describe_devices
+from tests.helpers.commands import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "runs" / "gpu"
 PAGE = "gpu.md"
 PART_SECONDS = 570
-"""A part is stopped after this; machines are lent by ten minutes."""
+"""Time after which a part is stopped; machines are lent for ten minutes at a time."""
 TAIL_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command and what it shows."""
+    """A command and the question that it answers."""
 
     question: str
     arguments: tuple[str, ...]
-    """Of this Python."""
+    """Arguments of Python."""
 
 
 def _tests(*files: str) -> tuple[str, ...]:
@@ -64,9 +64,9 @@ PARTS: dict[str, Part] = {
         _speed("--shape", "0.6b", "--layers", "8", "--tokens", "8192", "--rounds", "2"),
     ),
     "waits": Part("How often does the host wait in a step?", _tests("test_synchronisations.py")),
-    "runs": Part("Do whole runs equal the CPU's, and resume?", _tests("test_runs.py")),
+    "runs": Part("Do runs equal the CPU's, and resume?", _tests("test_runs.py")),
     "memory": Part("Is the memory of a step what is estimated?", _tests("test_memory.py")),
-    "overlap": Part("Are gathers and reductions on streams of their own right?", _tests("test_overlap.py")),
+    "overlap": Part("Are all-gathers and reduce-scatters on separate streams right?", _tests("test_overlap.py")),
     "transformer_engine": Part("Are TransformerEngine's norms right?", _tests("test_transformer_engine.py")),
     "pretrained": Part("How right are utilities on a pretrained model?", ("-m", "tests.gpu.pretrained")),
     "speed_0.6b": Part("How fast is a step of 0.6B?", _speed("--shape", "0.6b", "--rounds", "5")),
@@ -101,9 +101,9 @@ class Outcome:
     command: str
     seconds: float
     exit_code: int | None
-    """None where it was stopped after PART_SECONDS."""
+    """None if it was stopped after PART_SECONDS."""
     output: str
-    """Its last TAIL_CHARACTERS characters; all of it is in the log beside."""
+    """Last TAIL_CHARACTERS characters; the log has all."""
 
     @property
     def passed(self) -> bool:
@@ -122,10 +122,10 @@ def run_parts(
     page: str = PAGE,
     environment: Mapping[str, str] = os.environ,
 ) -> list[Outcome]:
-    """Runs the parts that have not passed yet, and returns all outcomes so far.
+    """Run the parts that have not passed yet; returns all outcomes so far.
 
     Args:
-        chosen: names of the parts to run, also where they have passed; none for those that have not.
+        chosen: names of the parts to run even if they have passed; empty for all that have not.
         minutes: no part begins that might not end in this time.
         page: name of the file with all outcomes.
         environment: variables of the parts.
@@ -143,9 +143,11 @@ def run_parts(
         print(f"{name}: {part.question}", flush=True)
         options = dict(commit=commit, device=device, part_seconds=part_seconds)
         outcome = run_part(name, part, folder, environment, **options)
-        print(f"    {ending(outcome)} after {outcome.seconds:.0f} s, output in {log_of(folder, name)}", flush=True)
+        print(
+            f"    {describe_end(outcome)} after {outcome.seconds:.0f} s, output in {log_path(folder, name)}", flush=True
+        )
         write_page(parts, folder, page)
-    return [found for name in parts if (found := read_outcome(folder, name)) is not None]
+    return [outcome for name in parts if (outcome := read_outcome(folder, name)) is not None]
 
 
 def run_part(
@@ -158,8 +160,8 @@ def run_part(
     device: str,
     part_seconds: float,
 ) -> Outcome:
-    """Runs a part and leaves its log and its outcome in the folder."""
-    command, started, log = [sys.executable, *part.arguments], time.monotonic(), log_of(folder, name)
+    """Run a part and write its log and its outcome to the folder."""
+    command, started, log = [sys.executable, *part.arguments], time.monotonic(), log_path(folder, name)
     environment = {**environment, RESULTS_VARIABLE: str(folder)}
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -183,7 +185,7 @@ def run_part(
         exit_code,
         text[-TAIL_CHARACTERS:],
     )
-    outcome_of(folder, name).write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
+    outcome_path(folder, name).write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
     return outcome
 
 
@@ -199,40 +201,40 @@ def kill_with_ranks(process: subprocess.Popen[Any]) -> None:
     psutil.wait_procs(processes, timeout=10)
 
 
-def log_of(folder: Path, name: str) -> Path:
+def log_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.log"
 
 
-def outcome_of(folder: Path, name: str) -> Path:
+def outcome_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.json"
 
 
 def read_outcome(folder: Path, name: str) -> Outcome | None:
-    """None where the part has not run."""
-    path = outcome_of(folder, name)
+    """A part's outcome; None if it has not run."""
+    path = outcome_path(folder, name)
     return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def ending(outcome: Outcome) -> str:
+def describe_end(outcome: Outcome) -> str:
     if outcome.passed:
         return "passed"
     return "stopped" if outcome.exit_code is None else f"failed ({outcome.exit_code})"
 
 
 def write_page(parts: Mapping[str, Part], folder: Path, page: str) -> None:
-    """A table of all parts, then the tables that each wrote in its folder, or else its last lines."""
-    found = {name: read_outcome(folder, name) for name in parts}
+    """Write a table of all parts, then the tables that each part wrote, or its last lines if there are none."""
+    outcomes = {name: read_outcome(folder, name) for name in parts}
     lines = ["| part | question | result | seconds | device | date | commit |", "|---|---|---|---|---|---|---|"]
     for name, part in parts.items():
-        outcome = found[name]
+        outcome = outcomes[name]
         if outcome is None:
             lines.append(f"| {name} | {part.question} | not run | | | | |")
             continue
         lines.append(
-            f"| {name} | {part.question} | {ending(outcome)} | {outcome.seconds:.0f} | {outcome.device} | "
+            f"| {name} | {part.question} | {describe_end(outcome)} | {outcome.seconds:.0f} | {outcome.device} | "
             f"{outcome.date} | {outcome.commit} |"
         )
-    for name, outcome in found.items():
+    for name, outcome in outcomes.items():
         if outcome is not None:
             tables = [path.read_text(encoding="utf-8") for path in sorted((folder / name).glob("*.md"))]
             lines += ["", f"## {name}", "", f"`{outcome.command}`", ""]
@@ -241,15 +243,15 @@ def write_page(parts: Mapping[str, Part], folder: Path, page: str) -> None:
 
 
 def current_commit() -> str:
-    """With `+` where files have changed since."""
+    """The current commit, with `+` if files have changed since."""
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
             cwd=REPOSITORY, capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return said.stdout.strip()
+    return done.stdout.strip()
 
 
 def read_arguments(
@@ -258,12 +260,14 @@ def read_arguments(
     """The arguments of this command, after `--list` has been answered.
 
     Args:
-        parser: with further arguments.
+        parser: a parser with further arguments.
     """
     parser = argparse.ArgumentParser() if parser is None else parser
     parser.description, parser.formatter_class = description, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--only", nargs="+", choices=parts, default=(), metavar="PART", help="run these, and again")
-    parser.add_argument("--minutes", type=float, help="begin no part that might not end in this time")
+    parser.add_argument(
+        "--only", nargs="+", choices=parts, default=(), metavar="PART", help="run these, even if they have passed"
+    )
+    parser.add_argument("--minutes", type=float, help="start no part that might not end in this time")
     parser.add_argument("--output", type=Path, default=folder, help=f"folder of the results (default {folder})")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     arguments = parser.parse_args()
@@ -274,7 +278,7 @@ def read_arguments(
     return arguments
 
 
-def end(outcomes: Sequence[Outcome], page: Path) -> NoReturn:
+def exit_with(outcomes: Sequence[Outcome], page: Path) -> NoReturn:
     print(f"Results: {page}")
     sys.exit(0 if outcomes and all(outcome.passed for outcome in outcomes) else 1)
 
@@ -294,7 +298,7 @@ def main() -> None:
         chosen=arguments.only,
         minutes=arguments.minutes,
     )
-    end(outcomes, arguments.output / PAGE)
+    exit_with(outcomes, arguments.output / PAGE)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from vcore_ds.models.attention_kernels import _has_flash_4, can_use_flash_4
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("sliding_window", [None, 7, 60])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_flash_kernel_over_variable_lengths(name: str, sliding_window: int | None, with_sinks: bool) -> None:
+def test_the_flash_kernel_over_variable_lengths_equals_fp64(
+    name: str, sliding_window: int | None, with_sinks: bool
+) -> None:
     primals, _ = inputs(60, head_dim=64)
     if with_sinks:
         primals = (*primals, drawn_sinks(4)[0])
@@ -26,14 +28,14 @@ def test_the_flash_kernel_over_variable_lengths(name: str, sliding_window: int |
     expected = unfused(*exact[:3], visible(60, sliding_window, LAYOUTS[name]), *exact[3:]).transpose(1, 2)
     gradients = [torch.autograd.grad(y.double().square().sum(), x) for y, x in ((output, leaves), (expected, exact))]
     torch.testing.assert_close(output.cpu().double(), expected, rtol=0.02, atol=0.02)
-    for found, reference in zip(*gradients, strict=True):
-        torch.testing.assert_close(found.cpu().double(), reference, rtol=0.05, atol=0.05)
+    for gradient, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient.cpu().double(), reference, rtol=0.05, atol=0.05)
 
 
-def test_flash_attention_4_computes_where_it_is_installed() -> None:
-    """So the cases above are of that version there."""
+def test_flash_attention_4_is_used_where_it_is_installed() -> None:
+    """Where it is installed, the tests above are tests of it."""
     if not _has_flash_4():
         pytest.skip("flash-attn-4 is not installed")
-    test_the_flash_kernel_over_variable_lengths("a sequence a row", None, False)
+    test_the_flash_kernel_over_variable_lengths_equals_fp64("a sequence a row", None, False)
     is_active = current_flash_attention_impl() == "FA4"
     assert is_active == can_use_flash_4(torch.cuda.get_device_capability(), 64)

@@ -11,7 +11,7 @@ from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visib
 from vcore_ds.models.attention import SequenceLayout
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Relative to the norm of what is exact for inputs that are rounded already, as in the interpreter."""
+"""Relative to the norm of the exact result for the rounded inputs, as in the interpreter."""
 
 LENGTHS = [[150, 107, 3], [260]]
 TILES_OF_64 = range(4)
@@ -19,7 +19,7 @@ TILES_OF_128 = range(4)
 TILES_OF_256 = range(4)
 
 
-def errors(
+def measure_errors(
     dtype: torch.dtype,
     head_dim: int,
     tiles: tuple[int, ...] | None,
@@ -32,7 +32,7 @@ def errors(
     layout = SequenceLayout.from_lengths(LENGTHS, 1, torch.device("cuda"))
     sinks = drawn_sinks(4)
     given_sinks = tuple(x.cuda() for x in sinks) if with_sinks else None
-    found = flash_tangent(
+    computed = flash_tangent(
         *(x.cuda() for x in primals), tuple(x.cuda() for x in tangents),
         cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=SCALE,
         sliding_window=sliding_window, sinks=given_sinks, tiles=tiles,
@@ -43,27 +43,29 @@ def errors(
         return unfused(query, key, value, seen, sinks if with_sinks else None)
 
     all_parts = zip((primals, tangents), sinks, strict=True)
-    exact, moving = (tuple(x.double() for x in (*tensors, of_heads)) for tensors, of_heads in all_parts)
+    exact, moving = (tuple(x.double() for x in (*tensors, sink)) for tensors, sink in all_parts)
     expected = torch.func.jvp(attend, exact, moving)
-    return [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(found[:2], expected, strict=True)]
+    return [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(computed[:2], expected, strict=True)]
 
 
 @pytest.mark.parametrize(("sliding_window", "with_sinks"), [(None, False), (33, False), (None, True), (33, True)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_compiled_kernel_against_fp64(
+def test_the_compiled_kernel_equals_fp64(
     dtype: torch.dtype, head_dim: int, sliding_window: int | None, with_sinks: bool
 ) -> None:
-    found = errors(dtype, head_dim, None, sliding_window, with_sinks)
-    print(f"{dtype}, head dimension {head_dim}, window {sliding_window}: value {found[0]:.1e}, tangent {found[1]:.1e}")
-    assert max(found) <= TOLERANCE[dtype]
+    errors = measure_errors(dtype, head_dim, None, sliding_window, with_sinks)
+    print(
+        f"{dtype}, head dimension {head_dim}, window {sliding_window}: value {errors[0]:.1e}, tangent {errors[1]:.1e}"
+    )
+    assert max(errors) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
     ("head_dim", "number"),
     [(64, i) for i in TILES_OF_64] + [(128, i) for i in TILES_OF_128] + [(256, i) for i in TILES_OF_256],
 )
-def test_every_tile_that_a_run_may_choose(head_dim: int, number: int) -> None:
+def test_every_tile_that_a_run_may_choose_equals_fp64(head_dim: int, number: int) -> None:
     from triton.runtime.errors import OutOfResources
 
     from vcore_ds.models.flash_tangent import TILES
@@ -71,7 +73,7 @@ def test_every_tile_that_a_run_may_choose(head_dim: int, number: int) -> None:
     assert [len(TILES[dim]) for dim in (64, 128, 256)] == [len(TILES_OF_64), len(TILES_OF_128), len(TILES_OF_256)]
     tile = TILES[head_dim][number]
     try:
-        found = errors(torch.bfloat16, head_dim, tile)
+        errors = measure_errors(torch.bfloat16, head_dim, tile)
     except OutOfResources as error:
         pytest.skip(f"{tile} drops out on this GPU: {error}")
-    assert max(found) <= TOLERANCE[torch.bfloat16]
+    assert max(errors) <= TOLERANCE[torch.bfloat16]

@@ -18,13 +18,13 @@ NUM_TOKENS = 8192
 
 
 @pytest.mark.parametrize("method", benchmark.METHODS)
-def test_a_step_takes_what_is_estimated(method: str) -> None:
+def test_a_step_needs_the_estimated_memory(method: str) -> None:
     start_process_group(timeout_minutes=10)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = benchmark.build_engine(SIZES)
-    estimator = NoUtilities(engine) if method == "sft" else benchmark.estimator_of(method, engine, Direction(engine))
+    estimator = NoUtilities(engine) if method == "sft" else benchmark.make_estimator(method, engine, Direction(engine))
     pack = benchmark.make_pack(NUM_TOKENS, SIZES["vocab_size"], 0)
     batches = StepBatches([pack], [] if method == "sft" else [pack])
     for _ in range(3):  # the first compiles kernels and records ZeRO-3's trace

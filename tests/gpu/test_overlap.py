@@ -1,8 +1,8 @@
-"""Steps with gathers and reductions on streams of their own (`overlap_comm`) on GPUs: two, or the one there is.
+"""Steps with all-gathers and reduce-scatters on separate streams (`overlap_comm`), on two GPUs or the only one.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.test_overlap on FILE
 
-runs the steps and writes what they measured. The same ordering without a GPU: `tests/dist/test_overlap.py`.
+runs the steps and writes their measurements. `tests/dist/test_overlap.py` tests the ordering without a GPU.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.commands import REPOSITORY
 from tests.helpers.step_cases import CASES, steps
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
@@ -33,7 +34,7 @@ MEASURED = ("loss", "grad_norm")
 
 
 def measure(case: str, num_layers: int, overlap: bool) -> dict[str, Any]:
-    """What three steps measured, and where the package's code made the host wait in the third."""
+    """Measurements of three steps, and places in the package where the host waited in the third."""
     with steps(case, num_layers=num_layers, overlap=overlap) as run:
         measured = [run.take().values for _ in range(2)]
         with warnings.catch_warnings(record=True) as caught:
@@ -51,9 +52,9 @@ def measure(case: str, num_layers: int, overlap: bool) -> dict[str, Any]:
 
 def main(overlap: bool, file: Path) -> None:
     start_process_group(timeout_minutes=5)
-    found = {case: [measure(case, num_layers, overlap) for num_layers in NUM_LAYERS] for case in CASES}
+    measured = {case: [measure(case, num_layers, overlap) for num_layers in NUM_LAYERS] for case in CASES}
     if layout.is_first():
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(measured))
 
 
 def run(overlap: bool, file: Path, sanitizer: bool) -> dict[str, list[dict[str, Any]]]:
@@ -65,7 +66,7 @@ def run(overlap: bool, file: Path, sanitizer: bool) -> dict[str, list[dict[str, 
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "-m", *arguments],
         env=environment,
-        cwd=Path(__file__).parents[2],
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=1500,
@@ -86,13 +87,13 @@ def test_more_layers_make_the_host_wait_no_more_often(overlapped, case: str) -> 
     assert few["waits"] and few["waits"] == many["waits"]
 
 
-def test_steps_measure_the_same_on_one_stream(overlapped, tmp_path: Path) -> None:
+def test_steps_are_the_same_on_one_stream(overlapped, tmp_path: Path) -> None:
     one_stream = run(False, tmp_path / "off.json", sanitizer=False)
     for case in CASES:
-        # A gather that reads old parameters, or half of the new ones, changes losses in the first digits.
+        # An all-gather of stale or half-written parameters changes losses in the first digits.
         tolerance = 1e-2 if "bf16" in case else 1e-4
-        for found, expected in zip(overlapped[case], one_stream[case], strict=True):
-            for a, b in zip(found["measured"], expected["measured"], strict=True):
+        for overlapping, expected in zip(overlapped[case], one_stream[case], strict=True):
+            for a, b in zip(overlapping["measured"], expected["measured"], strict=True):
                 assert a == pytest.approx(b, rel=tolerance), case
 
 

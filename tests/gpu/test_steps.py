@@ -4,20 +4,17 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.device_runs import largest_difference, measure_on_device
+from tests.helpers.device_runs import largest_difference, measure_on_both_devices
 from tests.helpers.step_cases import CASES
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("steps")
-    found = {kind: measure_on_device(kind, "steps", folder / kind) for kind in ("cuda", "cpu")}
-    assert [found[kind]["device"] for kind in found] == list(found)
-    return {kind: numbers["measured"] for kind, numbers in found.items()}
+    return measure_on_both_devices("steps", tmp_path_factory.mktemp("steps"))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_measures_what_it_does_on_the_cpu(measured: dict[str, dict[str, Any]], case: str) -> None:
+def test_a_step_equals_that_of_the_cpu(measured: dict[str, dict[str, Any]], case: str) -> None:
     pairs = zip(measured["cuda"][case], measured["cpu"][case], strict=True)
     differences = [largest_difference(*pair) for pair in pairs]
     print(f"{case}: relative differences of three steps {[f'{difference:.1e}' for difference in differences]}")

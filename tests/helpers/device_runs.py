@@ -142,6 +142,13 @@ def measure_on_device(kind: str, what: str, folder: Path, *, timeout_seconds: fl
     return json.loads(output.read_text())
 
 
+def measure_on_both_devices(what: str, folder: Path) -> dict[str, Any]:
+    """Device, `cuda` and `cpu` -> measurements of `what`, see `measure_on_device`."""
+    outputs = {kind: measure_on_device(kind, what, folder / kind) for kind in ("cuda", "cpu")}
+    assert [output["device"] for output in outputs.values()] == list(outputs)
+    return {kind: output["measured"] for kind, output in outputs.items()}
+
+
 def largest_difference(measured: Mapping[str, float], expected: Mapping[str, float]) -> float:
     """Largest relative difference between the numbers of a step."""
     assert measured.keys() == expected.keys()

@@ -12,12 +12,13 @@ from types import ModuleType
 import pyarrow.parquet as pq
 import pytest
 
+from tests.helpers.commands import REPOSITORY
 from vcore_ds.data.answers import AnswerChecker, math_prompt
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "launch_scripts" / "rl"
+EXAMPLES = REPOSITORY / "launch_scripts" / "rl"
 
 
-def load(name: str) -> ModuleType:
+def load_example(name: str) -> ModuleType:
     """An example's module, loaded from its path as verl loads the reward."""
     spec = importlib.util.spec_from_file_location(f"rl_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -28,7 +29,7 @@ def load(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def reward() -> ModuleType:
-    return load("reward")
+    return load_example("reward")
 
 
 @pytest.mark.parametrize(
@@ -43,14 +44,16 @@ def reward() -> ModuleType:
         (r"\boxed{}", "4", 0.0),
     ],
 )
-def test_rewards(reward: ModuleType, answer: str, truth: str, expected: float) -> None:
+def test_rewards_are_1_for_the_right_boxed_answer_only(
+    reward: ModuleType, answer: str, truth: str, expected: float
+) -> None:
     assert reward.compute_score("sums", answer, truth, {}) == expected
     messages = [[{"role": "assistant", "content": answer}]]
     assert reward.boxed_answer_reward([answer], [truth], prompts=None) == [expected]
     assert reward.boxed_answer_reward(messages, [truth], prompts=None) == [expected]
 
 
-def test_threads_may_ask_at_once_and_an_endless_answer_costs_its_limit(
+def test_rewards_are_thread_safe_and_an_endless_answer_gets_0(
     reward: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward, "checker", AnswerChecker(limit_seconds=1))
@@ -77,8 +80,8 @@ def write_problems(path: Path) -> Path:
     return path
 
 
-def test_problems_become_rows_in_the_prompt_of_training(tmp_path: Path, monkeypatch, capsys) -> None:
-    source, problems = write_problems(tmp_path / "sums.jsonl"), load("problems")
+def test_problems_are_written_with_the_prompt_of_training(tmp_path: Path, monkeypatch, capsys) -> None:
+    source, problems = write_problems(tmp_path / "sums.jsonl"), load_example("problems")
     drawn = []
     for words in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--seed", "1", "--sample", "5"]):
         monkeypatch.setattr(
@@ -95,7 +98,7 @@ def test_problems_become_rows_in_the_prompt_of_training(tmp_path: Path, monkeypa
         assert row["prompt"] == [{"role": "user", "content": math_prompt(f"What is {number} + {number}?")}]
         assert row["reward_model"]["ground_truth"] == str(2 * number) and row["data_source"] == "sums"
 
-    loaded = load("grpo_trl").load_problems(str(tmp_path / "train.parquet"))
+    loaded = load_example("grpo_trl").load_problems(str(tmp_path / "train.parquet"))
     assert loaded.column_names == ["prompt", "ground_truth"]
     assert loaded["ground_truth"][0] == train[0]["reward_model"]["ground_truth"]
 
@@ -110,15 +113,15 @@ def test_problems_become_rows_in_the_prompt_of_training(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("num_processes", [1, 8, 64])
-def test_trl_makes_the_papers_steps_on_any_number_of_processes(num_processes: int) -> None:
-    settings = load("grpo_trl").paper_settings(num_processes)
+def test_trl_takes_the_papers_steps_on_any_number_of_processes(num_processes: int) -> None:
+    settings = load_example("grpo_trl").paper_settings(num_processes)
     answers_at_once = settings["per_device_train_batch_size"] * num_processes
     assert settings["gradient_accumulation_steps"] * answers_at_once == 32 * 4
     assert settings["generation_batch_size"] == 128 * 4 and settings["max_steps"] == 200 * 4
 
 
-def test_what_verl_is_started_with(tmp_path: Path) -> None:
-    """Run with a stand-in for Python that prints its arguments."""
+def test_the_script_starts_verl_with_its_arguments(tmp_path: Path) -> None:
+    """The script runs with a stand-in for Python that prints its arguments."""
     (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python3").chmod(0o755)
     script, environment = ["bash", str(EXAMPLES / "grpo_verl.sh")], {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -126,11 +129,12 @@ def test_what_verl_is_started_with(tmp_path: Path) -> None:
     done = subprocess.run([*script, *words], capture_output=True, text=True, env=environment, check=True)
     first, module, *settings = done.stdout.splitlines()
     assert (first, module, settings[-1]) == ("-m", "verl.trainer.main_ppo", "trainer.nnodes=2")
-    found = dict(word.split("=", 1) for word in settings)
+    values = dict(word.split("=", 1) for word in settings)
     assert (
-        found["actor_rollout_ref.model.path"] == "my model" and found["data.val_files"] == "rl data/validation.parquet"
+        values["actor_rollout_ref.model.path"] == "my model"
+        and values["data.val_files"] == "rl data/validation.parquet"
     )
-    lengths = (int(found[f"data.max_{name}_length"]) for name in ("prompt", "response"))
-    assert int(found["actor_rollout_ref.rollout.max_model_len"]) == sum(lengths)
+    lengths = (int(values[f"data.max_{name}_length"]) for name in ("prompt", "response"))
+    assert int(values["actor_rollout_ref.rollout.max_model_len"]) == sum(lengths)
     refused = subprocess.run(script, capture_output=True, text=True, env=environment)
     assert refused.returncode == 2 and "expected MODEL" in refused.stderr

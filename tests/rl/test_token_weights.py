@@ -28,9 +28,9 @@ TRL = os.environ.get("VCORE_DS_TRL_PYTHON")
 NUM_TRACES, NUM_STEPS = 6, 2
 LEARNING_RATE = 0.5 if TRL is None else 0.02
 TOLERANCE = 1e-5
-"""Nats."""
+"""Largest difference of losses, in nats."""
 WEIGHTS_MATTER = 100 * TOLERANCE if TRL is None else 0.1
-"""By which weights change the first loss at least: that of the tiny model, which knows nothing, changes by 0.005."""
+"""Least change of the first loss by the weights. That of the untrained tiny model changes by 0.005."""
 SETTINGS = (
     "model.precision=fp32 engine.deepspeed_config=ds_configs/zero3_fp32.json lora=null data.validation_path=null "
     f"batch.global_size={NUM_TRACES} schedule.num_steps={NUM_STEPS} schedule.warmup_ratio=0 schedule.kind=constant "
@@ -64,7 +64,7 @@ print("losses:", json.dumps(losses))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sums, two of them trusted, the model in fp32, and the weights made with the commands of the page."""
+    """A folder with sums, two of them trusted, the model in fp32, and weights made with the commands of the page."""
     folder = tmp_path_factory.mktemp("weights")
     if TRL is None:
         write_model(folder / "model")
@@ -97,7 +97,7 @@ def read_our_losses(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses_of(python: str, block: str, config: str, extra: str, folder: Path) -> list[float]:
+def train_with(python: str, block: str, config: str, extra: str, folder: Path) -> list[float]:
     use = USE.replace("CONFIG", config).replace("EXTRA", extra)
     words = [folder / "weights.parquet", folder / "model", NUM_STEPS, NUM_TRACES, LEARNING_RATE]
     environment = os.environ | {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -105,8 +105,8 @@ def losses_of(python: str, block: str, config: str, extra: str, folder: Path) ->
         [python, "-c", block + use, *map(str, words)], capture_output=True, text=True, env=environment, cwd=folder
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    (found,) = re.findall(r"^losses: (.*)$", done.stdout, re.MULTILINE)
-    return json.loads(found)
+    (printed,) = re.findall(r"^losses: (.*)$", done.stdout, re.MULTILINE)
+    return json.loads(printed)
 
 
 def read_block() -> str:
@@ -117,25 +117,25 @@ def read_block() -> str:
     return block.replace(".float()", ".double()")
 
 
-def check(found: list[float], folder: Path) -> None:
+def check_losses(losses: list[float], folder: Path) -> None:
     steps = read_our_losses(folder)
     ours = [step["weighted_loss"] for step in steps]
-    print(f"ours {ours}\nfound {found}\nuniform {[step['loss'] for step in steps]}")
-    assert found == pytest.approx(ours, abs=TOLERANCE)
+    print(f"ours {ours}\ntheirs {losses}\nuniform {[step['loss'] for step in steps]}")
+    assert losses == pytest.approx(ours, abs=TOLERANCE)
     assert len(ours) == NUM_STEPS and abs(ours[-1] - ours[0]) > 0.1  # the parameters moved
     assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > WEIGHTS_MATTER
 
 
-def test_plain_transformers(folder: Path) -> None:
+def test_plain_transformers_has_the_losses_of_a_run_with_stored_weights(folder: Path) -> None:
     block = read_block().replace(
         "from trl import SFTConfig, SFTTrainer", "from transformers import Trainer, TrainingArguments"
     )
-    check(
-        losses_of(sys.executable, block.replace("(SFTTrainer)", "(Trainer)"), "TrainingArguments", "", folder), folder
+    check_losses(
+        train_with(sys.executable, block.replace("(SFTTrainer)", "(Trainer)"), "TrainingArguments", "", folder), folder
     )
 
 
 @pytest.mark.skipif(TRL is None, reason="NOT CHECKED: TRL. Name a Python that has trl 1.16.0 in VCORE_DS_TRL_PYTHON")
-def test_trl(folder: Path) -> None:
+def test_trl_has_the_losses_of_a_run_with_stored_weights(folder: Path) -> None:
     skip = 'dataset_kwargs={"skip_prepare_dataset": True},'
-    check(losses_of(str(TRL), read_block(), "SFTConfig", skip, folder), folder)
+    check_losses(train_with(str(TRL), read_block(), "SFTConfig", skip, folder), folder)

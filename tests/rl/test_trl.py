@@ -1,6 +1,6 @@
 """TRL continues from a real adapter: two steps of GRPO whose rewards differ and whose gradient is not zero.
 
-The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right now and then. TRL
+The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right sometimes. TRL
 is not among this project's packages (docs/reinforcement-learning.md):
 VCORE_DS_TRL_PYTHON=VENV/bin/python python -m pytest tests/rl/test_trl.py -s
 """
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.commands import run_command
+from tests.helpers.commands import REPOSITORY, run_command
 from vcore_ds.commands.quickstart.session import DATA
 from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.data.answers import math_prompt
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     TRL is None, reason="NOT CHECKED: TRL. Name a Python that has trl 1.16.0 in VCORE_DS_TRL_PYTHON"
 )
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "launch_scripts" / "rl"
+EXAMPLES = REPOSITORY / "launch_scripts" / "rl"
 SUMS = [(a, b) for a in range(2, 12) for b in range(2, 12)]
 
 
@@ -59,7 +59,7 @@ def problems(run: Path) -> Path:
     return run.parent / "rl_data" / "train.parquet"
 
 
-def test_two_steps_from_the_adapter(run: Path, problems: Path, tmp_path: Path) -> None:
+def test_grpo_continues_from_the_adapter(run: Path, problems: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     adapter, output = run / "adapter", tmp_path / "result"
     words = [

@@ -1,4 +1,4 @@
-"""What verl makes of launch_scripts/rl: its settings, its data set, its loading of the reward.
+"""verl reads launch_scripts/rl: its settings, its data set, its loading of the reward.
 
 verl needs another transformers than this project, so it is in another environment (docs/reinforcement-learning.md):
 VCORE_DS_VERL_PYTHON=VENV/bin/python python -m pytest tests/rl/test_verl.py
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import write_model
 from vcore_ds.data.conversations import render_prompt
 from vcore_ds.data.tokenization import load_tokenizer
@@ -20,13 +21,13 @@ VERL = os.environ.get("VCORE_DS_VERL_PYTHON")
 pytestmark = pytest.mark.skipif(
     VERL is None, reason="NOT CHECKED: verl. Name a Python that has verl 0.9.1 in VCORE_DS_VERL_PYTHON"
 )
-EXAMPLES = Path(__file__).resolve().parents[2] / "launch_scripts" / "rl"
+EXAMPLES = REPOSITORY / "launch_scripts" / "rl"
 CHECKS = Path(__file__).with_name("verl_checks.py")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/ and rl_data/."""
+    """A folder with model/ and rl_data/."""
     folder = tmp_path_factory.mktemp("verl")
     write_model(folder / "model")
     rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(300)]
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_verl_accepts_the_example_and_asks_as_in_training(folder: Path, tmp_path: Path) -> None:
-    """verl_checks.py reads the very words that grpo_verl.sh gives to verl."""
+    """verl_checks.py receives the arguments that grpo_verl.sh gives to verl."""
     assert VERL is not None
     (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {VERL} {CHECKS} "$@"\n')
     (tmp_path / "python3").chmod(0o755)
@@ -47,14 +48,14 @@ def test_verl_accepts_the_example_and_asks_as_in_training(folder: Path, tmp_path
     line = ["bash", EXAMPLES / "grpo_verl.sh", *words]
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (output,) = (text for text in done.stdout.splitlines() if text.startswith("FOUND "))
-    found = json.loads(output.removeprefix("FOUND "))
-    assert found["sizes"] == [236, 64] and found["adv_estimator"] == "grpo"
-    assert found["lengths"] == [4096, 8192, 12288] and found["clip"] == [0.2, 0.28]
-    assert found["kl"] == [True, 0.02, "low_var_kl"]
-    assert found["rewards"] == [1.0, 0.0, 0.0]
+    (output,) = (text for text in done.stdout.splitlines() if text.startswith("PARSED "))
+    parsed = json.loads(output.removeprefix("PARSED "))
+    assert parsed["sizes"] == [236, 64] and parsed["adv_estimator"] == "grpo"
+    assert parsed["lengths"] == [4096, 8192, 12288] and parsed["clip"] == [0.2, 0.28]
+    assert parsed["kl"] == [True, 0.02, "low_var_kl"]
+    assert parsed["rewards"] == [1.0, 0.0, 0.0]
     tokenizer = load_tokenizer(str(folder / "model"))
-    for row in found["rows"]:
+    for row in parsed["rows"]:
         number = row["index"]
         messages = [{"role": "user", "content": row["text"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0]}]
         assert f"What is {number} + {number}?" in messages[0]["content"] and row["truth"] == str(2 * number)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.gpu import session
-from tests.gpu.node.session import make_parts, usable_ranks
+from tests.gpu.node.session import choose_num_ranks, make_parts
 from tests.gpu.session import Part, read_outcome, run_parts
 
 PARTS = {
@@ -61,7 +61,7 @@ def test_a_part_is_killed_with_its_ranks() -> None:
 def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
     hanging = {"hangs": Part("Is it stopped?", ("-c", "import time; time.sleep(600)"))}
     (outcome,) = run_parts(hanging, tmp_path, commit="abc", device="a GPU", part_seconds=1)
-    assert outcome.exit_code is None and session.ending(outcome) == "stopped"
+    assert outcome.exit_code is None and session.describe_end(outcome) == "stopped"
     assert "| stopped |" in (tmp_path / "gpu.md").read_text()
 
 
@@ -86,7 +86,7 @@ def test_outcomes_are_json(parts: dict[str, Part], tmp_path: Path) -> None:
 
 
 def test_a_node_is_used_as_far_as_a_power_of_two() -> None:
-    assert [usable_ranks(number) for number in (1, 2, 3, 4, 7, 8, 9)] == [0, 2, 2, 4, 4, 8, 8]
+    assert [choose_num_ranks(number) for number in (1, 2, 3, 4, 7, 8, 9)] == [0, 2, 2, 4, 4, 8, 8]
     assert [name for name in make_parts(8) if "steps" in name] == ["steps_8", "steps_4"]
     assert [name for name in make_parts(2) if "steps" in name] == ["steps_2"]
 

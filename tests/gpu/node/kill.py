@@ -1,4 +1,4 @@
-"""A rank of a run that is killed, and one that hangs: how soon the others end, with which message; and the run resumed.
+"""Kill a rank of a run, and let one hang: how soon the other ranks end, and with which message; then resume the run.
 
     python -m tests.gpu.node.kill --ranks 8 [--shape 0.6b]
 
@@ -24,12 +24,12 @@ from tests.helpers.commands import count_finished_steps, read_metrics
 from tests.helpers.jobs import Job
 
 DEAD_SECONDS = 10.0
-"""After which the ranks of a host have noticed a dead one (docs/reliability.md), and end."""
+"""Bound on the time in which ranks of a host notice a dead one (docs/reliability.md) and end."""
 HUNG_SECONDS = 15.0
-"""`engine.lost_rank_seconds` here; 60 by default."""
+"""Value of `engine.lost_rank_seconds`, 60 by default."""
 NUM_STEPS = 20
 STEPS_BETWEEN = 3
-"""Between checkpoints, and between the beginning of a command and the fault."""
+"""Steps between checkpoints, and between the start of a command and the fault."""
 
 
 def make_command(folder: Path, shape: str, num_ranks: int) -> str:
@@ -43,7 +43,7 @@ def make_command(folder: Path, shape: str, num_ranks: int) -> str:
 
 
 def inject(job: Job, folder: Path, num_ranks: int, fault: signal.Signals) -> dict[str, Any]:
-    """Signal the last rank in the middle of a run, and measure when the others have ended and what they said."""
+    """Signal the last rank in the middle of a run; returns when the others ended and which named it."""
     first = count_finished_steps(folder / "run")
     job.wait_for(f"step {first + STEPS_BETWEEN + 1}/{NUM_STEPS} ")
     ranks = [job.rank(rank) for rank in range(num_ranks)]
@@ -55,15 +55,15 @@ def inject(job: Job, folder: Path, num_ranks: int, fault: signal.Signals) -> dic
     code = job.wait()
     is_dead = fault == signal.SIGKILL
     what = "its process is dead" if is_dead else r"no sign of life for \d+ s"
-    said = rf"rank (\d+): rank {num_ranks - 1} \(host \S+, pid {victim.pid}\), last seen at: [^:]*: {what}"
-    speakers = sorted(set(re.findall(said, job.output)), key=int)
+    message = rf"rank (\d+): rank {num_ranks - 1} \(host \S+, pid {victim.pid}\), last seen at: [^:]*: {what}"
+    naming_ranks = sorted(set(re.findall(message, job.output)), key=int)
     bound = DEAD_SECONDS if is_dead else HUNG_SECONDS + DEAD_SECONDS
-    passed = not alive and speakers and code == 1 and seconds < bound
+    passed = not alive and naming_ranks and code == 1 and seconds < bound
     return {
         "fault of the last rank": fault.name,
         "others ended after s": seconds,
         "bound s": bound,
-        "ranks that named it": ", ".join(speakers) or "none",
+        "ranks that named it": ", ".join(naming_ranks) or "none",
         "exit code": code,
         "steps taken": len(read_metrics(folder / "run")),
         "result": "passed" if passed else "FAILED",

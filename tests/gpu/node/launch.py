@@ -1,4 +1,4 @@
-"""Ranks of one node: how parts of `make gpu8` start them, on whatever devices their environment gives."""
+"""Start ranks of one node for parts of `make gpu8`, on the devices of their environment."""
 
 import os
 import subprocess
@@ -7,16 +7,16 @@ import sys
 from tests.helpers.commands import REPOSITORY
 
 
-def on_ranks(num_ranks: int, module: str, *arguments: str) -> tuple[str, ...]:
+def make_rank_arguments(num_ranks: int, module: str, *arguments: str) -> tuple[str, ...]:
     """Arguments of Python that run a module on `num_ranks` ranks."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
     return (*launcher, "-m", module, *arguments)
 
 
 def run_on_ranks(num_ranks: int, module: str, *arguments: str) -> None:
-    """Run a module on `num_ranks` ranks; raises CalledProcessError where it fails."""
+    """Run a module on `num_ranks` ranks; raises CalledProcessError if it fails."""
     print(f"{num_ranks} ranks: {module} {' '.join(arguments)}", flush=True)
-    subprocess.run([sys.executable, *on_ranks(num_ranks, module, *arguments)], cwd=REPOSITORY, check=True)
+    subprocess.run([sys.executable, *make_rank_arguments(num_ranks, module, *arguments)], cwd=REPOSITORY, check=True)
 
 
 def device_variables(num_ranks: int) -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""Runs on the ranks of a node that are killed, and resumed on as many ranks and on half of them, against the same runs
-without a kill.
+"""Resume killed runs of a node on as many ranks and on half of them, compared with the same runs without a kill.
 
     python -m tests.gpu.node.resume --ranks 8
 
@@ -42,13 +41,13 @@ def run_folder(folder: Path, name: str, kind: str) -> Path:
 
 
 def train(folder: Path, kind: str, num_before: int) -> None:
-    """On every rank: the runs without a kill, or a copy of each killed one to its end.
+    """Train on every rank: the runs without a kill, or a copy of each killed run to its end.
 
     `num_before`: ranks of the run that is killed.
     """
     if uses_gpu():
         torch.cuda.set_device(local_rank())
-    # Not by `start_process_group`, whose group would end with the first run.
+    # Not with `start_process_group` alone, whose group would end with the first run.
     torch.distributed.init_process_group("nccl" if uses_gpu() else "gloo")
     start_process_group(timeout_minutes=5)
     for name in RUNS:
@@ -62,8 +61,8 @@ def train(folder: Path, kind: str, num_before: int) -> None:
         resumed_runs.run_to_end(recipe)
 
 
-def bound_of(name: str, same_ranks: bool) -> float:
-    """Largest relative difference of a step's loss and gradient norm. None at all where sums have a fixed order."""
+def choose_bound(name: str, same_ranks: bool) -> float:
+    """Largest relative difference of a step's loss and gradient norm; 0 where sums have a fixed order."""
     if same_ranks and not is_real_gpu():
         return 0.0
     return 1e-4 if "fp32" in name else 3e-2
@@ -76,7 +75,7 @@ def compare(folder: Path, name: str, num_before: int, num_after: int) -> dict[st
     difference = max(largest_difference(*pair) for pair in pairs)
     tensors, expected = resumed_runs.load_checkpoint_tensors(resumed), resumed_runs.load_checkpoint_tensors(straight)
     differing = [key for key in tensors.keys() | expected.keys() if not torch.equal(tensors[key], expected[key])]
-    bound = bound_of(name, num_after == num_before)
+    bound = choose_bound(name, num_after == num_before)
     is_equal = bound > 0 or not differing
     return {
         "run": name,
@@ -90,7 +89,7 @@ def compare(folder: Path, name: str, num_before: int, num_after: int) -> dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, required=True, help="of the run that is killed")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the run that is killed")
     parser.add_argument("--train", metavar="KIND", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     folder = results_folder() / "resume" / "runs"

@@ -1,7 +1,7 @@
-"""What one GPU cannot show: collectives, checkpoints, faults and speed on the 8, 4 or 2 GPUs of a node.
+"""Tests that need several GPUs: collectives, checkpoints, faults and speed on the 8, 4 or 2 GPUs of a node.
 
     make gpu8                                       all parts, in the order of their value
-    make gpu8 ONLY="resume kill"                    some of them; again, where they have run already
+    make gpu8 ONLY="resume kill"                    some of them, even if they have passed
     python -m tests.gpu.node.session --list         the parts
     python -m tests.gpu.node.session --try cpu      the same scripts on two ranks without a GPU, in tiny sizes
     python -m tests.gpu.node.session --try simulated
@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu.node.launch import on_ranks
+from tests.gpu.node.launch import make_rank_arguments
 from tests.gpu.results import describe_devices
-from tests.gpu.session import REPOSITORY, Part, current_commit, end, read_arguments, run_parts
+from tests.gpu.session import Part, current_commit, exit_with, read_arguments, run_parts
+from tests.helpers.commands import REPOSITORY
 from tests.helpers.simulated_cuda.build import compile_device
 from tests.helpers.simulated_cuda.ranks import simulated_environment
 
@@ -42,27 +43,27 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> dict[str, Part]:
     )
     parts = {
         f"steps_{num_ranks}": Part(
-            "Do steps equal the oracle's, however model and batch are divided?", on_ranks(num_ranks, STEPS)
+            "Do steps equal the oracle's under every kind of parallelism?", make_rank_arguments(num_ranks, STEPS)
         ),
         "resume": Part("Do killed runs end as others do, on fewer ranks too?", ("-m", "tests.gpu.node.resume", *ranks)),
         "kill": Part("Do the others end in time when a rank is lost?", ("-m", "tests.gpu.node.kill", *ranks, *shape)),
         "layers": Part(
             "How fast are two layers of Qwen3-32B, and is their memory the plan's?",
-            on_ranks(num_ranks, "tests.benchmarks.gpu", *layers),
+            make_rank_arguments(num_ranks, "tests.benchmarks.gpu", *layers),
         ),
         "calibrate": Part("Which speeds does plan read from a run?", ("-m", "tests.gpu.calibrate", *ranks, *shape)),
     }
     if num_ranks > 2:
         question = "Do steps on half of the ranks equal the oracle's?"
-        parts[f"steps_{num_ranks // 2}"] = Part(question, on_ranks(num_ranks // 2, STEPS))
+        parts[f"steps_{num_ranks // 2}"] = Part(question, make_rank_arguments(num_ranks // 2, STEPS))
     return parts
 
 
 STEPS = "tests.gpu.node.steps"
 
 
-def usable_ranks(num_gpus: int) -> int:
-    """8, 4 or 2 of the GPUs; 0 where there are fewer."""
+def choose_num_ranks(num_gpus: int) -> int:
+    """8, 4 or 2 of the GPUs; 0 if there are fewer."""
     return next((number for number in (8, 4, 2) if number <= num_gpus), 0)
 
 
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--try", dest="tried", choices=("cpu", "simulated"), help="without GPUs, in tiny sizes")
     tried = parser.parse_known_args()[0].tried
     num_gpus = 0 if tried else torch.cuda.device_count()
-    num_ranks = TRIED_RANKS if tried else usable_ranks(num_gpus)
+    num_ranks = TRIED_RANKS if tried else choose_num_ranks(num_gpus)
     parts = make_parts(num_ranks or 8, is_tiny=tried is not None)
     folder = REPOSITORY / "runs" / ("gpu8" if tried is None else f"gpu8_{tried}")
     arguments = read_arguments(str(__doc__), parts, folder, parser)
@@ -90,7 +91,7 @@ def main() -> None:
         environment = simulated_environment(compile_device(cache), for_commands=True)
         device = f"{num_ranks} x simulated device, torch {torch.__version__}, gloo"
     outcomes = run_parts(
-        {name: fill_in(part, arguments.output) for name, part in parts.items()},
+        {name: fill_in_results_folder(part, arguments.output) for name, part in parts.items()},
         arguments.output,
         commit=current_commit(),
         device=device or describe_devices(num_ranks),
@@ -99,10 +100,10 @@ def main() -> None:
         page=PAGE,
         environment=environment,
     )
-    end(outcomes, arguments.output / PAGE)
+    exit_with(outcomes, arguments.output / PAGE)
 
 
-def fill_in(part: Part, folder: Path) -> Part:
+def fill_in_results_folder(part: Part, folder: Path) -> Part:
     """The part with the folder of the results in its arguments."""
     return Part(part.question, tuple(argument.replace("RESULTS", str(folder)) for argument in part.arguments))
 

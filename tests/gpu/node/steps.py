@@ -28,7 +28,7 @@ EXPERTS: dict[str, Any] = {"expert": 2, "moe_kind": "qwen3_moe", "checkpointing"
 
 def make_cases(num_ranks: int) -> dict[str, Case]:
     """Cases by name; sequence-parallel sizes up to the number of ranks."""
-    # One sequence for each data-parallel rank, and for some two.
+    # One sequence on each data-parallel rank, two on some.
     batch = {"num_main": num_ranks + num_ranks // 2, "num_probe": num_ranks}
     cases = {
         "ZeRO-3": Case(**batch),
@@ -37,9 +37,9 @@ def make_cases(num_ranks: int) -> dict[str, Case]:
     }
     for size in (2, 4, 8):
         if size <= num_ranks:
-            of_size = dict(sequence_parallel=(size, size), num_heads=8, num_kv_heads=2, checkpointing=True)
-            cases[f"Ulysses {size}"] = Case(**of_size)
-            cases[f"Ulysses {size}, bf16, packed"] = Case(**of_size, packed=True, sections=BF16)
+            options = dict(sequence_parallel=(size, size), num_heads=8, num_kv_heads=2, checkpointing=True)
+            cases[f"Ulysses {size}"] = Case(**options)
+            cases[f"Ulysses {size}, bf16, packed"] = Case(**options, packed=True, sections=BF16)
     if num_ranks >= 4:
         cases[f"Ulysses 2, probe {num_ranks}"] = Case(sequence_parallel=(2, num_ranks), num_heads=8)
     return cases | {
@@ -54,8 +54,8 @@ def make_cases(num_ranks: int) -> dict[str, Case]:
     }
 
 
-def bound_of(case: Case) -> float:
-    """Largest relative deviation: of fp32 on a CPU or on a GPU, which sums in another order, and of bf16."""
+def choose_bound(case: Case) -> float:
+    """Largest relative deviation: in fp32 on a CPU or on a GPU, which sums in another order, and in bf16."""
     if case.sections.get("model", {}).get("precision") == "bf16":
         return 0.06
     return 1e-3 if is_real_gpu() else 1e-5
@@ -71,11 +71,11 @@ def measure(only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         for deviations in layout.gather_objects("job", run_case(case)):
             worst = {q: max(deviations[q], worst.get(q, 0.0)) for q in QUANTITIES}
         if (size := case.config.get("zero_hpz_partition_size")) is not None:
-            # Without its groups, DeepSpeed would divide over all ranks, with the same result.
+            # Without these groups, DeepSpeed would shard over all ranks, with the same result.
             assert dist.get_world_size(groups._get_zero_param_intra_parallel_group()) == size
-        # The parameters' is absolute, and bounded by the learning rate: shown, not compared.
-        passed = all(worst[quantity] < bound_of(case) for quantity in QUANTITIES[:-1])
-        rows.append({"case": name, **worst, "bound": bound_of(case), "result": "passed" if passed else "FAILED"})
+        # The deviation of parameters is absolute and bounded by the learning rate, so it is shown but not compared.
+        passed = all(worst[quantity] < choose_bound(case) for quantity in QUANTITIES[:-1])
+        rows.append({"case": name, **worst, "bound": choose_bound(case), "result": "passed" if passed else "FAILED"})
         if layout.is_first():
             print(f"{name}: {rows[-1]}", flush=True)
     return rows
