@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
-from tests.unit.test_attention import LAYOUTS, SCALE, drawn_sinks, inputs, unfused, visible
+from tests.unit.test_attention import LAYOUTS, SCALE, attend_unfused, draw_inputs, draw_sinks, make_mask
 from vcore_ds.models.attention import SequenceLayout, training_attention
 from vcore_ds.models.attention_kernels import _has_flash_4, can_use_flash_4
 
@@ -15,9 +15,9 @@ from vcore_ds.models.attention_kernels import _has_flash_4, can_use_flash_4
 def test_the_flash_kernel_over_variable_lengths_equals_fp64(
     name: str, sliding_window: int | None, with_sinks: bool
 ) -> None:
-    primals, _ = inputs(60, head_dim=64)
+    primals, _ = draw_inputs(60, head_dim=64)
     if with_sinks:
-        primals = (*primals, drawn_sinks(4)[0])
+        primals = (*primals, draw_sinks(4)[0])
     layout = SequenceLayout.from_lengths(LAYOUTS[name], 1, torch.device("cuda"))
     options = dict(scaling=SCALE, sliding_window=sliding_window, sequence_layout=layout)
     rounded = [x.bfloat16() for x in primals]
@@ -25,7 +25,7 @@ def test_the_flash_kernel_over_variable_lengths_equals_fp64(
     options["s_aux"] = leaves[3] if with_sinks else None
     output, _ = training_attention(torch.nn.Module(), *leaves[:3], None, **options)
     exact = [x.double().requires_grad_() for x in rounded]
-    expected = unfused(*exact[:3], visible(60, sliding_window, LAYOUTS[name]), *exact[3:]).transpose(1, 2)
+    expected = attend_unfused(*exact[:3], make_mask(60, sliding_window, LAYOUTS[name]), *exact[3:]).transpose(1, 2)
     gradients = [torch.autograd.grad(y.double().square().sum(), x) for y, x in ((output, leaves), (expected, exact))]
     torch.testing.assert_close(output.cpu().double(), expected, rtol=0.02, atol=0.02)
     for gradient, reference in zip(*gradients, strict=True):

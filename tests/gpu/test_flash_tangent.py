@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visible
+from tests.unit.test_attention import SCALE, attend_unfused, draw_inputs, draw_sinks, make_mask
 from vcore_ds.models.attention import SequenceLayout
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -28,19 +28,19 @@ def measure_errors(
 ) -> list[float]:
     from vcore_ds.models.flash_tangent import flash_tangent
 
-    primals, tangents = inputs(260, head_dim=head_dim, dtype=dtype)
+    primals, tangents = draw_inputs(260, head_dim=head_dim, dtype=dtype)
     layout = SequenceLayout.from_lengths(LENGTHS, 1, torch.device("cuda"))
-    sinks = drawn_sinks(4)
+    sinks = draw_sinks(4)
     given_sinks = tuple(x.cuda() for x in sinks) if with_sinks else None
     computed = flash_tangent(
         *(x.cuda() for x in primals), tuple(x.cuda() for x in tangents),
         cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=SCALE,
         sliding_window=sliding_window, sinks=given_sinks, tiles=tiles,
     )  # fmt: skip
-    seen = visible(260, sliding_window, LENGTHS)
+    seen = make_mask(260, sliding_window, LENGTHS)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        return unfused(query, key, value, seen, sinks if with_sinks else None)
+        return attend_unfused(query, key, value, seen, sinks if with_sinks else None)
 
     all_parts = zip((primals, tangents), sinks, strict=True)
     exact, moving = (tuple(x.double() for x in (*tensors, sink)) for tensors, sink in all_parts)

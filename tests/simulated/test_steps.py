@@ -18,7 +18,7 @@ from tests.helpers.simulated_cuda import host_waits
 from tests.helpers.simulated_cuda.kernels import interpreted_pointwise_kernels
 from tests.helpers.simulated_cuda.ranks import run_simulated
 from tests.helpers.step_cases import CASES, TESTED, VARIANCE
-from tests.unit.test_attention import SCALE, drawn_sinks, inputs, unfused, visible
+from tests.unit.test_attention import SCALE, attend_unfused, draw_inputs, draw_sinks, make_mask
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.models import attention
 from vcore_ds.models.dual_tensors import make_dual_if_any
@@ -216,8 +216,8 @@ def measure_fused_attention() -> dict[str, Any]:
     """Relative errors of value and tangent against fp64, with packs, a window and sinks; and whether each call of the
     Triton kernel was given a value."""
     lengths, window = [[20, 13, 4], [37]], 11
-    primals, tangents = inputs(37, dtype=torch.bfloat16)
-    sinks = drawn_sinks(4)
+    primals, tangents = draw_inputs(37, dtype=torch.bfloat16)
+    sinks = draw_sinks(4)
     layout = attention.SequenceLayout.from_lengths(lengths, 1, torch.device("cuda"))
     on_device = [[x.cuda() for x in tensors] for tensors in ((*primals, sinks[0]), (*tangents, sinks[1]))]
     given: list[bool] = []
@@ -229,11 +229,11 @@ def measure_fused_attention() -> dict[str, Any]:
     scoring = attention.Scoring(SCALE, window)
     with wrapping("_run_triton", count):
         outputs = attention.attend_with_graph_and_tangents(*on_device, layout, scoring)
-    mask = visible(37, window, lengths)
+    mask = make_mask(37, window, lengths)
     exact, moving = (
         tuple(x.double() for x in (*tensors, sink)) for tensors, sink in zip((primals, tangents), sinks, strict=True)
     )
-    expected = torch.func.jvp(lambda q, k, v, s: unfused(q, k, v, mask, s), exact, moving)
+    expected = torch.func.jvp(lambda q, k, v, s: attend_unfused(q, k, v, mask, s), exact, moving)
     plain = attention.causal_attention(on_device[0], layout, scoring)
     return {
         "given": given,

@@ -1,7 +1,7 @@
 """The kernel in Triton's interpreter against `torch.func.jvp` of unfused attention in fp64.
 
 `test_flash_tangent.py` runs this file by itself: Triton decides when it is imported whether to interpret. The tensors
-lie in larger ones: of nan, which an input read beyond its edge brings into the result, and of a number that a result
+lie in larger ones: of NaN, which an input read beyond its edge brings into the result, and of a number that a result
 written beyond its edge would change.
 """
 
@@ -39,7 +39,9 @@ UNTOUCHED = 777.0
 NAMES = ("value", "tangent", "log-sum-exp", "tangent alone")
 
 
-def drawn(num_rows: int, heads: int, kv_heads: int, num_tokens: int, head_dim: int, dtype=torch.float32, seed: int = 0):
+def draw_inputs(
+    num_rows: int, heads: int, kv_heads: int, num_tokens: int, head_dim: int, dtype=torch.float32, seed: int = 0
+):
     """(query, key, value) and their tangents."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(num_rows, num_heads, num_tokens, head_dim) for num_heads in (heads, kv_heads, kv_heads)]
@@ -47,8 +49,8 @@ def drawn(num_rows: int, heads: int, kv_heads: int, num_tokens: int, head_dim: i
     return tuple(tensors[:3]), tuple(tensors[3:])
 
 
-def embedded(tensor: Tensor, around: float, order, step: int, margin: int) -> tuple[Tensor, Tensor]:
-    """A view with the tensor's content inside a larger tensor of `around`, and that larger tensor.
+def embed(tensor: Tensor, around: float, order, step: int, margin: int) -> tuple[Tensor, Tensor]:
+    """Copy the tensor into a larger tensor filled with `around`; returns the view of the copy and the larger tensor.
 
     order: the dimensions from the outermost in memory to the innermost. step: elements from one to the next.
     """
@@ -61,15 +63,17 @@ def embedded(tensor: Tensor, around: float, order, step: int, margin: int) -> tu
     return view, buffer
 
 
-def drawn_sinks(heads: int) -> tuple[Tensor, Tensor]:
-    """Of each query head, and their tangent."""
+def draw_sinks(heads: int) -> tuple[Tensor, Tensor]:
+    """The sink of each query head, and the sinks' tangent."""
     sinks, d_sinks = 2 * torch.randn(2, heads, generator=torch.Generator().manual_seed(7))
     return sinks, d_sinks
 
 
-def expected(primals, tangents, lengths, sliding_window: int | None, sinks=None) -> tuple[list[Tensor], Tensor]:
-    """In fp64, with the scores of whole rows in memory: value, tangent and log-sum-exp; and the tangent's terms, in
-    absolute values: they may cancel nearly completely, and what they are rounded by does not."""
+def compute_expected(primals, tangents, lengths, sliding_window: int | None, sinks=None) -> tuple[list[Tensor], Tensor]:
+    """Value, tangent and log-sum-exp in fp64 by unfused attention, and the absolute values of the tangent's terms.
+
+    The terms may cancel almost completely; their rounding errors do not, so errors are measured relative to them.
+    """
     num_tokens = primals[0].shape[2]
     seen = torch.ones(num_tokens, num_tokens).tril().bool()
     if sliding_window is not None:
@@ -95,36 +99,39 @@ def expected(primals, tangents, lengths, sliding_window: int | None, sinks=None)
     return [output, d_output, log_sum_exp], weights @ d_value + (weights * d_scores.abs()) @ value
 
 
-def errors(found, exact, tangent_terms: Tensor | None = None) -> list[float]:
-    """Norms of the differences by those of the exact ones; of the tangent by that of its terms where they are given."""
-    assert all(x is None or x.isfinite().all() for x in found)
+def measure_relative_errors(computed, exact, tangent_terms: Tensor | None = None) -> list[float]:
+    """Norms of the errors relative to the exact values; the tangent's relative to its terms where they are given."""
+    assert all(x is None or x.isfinite().all() for x in computed)
     sizes = [exact[0], exact[1] if tangent_terms is None else tangent_terms, exact[2]]
-    triples = [(x, y, size) for x, y, size in zip(found, exact, sizes, strict=True) if x is not None]
+    triples = [(x, y, size) for x, y, size in zip(computed, exact, sizes, strict=True) if x is not None]
     return [float((x.double() - y).norm() / (size.norm() + 1e-12)) for x, y, size in triples]
 
 
-def cu_seqlens_of(lengths) -> Tensor:
+def make_cu_seqlens(lengths) -> Tensor:
     return SequenceLayout.from_lengths(lengths, 1, CPU).cu_seqlens
 
 
 def check(
     lengths, heads: int, kv_heads: int, head_dim: int, dtype, moving: str = "qkv", tiles=None, sinks=None
 ) -> list[float]:
-    """The errors of value, tangent, log-sum-exp and, given the exact value as another kernel rounds it, of the tangent
-    alone, each within the tolerance of the dtype."""
+    """Check value, tangent and log-sum-exp, and the tangent alone given the exact value as another kernel rounds it.
+
+    Returns their errors, each within the tolerance of the dtype.
+    """
     num_tokens = sum(lengths[0])
-    primals, tangents = drawn(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
+    primals, tangents = draw_inputs(len(lengths), heads, kv_heads, num_tokens, head_dim, dtype)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
-    options = dict(cu_seqlens=cu_seqlens_of(lengths), max_seqlen=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
-    found = flash_tangent(*primals, tangents, **options)
-    exact, _ = expected(primals, tangents, lengths, None, sinks)
-    assert (found[1] is None) == (not moving and (sinks is None or sinks[1] is None))
-    assert all(x is None or x.shape == y.shape for x, y in zip(found, exact, strict=True)) and found[0].dtype == dtype
-    result = errors(found, exact)
-    if found[1] is not None:
+    options = dict(cu_seqlens=make_cu_seqlens(lengths), max_seqlen=num_tokens, scale=SCALE, tiles=tiles, sinks=sinks)
+    computed = flash_tangent(*primals, tangents, **options)
+    exact, _ = compute_expected(primals, tangents, lengths, None, sinks)
+    assert (computed[1] is None) == (not moving and (sinks is None or sinks[1] is None))
+    assert all(x is None or x.shape == y.shape for x, y in zip(computed, exact, strict=True))
+    assert computed[0].dtype == dtype
+    result = measure_relative_errors(computed, exact)
+    if computed[1] is not None:
         given = exact[0].to(dtype), exact[2].float()
         _, alone, _ = flash_tangent(*primals, tangents, **options, given=given)
-        result += errors([None, alone, None], exact)
+        result += measure_relative_errors([None, alone, None], exact)
     assert max(result) <= TOLERANCE[dtype], result
     return result
 
@@ -133,60 +140,63 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_precision(dtype: torch.dtype) -> None:
-    found = check([[40, 23]], 2, 1, 64, dtype, tiles=(64, 32))
-    print(f"{dtype}:", ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found, strict=True)))
+def test_errors_are_within_the_tolerance_of_the_dtype(dtype: torch.dtype) -> None:
+    errors = check([[40, 23]], 2, 1, 64, dtype, tiles=(64, 32))
+    print(f"{dtype}:", ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, errors, strict=True)))
 
 
 @pytest.mark.parametrize("head_dim", [5, 80, 256, *([128, 192] if IS_SOAK else [])])
-def test_head_dimensions(head_dim: int) -> None:
+def test_any_head_dimension_is_correct(head_dim: int) -> None:
     check([[19]], 1, 1, head_dim, torch.float32, tiles=(32, 16))
 
 
 @pytest.mark.parametrize("moving", ["".join(x) for n in range(3) for x in itertools.combinations("qkv", n)])
-def test_tangents_of_some_inputs_only(moving: str) -> None:
+def test_some_inputs_may_have_no_tangent(moving: str) -> None:
     check([[9, 20]], 1, 1, 16, torch.float32, moving, tiles=(32, 16))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_sinks(dtype: torch.dtype) -> None:
-    sinks, d_sinks = drawn_sinks(2)
+def test_sinks_and_their_tangents_are_correct(dtype: torch.dtype) -> None:
+    sinks, d_sinks = draw_sinks(2)
     cases = (("qkv", d_sinks), ("qkv", None), ("", d_sinks), ("", None))
     for moving, d_moving in cases if dtype == torch.float32 else cases[:1]:
-        found = check([[20, 13]], 2, 1, 16, dtype, moving, sinks=(sinks, d_moving), tiles=(32, 16))
-        print(f"{dtype}:", ", ".join(f"{error:.1e}" for error in found))
+        errors = check([[20, 13]], 2, 1, 16, dtype, moving, sinks=(sinks, d_moving), tiles=(32, 16))
+        print(f"{dtype}:", ", ".join(f"{error:.1e}" for error in errors))
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_the_block_version_agrees(with_sinks: bool) -> None:
-    primals, tangents = drawn(1, 2, 1, 37, 16)
-    options = dict(scale=SCALE, sliding_window=11, sinks=drawn_sinks(2) if with_sinks else None)
-    found = flash_tangent(*primals, tangents, cu_seqlens=cu_seqlens_of([[37]]), max_seqlen=37, **options)
+def test_it_agrees_with_block_attention(with_sinks: bool) -> None:
+    primals, tangents = draw_inputs(1, 2, 1, 37, 16)
+    options = dict(scale=SCALE, sliding_window=11, sinks=draw_sinks(2) if with_sinks else None)
+    outputs = flash_tangent(*primals, tangents, cu_seqlens=make_cu_seqlens([[37]]), max_seqlen=37, **options)
     with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
         blocks = block_attention(*primals, tangents, **options)
-    torch.testing.assert_close(found[:2], blocks, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outputs[:2], blocks, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("growing", [True, False])
-def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
-    # Later keys raise (or do not raise) the running maximum by hundreds: the sums so far are rescaled to nothing.
-    (query, key, value), tangents = drawn(1, 1, 1, 40, 16)
+def test_scores_far_beyond_the_range_of_exp_are_correct(growing: bool) -> None:
+    # Growing scores raise the running maximum by hundreds, which rescales the sums so far to zero.
+    (query, key, value), tangents = draw_inputs(1, 1, 1, 40, 16)
     steps = torch.arange(40.0)[:, None]
     primals = (query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10, value)
-    found = flash_tangent(
-        *primals, tangents, cu_seqlens=cu_seqlens_of([[40]]), max_seqlen=40, scale=SCALE, tiles=(16, 16)
+    computed = flash_tangent(
+        *primals, tangents, cu_seqlens=make_cu_seqlens([[40]]), max_seqlen=40, scale=SCALE, tiles=(16, 16)
     )
-    assert max(errors(found, expected(primals, tangents, [[40]], None)[0])) < 1e-4  # scores of 1e4 in fp32
+    exact, _ = compute_expected(primals, tangents, [[40]], None)
+    assert max(measure_relative_errors(computed, exact)) < 1e-4  # scores of 1e4 in fp32
 
 
 # ---- shapes, sequences, windows and strides, with nothing read or written out of bounds ------------------------------
 
 
 def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, tiles, value_is_given) -> None:
-    """Right results from tensors inside of nan, and nothing written around results, or to a value that is given.
-    layouts: those of `embedded`."""
+    """Check results from tensors embedded in NaN, and that nothing is written around results or to a given value.
+
+    layouts: (order, step, margin) of `embed`, for each tensor.
+    """
     shape, dtype = primals[0].shape, primals[0].dtype
-    exact, terms = expected(primals, tangents, lengths, sliding_window)
+    exact, terms = compute_expected(primals, tangents, lengths, sliding_window)
     output, log_sum_exp = torch.zeros(shape, dtype=dtype), torch.zeros(shape[:3])
     results = [output, None if all(dx is None for dx in tangents) else output, log_sum_exp]
     fills = [math.nan] * 6 + [UNTOUCHED] * 3
@@ -194,16 +204,16 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
         results[0], results[2] = exact[0].to(dtype), exact[2].float()
         fills[6] = fills[8] = math.nan
     inside = [
-        (None, None) if x is None else embedded(x, fill, *layout)
+        (None, None) if x is None else embed(x, fill, *layout)
         for x, fill, layout in zip((*primals, *tangents, *results), fills, layouts, strict=True)
     ]
     views = [view for view, _ in inside]
     launch(
         tuple(views[:3]), tuple(views[3:6]), tuple(views[6:]),
-        cu_seqlens=cu_seqlens_of(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None,
+        cu_seqlens=make_cu_seqlens(lengths), is_long=False, scale=SCALE, sliding_window=sliding_window, sinks=None,
         value_is_given=value_is_given, tiles=tiles,
     )  # fmt: skip
-    assert max(errors(views[6:], exact, terms)) <= TOLERANCE[dtype]
+    assert max(measure_relative_errors(views[6:], exact, terms)) <= TOLERANCE[dtype]
     for result, (view, buffer), fill in zip(results, inside[6:], fills[6:], strict=True):
         if view is None:
             continue
@@ -215,7 +225,7 @@ def check_within_bounds(primals, tangents, layouts, lengths, sliding_window, til
 
 
 @st.composite
-def rows_of_sequences(draw) -> list[list[int]]:
+def packed_lengths(draw) -> list[list[int]]:
     """Lengths of the sequences of one or two rows of equally many tokens."""
     num_tokens = draw(st.integers(1, 44 if IS_SOAK else 36))
     rows = []
@@ -227,7 +237,7 @@ def rows_of_sequences(draw) -> list[list[int]]:
 
 @settings(deadline=None, max_examples=60 if IS_SOAK else 12, derandomize=True)
 @given(
-    lengths=rows_of_sequences(),
+    lengths=packed_lengths(),
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 3 if IS_SOAK else 2),
     head_dim=st.sampled_from([16, 24, 3]),
@@ -242,10 +252,10 @@ def rows_of_sequences(draw) -> list[list[int]]:
     is_given=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_any_shape_and_strides(
+def test_any_shape_and_strides_are_correct_and_stay_within_bounds(
     lengths, kv_heads, group, head_dim, dtype, sliding_window, tiles, moving, layouts, max_value_dim, is_given, seed
 ) -> None:
-    primals, tangents = drawn(len(lengths), kv_heads * group, kv_heads, sum(lengths[0]), head_dim, dtype, seed)
+    primals, tangents = draw_inputs(len(lengths), kv_heads * group, kv_heads, sum(lengths[0]), head_dim, dtype, seed)
     tangents = tuple(dx if name in moving else None for name, dx in zip("qkv", tangents, strict=True))
     with patch("vcore_ds.models.flash_tangent.MAX_VALUE_DIM", max_value_dim):  # programs share the values of 24
         is_given = is_given and moving != ""
@@ -260,25 +270,27 @@ def test_any_shape_and_strides(
        if IS_SOAK else [])],
     ids=str,
 )  # fmt: skip
-def test_windows_over_many_blocks(tiles: tuple[int, int], sliding_window: int | None, value_is_given: bool) -> None:
+def test_windows_over_many_blocks_are_correct(
+    tiles: tuple[int, int], sliding_window: int | None, value_is_given: bool
+) -> None:
     lengths, layouts = [[75, 5]], [((0, 1, 2, 3), 1, 1)] * 9
-    check_within_bounds(*drawn(1, 1, 1, 80, 24), layouts, lengths, sliding_window, tiles, value_is_given)
+    check_within_bounds(*draw_inputs(1, 1, 1, 80, 24), layouts, lengths, sliding_window, tiles, value_is_given)
 
 
 def test_a_sequence_sees_no_other() -> None:
-    lengths, primals_and_tangents = [[13, 20, 7]], drawn(1, 1, 1, 40, 16)
+    lengths, primals_and_tangents = [[13, 20, 7]], draw_inputs(1, 1, 1, 40, 16)
     poisoned = [[x.clone() for x in tensors] for tensors in primals_and_tangents]
     for tensor in (*poisoned[0], *poisoned[1]):
         tensor[:, :, :13] = tensor[:, :, 33:] = math.nan
-    options = dict(cu_seqlens=cu_seqlens_of(lengths), max_seqlen=20, scale=SCALE, tiles=(16, 16))
+    options = dict(cu_seqlens=make_cu_seqlens(lengths), max_seqlen=20, scale=SCALE, tiles=(16, 16))
     clean = flash_tangent(*primals_and_tangents[0], primals_and_tangents[1], **options)
-    found = flash_tangent(*poisoned[0], tuple(poisoned[1]), **options)
-    for x, y in zip(found, clean, strict=True):
+    from_poisoned = flash_tangent(*poisoned[0], tuple(poisoned[1]), **options)
+    for x, y in zip(from_poisoned, clean, strict=True):
         assert torch.equal(x[:, :, 13:33], y[:, :, 13:33]) and not x[:, :, :13].isfinite().any()
 
 
 def test_tokens_beyond_the_last_end_are_left_alone() -> None:
-    primals, tangents = drawn(1, 2, 1, 40, 16)
+    primals, tangents = draw_inputs(1, 2, 1, 40, 16)
     results = tuple(torch.full(shape, UNTOUCHED) for shape in ((1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 40)))
     options = dict(is_long=False, scale=SCALE, sliding_window=None, sinks=None, value_is_given=False, tiles=(16, 16))
     launch(primals, tangents, results, cu_seqlens=torch.tensor([0, 20, 20, 23], dtype=torch.int32), **options)
@@ -286,24 +298,24 @@ def test_tokens_beyond_the_last_end_are_left_alone() -> None:
         assert (result[:, :, 23:] == UNTOUCHED).all() and (result[:, :, :23] != UNTOUCHED).all()
 
 
-def test_more_sequences_than_are_searched_at_once() -> None:
-    # Empty ones cost nothing in the interpreter but the search.
+def test_more_sequences_than_one_search_step_are_correct() -> None:
+    # Empty sequences cost the interpreter nothing but the search.
     check([[1] + [0] * 129 + [2, 3]], 1, 1, 16, torch.float32, moving="q", tiles=(16, 16))
 
 
-# ---- the way from the models ---------------------------------------------------------------------------------------
+# ---- called through the attention interface --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: torch.dtype) -> None:
-    lengths, (primals, tangents) = [[13, 7], [20]], drawn(2, 2, 1, 20, 16, dtype)
+    lengths, (primals, tangents) = [[13, 7], [20]], draw_inputs(2, 2, 1, 20, 16, dtype)
     layout = SequenceLayout.from_lengths(lengths, 1, CPU)
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
         output, _ = forward_mode_attention(torch.nn.Module(), *duals, None, scaling=SCALE, sequence_layout=layout)
-        found = forward_ad.unpack_dual(output)
+        value_and_tangent = forward_ad.unpack_dual(output)
     kernel = flash_tangent(*primals, tangents, cu_seqlens=layout.cu_seqlens, max_seqlen=20, scale=SCALE)
-    for x, y in zip(found, kernel[:2], strict=True):
+    for x, y in zip(value_and_tangent, kernel[:2], strict=True):
         assert torch.equal(x.transpose(1, 2), y) == (dtype == torch.bfloat16)
         torch.testing.assert_close(x.transpose(1, 2), y, rtol=0.02, atol=0.02)
 
@@ -321,9 +333,8 @@ def test_deterministic_runs_do_not_time_tiles() -> None:
 # ---- one tile on all ranks -----------------------------------------------------------------------------------------
 
 
-def tiles_of_rank(folder: Path, fastest: int) -> dict[str, Any]:
-    """What a rank chooses where its own timing would choose the candidate `fastest + rank`, in launches of two kinds:
-    rank 1 meets the second kind alone."""
+def choose_tiles(folder: Path, fastest: int) -> dict[str, Any]:
+    """A rank's tiles where its timing favours candidate `fastest + rank`; only rank 1 launches a second kind."""
     rank = torch.distributed.get_rank()
     tempfile.tempdir = str(folder)
     timed: list[int] = []
@@ -333,9 +344,9 @@ def tiles_of_rank(folder: Path, fastest: int) -> dict[str, Any]:
         timed.append(len(timed))
         return [0.0 if timed[-1] % 4 == fastest + rank else 1.0]
 
-    primals, tangents = drawn(1, 1, 1, 16, 16, torch.float16)
+    primals, tangents = draw_inputs(1, 1, 1, 16, 16, torch.float16)
     kernels._tuned._do_bench, kernels.INTERPRETER_TILES = timing, None  # there is no GPU whose clock could time
-    options = dict(cu_seqlens=cu_seqlens_of([[16]]), max_seqlen=16, scale=SCALE)
+    options = dict(cu_seqlens=make_cu_seqlens([[16]]), max_seqlen=16, scale=SCALE)
     flash_tangent(*primals, tangents, **options)
     if rank == 1:
         flash_tangent(*primals, tangents, **options, sliding_window=4)
@@ -348,18 +359,18 @@ def tiles_of_rank(folder: Path, fastest: int) -> dict[str, Any]:
 
 
 def test_ranks_use_the_tile_of_the_first_and_keep_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    first, second = run_ranks(tiles_of_rank, 2, tmp_path, 0, start="fork")
+    first, second = run_ranks(choose_tiles, 2, tmp_path, 0, start="fork")
     assert first["tiles"] == second["tiles"][:1]
-    # Each would have chosen another one: rank 1 does for the kind that it alone meets.
-    (own,), (_, alone) = first["tiles"], second["tiles"]
+    # By its timing each rank would choose another tile; rank 1 does so for the kind that only it launches.
+    (shared,), (_, second_kind) = first["tiles"], second["tiles"]
     names = dict.fromkeys(TILE_KEYS)
     candidates = [names | dict(zip(TILE_KEYS, tile, strict=True)) | {"num_ctas": 1} for tile in TILES[64]]
-    assert own in candidates[:2] and alone == candidates[1]
+    assert shared in candidates[:2] and second_kind == candidates[1]
     assert sorted([first["num_timed"], second["num_timed"]]) in ([4, 4], [0, 8])
     assert capfd.readouterr().out.count("Forward-mode attention: timed 4 tiles for heads of 16 in") == 2
     caches = [tmp_path / f"vcore_ds_{os.getuid()}" / "triton" / f"rank_{rank}" for rank in (0, 1)]
     assert [first["cache"], second["cache"]] == list(map(str, caches))
-    # The next start, where timing would choose others.
-    again = run_ranks(tiles_of_rank, 2, tmp_path, 2, start="fork")
-    assert [one["tiles"] for one in again] == [first["tiles"], second["tiles"]]
-    assert [one["num_timed"] for one in again] == [0, 0]
+    # At the next start timing would favour other tiles; the kept ones are used without timing.
+    again = run_ranks(choose_tiles, 2, tmp_path, 2, start="fork")
+    assert [rank["tiles"] for rank in again] == [first["tiles"], second["tiles"]]
+    assert [rank["num_timed"] for rank in again] == [0, 0]

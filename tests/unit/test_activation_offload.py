@@ -14,13 +14,13 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import checkpoint_activations
 
 
-def copying(pin_memory: bool) -> saved_tensors_hooks:
-    """What `save_on_cpu` does to a tensor of a GPU; on a CPU it would hand back the tensor itself."""
+def copy_saved_tensors(pin_memory: bool) -> saved_tensors_hooks:
+    """Copy as `save_on_cpu` does for a GPU's tensor; for a CPU's it would return the tensor itself."""
     return saved_tensors_hooks(torch.clone, lambda copy: copy)
 
 
-def gradients_and_inputs_kept(*, activation_offload: bool) -> tuple[list[torch.Tensor], list[bool]]:
-    """Gradients; and of each layer's input, whether its memory is in use between forward and backward."""
+def run_layers(*, activation_offload: bool) -> tuple[list[torch.Tensor], list[bool]]:
+    """Gradients, and for each layer's input whether its memory is in use between forward and backward."""
     plain = tiny.qwen3(num_hidden_layers=4)
     checkpoint_activations(plain)
     plain.set_attn_implementation(TRAINING_ATTENTION)
@@ -32,7 +32,7 @@ def gradients_and_inputs_kept(*, activation_offload: bool) -> tuple[list[torch.T
         inputs.append(StorageWeakRef(arguments[0].untyped_storage()))
 
     handles = [layer.register_forward_pre_hook(remember) for layer in model.layers]
-    copies: AbstractContextManager = mock.patch.object(causal_lm, "save_on_cpu", copying)
+    copies: AbstractContextManager = mock.patch.object(causal_lm, "save_on_cpu", copy_saved_tensors)
     with copies if activation_offload else nullcontext():
         losses = model(*tiny.inputs(tiny.make_batch(3)))
     kept = [not storage.expired() for storage in inputs]
@@ -41,10 +41,10 @@ def gradients_and_inputs_kept(*, activation_offload: bool) -> tuple[list[torch.T
     return list(torch.autograd.grad(losses.sum(), list(model.parameters()))), kept
 
 
-def test_offloaded_checkpoints() -> None:
-    expected, kept = gradients_and_inputs_kept(activation_offload=False)
+def test_offloaded_checkpoints_free_layer_inputs_and_keep_gradients() -> None:
+    expected, kept = run_layers(activation_offload=False)
     assert kept == [True] * 4
-    gradients, kept = gradients_and_inputs_kept(activation_offload=True)
+    gradients, kept = run_layers(activation_offload=True)
     assert kept == [False] * 4
     for plain, offloaded in zip(expected, gradients, strict=True):
         assert torch.equal(plain, offloaded)

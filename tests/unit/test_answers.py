@@ -31,7 +31,7 @@ from vcore_ds.data.store import TokenStore
         ("\\boxed{two\nlines}", ["two\nlines"]),
     ],
 )
-def test_answer_spans(text: str, answers: list[str]) -> None:
+def test_answer_spans_are_the_contents_of_boxes(text: str, answers: list[str]) -> None:
     assert [text[start:end] for start, end in answer_spans(text)] == answers
 
 
@@ -56,23 +56,23 @@ def dataset(tmp_path: Path) -> Callable[..., TokenStore]:
     return make
 
 
-def require_text(sequence, mask: np.ndarray) -> str:
+def decode_masked(sequence, mask: np.ndarray) -> str:
     return make_tokenizer().decode(sequence.input_ids[mask])
 
 
 def test_only_the_assistants_answer_counts(dataset) -> None:
     (sequence,) = dataset(r"It is \boxed{\frac{3}{4}}, or \boxed{0.75}.")
-    assert require_text(sequence, sequence.in_answer) == r"\frac{3}{4}" + "0.75"
+    assert decode_masked(sequence, sequence.in_answer) == r"\frac{3}{4}" + "0.75"
     assert not sequence.in_answer[~sequence.supervised].any()
 
 
-def test_the_kept_tokens_of_a_batch(dataset) -> None:
+def test_a_batch_has_the_kept_tokens_of_its_sequences(dataset) -> None:
     data = keep_random_tokens(dataset(r"word " * 30 + r"\boxed{777}", "no answer here at all"), 0.2, seed=1)
     first, second = data
     for sequence in (first, second):
         assert sequence.kept.sum() == round(0.2 * sequence.supervised.sum())
         assert not sequence.kept[~sequence.supervised].any()
-    assert "777" in require_text(first, first.kept)
+    assert "777" in decode_masked(first, first.kept)
 
     batch = collate(list(data), pad_token_id=0)
     assert batch.num_kept_tokens().tolist() == [first.kept.sum(), second.kept.sum()]
@@ -95,21 +95,21 @@ def test_reference_log_probabilities_come_back_to_their_sequences(dataset, tmp_p
     data, path = dataset("abc", "defgh", "ij"), tmp_path / "deep" / "reference"
     write_reference(path, data, [-1.5, -2.25, -1e4], model="some/model")
     assert [p.name for p in path.parent.iterdir()] == ["reference"]  # nothing unfinished, no name changed
-    found = add_reference(data, str(path))
-    assert [sequence.reference_log_probability for sequence in found] == [-1.5, -2.25, -1e4]
-    assert collate(found[:2], 0).reference_log_probability.tolist() == [-1.5, -2.25]
+    with_reference = add_reference(data, str(path))
+    assert [sequence.reference_log_probability for sequence in with_reference] == [-1.5, -2.25, -1e4]
+    assert collate(with_reference[:2], 0).reference_log_probability.tolist() == [-1.5, -2.25]
 
 
-@pytest.mark.parametrize("other", [("abc", "defgh"), ("abc", "defgi", "ij"), ("abc", "ij", "defgh")])
-def test_a_reference_of_other_data_is_refused(dataset, tmp_path, other: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("replies", [("abc", "defgh"), ("abc", "defgi", "ij"), ("abc", "ij", "defgh")])
+def test_a_reference_of_other_data_is_refused(dataset, tmp_path, replies: tuple[str, ...]) -> None:
     path = tmp_path / "reference.npz"
     write_reference(path, dataset("abc", "defgh", "ij"), [-1.0, -2.0, -3.0], model="m")
     with pytest.raises(UserError, match="of 3 other sequences.*vcore-ds reference"):
-        add_reference(dataset(*other), str(path))
+        add_reference(dataset(*replies), str(path))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a zip file", b"PK\x03\x04 cut off"])
-def test_what_is_no_reference_file_is_refused(dataset, tmp_path, content: bytes | None) -> None:
+def test_a_file_that_is_no_reference_is_refused(dataset, tmp_path, content: bytes | None) -> None:
     path = tmp_path / "reference.npz"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What training refuses in a model's configuration: said by `check` and `plan` in the words of the run itself."""
+"""Model configurations that training refuses: `check` and `plan` refuse them in the same words."""
 
 from pathlib import Path
 from typing import Any
@@ -35,55 +35,55 @@ SIZES = dict(
     vocab_size=64,
 )
 DENSE = Qwen3Config(**SIZES)
-MIXTURE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
-OWN_ATTENTION = BloomConfig(hidden_size=16, n_layer=1, n_head=2)
+MOE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+FIXED_ATTENTION = BloomConfig(hidden_size=16, n_layer=1, n_head=2)
 RECIPE = Path(__file__).resolve().parents[2] / "launch_scripts" / "recipes" / "qwen3_4b_math_full.yaml"
 DIFFERENCE = ["utility.estimator=finite_difference", "utility.epsilon=auto"]
 
 
-# ---- which estimator -------------------------------------------------------------------------------------------------
+# ---- estimators ------------------------------------------------------------------------------------------------------
 
 
 def test_jvp_is_refused_where_attention_cannot_be_replaced() -> None:
     with pytest.raises(UserError, match="found jvp .*m .BloomForCausalLM.*expected finite_difference .*epsilon=auto"):
-        check_estimator("m", OWN_ATTENTION, "jvp")
-    check_estimator("m", OWN_ATTENTION, "finite_difference")
+        check_estimator("m", FIXED_ATTENTION, "jvp")
+    check_estimator("m", FIXED_ATTENTION, "finite_difference")
     check_estimator("m", DENSE, "jvp")
     check_estimator("m", DENSE, "finite_difference")
 
 
-def test_differences_are_refused_with_an_moe_model() -> None:
+def test_finite_differences_are_refused_with_an_moe_model() -> None:
     with pytest.raises(UserError, match="found finite_difference .* an MoE model.*; expected jvp .*epsilon=null"):
-        check_estimator("m", MIXTURE, "finite_difference")
-    check_estimator("m", MIXTURE, "jvp")
+        check_estimator("m", MOE, "finite_difference")
+    check_estimator("m", MOE, "jvp")
 
 
 @pytest.mark.parametrize("estimator", ["jvp", "finite_difference"])
-def test_no_estimator_sends_a_user_to_one_that_is_refused_too(
+def test_a_refused_estimator_does_not_recommend_another_refused_one(
     estimator: architecture_check.Estimator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(architecture_check, "can_replace_attention", lambda config: False)
     with pytest.raises(UserError, match="MoE model.*expected another architecture, or a method") as error:
-        check_estimator("m", MIXTURE, estimator)
+        check_estimator("m", MOE, estimator)
     assert "utility.estimator=" not in str(error.value)
 
 
 def test_advice_on_noise_names_jvp_where_there_is_one() -> None:
     assert "utility.estimator=jvp" in advise_on_noise(DENSE)
-    assert "estimator=" not in advise_on_noise(OWN_ATTENTION)
-    assert "model.precision=fp32" in advise_on_noise(OWN_ATTENTION)
+    assert "estimator=" not in advise_on_noise(FIXED_ATTENTION)
+    assert "model.precision=fp32" in advise_on_noise(FIXED_ATTENTION)
 
 
 # ---- the model without weights ---------------------------------------------------------------------------------------
 
 
-def saved(config: PretrainedConfig, folder: Path) -> str:
+def save_config(config: PretrainedConfig, folder: Path) -> str:
     config.save_pretrained(folder)
     return str(folder)
 
 
 def check(config: PretrainedConfig, folder: Path, **recipe: Any) -> None:
-    path = saved(config, folder)
+    path = save_config(config, folder)
     check_architecture(path, read_config(path), **recipe)
 
 
@@ -92,34 +92,36 @@ def check(config: PretrainedConfig, folder: Path, **recipe: Any) -> None:
     [
         (DENSE, None),
         (DENSE, LoraConfig(rank=2, alpha=4, dropout=0.1)),
-        (MIXTURE, None),
-        (MIXTURE, LoraConfig(rank=2, alpha=4)),
+        (MOE, None),
+        (MOE, LoraConfig(rank=2, alpha=4)),
     ],
-    ids=["dense full", "dense lora", "mixture full", "mixture lora"],
+    ids=["dense full", "dense lora", "moe full", "moe lora"],
 )
 def test_a_model_that_can_be_trained_passes(config: PretrainedConfig, lora: LoraConfig | None, tmp_path: Path) -> None:
     check(config, tmp_path, attention="auto", lora=lora, estimator="jvp")
 
 
-def test_experts_that_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dense model is left to the plan of the batch, which knows it without building it."""
-    divided: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
-    check(MIXTURE, tmp_path, **divided)
+def test_experts_that_cannot_be_sharded_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense model passes here: the batch plan refuses it without building the model."""
+    options: dict[str, Any] = dict(attention="auto", lora=None, estimator="jvp", expert=2)
+    check(MOE, tmp_path, **options)
     monkeypatch.setattr(architecture_check, "can_replace_experts", lambda module: False)
     with pytest.raises(UserError, match="parallel.expert: found 2 .*whose experts do not use .*; expected 1"):
-        check(MIXTURE, tmp_path, **divided)
-    check(MIXTURE, tmp_path, **{**divided, "expert": 1})
-    check(DENSE, tmp_path, **divided)
+        check(MOE, tmp_path, **options)
+    check(MOE, tmp_path, **{**options, "expert": 1})
+    check(DENSE, tmp_path, **options)
 
 
-def test_names_of_adapted_layers(tmp_path: Path) -> None:
+def test_unknown_names_of_adapted_layers_are_refused(tmp_path: Path) -> None:
     lora = LoraConfig(rank=2, alpha=4, target_modules=("wqkv",))
     with pytest.raises(UserError, match="lora.target_modules: found wqkv"):
         check(DENSE, tmp_path, attention="auto", lora=lora, estimator=None)
 
 
-def test_an_attention_that_cannot_take_the_models_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decoder is called, and says so; whatever else fails without weights says nothing of training."""
+def test_an_attention_that_cannot_replace_the_models_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A UserError of the decoder is reported; other failures without weights do not show that training would fail."""
     raised: Exception = UserError("uses what ours does not know")
 
     def fail(*_: object, **__: object) -> None:
@@ -127,13 +129,13 @@ def test_an_attention_that_cannot_take_the_models_place(tmp_path: Path, monkeypa
 
     monkeypatch.setitem(AttentionInterface._global_mapping, TRAINING_ATTENTION, fail)
     with pytest.raises(UserError, match="uses what ours does not know"):
-        check(MIXTURE, tmp_path, attention="auto", lora=None, estimator=None)
-    check(MIXTURE, tmp_path, attention="eager", lora=None, estimator=None)
+        check(MOE, tmp_path, attention="auto", lora=None, estimator=None)
+    check(MOE, tmp_path, attention="eager", lora=None, estimator=None)
     raised = NotImplementedError("no meta form")
-    check(MIXTURE, tmp_path, attention="auto", lora=None, estimator=None)
+    check(MOE, tmp_path, attention="auto", lora=None, estimator=None)
 
 
-def test_embeddings_that_change_in_place_cannot_have_adapters_behind_them(tmp_path: Path) -> None:
+def test_adapters_are_refused_where_embeddings_change_in_place(tmp_path: Path) -> None:
     config = CTRLConfig(n_embd=16, dff=32, n_layer=1, n_head=2, vocab_size=64)
     check(config, tmp_path, attention="auto", lora=None, estimator=None)
     with pytest.raises(UserError, match="lora: found adapters .*CTRLLMHeadModel.*in place.*expected null"):
@@ -143,7 +145,7 @@ def test_embeddings_that_change_in_place_cannot_have_adapters_behind_them(tmp_pa
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
-def refusal_of_training(path: str, overrides: list[str]) -> str:
+def read_training_refusal(path: str, overrides: list[str]) -> str:
     with pytest.raises(UserError) as error:
         train(load_recipe(RECIPE, [f"model.path={path}", *overrides]))
     return str(error.value)
@@ -152,20 +154,20 @@ def refusal_of_training(path: str, overrides: list[str]) -> str:
 @pytest.mark.parametrize(
     "config, overrides",
     [
-        (MIXTURE, DIFFERENCE),
-        (OWN_ATTENTION, []),
+        (MOE, DIFFERENCE),
+        (FIXED_ATTENTION, []),
         (DENSE, ["lora={rank: 2, alpha: 4, target_modules: [wqkv]}"]),
     ],
-    ids=["differences on a mixture", "jvp without attention", "names of layers"],
+    ids=["differences on an MoE model", "jvp without attention", "names of layers"],
 )
-def test_check_and_plan_say_what_training_says(
+def test_check_and_plan_refuse_in_the_words_of_training(
     config: PretrainedConfig, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     path = str(tmp_path / "model")
     overrides = ["batch.pack_tokens_per_rank=null", f"run.output_dir={tmp_path}/run", *overrides]
-    expected = refusal_of_training(path, overrides)
+    expected = read_training_refusal(path, overrides)
     capsys.readouterr()
     for command in (["check"], ["plan", "--gpus", "8"]):
         assert main([command[0], str(RECIPE), f"model.path={path}", *overrides, *command[1:]]) == 2
@@ -173,7 +175,7 @@ def test_check_and_plan_say_what_training_says(
 
 
 @pytest.mark.parametrize("command", [["check", "--ranks", "8"], ["plan", "--gpus", "16"]], ids=lambda words: words[0])
-def test_a_known_mixture_that_is_not_on_this_machine(
+def test_a_known_moe_model_is_checked_without_its_files(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*command, str(RECIPE), "model.path=Qwen/Qwen3-30B-A3B", f"run.output_dir={tmp_path}/run"]
@@ -182,7 +184,7 @@ def test_a_known_mixture_that_is_not_on_this_machine(
     assert main(words) == 0
 
 
-def test_a_config_json_by_itself_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = saved(OWN_ATTENTION, tmp_path) + "/config.json"
+def test_plan_reads_a_config_json_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_config(FIXED_ATTENTION, tmp_path) + "/config.json"
     assert main(["plan", str(RECIPE), f"model.path={path}", "--gpus", "8"]) == 2
     assert "BloomForCausalLM" in capsys.readouterr().err

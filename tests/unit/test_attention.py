@@ -30,8 +30,7 @@ from tests.helpers.allocations import Allocations
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import Batch
 from vcore_ds.models import attention as attention_module
-from vcore_ds.models import attention_kernels as explicit_attention
-from vcore_ds.models import attention_kernels as flash_attention
+from vcore_ds.models import attention_kernels
 from vcore_ds.models.attention import (
     FORWARD_MODE_ATTENTION,
     FUSED_ATTENTION,
@@ -46,7 +45,9 @@ from vcore_ds.models.causal_lm import TokenLossModel
 SCALE = 0.37
 
 
-def inputs(num_tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, seed: int = 0, dtype=torch.float64):
+def draw_inputs(
+    num_tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, seed: int = 0, dtype=torch.float64
+):
     """(query, key, value) and their tangents, two rows."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, num_heads, num_tokens, head_dim) for num_heads in (heads, kv_heads, kv_heads)]
@@ -54,7 +55,7 @@ def inputs(num_tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8
     return tuple(drawn[:3]), tuple(drawn[3:])
 
 
-def visible(num_tokens: int, sliding_window: int | None = None, lengths=None) -> Tensor:
+def make_mask(num_tokens: int, sliding_window: int | None = None, lengths=None) -> Tensor:
     """[1 or 2, 1, T, T]: query (row) may see key (column). `lengths`: of the sequences in each row."""
     seen = torch.ones(num_tokens, num_tokens).tril().bool()
     if sliding_window is not None:
@@ -65,13 +66,13 @@ def visible(num_tokens: int, sliding_window: int | None = None, lengths=None) ->
     return (seen & (number[:, :, None] == number[:, None, :]))[:, None]
 
 
-def drawn_sinks(heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Of each query head, and their tangent."""
+def draw_sinks(heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """The sink of each query head, and the sinks' tangent."""
     sinks, d_sinks = torch.randn(2, heads, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
     return sinks, d_sinks
 
 
-def unfused(
+def attend_unfused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,9 +103,9 @@ def check(
     **sizes: int,
 ) -> None:
     """`moving`: which inputs have a tangent; s stands for the sinks."""
-    primals, tangents = inputs(num_tokens, dtype=dtype, **sizes)
+    primals, tangents = draw_inputs(num_tokens, dtype=dtype, **sizes)
     given = tuple(tangent if name in moving else None for name, tangent in zip("qkv", tangents, strict=True))
-    sinks, d_sinks = drawn_sinks(primals[0].shape[1], dtype)
+    sinks, d_sinks = draw_sinks(primals[0].shape[1], dtype)
     options = dict(scale=SCALE, sliding_window=sliding_window)
     with patch.dict(BLOCK_TOKENS, cpu=block_tokens):
         moving_sinks = (sinks, d_sinks if "s" in moving else None) if with_sinks else None
@@ -113,11 +114,11 @@ def check(
     assert (output.dtype, output.shape) == (dtype, primals[0].shape)
     assert torch.equal(output, without)  # the losses of a pass do not depend on whether it carries tangents
 
-    seen = visible(num_tokens, sliding_window)
+    seen = make_mask(num_tokens, sliding_window)
     exact = tuple(tensor.double() for tensor in (*primals, sinks))
     full = tuple(t.double() * (name in moving) for name, t in zip("qkvs", (*tangents, d_sinks), strict=True))
     expected, d_expected = torch.func.jvp(
-        lambda q, k, v, s: unfused(q, k, v, seen, s if with_sinks else None), exact, full
+        lambda q, k, v, s: attend_unfused(q, k, v, seen, s if with_sinks else None), exact, full
     )
     close = dict(rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(output.double(), expected, **close)
@@ -132,48 +133,50 @@ def check(
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("num_tokens", [1, 9, 16, 17, 18, 41, 64], ids=lambda n: f"{n} tokens")
-def test_lengths_around_multiples_of_the_block(num_tokens: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_lengths_around_multiples_of_the_block_are_correct(
+    num_tokens: int, dtype: torch.dtype, tolerance: float
+) -> None:
     check(num_tokens, dtype=dtype, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", [8, 7, 1])
-def test_groups_of_heads_and_odd_head_dimensions(heads: int, kv_heads: int, head_dim: int) -> None:
+def test_grouped_heads_and_odd_head_dimensions_are_correct(heads: int, kv_heads: int, head_dim: int) -> None:
     check(37, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("block_tokens", [(16, 16), (8, 32), (32, 8)], ids=str)
 @pytest.mark.parametrize("sliding_window", [None, 1, 5, 15, 16, 20, 31, 40, 100])
-def test_sliding_windows(sliding_window: int | None, block_tokens: tuple[int, int]) -> None:
+def test_sliding_windows_are_correct(sliding_window: int | None, block_tokens: tuple[int, int]) -> None:
     check(60, block_tokens, sliding_window=sliding_window)
 
 
 @pytest.mark.parametrize("moving", ["", "q", "k", "v", "qk", "qv", "kv"])
-def test_tangents_of_some_inputs_only(moving: str) -> None:
+def test_some_inputs_may_have_no_tangent(moving: str) -> None:
     check(41, moving=moving)
 
 
 @pytest.mark.parametrize("moving", ["qkvs", "s", "", "qk"])
 @pytest.mark.parametrize("sliding_window", [None, 5, 16])
-def test_sinks(sliding_window: int | None, moving: str) -> None:
+def test_sinks_and_their_tangents_are_correct(sliding_window: int | None, moving: str) -> None:
     check(41, sliding_window=sliding_window, moving=moving, with_sinks=True, heads=6, kv_heads=3)
 
 
 @pytest.mark.parametrize("growing", [True, False])
-def test_scores_far_beyond_the_range_of_exp(growing: bool) -> None:
-    # Later keys raise (or do not raise) the running maximum by hundreds: the sums so far are rescaled to nothing.
-    (query, key, value), tangents = inputs(40)
+def test_scores_far_beyond_the_range_of_exp_are_correct(growing: bool) -> None:
+    # Growing scores raise the running maximum by hundreds, which rescales the sums so far to zero.
+    (query, key, value), tangents = draw_inputs(40)
     steps = torch.arange(40.0, dtype=torch.float64)[:, None]
     query, key = query.abs() + 1, (key.abs() + 1) * (steps if growing else 40 - steps) * 10
     with patch.dict(BLOCK_TOKENS, cpu=(16, 16)):
         output, d_output = block_attention(query, key, value, tangents, scale=SCALE)
-    seen = visible(40)
-    expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), (query, key, value), tangents)
+    seen = make_mask(40)
+    expected = torch.func.jvp(lambda q, k, v: attend_unfused(q, k, v, seen), (query, key, value), tangents)
     torch.testing.assert_close((output, d_output), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_token_does_not_depend_on_later_ones() -> None:
-    primals, tangents = inputs(41)
+    primals, tangents = draw_inputs(41)
     later = [tensor.clone() for tensor in (*primals, *tangents)]
     for tensor in later:
         tensor[:, :, 20:] = torch.nan
@@ -201,55 +204,55 @@ CPU = torch.device("cpu")
 def test_all_attentions_keep_sequences_apart(
     name: str, sliding_window: int | None, with_sinks: bool, softcap: float | None
 ) -> None:
-    primals, tangents = inputs(60)
+    primals, tangents = draw_inputs(60)
     if with_sinks:
-        sinks, d_sinks = drawn_sinks(4)
+        sinks, d_sinks = draw_sinks(4)
         primals, tangents = (*primals, sinks), (*tangents, d_sinks)
-    seen = visible(60, sliding_window, LAYOUTS[name])
+    seen = make_mask(60, sliding_window, LAYOUTS[name])
     options = dict(scaling=SCALE, sliding_window=sliding_window, softcap=softcap)
     options["sequence_layout"] = SequenceLayout.from_lengths(LAYOUTS[name], 1, CPU)
 
     def reference(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return unfused(query, key, value, seen, sinks, softcap).transpose(1, 2)
+        return attend_unfused(query, key, value, seen, sinks, softcap).transpose(1, 2)
 
-    def of(attention: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run_attention(attention: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         attend = AttentionInterface()[attention]
         return attend(torch.nn.Module(), query, key, value, None, s_aux=sinks, **options)[0]
 
     weight = torch.randn(2, 60, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
-    def output_and_gradients(attend) -> tuple[Tensor, ...]:
+    def compute_output_and_gradients(attend) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in primals]
         output = attend(*leaves)
         return output.detach(), *torch.autograd.grad((output * weight).sum(), leaves)
 
-    expected, *expected_gradients = output_and_gradients(reference)
+    expected, *expected_gradients = compute_output_and_gradients(reference)
     _, d_expected = torch.func.jvp(reference, primals, tangents)
-    with patch.object(explicit_attention, "BAND_TOKENS", 16):
-        output, *gradients = output_and_gradients(partial(of, TRAINING_ATTENTION))
+    with patch.object(attention_kernels, "BAND_TOKENS", 16):
+        output, *gradients = compute_output_and_gradients(partial(run_attention, TRAINING_ATTENTION))
         torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradients, expected_gradients, rtol=1e-11, atol=1e-12)
 
         with torch.no_grad(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
-            found = forward_ad.unpack_dual(of(FORWARD_MODE_ATTENTION, *duals))
-            torch.testing.assert_close(tuple(found), (expected, d_expected), rtol=1e-12, atol=1e-12)
+            value_and_tangent = forward_ad.unpack_dual(run_attention(FORWARD_MODE_ATTENTION, *duals))
+            torch.testing.assert_close(tuple(value_and_tangent), (expected, d_expected), rtol=1e-12, atol=1e-12)
 
         with forward_ad.dual_level():
-            tangent_of = {}
+            recorded = {}
 
-            def beside(*leaves: Tensor) -> Tensor:
+            def attend_fused(*leaves: Tensor) -> Tensor:
                 duals = [forward_ad.make_dual(x, dx) for x, dx in zip(leaves, tangents, strict=True)]
-                value, tangent_of["output"] = forward_ad.unpack_dual(of(FUSED_ATTENTION, *duals))
+                value, recorded["tangent"] = forward_ad.unpack_dual(run_attention(FUSED_ATTENTION, *duals))
                 return value
 
-            fused = output_and_gradients(beside)
+            fused = compute_output_and_gradients(attend_fused)
         assert all(torch.equal(x, y) for x, y in zip(fused, (output, *gradients), strict=True))
-        assert not tangent_of["output"].requires_grad
-        torch.testing.assert_close(tangent_of["output"], d_expected, rtol=1e-12, atol=1e-12)
+        assert not recorded["tangent"].requires_grad
+        torch.testing.assert_close(recorded["tangent"], d_expected, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_by_their_lengths() -> None:
+def test_a_row_layout_lists_its_sequences_and_splits_into_chunks() -> None:
     layout = SequenceLayout.from_lengths([[3, 5], [8]], 1, CPU)
     assert layout.cu_seqlens.tolist() == [0, 3, 8, 16] and layout.cu_seqlens.dtype == torch.int32
     assert (layout.max_seqlen, layout.is_unpacked) == (8, False)
@@ -266,46 +269,46 @@ def test_rows_by_their_lengths() -> None:
 
 @pytest.mark.parametrize("attend", [training_attention, forward_mode_attention])
 def test_values_may_have_fewer_dimensions_than_keys(attend) -> None:
-    (query, key, value), (d_query, d_key, d_value) = inputs(60)
+    (query, key, value), (d_query, d_key, d_value) = draw_inputs(60)
     primals, tangents = (query, key, value[..., :5]), (d_query, d_key, d_value[..., :5])
     options = dict(scaling=SCALE, sequence_layout=SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU))
-    seen = visible(60, None, LAYOUTS["short ones"])
-    expected = torch.func.jvp(lambda q, k, v: unfused(q, k, v, seen), primals, tangents)
+    seen = make_mask(60, None, LAYOUTS["short ones"])
+    expected = torch.func.jvp(lambda q, k, v: attend_unfused(q, k, v, seen), primals, tangents)
     with torch.no_grad(), forward_ad.dual_level():
         carries_tangents = attend is forward_mode_attention
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
-        found, _ = attend(torch.nn.Module(), *(duals if carries_tangents else primals), None, **options)
-        found = forward_ad.unpack_dual(found)
-        torch.testing.assert_close(found.primal.transpose(1, 2), expected[0], rtol=1e-12, atol=1e-12)
+        output, _ = attend(torch.nn.Module(), *(duals if carries_tangents else primals), None, **options)
+        output = forward_ad.unpack_dual(output)
+        torch.testing.assert_close(output.primal.transpose(1, 2), expected[0], rtol=1e-12, atol=1e-12)
         if carries_tangents:
-            torch.testing.assert_close(found.tangent.transpose(1, 2), expected[1], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(output.tangent.transpose(1, 2), expected[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("sliding_window", [None, 7])
-def test_sinks_in_single_precision(sliding_window: int | None, softcap: float | None) -> None:
-    primals, _ = inputs(60, dtype=torch.float32)
-    leaves = [x.clone().requires_grad_() for x in (*primals, drawn_sinks(4, torch.float32)[0])]
+def test_sinks_are_correct_in_single_precision(sliding_window: int | None, softcap: float | None) -> None:
+    primals, _ = draw_inputs(60, dtype=torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (*primals, draw_sinks(4, torch.float32)[0])]
     options = dict(scaling=SCALE, sliding_window=sliding_window, softcap=softcap)
     options["sequence_layout"] = SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
     output, _ = training_attention(torch.nn.Module(), *leaves[:3], None, s_aux=leaves[3], **options)
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    seen = visible(60, sliding_window, LAYOUTS["short ones"])
-    expected = unfused(*exact[:3], seen, exact[3], softcap).transpose(1, 2)
+    seen = make_mask(60, sliding_window, LAYOUTS["short ones"])
+    expected = attend_unfused(*exact[:3], seen, exact[3], softcap).transpose(1, 2)
     gradients = [torch.autograd.grad(y.square().sum(), x) for y, x in ((output, leaves), (expected, exact))]
-    for found, reference in [(output, expected), *zip(*gradients, strict=True)]:
-        error = float((found.double() - reference).detach().norm() / reference.detach().norm())
+    for computed, reference in [(output, expected), *zip(*gradients, strict=True)]:
+        error = float((computed.double() - reference).detach().norm() / reference.detach().norm())
         assert error < 1e-6, error
 
 
 @pytest.mark.parametrize("sliding_window", [None, 7])
-def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for the kernel and its backward, which have their layouts: tokens first, log-sum-exp last."""
-    primals = (*inputs(60)[0], drawn_sinks(4)[0])
+def test_sinks_are_added_around_the_gpu_kernel(sliding_window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins replace the kernel and its backward, with the same layouts: tokens first, log-sum-exp last."""
+    primals = (*draw_inputs(60)[0], draw_sinks(4)[0])
     layout = SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
-    seen = visible(60, sliding_window, LAYOUTS["short ones"])
+    seen = make_mask(60, sliding_window, LAYOUTS["short ones"])
 
-    def scores_of(query: Tensor, key: Tensor) -> Tensor:
+    def compute_scores(query: Tensor, key: Tensor) -> Tensor:
         """Scores `[2, 4, 60, 60]` of query heads."""
         rows = [x.unflatten(0, (2, 60)).transpose(1, 2) for x in (query, key)]
         scores = SCALE * rows[0] @ rows[1].repeat_interleave(2, 1).transpose(2, 3)
@@ -314,7 +317,7 @@ def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch
     def forward(query, key, value, ends, _ends, longest, _longest, *, scale, window_size, **_) -> tuple[Tensor, Tensor]:
         assert (scale, longest) == (SCALE, 58) and ends.tolist() == layout.cu_seqlens.tolist()
         assert window_size == ((-1, 0) if sliding_window is None else (sliding_window - 1, 0))
-        scores = scores_of(query, key)
+        scores = compute_scores(query, key)
         rows = value.unflatten(0, (2, 60)).transpose(1, 2).repeat_interleave(2, 1)
         output = (scores.softmax(-1) @ rows).transpose(1, 2).flatten(0, 1)
         return output, scores.logsumexp(-1).transpose(0, 1).flatten(1)
@@ -325,28 +328,28 @@ def test_sinks_around_the_kernel_of_gpus(sliding_window: int | None, monkeypatch
         assert log_sum_exp.is_contiguous() and log_sum_exp.shape == (4, 120)
         q, k, v, out, d_out = (x.unflatten(0, (2, 60)).transpose(1, 2) for x in (query, key, value, output, gradient))
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-        weights = (scores_of(query, key) - log_sum_exp.unflatten(1, (2, 60)).transpose(0, 1)[..., None]).exp()
+        weights = (compute_scores(query, key) - log_sum_exp.unflatten(1, (2, 60)).transpose(0, 1)[..., None]).exp()
         d_scores = SCALE * weights * (d_out @ v.transpose(2, 3) - (d_out * out).sum(-1, keepdim=True))
-        found = d_scores @ k, d_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ d_out
-        found = (found[0], *(x.unflatten(1, (2, 2)).sum(2) for x in found[1:]))  # of a group's query heads
-        return tuple(x.transpose(1, 2).flatten(0, 1) for x in found)
+        gradients = d_scores @ k, d_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ d_out
+        gradients = (gradients[0], *(x.unflatten(1, (2, 2)).sum(2) for x in gradients[1:]))  # of a group's query heads
+        return tuple(x.transpose(1, 2).flatten(0, 1) for x in gradients)
 
-    monkeypatch.setattr(flash_attention, "varlen_attn", forward)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    kernel = flash_attention.CudaFlash(SCALE, sliding_window, layout.cu_seqlens, layout.max_seqlen)
+    kernel = attention_kernels.CudaFlash(SCALE, sliding_window, layout.cu_seqlens, layout.max_seqlen)
     weight = torch.randn(2, 4, 60, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    found = []
+    results = []
     for attend in (
-        lambda *x: flash_attention.flash_attention(*x, kernel)[0],
-        lambda q, k, v, s: unfused(q, k, v, seen, s),
+        lambda *x: attention_kernels.flash_attention(*x, kernel)[0],
+        lambda q, k, v, s: attend_unfused(q, k, v, seen, s),
     ):
         leaves = [x.clone().requires_grad_() for x in primals]
         output = attend(*leaves)
-        found.append((output, *torch.autograd.grad((output * weight).sum(), leaves)))
-    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+        results.append((output, *torch.autograd.grad((output * weight).sum(), leaves)))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
 
 
-# ---- what serves what on a GPU -------------------------------------------------------------------------------------
+# ---- the kernel that is chosen on a GPU ------------------------------------------------------------------------------
 
 
 class TakenFor(Exception):
@@ -358,50 +361,50 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, tuple[in
     """The kernel that attention of passes with a gradient takes on a GPU, and the shape of the keys that it gets. Fake
     tensors, which have a device and no values."""
 
-    def taken(dtype: torch.dtype, head_dim: int, heads: tuple[int, int] = (4, 2)):
-        def end(name: str) -> Callable[..., None]:
-            def called(query, key, *_, **options) -> None:
+    def find_kernel(dtype: torch.dtype, head_dim: int, heads: tuple[int, int] = (4, 2)):
+        def stop_at(name: str) -> Callable[..., None]:
+            def stop(query, key, *_, **options) -> None:
                 raise TakenFor(name, tuple(key.shape))
 
-            return called
+            return stop
 
-        monkeypatch.setattr(flash_attention, "varlen_attn", end("varlen"))
-        monkeypatch.setattr(attention_module, "scaled_dot_product_attention", end("one call a sequence"))
+        monkeypatch.setattr(attention_kernels, "varlen_attn", stop_at("varlen"))
+        monkeypatch.setattr(attention_module, "scaled_dot_product_attention", stop_at("one call a sequence"))
         layout = SequenceLayout([[16]], 1, torch.zeros(2))
         with FakeTensorMode():
             query, key, value = (
                 torch.empty(1, n, 16, head_dim, dtype=dtype, device="cuda:0") for n in (*heads, heads[1])
             )
-            with pytest.raises(TakenFor) as found:
+            with pytest.raises(TakenFor) as stopped:
                 attention_module.causal_attention((query, key, value, None), layout, attention_module.Scoring(SCALE))
-        return found.value.args
+        return stopped.value.args
 
-    return taken
+    return find_kernel
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 192, 256])
-def test_head_sizes_of_the_flash_kernel(on_gpu, head_dim: int) -> None:
+def test_head_sizes_of_the_flash_kernel_use_it(on_gpu, head_dim: int) -> None:
     assert on_gpu(torch.bfloat16, head_dim)[0] == "varlen"
 
 
 @pytest.mark.parametrize("head_dim", [4, 100, 257, 264, 512])
-def test_other_head_sizes_fall_back(on_gpu, head_dim: int) -> None:
+def test_other_head_sizes_fall_back_to_one_call_a_sequence(on_gpu, head_dim: int) -> None:
     assert on_gpu(torch.bfloat16, head_dim) == ("one call a sequence", (1, 4, 16, head_dim))
 
 
-def test_fp32_has_a_key_for_each_query_head(on_gpu) -> None:
-    """With grouped heads PyTorch has no kernel for fp32 but the one that holds all scores."""
+def test_fp32_repeats_keys_for_each_query_head(on_gpu) -> None:
+    """With grouped heads the only fp32 kernel of PyTorch holds all scores."""
     assert on_gpu(torch.float32, 64) == ("one call a sequence", (1, 4, 16, 64))
     assert on_gpu(torch.float32, 64, (6, 3)) == ("one call a sequence", (1, 6, 16, 64))
 
 
-def test_flash_attention_4_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's switch is recorded, as its kernels need a GPU: on for heads of 64, off for good after heads of 256."""
+def test_flash_attention_4_is_selected_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records PyTorch's switch, as the kernels need a GPU: on for heads of 64, off for good after heads of 256."""
     assert torch.nn.attention.current_flash_attention_impl() is None
     assert "FA4" in torch.nn.attention.list_flash_attention_impls()
     chosen = {(9, 0): False, (10, 0): True, (10, 3): True, (12, 0): False}
-    assert {gpu: flash_attention.can_use_flash_4(gpu, 128) for gpu in chosen} == chosen
-    assert not flash_attention.can_use_flash_4((10, 0), 136)
+    assert {gpu: attention_kernels.can_use_flash_4(gpu, 128) for gpu in chosen} == chosen
+    assert not attention_kernels.can_use_flash_4((10, 0), 136)
     states: list[str | None] = [None]
     for name, change in {
         "activate_flash_attention_impl": states.append,
@@ -411,60 +414,60 @@ def test_flash_attention_4_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(torch.nn.attention, name, change)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
 
-    def states_after(*head_dims: int) -> list[str | None]:
-        monkeypatch.setattr(flash_attention, "_head_dims", set())
+    def record_states(*head_dims: int) -> list[str | None]:
+        monkeypatch.setattr(attention_kernels, "_head_dims", set())
         states[:] = [None]
         for head_dim in head_dims:
-            flash_attention.select_flash_version(torch.device("cuda"), head_dim)
+            attention_kernels.select_flash_version(torch.device("cuda"), head_dim)
         return states[1:]
 
-    assert states_after(64) == []  # not installed here
-    monkeypatch.setattr(flash_attention, "_has_flash_4", lambda: True)
-    assert states_after(64, 128, 64) == ["FA4"]
-    assert states_after(64, 256, 128) == ["FA4", None] and states_after(256, 64) == []
+    assert record_states(64) == []  # not installed here
+    monkeypatch.setattr(attention_kernels, "_has_flash_4", lambda: True)
+    assert record_states(64, 128, 64) == ["FA4"]
+    assert record_states(64, 256, 128) == ["FA4", None] and record_states(256, 64) == []
 
 
 @pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
-def test_grouped_heads_with_and_without_enable_gqa(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins with the signatures of both; what else would be passed is a TypeError."""
-    primals, layout = inputs(60)[0], SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
+def test_grouped_heads_work_with_and_without_enable_gqa(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins have the signatures of both versions, so another argument would be a TypeError."""
+    primals, layout = draw_inputs(60)[0], SequenceLayout.from_lengths(LAYOUTS["short ones"], 1, CPU)
 
     def attend(query, key, value, scale, window_size) -> tuple[Tensor, None]:
         assert window_size == (-1, 0) and scale == SCALE
         q, k, v = (x.unflatten(0, (2, 60)).transpose(1, 2) for x in (query, key, value))
         assert takes_groups or q.shape == k.shape
-        output = unfused(q, k, v, visible(60, lengths=LAYOUTS["short ones"]))
+        output = attend_unfused(q, k, v, make_mask(60, lengths=LAYOUTS["short ones"]))
         return output.transpose(1, 2).flatten(0, 1), output[..., 0].transpose(0, 1).flatten(1)
 
-    def of_2_11(
+    def varlen_attn_2_11(
         query, key, value, ends, _ends, longest, _longest, *, return_aux=None, scale=None, window_size=(-1, -1)
     ):
         return attend(query, key, value, scale, window_size)
 
-    def of_2_13(
+    def varlen_attn_2_13(
         query, key, value, ends, _ends, longest, _longest, *, return_aux=None, scale=None, window_size=(-1, -1),
         enable_gqa=False,
     ):  # fmt: skip
         assert enable_gqa
         return attend(query, key, value, scale, window_size)
 
-    monkeypatch.setattr(flash_attention, "varlen_attn", of_2_13 if takes_groups else of_2_11)
-    for module in (flash_attention, attention_module):
+    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_attn_2_13 if takes_groups else varlen_attn_2_11)
+    for module in (attention_kernels, attention_module):
         monkeypatch.setattr(module, "SUPPORTS_GQA", takes_groups)
     monkeypatch.setattr(attention_module, "_can_use_flash", lambda query, scoring: True)
-    found = attention_module.causal_attention((*primals, None), layout, attention_module.Scoring(SCALE))
-    expected = unfused(*primals, visible(60, lengths=LAYOUTS["short ones"]))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    output = attention_module.causal_attention((*primals, None), layout, attention_module.Scoring(SCALE))
+    expected = attend_unfused(*primals, make_mask(60, lengths=LAYOUTS["short ones"]))
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_masks_and_lost_layouts_are_refused() -> None:
-    primals, _ = inputs(4)
+    primals, _ = draw_inputs(4)
     layout = SequenceLayout.from_lengths([[4], [4]], 1, CPU)
     for attend in (training_attention, forward_mode_attention):
         for mask, extra, words in (
-            (visible(4), dict(sequence_layout=layout), "builds its own attention mask"),
-            (None, dict(sequence_layout=layout, position_bias=visible(4)), "adds a bias of positions to its scores"),
-            (None, dict(sequence_layout=layout, block_indices=visible(4)), "selects the keys of each query"),
+            (make_mask(4), dict(sequence_layout=layout), "builds its own attention mask"),
+            (None, dict(sequence_layout=layout, position_bias=make_mask(4)), "adds a bias of positions to its scores"),
+            (None, dict(sequence_layout=layout, block_indices=make_mask(4)), "selects the keys of each query"),
             (None, {}, "does not pass the decoder"),
         ):
             with pytest.raises(UserError, match=words):
@@ -537,7 +540,7 @@ def test_models_give_the_losses_and_gradients_of_eager_attention(name: str) -> N
     rows = tiny.make_batch(3, num_tokens=24)
     trained = list(model.parameters())
     for batch, unpacked in ((rows, rows), (tiny.pack_rows(rows, [1, 2]), tiny.take_rows(rows, [1, 2]))):
-        found = {}
+        losses = {}
         for attention in ("eager", TRAINING_ATTENTION, FORWARD_MODE_ATTENTION):
             model.base.config._attn_implementation = attention
             with (
@@ -545,13 +548,13 @@ def test_models_give_the_losses_and_gradients_of_eager_attention(name: str) -> N
                 patch.object(attention_module, "Scoring", wraps=attention_module.Scoring) as scoring,
             ):
                 # The mask that gpt-oss makes for eager attention does not keep packed sequences apart.
-                found[attention] = model(*tiny.inputs(unpacked if attention == "eager" else batch))
+                losses[attention] = model(*tiny.inputs(unpacked if attention == "eager" else batch))
             assert scoring.call_count == (0 if attention == "eager" else 2)  # layers
-        expected = found["eager"]
+        expected = losses["eager"]
         for attention in (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION):
-            torch.testing.assert_close(found[attention], expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(losses[attention], expected, rtol=1e-5, atol=1e-5)
         gradients = [
-            torch.autograd.grad(found[a].sum(), trained, materialize_grads=True) for a in ("eager", TRAINING_ATTENTION)
+            torch.autograd.grad(losses[a].sum(), trained, materialize_grads=True) for a in ("eager", TRAINING_ATTENTION)
         ]
         for left, right in zip(*gradients, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
@@ -559,22 +562,22 @@ def test_models_give_the_losses_and_gradients_of_eager_attention(name: str) -> N
 
 @pytest.mark.parametrize("name", ["gpt-oss, sinks", "mimo-v2, sinks under the window", "gemma2, capped scores"])
 def test_models_with_sinks_and_capped_scores_have_the_utilities_of_eager_attention(name: str) -> None:
-    """In fp64 but for what Hugging Face computes in fp32, with weights so large that no part is nearly linear."""
+    """In fp64, except where Hugging Face computes in fp32, with weights so large that no part is nearly linear."""
     config: PreTrainedConfig = CONFIGS[name]()
     torch.manual_seed(0)
     model = TokenLossModel(AutoModelForCausalLM.from_config(config, attn_implementation="eager").double())
     point = {key: value.detach() + 0.3 * torch.randn_like(value) for key, value in model.named_parameters()}
     direction = {key: torch.randn_like(value) for key, value in point.items()}
-    found = {}
+    results = {}
     for attention in ("eager", FORWARD_MODE_ATTENTION, FUSED_ATTENTION):
         model.base.config._attn_implementation = attention
         with torch.no_grad(), forward_ad.dual_level():
             duals = {key: forward_ad.make_dual(value, direction[key]) for key, value in point.items()}
             losses = torch.func.functional_call(model, duals, tiny.inputs(tiny.make_batch(3, num_tokens=24)))
-            found[attention] = tuple(forward_ad.unpack_dual(losses))
+            results[attention] = tuple(forward_ad.unpack_dual(losses))
     for attention in (FORWARD_MODE_ATTENTION, FUSED_ATTENTION):
-        of_parts = zip(found[attention], found["eager"], strict=True)
-        errors = [float((x - y).norm() / y.norm()) for x, y in of_parts]
+        pairs = zip(results[attention], results["eager"], strict=True)
+        errors = [float((x - y).norm() / y.norm()) for x, y in pairs]
         print(f"{attention}: losses {errors[0]:.1e}, utilities {errors[1]:.1e}")
         assert max(errors) < 1e-6
 
@@ -582,7 +585,7 @@ def test_models_with_sinks_and_capped_scores_have_the_utilities_of_eager_attenti
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def allocations_of(attention, num_tokens: int) -> Allocations:
+def measure_allocations(attention, num_tokens: int) -> Allocations:
     """Memory of one forward with all tangents; one row, 2 heads of 32, one key/value head."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, num_tokens, 32), (1, 1, num_tokens, 32), (1, 1, num_tokens, 32)]
@@ -592,19 +595,19 @@ def allocations_of(attention, num_tokens: int) -> Allocations:
     return allocations
 
 
-def in_blocks(primals, tangents) -> None:
+def attend_in_blocks(primals, tangents) -> None:
     block_attention(*primals, tangents, scale=SCALE)
 
 
-def whole(primals, tangents) -> None:
+def attend_unfused_dual(primals, tangents) -> None:
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, dx) for x, dx in zip(primals, tangents, strict=True)]
-        unfused(*duals, visible(primals[0].shape[2]))
+        attend_unfused(*duals, make_mask(primals[0].shape[2]))
 
 
-def test_memory_grows_linearly_with_the_length() -> None:
-    ours = [allocations_of(in_blocks, n) for n in (1024, 2048)]
-    math = [allocations_of(whole, n) for n in (1024, 2048)]
+def test_memory_of_block_attention_grows_linearly_with_the_length() -> None:
+    ours = [measure_allocations(attend_in_blocks, n) for n in (1024, 2048)]
+    math = [measure_allocations(attend_unfused_dual, n) for n in (1024, 2048)]
     for name, (half, full) in (("in blocks", ours), ("unfused", math)):
         print(
             f"{name}: peak {half.peak_bytes / 2**20:.1f} MiB at 1,024 tokens, {full.peak_bytes / 2**20:.1f} MiB at "
@@ -617,8 +620,8 @@ def test_memory_grows_linearly_with_the_length() -> None:
     assert [allocations.largest_numel for allocations in ours] == [2 * 32 * n for n in (1024, 2048)]
 
 
-def test_packed_rows_have_no_mask() -> None:
-    """Under Hugging Face's own attention a packed row of T tokens has a mask of `[T, T]`."""
+def test_packs_need_no_mask() -> None:
+    """Under Hugging Face's sdpa attention a pack of T tokens has a mask of `[T, T]`."""
     num_tokens = 512
     ids = torch.zeros(1, num_tokens, dtype=torch.int64)
     batch = Batch([0, 1], ids, ids.clone(), segments=(torch.arange(num_tokens) >= 200).long()[None])

@@ -21,7 +21,7 @@ def plan(ranks: int, shape: ModelShape = QWEN3_32B, **sections: dict[str, Any]) 
     return plan_batch(derive_plan_settings(Recipe.model_validate(smallest_recipe() | sections)), ranks, shape)
 
 
-def test_plan() -> None:
+def test_a_plan_has_the_sizes_of_the_recipe() -> None:
     assert plan(2, batch={"micro_batch_size_per_rank": 2}) == BatchPlan(
         num_ranks=2,
         global_batch_size=32,
@@ -43,7 +43,7 @@ def test_plan() -> None:
     assert on_four_a_node.time_model == TimeModel(QWEN3_32B, 16, 4, CPU)
 
 
-def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_the_result() -> None:
+def test_the_time_model_chooses_the_micro_batch_size_unless_it_changes_the_result() -> None:
     chosen = plan(2)
     sizes = chosen.micro_batch_size_per_rank, chosen.probe_micro_batch_size_per_rank
     assert (*sizes, chosen.utility_micro_batch_size_per_rank, chosen.batches_per_utility_pass) == (None, None, None, 1)
@@ -63,7 +63,7 @@ def test_the_size_of_a_micro_batch_is_left_to_the_time_model_unless_it_changes_t
     assert plan(2, method=micro_batch_alpha).micro_batch_size_per_rank == 1
 
 
-def test_plan_in_words() -> None:
+def test_describe_puts_the_plan_into_a_sentence() -> None:
     line = plan(2, batch={"micro_batch_size_per_rank": 2}).describe()
     assert line == "32 sequences a step on 2 ranks, 2 in a micro-batch; probe 4"
     packed = {"pack_tokens_per_rank": 16384, "global_size": 1}
@@ -73,12 +73,19 @@ def test_plan_in_words() -> None:
 
 
 @given(ranks=st.integers(1, 300), size=st.integers(1, 300), probe=st.integers(1, 300), micro=st.integers(1, 9))
-def test_a_batch_is_what_the_recipe_says_on_any_number_of_ranks(ranks: int, size: int, probe: int, micro: int) -> None:
+def test_a_batch_has_the_size_of_the_recipe_on_any_number_of_ranks(
+    ranks: int, size: int, probe: int, micro: int
+) -> None:
     batch = {"global_size": size, "micro_batch_size_per_rank": micro}
-    found = plan(ranks, batch=batch, probe={"batch_size": probe})
-    assert (found.global_batch_size, found.probe_batch_size_global) == (size, probe)
-    assert sum(len(ids) for groups in found.spread_main(range(size), [9] * size).micro_steps for ids in groups) == size
-    assert sum(len(ids) for row in found.spread_probe(range(probe), [9] * probe).micro_steps for ids in row) == probe
+    batch_plan = plan(ranks, batch=batch, probe={"batch_size": probe})
+    assert (batch_plan.global_batch_size, batch_plan.probe_batch_size_global) == (size, probe)
+    assert (
+        sum(len(ids) for groups in batch_plan.spread_main(range(size), [9] * size).micro_steps for ids in groups)
+        == size
+    )
+    assert (
+        sum(len(ids) for row in batch_plan.spread_probe(range(probe), [9] * probe).micro_steps for ids in row) == probe
+    )
 
 
 def test_sft_has_no_probe() -> None:
@@ -86,7 +93,7 @@ def test_sft_has_no_probe() -> None:
     assert (sft.probe_batch_size_global, sft.probe_parallel_sizes) == (0, (1,))
 
 
-def test_degrees() -> None:
+def test_parallel_sizes_divide_the_ranks_and_heads() -> None:
     assert plan(64).main_parallel_sizes == (1, 2, 4, 8, 16, 32, 64)
     fixed = plan(64, batch={"sequence_parallel": 4}, probe={"sequence_parallel": 16})
     assert (fixed.main_parallel_sizes, fixed.probe_parallel_sizes, fixed.sequence_parallel_sizes) == (
@@ -94,9 +101,9 @@ def test_degrees() -> None:
         (16,),
         [4, 16],
     )
-    own_code = replace(QWEN3_32B, no_sequence_parallelism="whose attention cannot be replaced")
-    assert plan(64, own_code).sequence_parallel_sizes == [1]
-    assert plan(64, own_code, batch={"sequence_parallel": 1}).main_parallel_sizes == (1,)
+    without_ulysses = replace(QWEN3_32B, no_sequence_parallelism="whose attention cannot be replaced")
+    assert plan(64, without_ulysses).sequence_parallel_sizes == [1]
+    assert plan(64, without_ulysses, batch={"sequence_parallel": 1}).main_parallel_sizes == (1,)
     assert plan(64, model={"path": "m", "attention": "eager"}).sequence_parallel_sizes == [1]
 
 
@@ -141,13 +148,15 @@ def test_degrees() -> None:
         ),
     ],
 )
-def test_a_degree_that_does_not_fit(ranks: int, shape: ModelShape, sections: dict[str, Any], words: str) -> None:
+def test_a_parallel_size_that_does_not_fit_is_refused(
+    ranks: int, shape: ModelShape, sections: dict[str, Any], words: str
+) -> None:
     with pytest.raises(RecipeError) as error:
         plan(ranks, shape, **sections)
     assert str(error.value) == words.replace("MODEL", smallest_recipe()["model"]["path"])
 
 
-def test_rows_of_a_model_that_cannot_be_packed() -> None:
+def test_packing_is_refused_where_layers_mix_sequences() -> None:
     shape = replace(QWEN3_32B, unpackable="whose layers (conv) are not all attention")
     assert plan(4, shape, batch={"pack_tokens_per_rank": None}).pack_tokens_per_rank is None
     with pytest.raises(
@@ -156,32 +165,34 @@ def test_rows_of_a_model_that_cannot_be_packed() -> None:
         plan(4, shape, batch={"pack_tokens_per_rank": 16384})
 
 
-def test_a_model_whose_sequences_need_forwards_of_their_own() -> None:
+def test_rope_beyond_its_limit_needs_one_sequence_per_forward() -> None:
     """Above the limit of its rotary embedding, every forward of training, probe and utilities is one sequence."""
     shape = replace(QWEN3_32B, rope="longrope", rope_limit=4096)
 
-    def planned(cutoff: int, **sections: Any) -> BatchPlan:
+    def plan_with_cutoff(cutoff: int, **sections: Any) -> BatchPlan:
         return plan(4, shape, data={"train_path": "data.jsonl", "cutoff_length": cutoff}, **sections)
 
-    short, long = planned(4096), planned(4097)
+    short, long = plan_with_cutoff(4096), plan_with_cutoff(4097)
     assert short.may_pack and short.sequence_parallel_sizes == [1, 2, 4]
     assert not long.may_pack and not long.is_packed and long.sequence_parallel_sizes == [1]
     sizes = long.micro_batch_size_per_rank, long.probe_micro_batch_size_per_rank, long.utility_micro_batch_size_per_rank
     assert sizes == (1, 1, 1) and long.batches_per_utility_pass == 1
     lengths = [100, 5000, 100, 100, 300]
     assert all(len(ids) <= 1 for groups in long.spread_main(range(5), lengths).micro_steps for ids in groups)
-    assert planned(4096, batch={"pack_tokens_per_rank": 4096}).is_packed
+    assert plan_with_cutoff(4096, batch={"pack_tokens_per_rank": 4096}).is_packed
     with pytest.raises(RecipeError, match=r"pack_tokens_per_rank: found 4097 .* \(longrope\) .* expected null"):
-        planned(4097, batch={"pack_tokens_per_rank": 4097})
+        plan_with_cutoff(4097, batch={"pack_tokens_per_rank": 4097})
     for section in ("batch", "probe", "utility"):
         match = rf"{section}.micro_batch_size_per_rank: found 2 .* expected 1, or data.cutoff_length of at most 4096"
         with pytest.raises(RecipeError, match=match):
-            planned(4097, **({"batch": {"micro_batch_size_per_rank": 1}} | {section: {"micro_batch_size_per_rank": 2}}))
+            plan_with_cutoff(
+                4097, **({"batch": {"micro_batch_size_per_rank": 1}} | {section: {"micro_batch_size_per_rank": 2}})
+            )
     with pytest.raises(RecipeError, match=r"data.cutoff_length: found 4097 .* sequences of earlier forwards"):
         plan(4, replace(shape, rope="dynamic"), data={"train_path": "data.jsonl", "cutoff_length": 4097})
 
 
-def test_a_model_that_cannot_be_seen_may_have_any_number_of_heads() -> None:
+def test_a_model_of_unknown_shape_may_have_any_number_of_heads() -> None:
     assert plan(28, replace(QWEN3_32B, is_assumed=True), batch={"sequence_parallel": 7}).main_parallel_sizes == (7,)
 
 
@@ -209,14 +220,14 @@ def test_the_longest_sequence_needs_a_row_that_holds_it() -> None:
         plan(8, batch=row, data=long, probe={"sequence_parallel": 4})
 
 
-def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None:
+def test_the_remedy_for_idle_ranks_helps() -> None:
     row, size = {"pack_tokens_per_rank": 16_384}, {"global_size": 4}
     fixed = plan(64, batch=row | {"sequence_parallel": 1})
     assert fixed.simulate(16_384)["main"].is_low
     assert fixed.describe_remedy("main") == "set batch.sequence_parallel to auto"
     assert not plan(64, batch=row).simulate(16_384)["main"].is_low
 
-    odd = plan(63, batch=row | size)  # no degree but 1
+    odd = plan(63, batch=row | size)  # no parallel size but 1
     assert odd.simulate(16_384)["main"].is_low
     assert odd.describe_remedy("main") == (
         "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can form a Ulysses group)"
@@ -232,7 +243,7 @@ def test_a_batch_that_uses_little_of_the_ranks_has_a_remedy_that_helps() -> None
     assert single.describe_remedy("main").startswith("set batch.pack_tokens_per_rank to data.cutoff_length")
 
 
-def test_a_simulation_of_what_is_there() -> None:
+def test_a_simulation_covers_the_batches_of_the_recipe() -> None:
     assert plan(8).simulate(16_384).keys() == {"main", "probe"}
     assert plan(8, method={"name": "sft"}).simulate(16_384).keys() == {"main"}
     assert plan(8, batch={"global_size": 2**31 - 1}).simulate(16_384).keys() == {"probe"}

@@ -19,7 +19,7 @@ from vcore_ds.data.store import TokenStore
 GOOD_ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
-def row(answer: str, question: str = "q") -> str:
+def make_row(answer: str, question: str = "q") -> str:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return json.dumps({"messages": turns}, ensure_ascii=False) + "\n"
 
@@ -32,7 +32,7 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 
 def make(path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, overlong: str = "drop") -> tuple[Path, str]:
-    """The store's folder and what was said."""
+    """Find or make a store; returns its folder and the messages."""
     from transformers import AutoTokenizer
 
     said: list[str] = []
@@ -51,11 +51,11 @@ Prepared = Callable[..., tuple[Path, str]]
 
 
 @pytest.fixture
-def prepared(tokenizer_folder: Path) -> Prepared:
+def prepare(tokenizer_folder: Path) -> Prepared:
     return lambda path, **settings: make(path, tokenizer_folder, **settings)
 
 
-def texts(folder: Path) -> list[str]:
+def decode_texts(folder: Path) -> list[str]:
     tokenizer = make_tokenizer()
     return [tokenizer.decode(s.input_ids[s.supervised]).removesuffix("<|im_end|>") for s in TokenStore(folder)]
 
@@ -77,28 +77,28 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize(("line", "found"), BAD_ROWS.values(), ids=BAD_ROWS.keys())
-def test_one_bad_line_is_refused_with_file_and_line(prepared: Prepared, tmp_path: Path, line: str, found: str) -> None:
+@pytest.mark.parametrize(("line", "reason"), BAD_ROWS.values(), ids=BAD_ROWS.keys())
+def test_one_bad_line_is_refused_with_file_and_line(prepare: Prepared, tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text(f"{row('a')}\n{line}\n")
+    path.write_text(f"{make_row('a')}\n{line}\n")
     with pytest.raises(UserError) as error:
-        prepared(path)
+        prepare(path)
     message = str(error.value)
-    assert f"{path}:3: " in message and found in message
+    assert f"{path}:3: " in message and reason in message
     assert f"vcore-ds prepare chat {path} --tokenizer " in message  # how to leave out the row
     assert "--max-malformed 0.5 --output STORE" in message and "expected none" in message
 
 
-def test_rows_of_which_none_can_be_used_are_not_to_be_left_out(prepared: Prepared, tmp_path: Path) -> None:
+def test_skipping_rows_is_not_recommended_where_no_row_is_usable(prepare: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"question": "x", "answer": "y"}\n')
     with pytest.raises(UserError, match="1 of 1 rows are malformed .* rename the keys") as error:
-        prepared(path)
+        prepare(path)
     assert "vcore-ds prepare" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "found"),
+    ("name", "content", "reason"),
     [
         ("missing.jsonl", None, "there is no such file"),
         ("empty.jsonl", b"", "the file is empty"),
@@ -107,91 +107,91 @@ def test_rows_of_which_none_can_be_used_are_not_to_be_left_out(prepared: Prepare
         ("broken.parquet", b"not parquet", "not a readable parquet file"),
     ],
 )
-def test_a_bad_file_is_named(prepared: Prepared, tmp_path: Path, name: str, content: bytes | None, found: str) -> None:
+def test_a_bad_file_is_named(prepare: Prepared, tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError) as error:
-        prepared(path)
+        prepare(path)
     assert str(error.value).startswith(f"{path}: ")
-    assert found in str(error.value)
+    assert reason in str(error.value)
 
 
-def test_ids_of_jsonl_are_lines(prepared: Prepared, tmp_path: Path) -> None:
+def test_sequence_ids_are_the_line_numbers_of_a_jsonl_file(prepare: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     # A byte-order mark, a blank line, and a line separator inside of a string, which ends no line.
-    path.write_text("\ufeff" + row("first") + "\n" + row("a\u2028b"), encoding="utf-8")
-    folder, _ = prepared(path)
+    path.write_text("\ufeff" + make_row("first") + "\n" + make_row("a\u2028b"), encoding="utf-8")
+    folder, _ = prepare(path)
     assert TokenStore(folder).sequence_ids.tolist() == [0, 2]
-    assert texts(folder) == ["first", "a\u2028b"]
+    assert decode_texts(folder) == ["first", "a\u2028b"]
 
 
-def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
+def test_parquet_rows_are_read(prepare: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     thinking = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b", "reasoning_content": "r"}]
     pq.write_table(pa.table({"messages": [GOOD_ROW["messages"], thinking], "id": [1, 2]}), path)
-    assert texts(prepared(path)[0]) == ["a", "<think>\nr\n</think>\n\nb"]
+    assert decode_texts(prepare(path)[0]) == ["a", "<think>\nr\n</think>\n\nb"]
 
 
-def test_many_conversations_keep_their_order(prepared: Prepared, tmp_path: Path) -> None:
+def test_many_conversations_keep_their_order(prepare: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(row(str(i)) for i in range(600)))
-    folder, _ = prepared(path)
+    path.write_text("".join(make_row(str(i)) for i in range(600)))
+    folder, _ = prepare(path)
     assert TokenStore(folder).sequence_ids.tolist() == list(range(600))
-    assert texts(folder) == [str(i) for i in range(600)]
+    assert decode_texts(folder) == [str(i) for i in range(600)]
 
 
-def test_overlong_sequences_are_dropped_or_truncated_and_counted(prepared: Prepared, tmp_path: Path) -> None:
+def test_overlong_sequences_are_dropped_or_truncated_and_counted(prepare: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text(row("a" * 20) + row("b" * 60))
-    whole = TokenStore(prepared(path)[0])
-    cutoff = int(whole.lengths[0])
-    assert whole.lengths[1] > cutoff
+    path.write_text(make_row("a" * 20) + make_row("b" * 60))
+    uncut = TokenStore(prepare(path)[0])
+    cutoff = int(uncut.lengths[0])
+    assert uncut.lengths[1] > cutoff
 
-    dropped = TokenStore(prepared(path, cutoff_length=cutoff)[0])
+    dropped = TokenStore(prepare(path, cutoff_length=cutoff)[0])
     assert dropped.sequence_ids.tolist() == [0] and dropped.lengths.tolist() == [cutoff]
     assert f"1 dropped: longer than {cutoff} tokens" in dropped.describe()
     assert "1 of 2 rows kept" in dropped.describe()
 
-    truncated = TokenStore(prepared(path, cutoff_length=cutoff, overlong="truncate")[0])
+    truncated = TokenStore(prepare(path, cutoff_length=cutoff, overlong="truncate")[0])
     assert truncated.lengths.tolist() == [cutoff, cutoff]
-    np.testing.assert_array_equal(truncated[1].input_ids, whole[1].input_ids[:cutoff])
-    np.testing.assert_array_equal(truncated[1].supervised, whole[1].supervised[:cutoff])
+    np.testing.assert_array_equal(truncated[1].input_ids, uncut[1].input_ids[:cutoff])
+    np.testing.assert_array_equal(truncated[1].supervised, uncut[1].supervised[:cutoff])
     assert "1 truncated at the cutoff" in truncated.describe() and "2 of 2 rows kept" in truncated.describe()
     assert truncated.manifest["num_supervised_tokens"] == sum(s.supervised.sum() for s in truncated)
 
     with pytest.raises(UserError, match="2 of 2 rows are unusable.*the prompt alone has"):
-        prepared(path, cutoff_length=4, overlong="truncate")
+        prepare(path, cutoff_length=4, overlong="truncate")
     with pytest.raises(UserError, match=r"no sequence is left[\s\S]*longer than the cutoff +2"):
-        prepared(path, cutoff_length=4)
+        prepare(path, cutoff_length=4)
 
 
-def test_a_store_is_made_once_and_again_when_its_data_change(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_store_is_made_once_and_again_when_its_data_change(prepare: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    lines = [row(f"{i:04d}" + "x" * 4000) for i in range(600)]  # more than the fingerprint looks at
+    lines = [make_row(f"{i:04d}" + "x" * 4000) for i in range(600)]  # more than the fingerprint looks at
     path.write_text("".join(lines))
-    first, said = prepared(path, cutoff_length=5000)
+    first, said = prepare(path, cutoff_length=5000)
     made_at = (first / "tokens.bin").stat().st_mtime_ns
     assert "rows read" in said
-    again, said = prepared(path, cutoff_length=5000)
+    again, said = prepare(path, cutoff_length=5000)
     assert again == first and said == "" and (first / "tokens.bin").stat().st_mtime_ns == made_at
-    assert prepared(first) == (first, "")  # a store is what it is
+    assert prepare(first) == (first, "")  # a store is what it is
 
     before = path.stat()
-    lines[300] = row("9999" + "x" * 4000)  # the same size
+    lines[300] = make_row("9999" + "x" * 4000)  # the same size
     path.write_text("".join(lines))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    changed, _ = prepared(path, cutoff_length=5000)
-    assert changed != first and texts(changed)[300].startswith("9999")
-    path.write_text(row("short"))
-    assert prepared(path, cutoff_length=60)[0] != prepared(path, cutoff_length=50)[0]
+    changed, _ = prepare(path, cutoff_length=5000)
+    assert changed != first and decode_texts(changed)[300].startswith("9999")
+    path.write_text(make_row("short"))
+    assert prepare(path, cutoff_length=60)[0] != prepare(path, cutoff_length=50)[0]
 
 
 def test_processes_that_need_the_same_store_wait_for_the_first(tmp_path: Path, tokenizer_folder: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(row("x" * 2000 + str(i)) for i in range(1500)))
+    path.write_text("".join(make_row("x" * 2000 + str(i)) for i in range(1500)))
     with forkserver().Pool(3) as pool:
-        found = pool.starmap(make, [(path, tokenizer_folder, 5000)] * 3)
-    assert len({folder for folder, _ in found}) == 1
-    assert sum("rows read" in said for _, said in found) == 1  # one has made it
-    assert len(TokenStore(found[0][0])) == 1500
+        results = pool.starmap(make, [(path, tokenizer_folder, 5000)] * 3)
+    assert len({folder for folder, _ in results}) == 1
+    assert sum("rows read" in said for _, said in results) == 1  # one has made it
+    assert len(TokenStore(results[0][0])) == 1500

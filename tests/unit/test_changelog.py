@@ -14,7 +14,7 @@ def test_the_newest_release_is_the_version() -> None:
     assert first == "[Unreleased]"
     releases = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - (\d{4}-\d\d-\d\d)", heading) for heading in headings]
     assert headings[0].startswith(f"[{vcore_ds.__version__}] ")
-    numbers = [tuple(map(int, found.groups()[:3])) for found in releases if found]
-    days = [date.fromisoformat(found[4]) for found in releases if found]
+    numbers = [tuple(map(int, release.groups()[:3])) for release in releases if release]
+    days = [date.fromisoformat(release[4]) for release in releases if release]
     assert len(numbers) == len(headings)  # every heading has that form
     assert numbers == sorted(set(numbers), reverse=True) and days == sorted(days, reverse=True)

@@ -53,7 +53,7 @@ def test_help_lists_every_command_on_a_line(
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "2147483648", "9" * 5000, "1.0", "two", ""])
-def test_a_number_of_ranks_that_is_none(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_of_ranks_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["check", str(RECIPE), f"--ranks={word}"])
     assert ended.value.code == 2
@@ -62,19 +62,19 @@ def test_a_number_of_ranks_that_is_none(word: str, capsys: pytest.CaptureFixture
     assert captured.out == "" and len(captured.err) < 500
 
 
-def test_an_output_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_folder_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for output in ("x" * 300, "/dev/null/x"):
         assert main(["check", str(RECIPE), f"run.output_dir={output}"]) == 2
         message = capsys.readouterr().err
         assert message.startswith(f"vcore-ds: run.output_dir: {output[:200]}") and "cannot be written: " in message
 
 
-def test_the_largest_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_number_of_ranks_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(RECIPE), "batch.pack_tokens_per_rank=null", "--ranks", "2147483647"]) == 0
     assert "2,147,483,615 idle ranks" in capsys.readouterr().out
 
 
-def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     sizes = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
@@ -111,7 +111,7 @@ def test_how_well_the_ranks_are_used(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "batch.sequence_parallel: found 3 on 64 ranks; expected auto, or a divisor of" in capsys.readouterr().err
 
 
-def test_groups_that_share_every_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_describes_tensor_parallel_groups(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shared = RECIPE.with_name("qwen3_32b_math_full_tensor8.yaml")
     words = ["check", str(shared), f"run.output_dir={tmp_path}/new"]
     assert main(words) == 0
@@ -131,20 +131,20 @@ def test_groups_that_share_every_layer(capsys: pytest.CaptureFixture[str], tmp_p
     )
 
 
-def test_the_longest_sequence_that_memory_and_positions_allow(
+def test_check_reports_the_longest_sequence_that_memory_and_positions_allow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The limit by memory is the last one that fits."""
+    """The limit by memory is the longest length that fits."""
     config = dict(CONFIGS["Qwen3-4B"], max_position_embeddings=2**20)
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "--ranks", "2", "--gpu", "RTX PRO 6000"]
     words += [f"model.path={tmp_path}", "batch.pack_tokens_per_rank=null", "batch.micro_batch_size_per_rank=1"]
     assert main(words) == 0
-    found = re.search(
+    match = re.search(
         r"\nLongest sequence that fits: ([\d,]+) tokens \(memory, on 2 ranks\)\n", capsys.readouterr().out
     )
-    assert found is not None
-    longest = int(found[1].replace(",", ""))
+    assert match is not None
+    longest = int(match[1].replace(",", ""))
     assert 30_000 < longest < 2**20
     plan = plan_run(
         derive_plan_settings(load_recipe(RECIPE, [words[7], *words[8:]])),
@@ -152,11 +152,11 @@ def test_the_longest_sequence_that_memory_and_positions_allow(
         KNOWN_MODELS["Qwen3-4B"],
     )
 
-    def peak(num_tokens: int) -> int:
+    def estimate_peak(num_tokens: int) -> int:
         settings = replace(plan.memory.settings, main_tokens=num_tokens, probe_tokens=num_tokens)
         return estimate_memory(plan.shape, settings).peak_bytes
 
-    assert peak(longest // 2) <= plan.available.device < peak(longest // 2 + 1)
+    assert estimate_peak(longest // 2) <= plan.available.device < estimate_peak(longest // 2 + 1)
     cut = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "model.path=Qwen/Qwen2.5-Math-7B"]
     assert main(cut) == 0
     out = capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_the_longest_sequence_that_memory_and_positions_allow(
     assert "beyond" not in capsys.readouterr().out
 
 
-def test_a_finished_run_is_a_line_of_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_warns_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = load_recipe(RECIPE, [f"run.output_dir={tmp_path}/run"])
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
@@ -182,7 +182,7 @@ def test_a_finished_run_is_a_line_of_the_check(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("words", [["recipes"], ["check", str(RECIPE)]], ids=["recipes", "check"])
 def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], tmp_path: Path) -> None:
-    """As in `vcore-ds recipes | head -1`."""
+    """`vcore-ds recipes | head -1` closes the pipe in this way."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "vcore_ds.commands.cli", *words]
@@ -194,7 +194,7 @@ def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], tmp_path:
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_another_broken_pipe_is_no_reader_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_broken_pipe_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose_a_connection(_: object) -> None:
         raise BrokenPipeError
 
@@ -205,7 +205,7 @@ def test_another_broken_pipe_is_no_reader_that_left(monkeypatch: pytest.MonkeyPa
             main(["recipes"])
 
 
-def test_a_command_line_says_what_is_missing_and_how_values_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_name_what_is_missing_and_how_to_replace_values(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check"])
     assert capsys.readouterr().err.endswith("the following arguments are required: recipe\n")
@@ -214,7 +214,7 @@ def test_a_command_line_says_what_is_missing_and_how_values_are_replaced(capsys:
     assert "replaced without dashes: batch.global_size=8" in capsys.readouterr().err
 
 
-def test_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = tmp_path / "mine.jsonl"
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "score": 3}]
     data.write_text("\n".join([json.dumps({"conversations": turns, "id": 7}), json.dumps({"text": "q"})]))

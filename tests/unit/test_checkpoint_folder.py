@@ -43,11 +43,11 @@ def write_checkpoint(checkpoints: Path, step: int) -> Path:
     return files.finish(checkpoints, step, 2, {name: files.hash_file(unfinished / name) for name in CONTENT})
 
 
-def problem(folder: Path) -> str | None:
+def find_problem(folder: Path) -> str | None:
     return files.find_problem(folder, say=lambda _: None)
 
 
-def names(checkpoints: Path) -> list[str]:
+def list_names(checkpoints: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.iterdir())
 
 
@@ -68,11 +68,11 @@ def test_the_lowest_held_out_losses_are_kept(tmp_path: Path):
     ranked = files.rank_by_loss(tmp_path, "a")
     assert [(loss, files.parse_step(folder)) for loss, folder in ranked] == [(1.0, 4), (2.0, 3), (2.0, 6), (3.0, 7)]
     files.remove_old(tmp_path, keep_last=1, keep_every_steps=None, best=[folder for _, folder in ranked[:2]])
-    assert names(tmp_path) == ["step_00000003", "step_00000004", "step_00000008"]
+    assert list_names(tmp_path) == ["step_00000003", "step_00000004", "step_00000008"]
 
 
-def test_nothing_to_compare_in_a_run_of_epochs_is_refused():
-    """Where the schedule has steps, it is a rule of the recipe."""
+def test_keep_best_is_refused_where_a_run_of_epochs_has_no_checkpoint_to_compare():
+    """With a schedule in steps, a rule of the recipe refuses this already."""
     recipe = smallest_recipe()
     recipe["data"]["validation_path"], recipe["run"]["validate_every"] = "v.jsonl", 10
     recipe["schedule"] = {"num_epochs": 1}
@@ -84,14 +84,14 @@ def test_nothing_to_compare_in_a_run_of_epochs_is_refused():
 
 def test_a_written_checkpoint_verifies_and_lists_its_files(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "checkpoints", 100)
-    assert folder == tmp_path / "checkpoints" / "step_00000100" and problem(folder) is None
-    assert names(tmp_path / "checkpoints") == ["step_00000100"]
+    assert folder == tmp_path / "checkpoints" / "step_00000100" and find_problem(folder) is None
+    assert list_names(tmp_path / "checkpoints") == ["step_00000100"]
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["step"] == 100 and manifest["world_size"] == 2
     assert {name: record["bytes"] for name, record in manifest["files"].items()} == {
         name: len(content) for name, content in CONTENT.items()
     }
-    assert names(folder) == ["COMPLETE", "manifest.json", "run_state.json", "state"]
+    assert list_names(folder) == ["COMPLETE", "manifest.json", "run_state.json", "state"]
 
 
 def truncate(folder: Path) -> None:
@@ -150,11 +150,11 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
-def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None], reason: str):
+def test_damage_is_detected_and_named(tmp_path: Path, damage: Callable[[Path], None], reason: str):
     folder = write_checkpoint(tmp_path, 100)
     damage(folder)
-    found = problem(folder)
-    assert found is not None and reason in found
+    problem = find_problem(folder)
+    assert problem is not None and reason in problem
 
 
 @pytest.mark.parametrize("name", CONTENT)
@@ -162,22 +162,22 @@ def test_one_of_several_readers_finds_the_damage(tmp_path: Path, name: str):
     folder = write_checkpoint(tmp_path, 100)
     (folder / name).write_bytes(b"")
     said: list[str] = []
-    found = [files.find_problem(folder, said.append, part=part, num_parts=2) for part in range(2)]
-    assert sum(problem is not None and f"{name}: found 0 bytes" in problem for problem in found) == 1
-    assert None in found and said == ["verifying step_00000100: 2.09e-06 GB"] * 2
+    problems = [files.find_problem(folder, said.append, part=part, num_parts=2) for part in range(2)]
+    assert sum(problem is not None and f"{name}: found 0 bytes" in problem for problem in problems) == 1
+    assert None in problems and said == ["verifying step_00000100: 2.09e-06 GB"] * 2
 
 
 def test_a_lack_of_room_is_reported_before_anything_is_written(tmp_path: Path):
     with pytest.raises(OSError, match=r"found [\d,]+ bytes free; expected 1,000,000,000,000,000,000 for a checkpoint"):
         files.begin(tmp_path / "checkpoints", 5, num_bytes=10**18)
-    assert names(tmp_path / "checkpoints") == []
+    assert list_names(tmp_path / "checkpoints") == []
 
 
 def test_a_file_that_another_node_wrote_elsewhere_is_reported_missing(tmp_path: Path):
     files.begin(tmp_path, 5, num_bytes=1)
     with pytest.raises(OSError, match="expected run.output_dir on a file system that all nodes share"):
         files.finish(tmp_path, 5, 2, {"state/__8_0.distcp": files.FileRecord(5, "0")})
-    assert names(tmp_path) == ["step_00000005.unfinished"]  # nothing with a checkpoint's name
+    assert list_names(tmp_path) == ["step_00000005.unfinished"]  # nothing with a checkpoint's name
 
 
 def test_leftovers_of_an_interrupted_attempt_are_replaced(tmp_path: Path):
@@ -186,14 +186,14 @@ def test_leftovers_of_an_interrupted_attempt_are_replaced(tmp_path: Path):
     damaged.mkdir()
     (damaged / "COMPLETE").write_text("")
     folder = write_checkpoint(tmp_path, 100)
-    assert problem(folder) is None and not (folder / "state" / "left").exists()
+    assert find_problem(folder) is None and not (folder / "state" / "left").exists()
 
 
-def test_the_newest_and_those_of_every_so_many_steps_are_kept(tmp_path: Path):
+def test_the_newest_checkpoints_and_one_every_interval_are_kept(tmp_path: Path):
     for step in range(10, 80, 10):
         write_checkpoint(tmp_path, step)
         files.remove_old(tmp_path, keep_last=2, keep_every_steps=30)
-    assert names(tmp_path) == [f"step_000000{step}" for step in (30, 60, 70)]
+    assert list_names(tmp_path) == [f"step_000000{step}" for step in (30, 60, 70)]
 
 
 def test_unfinished_checkpoints_never_displace_a_good_one(tmp_path: Path):
@@ -201,11 +201,11 @@ def test_unfinished_checkpoints_never_displace_a_good_one(tmp_path: Path):
     for step in (20, 30, 40):
         lose_complete(write_checkpoint(tmp_path, step))
     files.remove_old(tmp_path, keep_last=1, keep_every_steps=None)
-    assert problem(good) is None
+    assert find_problem(good) is None
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As on NFS, where a folder with a file that somebody reads cannot be removed."""
+    """On NFS, a folder with a file that another process reads cannot be removed."""
     values = smallest_recipe()
     values["run"] |= {"output_dir": str(tmp_path)}
     values["checkpoint"] = {"keep_last": 1}
@@ -218,8 +218,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path:
     monkeypatch.setattr(files.shutil, "rmtree", refuse)
     warning = Checkpoints(Recipe.model_validate(values), Console(enabled=True)).remove_old()
     assert warning is not None and "step_00000010" in warning
-    assert problem(tmp_path / "checkpoints" / "step_00000010") is not None  # what is left of it never counts
-    assert problem(tmp_path / "checkpoints" / "step_00000020") is None
+    assert find_problem(tmp_path / "checkpoints" / "step_00000010") is not None  # what is left is no checkpoint
+    assert find_problem(tmp_path / "checkpoints" / "step_00000020") is None
 
 
 def test_newer_checkpoints_that_did_not_verify_are_set_aside(tmp_path: Path):
@@ -227,7 +227,7 @@ def test_newer_checkpoints_that_did_not_verify_are_set_aside(tmp_path: Path):
         write_checkpoint(tmp_path, step)
     files.begin(tmp_path, 40, num_bytes=1)
     files.set_aside_newer(tmp_path, 10)
-    assert names(tmp_path) == ["step_00000010", "step_00000020.rejected", "step_00000030.rejected"]
+    assert list_names(tmp_path) == ["step_00000010", "step_00000020.rejected", "step_00000030.rejected"]
     shutil.copytree(tmp_path / "step_00000010", tmp_path / "step_00000020")
     files.set_aside_newer(tmp_path, 10)  # a second time with the same number
     assert [folder.name for folder in files.list_checkpoints(tmp_path)] == ["step_00000010"]
@@ -253,7 +253,7 @@ def test_checkpoints_are_listed_newest_first(tmp_path: Path):
 # ---- which folder is resumed ---------------------------------------------------------------------------------------
 
 
-def recipe(folder: Path, **sections: dict) -> Recipe:
+def make_recipe(folder: Path, **sections: dict) -> Recipe:
     values = smallest_recipe()
     values["run"]["output_dir"] = str(folder)
     for section, changes in sections.items():
@@ -264,38 +264,40 @@ def recipe(folder: Path, **sections: dict) -> Recipe:
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     """A stopped run's folder."""
-    begin(tmp_path / "run", dump_recipe(recipe(tmp_path / "run")), world_size=2, num_done=0)
+    begin(tmp_path / "run", dump_recipe(make_recipe(tmp_path / "run")), world_size=2, num_done=0)
     return tmp_path / "run"
 
 
 def test_a_new_folder_and_an_empty_one_start_a_run(tmp_path: Path):
-    assert not can_resume(recipe(tmp_path / "new"))
-    assert not can_resume(recipe(tmp_path))
+    assert not can_resume(make_recipe(tmp_path / "new"))
+    assert not can_resume(make_recipe(tmp_path))
     (tmp_path / "recipe.yaml.unfinished").write_text("killed here")
-    assert not can_resume(recipe(tmp_path))
+    assert not can_resume(make_recipe(tmp_path))
 
 
 def test_the_same_recipe_resumes_also_in_a_folder_that_was_moved(used: Path):
-    assert can_resume(recipe(used))
+    assert can_resume(make_recipe(used))
     moved = used.rename(used.with_name("moved"))
-    assert can_resume(recipe(moved))
+    assert can_resume(make_recipe(moved))
 
 
-def test_resume_never_refuses_a_used_folder(used: Path):
+def test_a_used_folder_is_refused_with_resume_never(used: Path):
     with pytest.raises(UserError, match="holds another run; expected a new or empty one"):
-        can_resume(recipe(used, checkpoint={"resume": "never"}))
+        can_resume(make_recipe(used, checkpoint={"resume": "never"}))
 
 
 def test_a_finished_run_is_refused(used: Path):
     (used / "model").mkdir()
     with pytest.raises(UserError, match="holds a run that has finished, with its result in model/"):
-        can_resume(recipe(used))
+        can_resume(make_recipe(used))
 
 
 def test_another_recipe_is_refused_with_all_differing_keys_and_values(used: Path):
-    other = recipe(used, optimizer={"learning_rate": 0.2}, method={"kl_budget": 0.06}, lora={"rank": 4, "alpha": 8.0})
+    changed = make_recipe(
+        used, optimizer={"learning_rate": 0.2}, method={"kl_budget": 0.06}, lora={"rank": 4, "alpha": 8.0}
+    )
     with pytest.raises(UserError) as raised:
-        can_resume(other)
+        can_resume(changed)
     message = str(raised.value)
     assert "optimizer.learning_rate: 0.1 there, 0.2 here" in message
     assert "method.kl_budget: 0.05 there, 0.06 here" in message
@@ -306,11 +308,11 @@ def test_another_recipe_is_refused_with_all_differing_keys_and_values(used: Path
 def test_an_invalid_recipe_is_refused(used: Path):
     (used / "recipe.yaml").write_text("method: {nme: sft}\n")
     with pytest.raises(UserError, match="holds another run, with a recipe that this version does not know"):
-        can_resume(recipe(used))
+        can_resume(make_recipe(used))
 
 
 def test_keys_that_do_not_change_the_computation_may_differ(tmp_path: Path):
-    here = recipe(
+    here = make_recipe(
         tmp_path / "elsewhere",
         run={"log_every": 7},
         checkpoint={"every_steps": 5, "keep_last": 9},
@@ -319,20 +321,19 @@ def test_keys_that_do_not_change_the_computation_may_differ(tmp_path: Path):
         data={"train_path": "moved.jsonl"},
         model={"gradient_checkpointing": True},
     )
-    assert differing_keys(recipe(tmp_path), here) == {}
+    assert differing_keys(make_recipe(tmp_path), here) == {}
     # With one alpha per micro-batch, what a sequence is batched with matters.
-    there, here = (recipe(tmp_path, method={"alpha_scope": "micro_batch"}, batch=b) for b in ({}, here_batch(4)))
+    there, here = (
+        make_recipe(tmp_path, method={"alpha_scope": "micro_batch"}, batch=b)
+        for b in ({}, {"micro_batch_size_per_rank": 4})
+    )
     assert differing_keys(there, here) == {"batch.micro_batch_size_per_rank": ("auto", 4)}
-
-
-def here_batch(micro_batch_size: int) -> dict:
-    return {"micro_batch_size_per_rank": micro_batch_size}
 
 
 def test_a_key_is_compared_by_default():
     """A new key is compared by default, until someone decides that it may differ."""
-    there = recipe(Path("a"))
-    here = recipe(Path("b"), run={"seed": 1}, data={"cutoff_length": 99}, probe={"every": 2})
+    there = make_recipe(Path("a"))
+    here = make_recipe(Path("b"), run={"seed": 1}, data={"cutoff_length": 99}, probe={"every": 2})
     assert set(differing_keys(there, here)) == {
         "run.seed",
         "data.cutoff_length",
@@ -348,7 +349,7 @@ def write_lines(folder: Path, text: str) -> None:
     (folder / "metrics.jsonl").write_text(text)
 
 
-def test_lines_after_the_checkpoint_are_moved_and_none_is_deleted(tmp_path: Path):
+def test_metrics_after_the_checkpoint_are_moved_not_deleted(tmp_path: Path):
     line = '{{"step": {}, "loss": 1.0}}\n'.format
     write_lines(tmp_path, "".join(map(line, range(1, 6))) + '{"step": 6, "lo')
     assert move_lost_metrics(tmp_path, 3) == 3
@@ -383,12 +384,12 @@ def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
 
 
 def test_a_resumed_run_adds_to_its_folder(used: Path):
-    begin(used, dump_recipe(recipe(used)), world_size=2, num_done=0, kept={"digest": "a"})
+    begin(used, dump_recipe(make_recipe(used)), world_size=2, num_done=0, kept={"digest": "a"})
     first = json.loads((used / "environment.json").read_text())
     log = MetricsLog(used, Console(enabled=False))
     log.write({"step": 1, "loss": 2.0})
     log.close()
-    changed = recipe(used, run={"log_every": 9})
+    changed = make_recipe(used, run={"log_every": 9})
     begin(used, dump_recipe(changed), world_size=4, num_done=1, kept={"digest": "moved"})
     second = MetricsLog(used, Console(enabled=False))
     second.write({"step": 2, "loss": float("nan")})
@@ -407,18 +408,18 @@ def test_a_resumed_run_adds_to_its_folder(used: Path):
 
 
 def test_a_run_that_begins_again_is_described_by_its_new_start(used: Path):
-    """Without a checkpoint no step of an earlier start is left, whose ranks, versions and scores may have differed."""
+    """Without a checkpoint no step of an earlier start remains, so its ranks, versions and scores do not apply."""
     for world_size, num_done, kept in ((1, 0, {"digest": "a"}), (2, 3, {"digest": "a"}), (4, 0, {"digest": "b"})):
-        begin(used, dump_recipe(recipe(used)), world_size, num_done, kept)
+        begin(used, dump_recipe(make_recipe(used)), world_size, num_done, kept)
     environment = json.loads((used / "environment.json").read_text())
     assert (environment["world_size"], environment["kept"]) == (4, {"digest": "b"}) and "resumed" not in environment
-    begin(used, dump_recipe(recipe(used)), 4, 0)
+    begin(used, dump_recipe(make_recipe(used)), 4, 0)
     assert "kept" not in json.loads((used / "environment.json").read_text())
 
 
 @contextmanager
-def room_for(num_bytes: int) -> Iterator[None]:
-    """A limit on the size of files, which cuts off what is being written, as a full disk does."""
+def limit_file_size(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files, which cuts off a write as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -427,10 +428,10 @@ def room_for(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_that_find_no_room_wait_until_there_is_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_metrics_wait_until_the_disk_has_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path, Console(enabled=True))
     log.write({"step": 1})
-    with room_for(path.stat().st_size + 5):
+    with limit_file_size(path.stat().st_size + 5):
         log.write({"step": 2})
         log.write({"step": 3})
         assert path.read_text() == '{"step": 1}\n'

@@ -15,8 +15,8 @@ from vcore_ds.commands.compare import name_folders
 from vcore_ds.train.evaluation_folder import EVALUATION, samples_path
 
 
-def answers(seed: int, share: float, num_problems: int = 60, num_samples: int = 1) -> np.ndarray:
-    """Right answers to problems of different difficulty, the same problems for all seeds."""
+def draw_answers(seed: int, share: float, num_problems: int = 60, num_samples: int = 1) -> np.ndarray:
+    """Draw right (1) and wrong (0) answers to problems of varying difficulty, the same problems for all seeds."""
     difficulty = np.random.default_rng(0).uniform(-0.4, 0.4, (num_problems, 1))
     return (np.random.default_rng(seed).random((num_problems, num_samples)) < share + difficulty).astype(int)
 
@@ -25,7 +25,7 @@ def answers(seed: int, share: float, num_problems: int = 60, num_samples: int = 
 def pair(tmp_path: Path) -> list[str]:
     """Two evaluations of two tasks."""
     for name, seed, shift in (("sft", 1, 0.0), ("vcore", 2, 0.15)):
-        tasks = {"aime": answers(seed, 0.4 + shift), "olympiad": answers(seed + 10, 0.5 + shift, 200)}
+        tasks = {"aime": draw_answers(seed, 0.4 + shift), "olympiad": draw_answers(seed + 10, 0.5 + shift, 200)}
         write_answers(tmp_path / name, tasks)
     return [str(tmp_path / name) for name in ("sft", "vcore")]
 
@@ -33,16 +33,16 @@ def pair(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def seeds(tmp_path: Path) -> dict[str, list[str]]:
     """Three seeds of each of two methods, four samples a problem."""
-    found = {}
+    folders_by_method = {}
     for method, shift in (("sft", 0.0), ("vcore", 0.2)):
         folders = [tmp_path / method / f"seed_{seed}" for seed in range(3)]
         for seed, folder in enumerate(folders):
-            write_answers(folder, {"aime": answers(seed + int(100 * shift), 0.4 + shift, num_samples=4)})
-        found[method] = [str(folder) for folder in folders]
-    return found
+            write_answers(folder, {"aime": draw_answers(seed + int(100 * shift), 0.4 + shift, num_samples=4)})
+        folders_by_method[method] = [str(folder) for folder in folders]
+    return folders_by_method
 
 
-def grouped(seeds: dict[str, list[str]]) -> list[str]:
+def group_words(seeds: dict[str, list[str]]) -> list[str]:
     return [word for method, folders in seeds.items() for word in ("--group", method, *folders)]
 
 
@@ -57,12 +57,12 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return json.loads(run(capsys, *words, "--json"))
 
 
-def differences(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+def read_differences(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
     results = run_json(capsys, *words)["results"]
-    return [one["difference"] for one in results if one["difference"] is not None]
+    return [result["difference"] for result in results if result["difference"] is not None]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def read_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     code = main(["compare", *words])
     output = capsys.readouterr()
     assert (code, output.out) == (2, "")
@@ -73,18 +73,18 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 
 
-def test_one_run_each(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, *pair)
-    assert found["intervals_are_about"] == "these checkpoints"
-    assert [(one["task"], one["side"], one["difference"] is None) for one in found["results"]] == [
+def test_one_run_each_is_compared_by_problem(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = run_json(capsys, *pair)
+    assert comparison["intervals_are_about"] == "these checkpoints"
+    assert [(result["task"], result["side"], result["difference"] is None) for result in comparison["results"]] == [
         ("aime", "sft", True),
         ("aime", "vcore", False),
         ("olympiad", "sft", True),
         ("olympiad", "vcore", False),
     ]
-    reference, aime, _, olympiad = (one["difference"] or one for one in found["results"])
-    assert reference["accuracy"] == answers(1, 0.4).mean() and reference["interval"][0] < reference["accuracy"]
-    expected = (answers(2, 0.55) - answers(1, 0.4)).ravel()
+    reference, aime, _, olympiad = (result["difference"] or result for result in comparison["results"])
+    assert reference["accuracy"] == draw_answers(1, 0.4).mean() and reference["interval"][0] < reference["accuracy"]
+    expected = (draw_answers(2, 0.55) - draw_answers(1, 0.4)).ravel()
     assert aime["value"] == pytest.approx(expected.mean()) and aime["two_way"] is aime["needed"] is None
     assert (aime["num_better"], aime["num_worse"]) == ((expected > 0).sum(), (expected < 0).sum())
     p_values = [aime["p_value"], olympiad["p_value"]]
@@ -104,64 +104,67 @@ def test_one_run_each(pair: list[str], capsys: pytest.CaptureFixture[str]) -> No
     path = samples_path(Path(pair[1]), "aime")
     path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
     assert run(capsys, *pair) == text
-    (one,) = differences(capsys, *pair, "--tasks", "olympiad")
-    assert one == olympiad | {"holm_p_value": olympiad["p_value"]}
+    (result,) = read_differences(capsys, *pair, "--tasks", "olympiad")
+    assert result == olympiad | {"holm_p_value": olympiad["p_value"]}
     named = run_json(capsys, "--group", "plain", pair[0], "--group", "weighted", pair[1])
     assert [side["name"] for side in named["sides"]] == ["plain", "weighted"]
-    assert named["results"][1]["difference"] == found["results"][1]["difference"]
+    assert named["results"][1]["difference"] == comparison["results"][1]["difference"]
 
 
-def test_several_seeds(seeds: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    (one,) = differences(capsys, *grouped(seeds))
-    assert len(one["by_seed"]) == 3 and one["value"] == pytest.approx(np.mean(one["by_seed"]))
-    half = 4.302652730 * np.std(one["by_seed"], ddof=1) / np.sqrt(3)
-    assert one["interval"] == pytest.approx([one["value"] - half, one["value"] + half])
-    assert one["sign_flip_p_value"] is None  # it would ignore how seeds differ
-    text = run(capsys, *grouped(seeds))
+def test_several_seeds_are_compared_by_method(seeds: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    (result,) = read_differences(capsys, *group_words(seeds))
+    assert len(result["by_seed"]) == 3 and result["value"] == pytest.approx(np.mean(result["by_seed"]))
+    half = 4.302652730 * np.std(result["by_seed"], ddof=1) / np.sqrt(3)
+    assert result["interval"] == pytest.approx([result["value"] - half, result["value"] + half])
+    assert result["sign_flip_p_value"] is None  # it would ignore how seeds differ
+    text = run(capsys, *group_words(seeds))
     assert "about the methods" in text and "Student's t over seeds" in text and "McNemar" not in text
     for folders in zip(*seeds.values(), strict=True):
         assert "  " + "   ".join(folders) in text.splitlines()
     assert "are of the same model" not in text
 
-    (wide,) = differences(capsys, *grouped(seeds), "--two-way")
-    low, high = wide["two_way"]["interval"]
-    assert low <= one["interval"][0] and one["interval"][1] <= high
-    assert "two-way interval" in run(capsys, *grouped(seeds), "--two-way")
-    (one,) = differences(capsys, *grouped(seeds), "--power", "2")
-    assert one["needed"]["4"] >= 3 and "Number of seeds" in run(capsys, *grouped(seeds), "--power", "2")
+    (two_way,) = read_differences(capsys, *group_words(seeds), "--two-way")
+    low, high = two_way["two_way"]["interval"]
+    assert low <= result["interval"][0] and result["interval"][1] <= high
+    assert "two-way interval" in run(capsys, *group_words(seeds), "--two-way")
+    (result,) = read_differences(capsys, *group_words(seeds), "--power", "2")
+    assert result["needed"]["4"] >= 3 and "Number of seeds" in run(capsys, *group_words(seeds), "--power", "2")
 
 
-def test_several_samples_and_more_than_two_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = {name: answers(seed, 0.5, num_samples=4) for seed, name in enumerate("abc")}
+def test_several_samples_and_more_than_two_sides_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {name: draw_answers(seed, 0.5, num_samples=4) for seed, name in enumerate("abc")}
     folders = [str(write_answers(tmp_path / name / "eval", {"aime": table})) for name, table in tables.items()]
-    found = run_json(capsys, folders[0], "--power", "5", *folders[1:])
-    assert [one["side"] for one in found["results"]] == ["a", "b", "c"]
-    for name, one in zip("bc", found["results"][1:], strict=True):  # both with the first
+    comparison = run_json(capsys, folders[0], "--power", "5", *folders[1:])
+    assert [result["side"] for result in comparison["results"]] == ["a", "b", "c"]
+    for name, result in zip("bc", comparison["results"][1:], strict=True):  # both with the first
         expected = stats.ttest_rel(tables[name].mean(1), tables["a"].mean(1)).confidence_interval()
-        assert one["difference"]["interval"] == pytest.approx(list(expected))
-    needed = list(one["difference"]["needed"].values())
-    assert list(one["difference"]["needed"]) == ["1", "4", "16", "64"]
+        assert result["difference"]["interval"] == pytest.approx(list(expected))
+    needed = list(result["difference"]["needed"].values())
+    assert list(result["difference"]["needed"]) == ["1", "4", "16", "64"]
     assert needed == sorted(needed, reverse=True) and needed[0] > 2 * needed[-1]
     text = run(capsys, *folders, "--power", "5")
     assert "sign-flip p" in text and "k = 16" in text
     # The difference that 60 problems detect needs 60.
-    (again, _) = differences(capsys, *folders, "--power", f"{100 * found['results'][1]['difference']['detectable']}")
-    assert again["needed"]["4"] in (60, 61)
+    detectable = comparison["results"][1]["difference"]["detectable"]
+    (repeated, _) = read_differences(capsys, *folders, "--power", f"{100 * detectable}")
+    assert repeated["needed"]["4"] in (60, 61)
 
 
-def test_what_evaluations_do_not_tell_has_no_number(
+def test_numbers_that_evaluations_do_not_determine_are_left_out(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     # One sample a problem: how much of the spread more samples would remove.
-    one, _ = differences(capsys, *pair, "--power", "5")
-    assert one["needed"]["1"] > 60 and one["needed"]["16"] is None
+    result, _ = read_differences(capsys, *pair, "--power", "5")
+    assert result["needed"]["1"] > 60 and result["needed"]["16"] is None
     assert "One sample per problem does not tell" in run(capsys, *pair, "--power", "5")
     # A single problem; equal answers.
-    for name, first, second in (("single", [[0]], [[1]]), ("equal", answers(1, 0.5), answers(1, 0.5))):
+    for name, first, second in (("single", [[0]], [[1]]), ("equal", draw_answers(1, 0.5), draw_answers(1, 0.5))):
         folders = [write_answers(tmp_path / name / side, {"aime": t}) for side, t in (("a", first), ("b", second))]
-        (one,) = differences(capsys, *map(str, folders), "--power", "5")
-        assert one["interval"] is one["p_value"] is one["holm_p_value"] is one["detectable"] is None
-        assert set(one["needed"].values()) == {None} and one["sign_flip_p_value"] == 1.0
+        (result,) = read_differences(capsys, *map(str, folders), "--power", "5")
+        assert result["interval"] is result["p_value"] is result["holm_p_value"] is result["detectable"] is None
+        assert set(result["needed"].values()) == {None} and result["sign_flip_p_value"] == 1.0
         assert "–" in run(capsys, *map(str, folders), "--power", "5")
     assert [str(warning.message) for warning in recwarn] == []
 
@@ -180,8 +183,8 @@ def test_sides_are_called_by_what_differs_in_their_paths(folders: list[str], nam
     assert name_folders([Path(folder) for folder in folders]) == names
 
 
-def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def text(*sides: tuple[np.ndarray, int, str], model: str | None = None) -> str:
+def test_warnings_name_what_weakens_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def compare_sides(*sides: tuple[np.ndarray, int, str], model: str | None = None) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         words = []
         for name, (table, truncated, version) in zip("abcdef", sides, strict=False):
@@ -190,17 +193,17 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         groups = ["--group", "x", *words[:3], "--group", "y", *words[3:]] if len(words) == 6 else words
         return run(capsys, *groups)
 
-    first, second = answers(1, 0.5), answers(2, 0.5)
-    assert "warning: " not in text((first, 1, "1"), (second, 1, "1"))
-    assert "aime: truncated shares differ (a 0.0%, b 3.3%)" in text((first, 0, "1"), (second, 2, "1"))
-    assert "aime: many outputs were truncated (a 6.7%, b 6.7%)" in text((first, 4, "1"), (second, 4, "1"))
+    first, second = draw_answers(1, 0.5), draw_answers(2, 0.5)
+    assert "warning: " not in compare_sides((first, 1, "1"), (second, 1, "1"))
+    assert "aime: truncated shares differ (a 0.0%, b 3.3%)" in compare_sides((first, 0, "1"), (second, 2, "1"))
+    assert "aime: many outputs were truncated (a 6.7%, b 6.7%)" in compare_sides((first, 4, "1"), (second, 4, "1"))
     second = first.copy()
     second[:3] = 1 - second[:3]
-    few = text((first, 0, "0.9.2"), (second, 0, "0.10.0"))
+    few = compare_sides((first, 0, "0.9.2"), (second, 0, "0.10.0"))
     assert "b and a differ on 3 problems; below 5" in few and "vllm 0.10.0 (0.9.2)" in few
-    seeds = [(answers(seed, 0.5), 0, "1") for seed in range(6)]
-    assert "are of the same model" not in text(*seeds)
-    assert text(*seeds, model="one").count("are of the same model") == 2
+    seeds = [(draw_answers(seed, 0.5), 0, "1") for seed in range(6)]
+    assert "are of the same model" not in compare_sides(*seeds)
+    assert compare_sides(*seeds, model="one").count("are of the same model") == 2
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -210,13 +213,13 @@ def test_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def incomparable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with evaluations that differ from `a` in one thing each, but for `b`, `c` and `d`."""
     root = tmp_path_factory.mktemp("evaluations")
-    table = answers(1, 0.5, 12)
+    table = draw_answers(1, 0.5, 12)
     for name in ("a", "b", "c", "d", "damaged", "damaged_2", "damaged_3"):
         write_answers(root / name, {"aime": table})
     for name in ("nothing", "nothing_2"):
         write_answers(root / name, {})
-    write_answers(root / "more_problems", {"aime": answers(1, 0.5, 17)})
-    write_answers(root / "more_samples", {"aime": answers(1, 0.5, 12, 4)})
+    write_answers(root / "more_problems", {"aime": draw_answers(1, 0.5, 17)})
+    write_answers(root / "more_samples", {"aime": draw_answers(1, 0.5, 12, 4)})
     write_answers(root / "more_tasks", {"aime": table, "gsm8k": table})
     limits = {"max_new_tokens": {"aime": 8192, "gsm8k": 512}}
     write_answers(root / "limits", {"aime": table, "gsm8k": table}, sampling=SAMPLING | limits)
@@ -262,7 +265,7 @@ def incomparable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["a", "damaged_3"], "damaged_3/aime.jsonl: is damaged: found 12 samples of 11 problems"),
     ],
 )
-def test_what_cannot_be_compared(
+def test_incomparable_evaluations_are_refused(
     words: list[str],
     message: str,
     incomparable: Path,
@@ -270,14 +273,14 @@ def test_what_cannot_be_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(incomparable)
-    assert message in refusal(capsys, *words)
+    assert message in read_refusal(capsys, *words)
 
 
-def test_another_seed_of_sampling_and_limits_of_other_tasks_may_differ(
+def test_sampling_seeds_and_limits_of_other_tasks_may_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits = {"max_new_tokens": {"aime": 8192, "gsm8k": 512}, "seed": 7}
-    a = write_answers(tmp_path / "a", {"aime": answers(2, 0.5)})
-    both = {"aime": answers(1, 0.5), "gsm8k": answers(2, 0.5)}
+    a = write_answers(tmp_path / "a", {"aime": draw_answers(2, 0.5)})
+    both = {"aime": draw_answers(1, 0.5), "gsm8k": draw_answers(2, 0.5)}
     b = write_answers(tmp_path / "b", both, sampling=SAMPLING | limits)
     run(capsys, str(a), str(b), "--tasks", "aime")

@@ -36,7 +36,7 @@ from vcore_ds.common.statistics import (
 )
 
 
-def draws(shape: tuple[int, ...], seed: int = 0, share: float = 0.5) -> np.ndarray:
+def draw_answers(shape: tuple[int, ...], seed: int = 0, share: float = 0.5) -> np.ndarray:
     """Right and wrong answers."""
     return (np.random.default_rng(seed).random(shape) < share).astype(np.float64)
 
@@ -46,19 +46,21 @@ def draws(shape: tuple[int, ...], seed: int = 0, share: float = 0.5) -> np.ndarr
 
 @pytest.mark.parametrize("num", [3, 60, 674])
 def test_the_t_interval_and_its_p_value_are_scipys(num: int) -> None:
-    side, reference = draws((num, 4), 1, 0.6).mean(1), draws((num, 4), 2, 0.5).mean(1)
-    found = t_estimate(side - reference)
+    side, reference = draw_answers((num, 4), 1, 0.6).mean(1), draw_answers((num, 4), 2, 0.5).mean(1)
+    estimate = t_estimate(side - reference)
     expected = stats.ttest_rel(side, reference)
-    assert found.value == pytest.approx(np.mean(side) - np.mean(reference))
-    assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
-    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    assert estimate.value == pytest.approx(np.mean(side) - np.mean(reference))
+    assert estimate.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
+    assert estimate.p_value == pytest.approx(expected.pvalue, rel=1e-6)
 
 
 def test_values_without_spread_have_no_interval() -> None:
     # The last three are 0.1 but for rounding.
     for values in ([0.0] * 60, [0.25] * 60, [0.5, 0.25], [0.3 - 0.2, 0.4 - 0.3, 0.9 - 0.8]):
-        found = t_estimate(values)
-        assert found.value == pytest.approx(np.mean(values)) and found.interval is None and found.p_value is None
+        estimate = t_estimate(values)
+        assert (
+            estimate.value == pytest.approx(np.mean(values)) and estimate.interval is None and estimate.p_value is None
+        )
 
 
 @pytest.mark.parametrize(("better", "worse"), [(10, 3), (3, 10), (1, 0), (0, 0), (5, 5), (400, 330)])
@@ -84,22 +86,22 @@ def test_the_sign_flip_of_many_problems_is_about_normal() -> None:
 
 
 @pytest.mark.parametrize(("right", "num"), [(0, 30), (7, 30), (30, 30), (500, 1000)])
-def test_wilson_is_scipys(right: int, num: int) -> None:
+def test_the_wilson_interval_is_scipys(right: int, num: int) -> None:
     expected = stats.binomtest(right, num).proportion_ci(method="wilson")
     assert wilson_interval(right / num, num) == pytest.approx(tuple(expected), abs=1e-12)
     assert accuracy_interval(np.array([[1.0]] * right + [[0.0]] * (num - right))) == pytest.approx(tuple(expected))
 
 
-def test_samples_of_a_problem_are_worth_what_they_add() -> None:
-    same = np.repeat(draws((60, 1)), 16, axis=1)
+def test_more_samples_narrow_an_interval_only_as_far_as_they_differ() -> None:
+    same = np.repeat(draw_answers((60, 1)), 16, axis=1)
     assert accuracy_interval(same) == pytest.approx(accuracy_interval(same[:, :1]))
-    independent = draws((60, 16))
+    independent = draw_answers((60, 16))
     low, high = accuracy_interval(independent)
     expected = wilson_interval(independent.mean(), 60 * 16)
     assert high - low == pytest.approx(expected[1] - expected[0], rel=0.25)
     # Equal means of all problems are no proof of more trials than there were.
     assert accuracy_interval(np.array([[0.0, 1.0]] * 30)) == pytest.approx(wilson_interval(0.5, 60))
-    # Of problems that are all right every sample may be the same.
+    # Where all answers are right, the samples of a problem may all be the same.
     assert accuracy_interval(np.ones((60, 16))) == pytest.approx(wilson_interval(1.0, 60))
 
 
@@ -112,15 +114,15 @@ def test_samples_of_a_problem_are_worth_what_they_add() -> None:
         # Means of seeds and of problems vary by 1 each, single values by 12/8. cov_cluster_2groups of statsmodels
         # 0.15.0, for a regression on a constant, says 1/2 too.
         ([[0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]], 1 / 3 + 1 / 3 - 1.5 / 9),
-        # By 4/27, 1/27 and 5/18: the sum would be below the variance by seeds alone.
+        # These vary by 4/27, 1/27 and 5/18: the sum would be below the variance of the seeds alone.
         ([[0.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], 4 / 27 / 3),
     ],
 )
 def test_two_way_clustering_by_hand(table: list[list[float]], variance: float) -> None:
-    found, mean = two_way_estimate(np.array(table)), float(np.mean(table))
-    assert found.value == pytest.approx(mean)
-    assert found.interval == pytest.approx(stats.t.interval(0.95, 2, mean, math.sqrt(variance)))
-    assert found.p_value == pytest.approx(2 * stats.t.sf(mean / math.sqrt(variance), 2))
+    estimate, mean = two_way_estimate(np.array(table)), float(np.mean(table))
+    assert estimate.value == pytest.approx(mean)
+    assert estimate.interval == pytest.approx(stats.t.interval(0.95, 2, mean, math.sqrt(variance)))
+    assert estimate.p_value == pytest.approx(2 * stats.t.sf(mean / math.sqrt(variance), 2))
 
 
 def test_holm_by_hand() -> None:
@@ -132,13 +134,13 @@ def test_holm_by_hand() -> None:
 # ---- sample sizes ----------------------------------------------------------------------------------------------------
 
 
-def power(ratio: float, num: int) -> float:
+def compute_power(ratio: float, num: int) -> float:
     """Probability that Student's t detects a mean of `ratio` standard deviations: the noncentral t distribution."""
     quantile, shift = stats.t.ppf(0.975, num - 1), ratio * math.sqrt(num)
     return stats.nct.sf(quantile, num - 1, shift) + stats.nct.cdf(-quantile, num - 1, shift)
 
 
-def test_numbers_that_are_needed_are_those_of_statsmodels() -> None:
+def test_the_number_needed_is_that_of_statsmodels() -> None:
     """TTestPower().solve_power(effect_size=ratio, alpha=0.05, power=0.8) of statsmodels 0.15.0, rounded up."""
     expected = {0.02: 19625, 0.1: 787, 0.199: 201, 0.3: 90, 0.7: 19, 2.0: 5}
     assert {ratio: number_needed(0.4 * ratio, 0.4**2) for ratio in expected} == expected
@@ -148,7 +150,7 @@ def test_numbers_that_are_needed_are_those_of_statsmodels() -> None:
 @pytest.mark.parametrize(("num", "room"), [(3, 0.06), (5, 0.02), (60, 0.001)])
 def test_the_detectable_difference_has_the_power(num: int, room: float) -> None:
     ratio = detectable_difference(0.25, num) / 0.5
-    assert power(ratio * (1 - room), num) < 0.8 < power(ratio * (1 + room), num)
+    assert compute_power(ratio * (1 - room), num) < 0.8 < compute_power(ratio * (1 + room), num)
 
 
 def test_the_spread_of_more_samples_is_predicted() -> None:
@@ -158,7 +160,7 @@ def test_the_spread_of_more_samples_is_predicted() -> None:
     few, many = ((generator.random((2, 4000, k)) < shares[..., None]).astype(float) for k in (4, 16))
     between, within = measure_spread(few[1], few[0])
     assert within is not None
-    # Of uniform shares: 2/12 between, 2/6 within.
+    # Uniform shares have 2/12 between problems and 2/6 within.
     assert between + within / 16 == pytest.approx(2 / 12 + 2 / 6 / 16, rel=0.05)
     assert between + within / 16 == pytest.approx((many[1].mean(1) - many[0].mean(1)).var(ddof=1), rel=0.1)
     total, nothing = measure_spread(few[1][:, :1], few[0][:, :1])
@@ -179,15 +181,15 @@ few_values = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_siz
 @given(few_values)
 def test_the_rank_correlation_is_scipys_also_with_ties(pairs: list[tuple[int, int]]) -> None:
     left, right = np.array(pairs, dtype=np.float32).T
-    found = rank_correlation(left, right)
+    correlation = rank_correlation(left, right)
     if len(set(left)) == 1 or len(set(right)) == 1:
-        assert found is None
+        assert correlation is None
     else:
-        assert found == pytest.approx(stats.spearmanr(left, right).statistic, abs=1e-12)
+        assert correlation == pytest.approx(stats.spearmanr(left, right).statistic, abs=1e-12)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_rank_correlation_of_what_is_not_finite_is_not_defined(bad: float) -> None:
+def test_the_rank_correlation_of_non_finite_values_is_undefined(bad: float) -> None:
     assert rank_correlation(np.array([1.0, bad, 2.0]), np.array([1.0, 2.0, 3.0])) is None
     assert rank_correlation(np.array([1.0]), np.array([1.0])) is None
 
@@ -213,7 +215,7 @@ def test_intervals_over_seeds_cover_the_methods(num_problems: int, num_seeds: in
     assert 0.93 <= share <= 0.97
 
 
-def test_what_does_not_cover_the_methods() -> None:
+def test_intervals_that_ignore_a_source_of_spread_do_not_cover_the_methods() -> None:
     """Why problems alone are not enough, and what two-way clustering is for."""
     (one_run,) = measure_coverage(Setting(674, 4), [(estimate_over_problems, methods)], num_worlds=400)
     (averaged,) = measure_coverage(Setting(674, 4, 3), [(estimate_with_averaged_seeds, methods)], num_worlds=400)

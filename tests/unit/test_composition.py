@@ -71,7 +71,7 @@ def test_lists_and_null_replace_what_was_there(folder: Path) -> None:
     assert find_problem("half.yaml").startswith("half.yaml:2: lora.alpha: found nothing")
 
 
-def test_a_section_within_a_section_merges_key_by_key(folder: Path) -> None:
+def test_a_nested_section_merges_key_by_key(folder: Path) -> None:
     write(folder / "keep.yaml", {"base": "whole.yaml", "data": {"keep": {"scores": "s", "top": 0.5}}})
     write(folder / "by.yaml", {"data": {"keep": {"by": "sum"}}})
     keep = load_recipe("keep.yaml", ["by.yaml", "data.keep.top=0.25"]).data.keep
@@ -107,8 +107,8 @@ SECTION_VALUES = st.none() | st.dictionaries(st.sampled_from("xyz"), st.integers
 FILES = st.lists(st.dictionaries(st.sampled_from(["run", "lora", "data"]), SECTION_VALUES), min_size=1, max_size=5)
 
 
-def last_wins(files: list[Sections]) -> Sections:
-    """What a chain of files means: of each section, the keys since it was null last."""
+def merge_by_hand(files: list[Sections]) -> Sections:
+    """Merge a chain of files: each section has the keys given since it was null last."""
     expected: Sections = {}
     for section in {section for file in files for section in file}:
         mentions = [file[section] for file in files if section in file]
@@ -127,22 +127,22 @@ def test_merging_is_associative(files: list[Sections], data: st.DataObject) -> N
         paths = [write(folder / f"{i}.yaml", content) for i, content in enumerate(files)]
         groups = iter(range(len(files)))
 
-        def grouped(group: Sequence[Path]) -> Path:
+        def group_files(group: Sequence[Path]) -> Path:
             """A file that stands for the group, split at random places into smaller groups."""
             if len(group) == 1:
                 return group[0]
             cut = data.draw(st.integers(1, len(group) - 1))
-            bases = [grouped(group[:cut]), grouped(group[cut:])]
+            bases = [group_files(group[:cut]), group_files(group[cut:])]
             return write(folder / f"group_{next(groups)}.yaml", {"base": [path.name for path in bases]})
 
-        assert compose(grouped(paths)).values == last_wins(files)
-        assert compose(paths[0], [str(path) for path in paths[1:]]).values == last_wins(files)
+        assert compose(group_files(paths)).values == merge_by_hand(files)
+        assert compose(paths[0], [str(path) for path in paths[1:]]).values == merge_by_hand(files)
 
 
 # ---------------------------------------------------------------- where files are found
 
 
-def test_files_are_looked_up_beside_the_one_that_names_them_then_among_the_shipped(
+def test_files_are_looked_up_beside_the_file_that_names_them_then_among_shipped_recipes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped = SHIPPED_RECIPES / "paper" / "qwen3_4b_math_lora.yaml"
@@ -221,7 +221,7 @@ def test_duplicate_keys_in_several_files_are_all_reported(folder: Path) -> None:
     ]
 
 
-def test_a_base_that_is_no_file_name(folder: Path) -> None:
+def test_a_base_that_is_no_file_name_is_refused(folder: Path) -> None:
     for base in (3, None, {"a": 1}, ["whole.yaml", 3], [""], ""):
         write(folder / "mine.yaml", {"run": {"seed": 1}, "base": base})
         problem = find_problem("mine.yaml")
@@ -232,7 +232,7 @@ def test_a_base_that_is_no_file_name(folder: Path) -> None:
     )
 
 
-def test_missing_files_are_reported_together_and_not_what_they_leave_out(folder: Path) -> None:
+def test_missing_files_are_reported_together_without_the_keys_they_would_set(folder: Path) -> None:
     write(folder / "deep" / "b.yaml", {"base": ["nowhere.yaml", "../whole.yml"]})
     write(folder / "mine.yaml", "run: {seed: 1}\nbase:\n- deep/b.yaml\n- gone.yaml\n")
     first, second, third, override = find_problems("mine.yaml", "run.seed")
@@ -274,12 +274,12 @@ def test_a_misspelt_file_gets_the_nearest_name(folder: Path, word: str, hint: st
         ("zzzzzzzz", ""),
     ],
 )
-def test_a_word_that_is_neither_fragment_nor_override(folder: Path, word: str, hint: str) -> None:
+def test_a_word_that_is_neither_fragment_nor_override_is_refused(folder: Path, word: str, hint: str) -> None:
     expected = f'override {word}: found "{word}"; expected section.key=value or FILE.yaml{hint}'
     assert find_problem("whole.yaml", word) == expected
 
 
-def test_yaml_may_be_left_out_of_every_name(folder: Path) -> None:
+def test_the_ending_yaml_may_be_left_out(folder: Path) -> None:
     write(folder / "mine.yaml", {"base": ["presets/recommended", "whole"], "method": {"kl_budget": None}})
     (folder / "qwen3_4b_math_lora").mkdir()  # a folder, such as a run's, is no recipe
     for short, full in (
@@ -293,7 +293,7 @@ def test_yaml_may_be_left_out_of_every_name(folder: Path) -> None:
     assert '; did you mean "qwen3_1.7b_math_lora" or "paper/qwen3_1.7b_math_lora"' in problem
 
 
-def test_a_cycle_names_its_chain(folder: Path) -> None:
+def test_a_cycle_of_bases_is_refused_with_its_chain(folder: Path) -> None:
     for names in (["0.yaml"], ["0.yaml", "1.yaml", "2.yaml"]):
         for name, base in zip(names, [*names[1:], names[0]], strict=True):
             write(folder / name, {"base": ["whole.yaml", f"./{base}"]})
@@ -310,7 +310,7 @@ def test_a_cycle_names_its_chain(folder: Path) -> None:
     ("content", "words"),
     [("run: [\n", "part.yaml:2:1: cannot be read as YAML"), ("", "part.yaml: found nothing; expected sections")],
 )
-def test_a_part_that_is_no_recipe(folder: Path, content: str, words: str) -> None:
+def test_a_base_or_fragment_that_is_no_recipe_is_refused(folder: Path, content: str, words: str) -> None:
     write(folder / "part.yaml", content)
     write(folder / "mine.yaml", {"base": ["whole.yaml", "part.yaml"]})
     assert words in find_problem("mine.yaml") and words in find_problem("whole.yaml", "part.yaml")
@@ -343,11 +343,11 @@ def test_a_launch_script_passes_fragments_on(folder: Path, capsys: pytest.Captur
 
 
 def test_the_quickstart_keeps_what_a_fragment_or_an_override_chose(folder: Path) -> None:
-    found = {"model.path": "m", "data.train_path": "t", "batch.global_size": 9, "run.output_dir": "o"}
+    additions = {"model.path": "m", "data.train_path": "t", "batch.global_size": 9, "run.output_dir": "o"}
     write(folder / "mine.yaml", {"data": {"train_path": "mine.jsonl"}})
     words = ["mine.yaml", "batch.global_size=8"]
-    assert without_chosen(found, load_recipe(QUICKSTART, words), words) == ["model.path=m", "run.output_dir=o"]
-    assert len(without_chosen(found, load_recipe(QUICKSTART), [])) == 4
+    assert without_chosen(additions, load_recipe(QUICKSTART, words), words) == ["model.path=m", "run.output_dir=o"]
+    assert len(without_chosen(additions, load_recipe(QUICKSTART), [])) == 4
 
 
 @pytest.mark.parametrize("checkout", ["/src/vcore_ds", "/my #1 repo", "/a: b", "/[x]"])
@@ -368,7 +368,9 @@ def test_the_quickstart_runs_in_any_checkout(checkout: str, monkeypatch: pytest.
     assert {"data.train_path": loaded.train_path, "data.validation_path": loaded.validation_path} == values
 
 
-def test_the_quickstart_on_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_quickstart_trains_on_a_users_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """An epoch of it, a tenth of its rows held out, and the rows of both copies where they are in the file."""
     monkeypatch.setattr(session, "DATA", folder / "data")
     monkeypatch.setattr(session, "REPOSITORY", folder)
@@ -391,7 +393,7 @@ def test_the_quickstart_on_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch,
             Path(path).read_text().split("\n") for path in (made.data.train_path, made.data.validation_path)
         )
         lines = text.split("\n") if name.endswith("l") else rows
-        assert [one or other for one, other in zip(training, held_out, strict=True)] == lines
+        assert [trained or held for trained, held in zip(training, held_out, strict=True)] == lines
         assert sum(map(bool, held_out)) == 4 and sum(map(bool, training)) == 36
         assert "40 rows, 4 of them held out" in capsys.readouterr().out
     before = Path(made.data.train_path).stat()

@@ -1,4 +1,4 @@
-"""What loads, and what does not: kinds of values, rules over several keys, overrides, files and paths."""
+"""Loading of recipes: kinds of values, rules over several keys, overrides, files and paths."""
 
 import re
 import tempfile
@@ -38,7 +38,7 @@ def write(folder: Path, content: dict[str, Any] | str) -> Path:
 # ---------------------------------------------------------------- what loads
 
 
-def test_defaults_numbers_and_dates(recipe_file: Path) -> None:
+def test_defaults_numbers_and_dates_load_with_their_types(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file)
     assert recipe.method.name == "vcore" and recipe.lora is None and recipe.optimizer.betas == (0.9, 0.999)
     words = ["schedule.num_steps=null", "schedule.num_epochs=2", "run.output_dir=2026-01-31"]
@@ -49,7 +49,7 @@ def test_defaults_numbers_and_dates(recipe_file: Path) -> None:
         recipe.run.seed = 1  # type: ignore[misc]
 
 
-def test_scientific_notation_in_file_and_override(recipe_file: Path) -> None:
+def test_scientific_notation_is_a_number_in_file_and_override(recipe_file: Path) -> None:
     text = recipe_file.read_text()
     for number in ("1e-4", "1E-4", "+1e-4", "1.0e-4", "1.e-4", ".1e-3", "0.0001", "100e-6"):
         write(recipe_file.parent, text)
@@ -111,12 +111,12 @@ def test_every_key_says_what_it_expects_in_the_words_of_the_command_keys(recipe_
     for key in recipe_keys():
         override = f"{key.dotted}=[{{}}]"  # which no key takes
         problems = find_problems(recipe_file, override, *(["data.keep.scores=s"] if key.name == "keep.top" else []))
-        found = f"override {override}: {key.dotted}: found [{{}}]; expected "
+        prefix = f"override {override}: {key.dotted}: found [{{}}]; expected "
         if (key.section, key.name) in SUBSECTIONS:
             keys = ", ".join(SUBSECTIONS[key.section, key.name].key_names())
-            assert f"{found}a section with keys {keys}, or null" in problems
+            assert f"{prefix}a section with keys {keys}, or null" in problems
         else:
-            assert f"{found}{key.values} ({key.meaning.rstrip('.')})" in problems, key.dotted
+            assert f"{prefix}{key.values} ({key.meaning.rstrip('.')})" in problems, key.dotted
 
 
 FIELD_PROBLEMS = [
@@ -153,14 +153,14 @@ FIELD_PROBLEMS = [
 ]
 
 
-def test_a_value_of_a_key(recipe_file: Path) -> None:
+def test_a_wrong_value_is_refused_with_what_the_key_expects(recipe_file: Path) -> None:
     for override, words in FIELD_PROBLEMS:
         problem = find_problem(recipe_file, override)
         assert problem.startswith(f"override {override}: {override.partition('=')[0]}: found "), problem
         assert words in problem, problem
 
 
-def test_a_section_that_is_none_and_keys_that_are_missing(recipe_file: Path) -> None:
+def test_malformed_sections_and_missing_keys_are_refused(recipe_file: Path) -> None:
     for section, kind in SECTIONS.items():
         for value in ["8"] if section == "lora" else ["8", "null"]:
             problem = find_problem(recipe_file, f"{section}={value}")
@@ -473,7 +473,7 @@ def test_every_rule_names_the_users_key_and_a_remedy_that_helps(recipe_file: Pat
     ],
     ids=" ".join,
 )
-def test_what_is_no_contradiction(recipe_file: Path, overrides: Sequence[str]) -> None:
+def test_keys_that_do_not_contradict_each_other_load(recipe_file: Path, overrides: Sequence[str]) -> None:
     load_recipe(recipe_file, overrides)
 
 
@@ -509,7 +509,7 @@ def test_all_problems_are_reported_at_once_with_their_places(tmp_path: Path) -> 
 # ---------------------------------------------------------------- the file
 
 
-def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     for content, words in (
         ("method:\n  name: [vcore\nmodel: {}\n", r":3:6: cannot be read as YAML: "),
@@ -606,7 +606,7 @@ def test_overrides_apply_in_order_and_open_sections(recipe_file: Path) -> None:
         ("lora={rank: 8, rank: 9, alpha: 1}", "lora.rank: found a second time; expected once"),
     ],
 )
-def test_malformed_override(recipe_file: Path, override: str, words: str) -> None:
+def test_a_malformed_override_is_refused(recipe_file: Path, override: str, words: str) -> None:
     problem = find_problem(recipe_file, override)
     assert problem.startswith(f"override {override}: ") and words in problem
 
@@ -614,7 +614,7 @@ def test_malformed_override(recipe_file: Path, override: str, words: str) -> Non
 # ---------------------------------------------------------------- paths
 
 
-def test_paths(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_expand_the_home_folder(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     words = ["model.path=~/m", "data.train_path=a/t.jsonl", "run.output_dir=~no_such_user_here/o"]
     recipe = load_recipe(recipe_file, [*words, "data.validation_path=~/v.jsonl"])

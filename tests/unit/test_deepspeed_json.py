@@ -20,7 +20,7 @@ DEEPSPEED = {
 }
 
 
-def merged(folder: Path, deepspeed: Any, *, num_ranks: int = 2, **sections: dict[str, Any]) -> dict[str, Any]:
+def merge(folder: Path, deepspeed: Any, *, num_ranks: int = 2, **sections: dict[str, Any]) -> dict[str, Any]:
     """The JSON (a value, or its text) merged with a recipe of 32 sequences a step."""
     path = folder / "ds.json"
     path.write_text(deepspeed if isinstance(deepspeed, str) else json.dumps(deepspeed))
@@ -29,10 +29,10 @@ def merged(folder: Path, deepspeed: Any, *, num_ranks: int = 2, **sections: dict
     return deepspeed_config(settings, plan_batch(settings, num_ranks, QWEN3_32B))
 
 
-def test_merge(tmp_path: Path) -> None:
+def test_settings_of_the_recipe_are_added_to_the_json(tmp_path: Path) -> None:
     without_dtype = {"zero_optimization": DEEPSPEED["zero_optimization"], "steps_per_print": 7}
     clipped = {"learning_rate": 0.1, "gradient_clipping": 0.5}
-    config = merged(tmp_path, without_dtype, batch={"micro_batch_size_per_rank": 4}, optimizer=clipped)
+    config = merge(tmp_path, without_dtype, batch={"micro_batch_size_per_rank": 4}, optimizer=clipped)
     assert config == without_dtype | {
         "data_types": {"grad_accum_dtype": "fp32"},
         "train_micro_batch_size_per_gpu": 4,
@@ -46,17 +46,17 @@ def test_merge(tmp_path: Path) -> None:
         "timers": {"throughput": {"enabled": False}},
     }
     unclipped = {"learning_rate": 0.1, "gradient_clipping": None}
-    fp32 = merged(tmp_path, DEEPSPEED, model={"path": "m", "precision": "fp32"}, optimizer=unclipped)
+    fp32 = merge(tmp_path, DEEPSPEED, model={"path": "m", "precision": "fp32"}, optimizer=unclipped)
     assert fp32["bf16"] == {"enabled": False} and fp32["gradient_clipping"] == 0.0
 
 
 def test_the_same_value_twice_is_no_contradiction_and_siblings_stay(tmp_path: Path) -> None:
     same = {"train_batch_size": 32, "gradient_clipping": 1.0, "bf16": {"enabled": True, "check_grad_overflow": False}}
-    config = merged(tmp_path, DEEPSPEED | same)
+    config = merge(tmp_path, DEEPSPEED | same)
     assert config["bf16"] == {"enabled": True, "check_grad_overflow": False}
 
 
-def zero(**changes: Any) -> dict[str, Any]:
+def zero3(**changes: Any) -> dict[str, Any]:
     return {"zero_optimization": DEEPSPEED["zero_optimization"] | changes}
 
 
@@ -78,49 +78,49 @@ CONTRADICTIONS = [
     ({"communication_data_type": 16}, "communication_data_type: found 16; expected fp32"),
     ({"timers": True}, "timers: found true; expected an object"),
     ({"timers": {"throughput": 1}}, "timers.throughput: found 1; expected an object"),
-    (zero(stage=2), "zero_optimization.stage: found 2; expected 3"),
-    (zero(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true; expected false "
+    (zero3(stage=2), "zero_optimization.stage: found 2; expected 3"),
+    (zero3(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true; expected false "
      "with the recipe's utility.estimator jvp"),
-    (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights: found true; expected false"),
-    (zero(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients: found true; expected false"),
-    (zero(offload_param={"device": "nvme"}), 'zero_optimization.offload_param.device: found "nvme"; expected "cpu"'),
-    (zero(offload_optimizer={"device": "nvme"}), 'zero_optimization.offload_optimizer.device: found "nvme"; expected'),
-    (zero(reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: found "auto"; expected a value'),
+    (zero3(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights: found true; expected false"),
+    (zero3(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients: found true; expected false"),
+    (zero3(offload_param={"device": "nvme"}), 'zero_optimization.offload_param.device: found "nvme"; expected "cpu"'),
+    (zero3(offload_optimizer={"device": "nvme"}), 'zero_optimization.offload_optimizer.device: found "nvme"; expected'),
+    (zero3(reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: found "auto"; expected a value'),
     ({"train_batch_size": "auto"}, 'train_batch_size: found "auto"; expected a value, or no such key'),
     ({"some": [{"deep": "auto"}]}, 'some.0.deep: found "auto"; expected a value'),
 ]  # fmt: skip
 
 
-def test_contradiction(tmp_path: Path) -> None:
+def test_contradictions_of_the_recipe_are_refused(tmp_path: Path) -> None:
     for changes, words in CONTRADICTIONS:
         with pytest.raises(RecipeError) as error:
-            merged(tmp_path, DEEPSPEED | changes)
+            merge(tmp_path, DEEPSPEED | changes)
         assert len(error.value.problems) == 1, error.value.problems
         assert error.value.problems[0].startswith(f"{tmp_path / 'ds.json'}: {words}")
 
 
 def test_gradients_are_summed_in_the_parameters_dtype_or_in_fp32(tmp_path: Path) -> None:
     for precision, dtype in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
-        config = merged(
+        config = merge(
             tmp_path, DEEPSPEED | {"communication_data_type": dtype}, model={"path": "m", "precision": precision}
         )
         assert config["communication_data_type"] == dtype
     words = 'communication_data_type: found "bf16"; expected fp32, or no such key for the parameters\' own dtype, fp32'
     with pytest.raises(RecipeError, match=words):
-        merged(tmp_path, DEEPSPEED | {"communication_data_type": "bf16"}, model={"path": "m", "precision": "fp32"})
+        merge(tmp_path, DEEPSPEED | {"communication_data_type": "bf16"}, model={"path": "m", "precision": "fp32"})
 
 
-def test_hierarchical_partitioning_needs_whole_nodes(tmp_path: Path) -> None:
+def test_hierarchical_partitioning_needs_complete_groups_of_ranks(tmp_path: Path) -> None:
     for num_ranks, size in ((2, 8), (8, 8), (16, 8), (8, 1)):  # more than all ranks is all of them
-        config = merged(tmp_path, zero(zero_hpz_partition_size=size), num_ranks=num_ranks)
+        config = merge(tmp_path, zero3(zero_hpz_partition_size=size), num_ranks=num_ranks)
         assert config["zero_optimization"]["zero_hpz_partition_size"] == size
     with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 3 on 4 ranks; expected a divisor of 4"):
-        merged(tmp_path, zero(zero_hpz_partition_size=3), num_ranks=4)
+        merge(tmp_path, zero3(zero_hpz_partition_size=3), num_ranks=4)
 
 
-def test_contradictions_at_once(tmp_path: Path) -> None:
+def test_all_contradictions_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as error:
-        merged(tmp_path, {"train_batch_size": 1, "scheduler": {}, "zero_optimization": {}})
+        merge(tmp_path, {"train_batch_size": 1, "scheduler": {}, "zero_optimization": {}})
     keys = [problem.split(": ")[1] for problem in error.value.problems]
     zero_keys = ["zero_optimization.stage", "zero_optimization.memory_efficient_linear"]
     assert keys == ["train_batch_size", "scheduler", *zero_keys]
@@ -131,18 +131,18 @@ def test_contradictions_at_once(tmp_path: Path) -> None:
 def test_memory_efficient_linear_is_free_without_forward_mode(tmp_path: Path) -> None:
     finite_difference = {"utility": {"estimator": "finite_difference", "epsilon": 1e-4}}
     for sections in ({"method": {"name": "sft"}}, finite_difference):
-        config = merged(tmp_path, {"zero_optimization": {"stage": 3, "memory_efficient_linear": True}}, **sections)
+        config = merge(tmp_path, {"zero_optimization": {"stage": 3, "memory_efficient_linear": True}}, **sections)
         assert config["zero_optimization"]["memory_efficient_linear"] is True
 
 
-def test_a_file_that_is_no_deepspeed_json(tmp_path: Path) -> None:
+def test_a_file_that_is_no_deepspeed_json_is_refused(tmp_path: Path) -> None:
     for text, words in (
         ('{"a": 1,\n  b}', r"ds\.json:2:3: found text that is not JSON: "),
         ("[1]", r"found \[1\]; expected a JSON object"),
         ('{"a": {"b": 1, "b": 2}}', r"b: found twice in one object; expected once"),
     ):
         with pytest.raises(RecipeError, match=words):
-            merged(tmp_path, text)
+            merge(tmp_path, text)
     recipe = Recipe.model_validate(smallest_recipe() | {"engine": {"deepspeed_config": str(tmp_path / "gone.json")}})
     settings = derive_plan_settings(recipe)
     with pytest.raises(RecipeError, match=r"gone\.json: found no such file; expected a DeepSpeed JSON"):

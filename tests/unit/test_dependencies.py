@@ -17,7 +17,7 @@ IF_INSTALLED = {"triton", "transformer_engine"}
 IMPORTED_BY_OTHERS = {"gguf"}
 """transformers imports it to read the quickstart's model."""
 TOOLS = {"pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-pyyaml", "setuptools"}
-"""Of the extra `test`: run, not imported."""
+"""Packages of the extra `test` that are run, not imported."""
 USERS = {
     "matplotlib": {"commands/plan", "commands/report", "common/text.py"},
     "math_verify": {"data/answers.py"},
@@ -26,7 +26,7 @@ USERS = {
 """Module of an extra -> where it is imported. Each of these places says which extra is missing."""
 
 
-def imported_modules(folder: Path) -> Iterator[tuple[str, str]]:
+def iter_imported_modules(folder: Path) -> Iterator[tuple[str, str]]:
     """(module, path below the folder) of every import of another distribution."""
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -40,41 +40,41 @@ def imported_modules(folder: Path) -> Iterator[tuple[str, str]]:
                     yield name, path.relative_to(folder).as_posix()
 
 
-def distributions(requirements: Iterable[str]) -> set[str]:
+def parse_distributions(requirements: Iterable[str]) -> set[str]:
     """Names of distributions, without this one."""
     names = {re.split(r"[\[<>=~! ;]", requirement)[0].lower() for requirement in requirements}
     return names - {"vcore_ds"}
 
 
-def modules(requirements: Iterable[str]) -> set[str]:
-    return {MODULES.get(name, name.replace("-", "_")) for name in distributions(requirements)}
+def list_modules(requirements: Iterable[str]) -> set[str]:
+    return {MODULES.get(name, name.replace("-", "_")) for name in parse_distributions(requirements)}
 
 
-def test_what_the_package_imports_is_declared_and_the_reverse() -> None:
+def test_the_package_imports_what_is_declared_and_nothing_else() -> None:
     extras = PROJECT["optional-dependencies"]
-    declared = modules(PROJECT["dependencies"])
-    optional = modules(requirement for name in extras.keys() - {"test"} for requirement in extras[name])
-    imported = {name for name, _ in imported_modules(REPOSITORY / "vcore_ds")} - IF_INSTALLED
+    declared = list_modules(PROJECT["dependencies"])
+    optional = list_modules(requirement for name in extras.keys() - {"test"} for requirement in extras[name])
+    imported = {name for name, _ in iter_imported_modules(REPOSITORY / "vcore_ds")} - IF_INSTALLED
     assert imported - optional == declared
     assert optional - imported == IMPORTED_BY_OTHERS and not optional & declared
 
 
-def test_what_tests_import_is_declared() -> None:
-    """But of folders whose tests need an environment of their own, or skip."""
+def test_packages_that_tests_import_are_declared() -> None:
+    """Except in folders whose tests need a separate environment, or skip."""
     imported = {
         name
-        for name, path in imported_modules(REPOSITORY / "tests")
+        for name, path in iter_imported_modules(REPOSITORY / "tests")
         if not path.startswith(("rl/", "benchmarks/", "experiments/", "gpu/"))
     }
     extras = PROJECT["optional-dependencies"]
-    declared = modules([*PROJECT["dependencies"], *(word for extra in extras.values() for word in extra)])
+    declared = list_modules([*PROJECT["dependencies"], *(word for extra in extras.values() for word in extra)])
     assert imported <= declared, imported - declared
-    unused = distributions(extras["test"]) - {name.replace("_", "-") for name in imported} - TOOLS - IF_INSTALLED
+    unused = parse_distributions(extras["test"]) - {name.replace("_", "-") for name in imported} - TOOLS - IF_INSTALLED
     assert unused == set(), unused
 
 
 def test_extras_are_imported_where_a_message_names_them() -> None:
-    for name, path in imported_modules(REPOSITORY / "vcore_ds"):
+    for name, path in iter_imported_modules(REPOSITORY / "vcore_ds"):
         if name in USERS:
             assert path.startswith(tuple(USERS[name])), f"{path} imports {name}, which is in an extra"
 
@@ -82,7 +82,7 @@ def test_extras_are_imported_where_a_message_names_them() -> None:
 def test_constraints_pin_every_declared_distribution() -> None:
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in (REPOSITORY / "constraints.txt").open()}
     extras = PROJECT["optional-dependencies"].values()
-    declared = distributions([*PROJECT["dependencies"], *(word for extra in extras for word in extra)])
+    declared = parse_distributions([*PROJECT["dependencies"], *(word for extra in extras for word in extra)])
     missing = {name for name in declared if name.replace("_", "-") not in pinned}
     assert missing == set()
 
@@ -97,12 +97,12 @@ def test_the_environment_of_the_tests_has_every_extra() -> None:
     while waiting:
         name = waiting.pop()
         installed.add(name)
-        own = re.findall(r"vcore_ds\[(.*?)\]", " ".join(extras[name]))
-        waiting += [other for names in own for other in names.split(",") if other not in installed]
+        nested = re.findall(r"vcore_ds\[(.*?)\]", " ".join(extras[name]))
+        waiting += [extra for names in nested for extra in names.split(",") if extra not in installed]
     assert installed == extras.keys()
 
 
-def test_the_image_has_what_a_build_needs() -> None:
+def test_the_image_copies_what_a_build_needs() -> None:
     text = (REPOSITORY / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()}
     folders = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values()

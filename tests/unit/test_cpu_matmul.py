@@ -1,7 +1,7 @@
-"""Products and attention of CPUs without bf16 instructions: every replaced operator against fp64.
+"""Matrix multiplications and attention of CPUs without bf16 instructions: every replaced operator against fp64.
 
-Operands are in half precision; the reference multiplies the same numbers in fp64. One rounding of the result and the
-sum in fp32 are all that may differ.
+Operands are in half precision; the reference multiplies the same numbers in fp64. Results may differ by one rounding
+and by the summation in fp32.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from tests.helpers.cpu_kernels import replaced_kernels
 from vcore_ds.common.errors import UserError
-from vcore_ds.distributed import cpu_matmul as cpu_products
+from vcore_ds.distributed import cpu_matmul
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -25,18 +25,18 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 @pytest.fixture(autouse=True)
 def pytorchs_kernels() -> Iterator[None]:
-    """On a CPU without the instructions an earlier test may have replaced the kernels of this process."""
-    library, cpu_products._replaced = cpu_products._replaced, None
+    """Restore PyTorch's kernels, which an earlier test replaces on a CPU without bf16 instructions."""
+    library, cpu_matmul._replaced = cpu_matmul._replaced, None
     if library is not None:
         library._destroy()
     yield
-    cpu_products._replaced = None if library is None else cpu_products._replace_kernels()
+    cpu_matmul._replaced = None if library is None else cpu_matmul._replace_kernels()
 
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """fp16 too, on every CPU."""
-    monkeypatch.setattr(cpu_products, "_types_without_instructions", lambda: set(HALVES))
+    monkeypatch.setattr(cpu_matmul, "_types_without_instructions", lambda: set(HALVES))
     with replaced_kernels():
         yield
 
@@ -45,26 +45,26 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).to(dtype)
 
 
-def error_in_roundings(found: Tensor, exact: Tensor, magnitude: Tensor, num_terms: int) -> float:
-    """The largest error, over that of one rounding and of a sum of `num_terms` in fp32; at most 1 if there is no more.
+def measure_error_in_roundings(result: Tensor, exact: Tensor, magnitude: Tensor, num_terms: int) -> float:
+    """The largest error relative to one rounding plus a sum of `num_terms` in fp32; at most 1 without other errors.
 
     Args:
         exact: the result in fp64.
         magnitude: that of the operands' absolute values, which bounds the rounding of the sum.
     """
-    if not found.numel():
+    if not result.numel():
         return 0.0
-    information = torch.finfo(found.dtype)
+    information = torch.finfo(result.dtype)
     allowed = information.eps / 2 * exact.abs() + 2 * num_terms * 2.0**-24 * magnitude
     allowed += information.tiny * information.eps / 2  # below the normal numbers, in fp16
-    return float(((found.double() - exact).abs() / allowed).max())
+    return float(((result.double() - exact).abs() / allowed).max())
 
 
-def wide(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     return x.double()
 
 
-PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+MATMULS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "mm": (lambda a, b: torch.mm(a, b), ((5, 7), (7, 6))),
     "mm, one row": (lambda a, b: torch.mm(a, b), ((1, 7), (7, 6))),
     "mm, one row of W^T": (lambda a, w: torch.mm(a, w.t()), ((1, 64), (32, 64))),
@@ -110,21 +110,21 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_is_rounded_once(replaced: None, name: str, dtype: torch.dtype) -> None:
-    product, shapes = PRODUCTS[name]
+@pytest.mark.parametrize("name", MATMULS)
+def test_a_matmul_is_rounded_once(replaced: None, name: str, dtype: torch.dtype) -> None:
+    multiply, shapes = MATMULS[name]
     operands = [randn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
-    found, exact = product(*operands), product(*map(wide, operands))
+    result, exact = multiply(*operands), multiply(*map(widen, operands))
     # All factors but one are positive; it stands before the product of positive operands alone.
-    magnitude = product(*(x.abs().double() for x in operands)).abs() + 2 * exact.abs() + 10.0
-    assert found.dtype == dtype and found.shape == exact.shape
-    assert error_in_roundings(found, exact, magnitude, num_terms=64) <= 1.0
+    magnitude = multiply(*(x.abs().double() for x in operands)).abs() + 2 * exact.abs() + 10.0
+    assert result.dtype == dtype and result.shape == exact.shape
+    assert measure_error_in_roundings(result, exact, magnitude, num_terms=64) <= 1.0
 
 
 @pytest.mark.parametrize("beta, alpha", [(1, 1), (0.3, -1.7), (0, 1)])
 @pytest.mark.parametrize("shape", [(700, 5, 6), (5, 700, 6), (6, 5, 700), (40, 40, 40), (1, 1, 1)])
-@pytest.mark.parametrize("addend", ["whole", "bias", "column"])
-def test_a_large_product_in_pieces_is_rounded_once(
+@pytest.mark.parametrize("addend", ["matrix", "bias", "column"])
+def test_a_large_matmul_in_pieces_is_rounded_once(
     replaced: None,
     monkeypatch: pytest.MonkeyPatch,
     shape: tuple[int, int, int],
@@ -132,23 +132,23 @@ def test_a_large_product_in_pieces_is_rounded_once(
     beta: float,
     alpha: float,
 ) -> None:
-    """Along each of its dimensions, which no number of pieces divides. An addend with factor 0 may hold anything."""
-    monkeypatch.setattr(cpu_products, "PIECE_ELEMENTS", 900)
+    """Pieces along each dimension, with a remainder. An addend with factor 0 may hold NaN."""
+    monkeypatch.setattr(cpu_matmul, "PIECE_ELEMENTS", 900)
     m, k, n = shape
     left, right = randn(m, k), randn(k, n)
-    c = {"whole": randn(m, n), "bias": randn(n), "column": randn(m, 1)}[addend]
+    c = {"matrix": randn(m, n), "bias": randn(n), "column": randn(m, 1)}[addend]
     if not beta:
         c.fill_(torch.nan)
-    found = torch.addmm(c, left, right, beta=beta, alpha=alpha)
+    result = torch.addmm(c, left, right, beta=beta, alpha=alpha)
     left, right, c = left.double(), right.double(), c.double().nan_to_num()
     exact = alpha * (left @ right) + beta * c
     magnitude = abs(alpha) * (left.abs() @ right.abs()) + beta * c.abs()
-    assert error_in_roundings(found, exact, magnitude, num_terms=k) <= 1.0
+    assert measure_error_in_roundings(result, exact, magnitude, num_terms=k) <= 1.0
 
 
-def test_a_large_product_is_hardly_ever_wide_as_a_whole(replaced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason for pieces: memory of that size comes fresh from the system."""
-    monkeypatch.setattr(cpu_products, "PIECE_ELEMENTS", 5000)
+def test_a_large_operand_is_never_converted_to_fp32_at_once(replaced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large allocation is costly: its memory comes fresh from the system at every call."""
+    monkeypatch.setattr(cpu_matmul, "PIECE_ELEMENTS", 5000)
     left, right = randn(10, 20), randn(20, 3000)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         torch.mm(left, right)
@@ -156,15 +156,15 @@ def test_a_large_product_is_hardly_ever_wide_as_a_whole(replaced: None, monkeypa
     assert max(sizes) < right.numel() / 10
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def attention_errors() -> dict[str, float]:
-    """Relative, of the output and of each gradient against fp64, and of the log-sum-exp."""
+def measure_attention_errors() -> dict[str, float]:
+    """Relative errors of the output and of each gradient against fp64, and the largest of the log-sum-exp."""
     query, key, value, upstream = (randn(2, 3, 70, 16, seed=seed) for seed in range(4))
     exact = [x.double().requires_grad_() for x in (query, key, value)]
-    expected = causal(*exact)
+    expected = attend_causally(*exact)
     expected_gradients = torch.autograd.grad(expected, exact, upstream.double())
     output, log_sum_exp = FORWARD(query, key, value, 0.0, True)
     gradients = BACKWARD(upstream, query, key, value, output, log_sum_exp, 0.0, True)
@@ -177,51 +177,51 @@ def attention_errors() -> dict[str, float]:
 
 
 def test_attention_is_at_least_as_exact_as_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    native = attention_errors()
+    native = measure_attention_errors()
     with replaced_kernels():
-        ours = attention_errors()
+        ours = measure_attention_errors()
     for name, error in ours.items():
         assert error <= 1.02 * native[name] + 1e-6, (name, ours, native)
     assert ours["output"] < 2**-9 and ours["log_sum_exp"] < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bool", "bf16", "fp32"])
-def test_attention_with_a_mask(replaced: None, kind: str) -> None:
+def test_attention_with_a_causal_mask_equals_causal_attention(replaced: None, kind: str) -> None:
     query, key, value = (randn(1, 2, 9, 16, seed=seed) for seed in range(3))
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     added = torch.zeros(9, 9).masked_fill(~seen, -torch.inf)
     mask = {"bool": seen, "bf16": added.bfloat16(), "fp32": added}[kind]
     query.requires_grad_()
-    found = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    (gradient,) = torch.autograd.grad(found.sum(), query)
-    assert torch.equal(found, causal(query, key, value))
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    (gradient,) = torch.autograd.grad(output.sum(), query)
+    assert torch.equal(output, attend_causally(query, key, value))
     assert gradient.isfinite().all() and gradient.dtype == torch.bfloat16
 
 
-def chained(x: Tensor, w: Tensor, c: Tensor) -> Tensor:
+def multiply_twice(x: Tensor, w: Tensor, c: Tensor) -> Tensor:
     return torch.addmm(c, torch.tanh(x @ w), w.t()).square().sum()
 
 
-def test_backward_forward_mode_and_functorch_end_in_them(replaced: None) -> None:
+def test_backward_forward_mode_and_functorch_use_the_replaced_kernels(replaced: None) -> None:
     operands = [randn(5, 7), randn(7, 6), randn(5, 7, seed=1)]
     tangents = [randn(*x.shape, seed=2) for x in operands]
-    exact = torch.func.jvp(chained, tuple(map(wide, operands)), tuple(map(wide, tangents)))
+    exact = torch.func.jvp(multiply_twice, tuple(map(widen, operands)), tuple(map(widen, tangents)))
     with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(chained(*map(forward_ad.make_dual, operands, tangents)))
-    of_functorch = torch.func.jvp(chained, tuple(operands), tuple(tangents))
-    assert torch.equal(found.tangent, of_functorch[1])
-    assert found.tangent.item() == pytest.approx(exact[1].item(), rel=0.02)
+        dual = forward_ad.unpack_dual(multiply_twice(*map(forward_ad.make_dual, operands, tangents)))
+    from_functorch = torch.func.jvp(multiply_twice, tuple(operands), tuple(tangents))
+    assert torch.equal(dual.tangent, from_functorch[1])
+    assert dual.tangent.item() == pytest.approx(exact[1].item(), rel=0.02)
     needed = [x.clone().requires_grad_() for x in operands]
-    gradients = torch.autograd.grad(chained(*needed), needed)
-    expected = torch.func.grad(chained, (0, 1, 2))(*map(wide, operands))
+    gradients = torch.autograd.grad(multiply_twice(*needed), needed)
+    expected = torch.func.grad(multiply_twice, (0, 1, 2))(*map(widen, operands))
     for gradient, e in zip(gradients, expected, strict=True):
         assert (gradient - e).norm() / e.norm() < 0.01
-    assert torch.equal(torch.func.grad(chained)(*operands), gradients[0])
+    assert torch.equal(torch.func.grad(multiply_twice)(*operands), gradients[0])
     rows = torch.func.vmap(lambda row: row[None] @ operands[1])(operands[0])
     assert torch.equal(rows[:, 0], operands[0] @ operands[1])
 
 
-def test_autocast_and_inference_mode_reach_them(replaced: None) -> None:
+def test_autocast_and_inference_mode_use_the_replaced_kernels(replaced: None) -> None:
     left, right = randn(5, 7, dtype=torch.float32), randn(7, 6, dtype=torch.float32)
     expected = (left.bfloat16().float() @ right.bfloat16().float()).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -230,29 +230,33 @@ def test_autocast_and_inference_mode_reach_them(replaced: None) -> None:
         assert torch.equal(left.bfloat16() @ right.bfloat16(), expected)
 
 
-def everything_else() -> list[Tensor]:
-    """Products in other precisions, with whole numbers, and of few rows with `W^T`."""
+def run_other_operators() -> list[Tensor]:
+    """Multiply in other precisions, with integers, and with few rows by `W^T`, which keep PyTorch's kernels."""
     few = [randn(rows, 64) @ randn(32, 64).t() for rows in (1, 2)]
     few += [torch.addmm(randn(32), randn(2, 64), randn(32, 64).t())]
-    whole = torch.arange(12).reshape(3, 4)
-    found = [*few, whole @ whole.t()]
+    integers = torch.arange(12).reshape(3, 4)
+    results = [*few, integers @ integers.t()]
     for dtype in (torch.float32, torch.float64, torch.complex64):
         left, right, c = randn(3, 5, 7, dtype=dtype), randn(3, 7, 6, dtype=dtype), randn(5, 6, dtype=dtype)
-        found += [left[0] @ right[0], torch.addmm(c, left[0], right[0], beta=0.5), c.clone().addmm_(left[0], right[0])]
-        found += [torch.mm(left[0], right[0], out=torch.empty_like(c)), left @ right, torch.baddbmm(c, left, right)]
+        results += [
+            left[0] @ right[0],
+            torch.addmm(c, left[0], right[0], beta=0.5),
+            c.clone().addmm_(left[0], right[0]),
+        ]
+        results += [torch.mm(left[0], right[0], out=torch.empty_like(c)), left @ right, torch.baddbmm(c, left, right)]
     query = randn(1, 2, 9, 16, dtype=torch.float32).requires_grad_()
-    output = causal(query, query, query)
-    return [*found, output, *torch.autograd.grad(output.sum(), query)]
+    output = attend_causally(query, query, query)
+    return [*results, output, *torch.autograd.grad(output.sum(), query)]
 
 
-def test_everything_else_stays_as_it_is_bit_for_bit() -> None:
-    before = everything_else()
+def test_other_operators_are_unchanged_bit_for_bit() -> None:
+    before = run_other_operators()
     with replaced_kernels():
-        during = everything_else()
+        during = run_other_operators()
     assert len(before) == len(during) and all(map(torch.equal, before, during))
 
 
-def test_what_pytorch_refuses_is_refused_in_its_words() -> None:
+def test_pytorchs_errors_keep_their_words() -> None:
     calls: list[Callable[[], Tensor]] = [
         lambda: randn(5, 7) @ randn(7, 6).float(),
         lambda: randn(5, 7) @ randn(6, 7),
@@ -273,7 +277,7 @@ def test_what_pytorch_refuses_is_refused_in_its_words() -> None:
     assert during == before
 
 
-def test_pytorchs_kernels_are_back_afterwards() -> None:
+def test_pytorchs_kernels_are_restored_afterwards() -> None:
     with replaced_kernels():
         during = torch._C._dispatch_dump("aten::mm")
     after = torch._C._dispatch_dump("aten::mm")
@@ -289,24 +293,24 @@ def test_pytorchs_kernels_are_back_afterwards() -> None:
 def test_the_cpu_decides_unless_the_variable_does(
     monkeypatch: pytest.MonkeyPatch, value: str | None, has: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(cpu_products, "_types_without_instructions", lambda: set() if has else set(HALVES))
-    monkeypatch.setattr(cpu_products, "_replaced", None)
+    monkeypatch.setattr(cpu_matmul, "_types_without_instructions", lambda: set() if has else set(HALVES))
+    monkeypatch.setattr(cpu_matmul, "_replaced", None)
     replaced: list[bool] = []
-    monkeypatch.setattr(cpu_products, "_replace_kernels", lambda: replaced.append(True) or "library")
-    monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu_matmul, "_replace_kernels", lambda: replaced.append(True) or "library")
+    monkeypatch.delenv(cpu_matmul.VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(cpu_products.VARIABLE, value)
-    cpu_products.use_fast_cpu_matmul()
-    cpu_products.use_fast_cpu_matmul()
+        monkeypatch.setenv(cpu_matmul.VARIABLE, value)
+    cpu_matmul.use_fast_cpu_matmul()
+    cpu_matmul.use_fast_cpu_matmul()
     assert len(replaced) == (expected == "fp32")
-    assert cpu_products.cpu_matmul_precision() == expected
-    sentence = cpu_products.describe_cpu_matmul()
+    assert cpu_matmul.cpu_matmul_precision() == expected
+    sentence = cpu_matmul.describe_cpu_matmul()
     assert (sentence is None) == (expected == "native")
     if sentence is not None:
         assert ("no bf16 instructions" in sentence) == (value is None)
 
 
-def test_another_value_of_the_variable_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cpu_products.VARIABLE, "fast")
+def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu_matmul.VARIABLE, "fast")
     with pytest.raises(UserError, match="VCORE_DS_CPU_BF16: found 'fast'; expected fp32 or native"):
-        cpu_products.use_fast_cpu_matmul()
+        cpu_matmul.use_fast_cpu_matmul()
