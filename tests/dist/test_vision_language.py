@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import sums, write_conversations, write_deepspeed_config
 from tests.helpers.tokenizer import make_tokenizer
-from tests.unit.test_language_model import vision_language_config
+from tests.unit.test_language_model import make_vision_language_config
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.config.schema import Recipe
 from vcore_ds.models.causal_lm import find_auto_class
@@ -45,7 +45,7 @@ def train_all(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("vision_language"), make_tokenizer()
-    config = vision_language_config(MODEL_TYPE, vocab_size=len(tokenizer), max_position_embeddings=512)
+    config = make_vision_language_config(MODEL_TYPE, vocab_size=len(tokenizer), max_position_embeddings=512)
     torch.manual_seed(0)
     find_auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")

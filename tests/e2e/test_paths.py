@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import TinySetup, make_tokenizer, sums, write_conversations, write_model
-from tests.unit.test_export import trained_masters, write_run
+from tests.unit.test_export import make_trained_masters, write_run
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
@@ -41,7 +41,7 @@ NOBODY = 65534
 def run(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    return write_run(folder, setup.untied, trained_masters(setup.untied, lora=False), lora=False, precision="fp32")
+    return write_run(folder, setup.untied, make_trained_masters(setup.untied, lora=False), lora=False, precision="fp32")
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def test_a_disk_that_is_full_at_the_start_of_a_run_is_named(commands: Commands, 
 def test_an_export_to_a_disk_that_is_too_small_leaves_nothing(
     commands: Commands, refusal: Refusal, disk: Path, run: Path, room: str
 ):
-    masters = sum(tensor.nbytes for tensor in trained_masters(commands.setup.untied, lora=False).values())
+    masters = sum(tensor.nbytes for tensor in make_trained_masters(commands.setup.untied, lora=False).values())
     page = os.sysconf("SC_PAGE_SIZE")
     fill(disk, page * (4 if room == "for nothing" else -(-masters // page) + 2))
     message = refusal(commands.line("export", disk / "model"))

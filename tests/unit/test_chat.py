@@ -19,7 +19,7 @@ from tests.helpers import tiny
 from tests.helpers.ranks import forkserver
 from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import write_model
-from tests.unit.test_export import trained_masters, write_run
+from tests.unit.test_export import make_trained_masters, write_run
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.named_model import find_named_model, load_to_answer
@@ -43,8 +43,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def greedy(folder: Path | str, *turns: str) -> str:
-    """What plain transformers answers in 12 tokens to the last turn, the user's."""
+def answer_greedily(folder: Path | str, *turns: str) -> str:
+    """Answer the last turn (the user's) in 12 tokens with plain transformers."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     messages = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -68,23 +68,23 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_standard_input_is_one_prompt(base: Path, say: Callable) -> None:
     output, notes = say(io.StringIO("two\nlines\n"), base)
-    assert output == greedy(base, "two\nlines") + "\n" and "[cut off after 12 tokens]" in notes
+    assert output == answer_greedily(base, "two\nlines") + "\n" and "[cut off after 12 tokens]" in notes
     output, _ = say(io.StringIO("What is 2 + 2?"), base, "--prompt", "math")
-    assert output == greedy(base, math_prompt("What is 2 + 2?")) + "\n"
+    assert output == answer_greedily(base, math_prompt("What is 2 + 2?")) + "\n"
 
 
 def test_a_conversation_goes_on_until_a_new_one_begins(base: Path, say: Callable) -> None:
     output, _ = say(Terminal("hello\n\nagain\n/new\nagain\n"), base)
-    first = greedy(base, "hello")
-    second, anew = greedy(base, "hello", first.strip(), "again"), greedy(base, "again")
+    first = answer_greedily(base, "hello")
+    second, anew = answer_greedily(base, "hello", first.strip(), "again"), answer_greedily(base, "again")
     assert second != anew and output == f"> {first}\n> > {second}\n> > {anew}\n> \n"
 
 
 def test_a_run_answers_by_its_newest_checkpoint_or_its_result(base: Path, tmp_path: Path, say: Callable) -> None:
-    masters = {name: 20 * tensor for name, tensor in trained_masters(base, lora=True).items()}
+    masters = {name: 20 * tensor for name, tensor in make_trained_masters(base, lora=True).items()}
     run = write_run(tmp_path / "run", base, masters, lora=True)
-    expected = greedy(export_run(run, merge=True, dtype="fp32", output=tmp_path / "merged"), "hello") + "\n"
-    assert expected != greedy(base, "hello") + "\n"
+    expected = answer_greedily(export_run(run, merge=True, dtype="fp32", output=tmp_path / "merged"), "hello") + "\n"
+    assert expected != answer_greedily(base, "hello") + "\n"
     output, notes = say(io.StringIO("hello"), run)
     assert output == expected and "export/" in notes
     (adapter,) = (run / "export").glob("*/adapter")
@@ -92,13 +92,13 @@ def test_a_run_answers_by_its_newest_checkpoint_or_its_result(base: Path, tmp_pa
     assert say(io.StringIO("hello"), adapter)[0] == say(io.StringIO("hello"), run)[0] == expected
 
 
-def test_settings_of_the_user_replace_those_of_the_model(base: Path, tmp_path: Path, say: Callable) -> None:
+def test_sampling_options_replace_those_of_the_model(base: Path, tmp_path: Path, say: Callable) -> None:
     sampling = tmp_path / "sampling"
     shutil.copytree(base, sampling)
     (sampling / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 5.0, "top_k": 9}))
     answers = [say(io.StringIO("x"), sampling, "--seed", seed)[0] for seed in "112"]
     assert answers[0] == answers[1] != answers[2]
-    assert say(io.StringIO("x"), sampling, "--temperature", "0")[0] == greedy(base, "x") + "\n"
+    assert say(io.StringIO("x"), sampling, "--temperature", "0")[0] == answer_greedily(base, "x") + "\n"
     assert say(io.StringIO("x"), base, "--top-k", "9", "--temperature", "5", "--seed", "1")[0] == answers[0]
 
 
@@ -108,11 +108,11 @@ def test_the_result_of_a_run_that_trained_all_parameters_is_found(base: Path, tm
     with pytest.raises(UserError, match="the run has no result yet .model/."):
         find_named_model(str(tmp_path))
     write_model(tmp_path / "model")
-    found = find_named_model(str(tmp_path))
-    assert (found.weights, found.base, found.adapter) == (str(tmp_path / "model"), str(base), None)
+    named_model = find_named_model(str(tmp_path))
+    assert (named_model.weights, named_model.base, named_model.adapter) == (str(tmp_path / "model"), str(base), None)
 
 
-def test_a_small_adapter_counts_in_bf16(base: Path, tmp_path: Path) -> None:
+def test_a_small_adapter_is_not_lost_to_rounding_in_bf16(base: Path, tmp_path: Path) -> None:
     """Each output of its layers is below half an ulp of the base's, to which peft's forward adds it after rounding."""
     adapted = tiny.with_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     for name, parameter in adapted.named_parameters():
@@ -127,8 +127,8 @@ def test_a_small_adapter_counts_in_bf16(base: Path, tmp_path: Path) -> None:
             change = model(ids).logits
             with model.disable_adapter():
                 changes.append(change - model(ids).logits)
-    exact, found = changes
-    assert float((found * exact).sum() / exact.square().sum()) == pytest.approx(1.0, abs=0.2)
+    exact, in_bf16 = changes
+    assert float((in_bf16 * exact).sum() / exact.square().sum()) == pytest.approx(1.0, abs=0.2)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_small_adapter_counts_in_bf16(base: Path, tmp_path: Path) -> None:
         (["{base}"], "x" * 40_000, "tokens so far, which leave the model no room"),
     ],
 )
-def test_what_cannot_be_meant_is_one_message(words, text, expected, base, tmp_path, monkeypatch, capsys):
+def test_each_mistake_is_one_message(words, text, expected, base, tmp_path, monkeypatch, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     assert main(["chat", *(word.format(base=base, damaged=tmp_path) for word in words)]) == 2
@@ -150,7 +150,7 @@ def test_what_cannot_be_meant_is_one_message(words, text, expected, base, tmp_pa
     assert expected in message and message.count("; expected") <= 1
 
 
-def test_numbers_that_sample_nothing_are_refused(capsys):
+def test_impossible_sampling_settings_are_refused(capsys):
     for command in ("chat", "eval"):
         for words, expected in (
             (["--top-p", "1.5"], "found 1.5, expected a number above 0, at most 1"),
@@ -186,7 +186,7 @@ def run_on_terminal(name: str, words: list[str]) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
-    """On a pseudo-terminal."""
+    """Runs the command on a pseudo-terminal."""
     terminal, slave = pty.openpty()
     words = ["chat", str(endless), "--max-new-tokens", "30000", "--temperature", "1"]
     process = forkserver().Process(target=run_on_terminal, args=(os.ttyname(slave), words))
@@ -194,8 +194,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
     seen = ""
 
     def wait_for(text: str, after: int = 0, characters: int = 0) -> int:
-        """Until `text`, and so many further characters, have come; returns the place behind `text`, after which more
-        may have come already."""
+        """Wait for `text` and then `characters` more characters; returns the end of `text` in what has come."""
         nonlocal seen
         deadline = time.monotonic() + 300
         while text not in seen[after:] or len(seen) < after + characters:

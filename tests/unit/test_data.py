@@ -56,15 +56,15 @@ STRICT = (
 MERGES = [("Ġ", "t"), ("Ġt", "h"), ("Ċ", "Ċ"), ("a", "n"), ("an", "s"), (":", "Ċ"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
 
 
-def conversation(*turns: str, row: int = 1, system: str | None = None) -> Conversation:
-    """Turns of user and assistant by turns, the user first."""
+def make_conversation(*turns: str, row: int = 1, system: str | None = None) -> Conversation:
+    """Alternating turns of user and assistant, the user first."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     return Conversation(row, messages, "chat.jsonl")
 
 
-def supervised_texts(sequence: TokenizedSequence, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def decode_supervised(sequence: TokenizedSequence, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Decoded text of each run of supervised tokens."""
     padded = np.concatenate([[False], sequence.supervised, [False]]).astype(int)
     starts, ends = np.flatnonzero(np.diff(padded) == 1), np.flatnonzero(np.diff(padded) == -1)
@@ -79,19 +79,19 @@ def test_assistant_turns_and_their_end_are_supervised(trim_offsets: bool) -> Non
     tokenizer = make_tokenizer(merges=MERGES, trim_offsets=trim_offsets)
     # White space runs, characters of several tokens, white space before the end.
     answers = ["a    b\n\n c: 😀🙏🏽ü", "then the ans: \n"]
-    data = tokenize([conversation("q:\n", answers[0], "and?", answers[1], system="be brief")], tokenizer)
+    data = tokenize([make_conversation("q:\n", answers[0], "and?", answers[1], system="be brief")], tokenizer)
     (sequence,) = data
-    assert supervised_texts(sequence, tokenizer) == [answer + "<|im_end|>" for answer in answers]
+    assert decode_supervised(sequence, tokenizer) == [answer + "<|im_end|>" for answer in answers]
     assert sequence.input_ids.dtype == np.int32 and sequence.supervised.dtype == np.bool_
     text = tokenizer.apply_chat_template(
-        conversation("q:\n", answers[0], "and?", answers[1], system="be brief").messages, tokenize=False
+        make_conversation("q:\n", answers[0], "and?", answers[1], system="be brief").messages, tokenize=False
     )
     assert tokenizer.decode(sequence.input_ids) == text
 
 
 def test_a_token_across_the_border_of_a_turn_is_no_target() -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}\n{% endfor %}", merges=MERGES)
-    (sequence,) = tokenize([conversation("q", "\n\nans")], tokenizer)
+    (sequence,) = tokenize([make_conversation("q", "\n\nans")], tokenizer)
     # The newline that ends the prompt and the one that begins the turn are one token.
     assert tokenizer.convert_ids_to_tokens(sequence.input_ids) == ["q", "ĊĊ", "Ċ", "ans", "Ċ"]
     assert sequence.supervised.tolist() == [False, False, True, True, False]
@@ -100,7 +100,9 @@ def test_a_token_across_the_border_of_a_turn_is_no_target() -> None:
 def test_training_sees_the_prompt_of_generation() -> None:
     for template in (CHATML, QWEN3, THINK_IN_PROMPT):
         tokenizer = make_tokenizer(template, merges=MERGES)
-        talk = conversation("what is\n", "<think>\nfour\n</think>\n\n4" if template == QWEN3 else "four\n</think>\n\n4")
+        talk = make_conversation(
+            "what is\n", "<think>\nfour\n</think>\n\n4" if template == QWEN3 else "four\n</think>\n\n4"
+        )
         (sequence,) = tokenize([talk], tokenizer)
         prompt = tokenizer.apply_chat_template(talk.messages[:1], add_generation_prompt=True, return_dict=False)
         first = int(np.flatnonzero(sequence.supervised)[0])
@@ -109,41 +111,41 @@ def test_training_sees_the_prompt_of_generation() -> None:
 
 def test_qwen3_thinking_is_supervised_in_the_last_turn() -> None:
     tokenizer = make_tokenizer(QWEN3, merges=MERGES)
-    data = tokenize([conversation("q", "<think>\nwell\n</think>\n\n4")], tokenizer)
-    assert supervised_texts(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
+    data = tokenize([make_conversation("q", "<think>\nwell\n</think>\n\n4")], tokenizer)
+    assert decode_supervised(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
     # Keys beyond role and content reach the template.
-    talk = conversation("q", "4")
+    talk = make_conversation("q", "4")
     talk.messages[1]["reasoning_content"] = "well"
     data = tokenize([talk], tokenizer)
-    assert supervised_texts(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
+    assert decode_supervised(data[0], tokenizer) == ["<think>\nwell\n</think>\n\n4<|im_end|>"]
 
 
 def test_qwen3_earlier_turns_lose_their_thinking_and_are_not_supervised() -> None:
     tokenizer = make_tokenizer(QWEN3, merges=MERGES)
     data = tokenize(
-        [conversation("q", "<think>\nwell\n</think>\n\n4", "sure?", "<think>\nhm\n</think>\n\nyes")], tokenizer
+        [make_conversation("q", "<think>\nwell\n</think>\n\n4", "sure?", "<think>\nhm\n</think>\n\nyes")], tokenizer
     )
-    assert supervised_texts(data[0], tokenizer) == ["<think>\nhm\n</think>\n\nyes<|im_end|>"]
+    assert decode_supervised(data[0], tokenizer) == ["<think>\nhm\n</think>\n\nyes<|im_end|>"]
     assert "well" not in tokenizer.decode(data[0].input_ids)
 
 
-def test_think_marker_of_the_generation_prompt_is_no_target() -> None:
+def test_the_think_marker_of_the_generation_prompt_is_no_target() -> None:
     tokenizer = make_tokenizer(THINK_IN_PROMPT, merges=MERGES)
-    data = tokenize([conversation("q", "well\n</think>\n\n4")], tokenizer)
-    assert supervised_texts(data[0], tokenizer) == ["well\n</think>\n\n4<|im_end|>"]
+    data = tokenize([make_conversation("q", "well\n</think>\n\n4")], tokenizer)
+    assert decode_supervised(data[0], tokenizer) == ["well\n</think>\n\n4<|im_end|>"]
     assert tokenizer.decode(data[0].input_ids).count("<think>") == 1
 
 
-def test_turns_that_the_template_rewrites_leave_nothing_to_learn() -> None:
-    (sequence,) = tokenize([conversation("q", "well</think>4")], make_tokenizer(THINKING_REMOVED, merges=MERGES))
+def test_turns_that_the_template_rewrites_are_not_supervised() -> None:
+    (sequence,) = tokenize([make_conversation("q", "well</think>4")], make_tokenizer(THINKING_REMOVED, merges=MERGES))
     assert not sequence.supervised.any()
 
 
 def test_a_turn_without_prompt_is_context() -> None:
     tokenizer = make_tokenizer(merges=MERGES)
-    talk = Conversation(1, [{"role": "assistant", "content": "Hello"}, *conversation("q", "4").messages])
+    talk = Conversation(1, [{"role": "assistant", "content": "Hello"}, *make_conversation("q", "4").messages])
     data = tokenize([talk], tokenizer)
-    assert supervised_texts(data[0], tokenizer) == ["4<|im_end|>"]
+    assert decode_supervised(data[0], tokenizer) == ["4<|im_end|>"]
 
 
 def test_a_turn_that_is_refused_as_a_prompt_is_context() -> None:
@@ -153,20 +155,21 @@ def test_a_turn_that_is_refused_as_a_prompt_is_context() -> None:
     )
     tokenizer = make_tokenizer(refuses_prompts_without_user + CHATML, merges=MERGES)
     messages = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "hi"}]
-    data = tokenize([Conversation(1, messages + conversation("q", "4").messages)], tokenizer)
-    assert supervised_texts(data[0], tokenizer) == ["4<|im_end|>"]
+    data = tokenize([Conversation(1, messages + make_conversation("q", "4").messages)], tokenizer)
+    assert decode_supervised(data[0], tokenizer) == ["4<|im_end|>"]
 
 
 def test_the_first_token_is_no_target() -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}", merges=MERGES)
-    (sequence,) = tokenize([conversation("", "xyz")], tokenizer)
+    (sequence,) = tokenize([make_conversation("", "xyz")], tokenizer)
     assert sequence.supervised.tolist() == [False, True, True]
 
 
 def test_a_conversation_that_the_template_refuses_is_named() -> None:
     with pytest.raises(UserError) as error:
         tokenize(
-            [conversation("q", "a"), conversation("q", "a", row=5, system="s")], make_tokenizer(STRICT, merges=MERGES)
+            [make_conversation("q", "a"), make_conversation("q", "a", row=5, system="s")],
+            make_tokenizer(STRICT, merges=MERGES),
         )
     assert str(error.value).startswith("chat.jsonl:5: ")
     assert "roles system, user, assistant" in str(error.value)
@@ -175,37 +178,37 @@ def test_a_conversation_that_the_template_refuses_is_named() -> None:
 
 def test_a_tokenizer_without_chat_template_is_refused() -> None:
     with pytest.raises(UserError, match="no chat template"):
-        tokenize([conversation("q", "a")], make_tokenizer(None, merges=MERGES))
+        tokenize([make_conversation("q", "a")], make_tokenizer(None, merges=MERGES))
 
 
 def test_a_tokenizer_without_offsets_is_refused() -> None:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML
     with pytest.raises(UserError, match="no character offsets"):
-        tokenize([conversation("q", "a")], tokenizer)
+        tokenize([make_conversation("q", "a")], tokenizer)
 
 
 # Batches
 
 
 def test_collate_pads_on_the_right_and_does_not_shift() -> None:
-    def sequence(sequence_id: int, length: int) -> TokenizedSequence:
+    def make_sequence(sequence_id: int, length: int) -> TokenizedSequence:
         ids = np.arange(1, length + 1, dtype=np.int32)
         return TokenizedSequence(sequence_id, ids, ids > 2)
 
-    batch = collate([sequence(7, 3), sequence(9, 9)], pad_token_id=99)
+    batch = collate([make_sequence(7, 3), make_sequence(9, 9)], pad_token_id=99)
     assert batch.sequence_ids == [7, 9]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.tolist() == [[1, 2, 3] + [99] * 13, [*range(1, 10)] + [99] * 7]
     assert batch.labels.tolist() == [[-100, -100, 3] + [-100] * 13, [-100, -100, *range(3, 10)] + [-100] * 7]
-    assert collate([sequence(0, 8)], pad_token_id=0).input_ids.shape == (1, 8)
+    assert collate([make_sequence(0, 8)], pad_token_id=0).input_ids.shape == (1, 8)
 
 
 # The quickstart
 
 
 def test_solutions_are_the_turns_that_solve_the_problem() -> None:
-    def talk(*texts: str, error: str | None = None) -> dict:
+    def make_talk(*texts: str, error: str | None = None) -> dict:
         turns = [
             {"role": "User", "text": text, "error": None} for text in (*texts, "Now, summarize", "The answer is 4.")
         ]
@@ -214,11 +217,11 @@ def test_solutions_are_the_turns_that_solve_the_problem() -> None:
 
     solve = "Solve the following problem. Make sure ..\n\n2 + 2?"
     conversations = {
-        "A|0-Shot": talk("system", solve, " It is 4. "),
-        "A|5-Shot": talk("system", "example", "its solution", solve, "1. 4"),
-        "A|Name C": talk("system", "explain", "so", solve + " You may find the concepts above helpful.", "4"),
-        "A|Problem C": talk("system", "First, study the following problem", "4"),
-        "A|cut": talk("system", solve, "It", error="LENGTH_CURRENT"),
+        "A|0-Shot": make_talk("system", solve, " It is 4. "),
+        "A|5-Shot": make_talk("system", "example", "its solution", solve, "1. 4"),
+        "A|Name C": make_talk("system", "explain", "so", solve + " You may find the concepts above helpful.", "4"),
+        "A|Problem C": make_talk("system", "First, study the following problem", "4"),
+        "A|cut": make_talk("system", solve, "It", error="LENGTH_CURRENT"),
     }
     traces = list(quickstart_data._solutions({"P": {"conversations": conversations}}))
     assert [(t["problem"], t["source"]) for t in traces] == [("P", "A|0-Shot"), ("P", "A|5-Shot")]

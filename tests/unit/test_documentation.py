@@ -30,29 +30,31 @@ COMMAND = re.compile(
 DEFAULT_RECIPES = {"train_32b": FOLDER / "qwen3_32b_math_full.yaml", "quickstart": QUICKSTART}
 
 
-def fenced(document: Path, language: str) -> list[str]:
+def read_code_blocks(document: Path, language: str) -> list[str]:
     """The text of the code blocks in that language ("" for none)."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
-    return [text for found, text in blocks if found == language]
+    return [text for block_language, text in blocks if block_language == language]
 
 
-def documented_recipes() -> dict[str, str]:
+def read_recipes() -> dict[str, str]:
     """The recipes that docs/recipes.md writes, by the file name in their first line."""
-    return {re.match(r"# ([\w.]+)", text)[1]: text for text in fenced(REPOSITORY / "docs" / "recipes.md", "yaml")}  # type: ignore[index]
+    return {
+        re.match(r"# ([\w.]+)", text)[1]: text for text in read_code_blocks(REPOSITORY / "docs" / "recipes.md", "yaml")
+    }  # type: ignore[index]
 
 
-def documented_commands() -> list[tuple[str, str]]:
+def list_commands() -> list[tuple[str, str]]:
     """(document, line) of each command line that names a recipe, or a script that has one."""
-    found = []
+    commands = []
     for document in DOCUMENTS:
-        lines = [line for block in fenced(document, "") for line in block.splitlines()]
-        found += [
+        lines = [line for block in read_code_blocks(document, "") for line in block.splitlines()]
+        commands += [
             (document.name, line) for line in lines if (match := COMMAND.search(line)) and "RECIPE" not in match[0]
         ]
-    return found
+    return commands
 
 
-def as_check(line: str) -> list[str]:
+def make_check_words(line: str) -> list[str]:
     """`vcore-ds check` with the recipe, fragments and overrides of a command line, which has to parse as it is."""
     match = COMMAND.search(line)
     assert match is not None
@@ -61,13 +63,13 @@ def as_check(line: str) -> list[str]:
         return ["check", parsed.recipe, *parsed.overrides]
     recipe, arguments = str(DEFAULT_RECIPES[match["script"]]), shlex.split(match["arguments"], comments=True)
     if "--recipe" in arguments:
-        at = arguments.index("--recipe")
-        recipe = arguments[at + 1]
-        del arguments[at : at + 2]
+        position = arguments.index("--recipe")
+        recipe = arguments[position + 1]
+        del arguments[position : position + 2]
     return ["check", recipe, *(word for word in arguments if word != "--eval")]
 
 
-def test_retired_commands_say_where_their_work_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_retired_commands_name_their_replacement(capsys: pytest.CaptureFixture[str]) -> None:
     for words, remedy in (
         (["tokens", "RUN", "--json"], "report RUN --text"),
         (["handoff", "RUN"], "launch_scripts/rl "),
@@ -79,23 +81,23 @@ def test_retired_commands_say_where_their_work_is_done(capsys: pytest.CaptureFix
         assert all(is_there(name) for name in re.findall(r"[\w-]+/[\w./-]+\w", message))
 
 
-def test_the_documentation_has_commands() -> None:
-    documents = [document for document, _ in documented_commands()]
+def test_commands_of_the_documentation_are_detected() -> None:
+    documents = [document for document, _ in list_commands()]
     assert documents.count("recipes.md") >= 40
     assert documents.count("README.md") >= 3
 
 
-@pytest.mark.parametrize(("document", "line"), documented_commands())
+@pytest.mark.parametrize(("document", "line"), list_commands())
 def test_a_documented_command_passes_check(
     document: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Where no run has been, so that an output folder of this checkout plays no role.
+    # In an empty folder, so that a run's folder in this checkout has no influence.
     (tmp_path / "launch_scripts").symlink_to(REPOSITORY / "launch_scripts")
-    for name, text in documented_recipes().items():
+    for name, text in read_recipes().items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert main([*as_check(line), "--recipe"]) == 0, f"{document}: {line}\n{capsys.readouterr().err}"
-    words = [word for word in as_check(line) if "=" in word]
+    assert main([*make_check_words(line), "--recipe"]) == 0, f"{document}: {line}\n{capsys.readouterr().err}"
+    words = [word for word in make_check_words(line) if "=" in word]
     printed = yaml.safe_load(capsys.readouterr().out)
     for name, value in (word.split("=", 1) for word in words):
         shown = printed
@@ -106,7 +108,7 @@ def test_a_documented_command_passes_check(
 
 def test_the_recipes_that_the_documentation_writes_load(tmp_path: Path) -> None:
     written = {}
-    for name, text in documented_recipes().items():
+    for name, text in read_recipes().items():
         (tmp_path / name).write_text(text)
         recipe = load_recipe(tmp_path / name)
         plan_batch(derive_plan_settings(recipe), 8, QWEN3_32B)
@@ -114,11 +116,11 @@ def test_the_recipes_that_the_documentation_writes_load(tmp_path: Path) -> None:
     assert written == {"mine.yaml": ("runs/mine", 8192), "small.yaml": ("runs/small", 2048)}
 
 
-def test_recipes_that_the_documentation_names_are_there() -> None:
+def test_recipes_that_the_documentation_names_exist() -> None:
     named = re.compile(r"\b(?:launch_scripts/recipes|presets|methods|parts|paper)/[\w./]+\.yaml")
-    found = [(document, name) for document in DOCUMENTS for name in named.findall(document.read_text())]
-    assert len(found) > 40
-    for document, name in found:
+    mentions = [(document, name) for document in DOCUMENTS for name in named.findall(document.read_text())]
+    assert len(mentions) > 40
+    for document, name in mentions:
         if not re.search("[A-Z]{4}", name):  # MODEL_TASK and the like
             assert (FOLDER / name.removeprefix("launch_scripts/recipes/")).is_file(), f"{document.name}: {name}"
 
@@ -132,8 +134,8 @@ CURRENT = [document for document in DOCUMENTS if document not in DATED]
 """Pages about the package as it is; entries of the others keep the names of their date."""
 
 
-def in_code(document: Path) -> list[str]:
-    """What stands between single backticks, outside of code blocks."""
+def read_inline_code(document: Path) -> list[str]:
+    """Text between single backticks, outside of code blocks."""
     text = re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`([^`]+)`", text)
 
@@ -148,8 +150,8 @@ def resolves(name: str) -> bool:
     part, *attributes = name.split(".")
     module = importlib.import_module(f"vcore_ds.{part}")
     files = [
-        importlib.import_module(found.name)
-        for found in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}.")
+        importlib.import_module(module_info.name)
+        for module_info in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}.")
     ]
     owners = [module, *files]
     owners += [
@@ -158,10 +160,10 @@ def resolves(name: str) -> bool:
         for _, value in inspect.getmembers(owner, inspect.isclass)
         if value.__module__ == owner.__name__
     ]
-    return any(has(owner, attributes) for owner in owners)
+    return any(has_attributes(owner, attributes) for owner in owners)
 
 
-def has(owner: object, attributes: list[str]) -> bool:
+def has_attributes(owner: object, attributes: list[str]) -> bool:
     for attribute in attributes:
         if not hasattr(owner, attribute) and hasattr(owner, "__path__"):
             try:
@@ -174,50 +176,50 @@ def has(owner: object, attributes: list[str]) -> bool:
     return True
 
 
-def missing_names(document: Path) -> tuple[list[str], int]:
+def find_missing_names(document: Path) -> tuple[list[str], int]:
     """(names that lead nowhere, how many were looked up) of the paths and dotted names of a page.
 
     A path counts where it ends in .py or .md, or begins with a folder of ours; a dotted name where it begins with a
     part of the package. Recipe keys look like the latter (`data.train_path`, `engine.timeout_minutes`).
     """
-    found, missing = 0, []
-    for words in in_code(document):
+    num_checked, missing = 0, []
+    for words in read_inline_code(document):
         path = re.fullmatch(r"([\w.-]+)(?:/[\w./-]*)?", words.partition("::")[0])
         if (path and "/" in words and is_there(path[1])) or re.fullmatch(r"[\w./-]+\.(?:py|md)", words):
             # Not ds_configs/FILE and the like, nor what a run makes.
             if not re.search(r"/[A-Z]{3,}|^runs/", words):
-                found += 1
+                num_checked += 1
                 missing += [words] * (not is_there(words.partition("::")[0]))
             continue
         dotted = re.match(r"(?:vcore_ds\.)?(\w+(?:\.\w+)+)", words)
         if dotted and dotted[1].split(".")[0] in PARTS:
             section, key = dotted[1].split(".")[:2]
-            found += 1
+            num_checked += 1
             is_key = section in SECTIONS and key in SECTIONS[section].key_names()
             missing += [words] * (not is_key and not resolves(dotted[1]))
-    return missing, found
+    return missing, num_checked
 
 
 @pytest.mark.parametrize("document", CURRENT, ids=lambda document: document.name)
 def test_files_and_names_of_the_documentation_exist(document: Path) -> None:
-    missing, _ = missing_names(document)
-    assert not missing, f"{document.name} names what is not there (a rename?)"
+    missing, _ = find_missing_names(document)
+    assert not missing, f"{document.name} names files or code that do not exist (a rename?)"
 
 
-def test_the_documentation_names_the_code() -> None:
-    counts = {document.name: missing_names(document)[1] for document in CURRENT}
+def test_names_of_code_in_the_documentation_are_detected() -> None:
+    counts = {document.name: find_missing_names(document)[1] for document in CURRENT}
     assert counts["method.md"] > 40 and counts["zero3.md"] > 20, counts
 
 
-def test_links_lead_somewhere() -> None:
-    found = [
+def test_links_lead_to_existing_files() -> None:
+    links = [
         (document, target)
         for document in DOCUMENTS
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", document.read_text())
         if "://" not in target
     ]
-    assert len(found) > 30
-    broken = [f"{document.name}: {target}" for document, target in found if not (document.parent / target).exists()]
+    assert len(links) > 30
+    broken = [f"{document.name}: {target}" for document, target in links if not (document.parent / target).exists()]
     assert not broken
 
 
@@ -249,27 +251,27 @@ ROOM_LINE = re.compile(r"^\| (\d) \| ((?:`\w+(?:/|\.py)`(?:, )?)+) \|", re.MULTI
 INNER_FOLDER_LINE = re.compile(r"^\| `(\w+/\w+)/` \|", re.MULTILINE)
 
 
-def drawn_rooms() -> list[tuple[int, str]]:
+def read_rooms() -> list[tuple[int, str]]:
     """(level, room) of each line of the table in docs/architecture.md, in its order."""
     lines = ROOM_LINE.findall((REPOSITORY / "docs" / "architecture.md").read_text())
     return [(int(level), room) for level, names in lines for room in re.findall(r"`(\w+)", names)]
 
 
 def test_the_architecture_draws_every_room_on_its_level() -> None:
-    drawn = drawn_rooms()
-    assert sorted(drawn) == sorted((level, room) for level, rooms in enumerate(LEVELS) for room in rooms)
-    assert [level for level, _ in drawn] == sorted((level for level, _ in drawn), reverse=True)
+    rooms = read_rooms()
+    assert sorted(rooms) == sorted((level, room) for level, rooms in enumerate(LEVELS) for room in rooms)
+    assert [level for level, _ in rooms] == sorted((level for level, _ in rooms), reverse=True)
 
 
-def test_the_architecture_says_what_every_folder_holds() -> None:
+def test_the_architecture_describes_every_folder() -> None:
     folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"."}
     modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     inner = INNER_FOLDER_LINE.findall(page.partition("| folder in a package |")[2].partition("\n\n")[0])
-    assert sorted([*(room for _, room in drawn_rooms()), *inner]) == sorted(folders | modules)
+    assert sorted([*(room for _, room in read_rooms()), *inner]) == sorted(folders | modules)
 
 
-def long_lines(text: str) -> list[str]:
+def find_long_lines(text: str) -> list[str]:
     """Lines of more than 120 characters outside of code blocks and tables; one word, such as a link, cannot be
     wrapped."""
     prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -278,9 +280,9 @@ def long_lines(text: str) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.relative_to(REPOSITORY).as_posix())
 def test_prose_is_wrapped_at_120_characters(document: Path) -> None:
-    assert long_lines(document.read_text(encoding="utf-8")) == []
+    assert find_long_lines(document.read_text(encoding="utf-8")) == []
 
 
 def test_only_prose_counts_as_a_long_line() -> None:
     words, link = "word " * 25, f"[text]({'x' * 120})"
-    assert long_lines(f"{words}\n\n```\n{words}\n```\n| {words} |\n{link}\n- {words}") == [words, f"- {words}"]
+    assert find_long_lines(f"{words}\n\n```\n{words}\n```\n| {words} |\n{link}\n- {words}") == [words, f"- {words}"]

@@ -11,8 +11,8 @@ from vcore_ds.models.dropout import TokenDropout, make_token_keys, use_token_dro
 NUM_TOKENS, NUM_FEATURES = 1024, 768
 
 
-def mask(p: float, *, seed: int = 0, number: int = 0, first: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
-    """bool `[num_tokens, F]`, what is kept of consecutive tokens of one sequence."""
+def make_mask(p: float, *, seed: int = 0, number: int = 0, first: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
+    """bool `[num_tokens, F]`: which values of consecutive tokens of one sequence are kept."""
     dropout = TokenDropout(p, number)
     dropout.token_keys = make_token_keys(
         seed, torch.full((1, num_tokens), 5), torch.arange(first, first + num_tokens)[None]
@@ -21,21 +21,21 @@ def mask(p: float, *, seed: int = 0, number: int = 0, first: int = 0, num_tokens
 
 
 @pytest.mark.parametrize("p", [0.01, 0.05, 0.1, 0.5, 0.9])
-def test_the_share_that_is_kept(p: float) -> None:
-    kept = mask(p)
+def test_values_are_kept_independently_with_the_given_probability(p: float) -> None:
+    kept = make_mask(p)
     count = kept.numel()
     assert float(kept.double().mean()) == pytest.approx(1 - p, abs=5 * (p * (1 - p) / count) ** 0.5)
-    for axis, other in ((0, NUM_TOKENS), (1, NUM_FEATURES)):
+    for axis, num_draws in ((0, NUM_TOKENS), (1, NUM_FEATURES)):
         shares = kept.double().mean(axis)
         # The spread of the shares of single tokens and features is that of independent draws.
-        assert float(shares.std()) == pytest.approx((p * (1 - p) / other) ** 0.5, rel=0.15)
+        assert float(shares.std()) == pytest.approx((p * (1 - p) / num_draws) ** 0.5, rel=0.15)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5])
 def test_tokens_and_features_are_independent(p: float) -> None:
     """Correlation of the masks of neighbours and of random pairs, and of the four corners of rectangles: their keys
     are related, since `(a b)(c d) = (a d)(c b)`."""
-    x = (mask(p).double() - (1 - p)) / (p * (1 - p)) ** 0.5
+    x = (make_mask(p).double() - (1 - p)) / (p * (1 - p)) ** 0.5
     generator = torch.Generator().manual_seed(1)
     tokens, features = (
         torch.randperm(NUM_TOKENS, generator=generator),
@@ -51,12 +51,17 @@ def test_tokens_and_features_are_independent(p: float) -> None:
 
 
 def test_a_mask_depends_on_seed_module_sequence_and_position_alone() -> None:
-    kept = mask(0.5)
-    assert torch.equal(mask(0.5), kept)
-    assert torch.equal(mask(0.5, first=100, num_tokens=50), kept[100:150])  # the columns of another rank
-    others = [mask(0.5, seed=1), mask(0.5, seed=2**63 + 1), mask(0.5, number=1), mask(0.5, first=1)]
-    for other in others:
-        assert float((other == kept).double().mean()) == pytest.approx(0.5, abs=0.01)
+    kept = make_mask(0.5)
+    assert torch.equal(make_mask(0.5), kept)
+    assert torch.equal(make_mask(0.5, first=100, num_tokens=50), kept[100:150])  # the columns of another rank
+    changed_masks = [
+        make_mask(0.5, seed=1),
+        make_mask(0.5, seed=2**63 + 1),
+        make_mask(0.5, number=1),
+        make_mask(0.5, first=1),
+    ]
+    for changed in changed_masks:
+        assert float((changed == kept).double().mean()) == pytest.approx(0.5, abs=0.01)
 
 
 def test_kept_values_are_scaled_and_gradients_masked() -> None:
@@ -81,14 +86,14 @@ def test_flattened_tokens_have_the_same_masks() -> None:
         dropout(torch.ones(2, 3, 4, 4))
 
 
-def test_a_probability_below_the_resolution_drops_next_to_nothing() -> None:
-    assert float(mask(1e-12).double().mean()) > 0.9999
+def test_a_probability_below_the_resolution_drops_almost_nothing() -> None:
+    assert float(make_mask(1e-12).double().mean()) > 0.9999
 
 
 def test_every_dropout_of_a_model_is_replaced() -> None:
     model = tiny.with_lora(tiny.qwen3(), dropout=0.1)
     assert sum(type(module) is nn.Dropout for module in model.modules()) == 14  # of two layers of seven projections
     use_token_dropout(model)
-    found = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    assert [type(module) for module in found] == [TokenDropout] * 14
-    assert sorted(module.number for module in found) == list(range(14))
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    assert [type(module) for module in dropouts] == [TokenDropout] * 14
+    assert sorted(module.number for module in dropouts) == list(range(14))

@@ -27,61 +27,65 @@ def model(request: pytest.FixtureRequest) -> TokenLossModel:
     model = tiny.token_loss_model(lora=lora, tied=tied, dtype=torch.float64).double().eval()
     for module in model.modules():
         if type(module).__name__ == "Qwen3RMSNorm":
-            # Hugging Face's computes in fp32 whatever the model's dtype is: too coarse for a difference of 1e-5.
-            module.forward = exact_rms_norm(module)
+            # Hugging Face's norm computes in fp32 whatever the model's dtype, too coarse for an epsilon of 1e-5.
+            module.forward = make_exact_rms_norm(module)
     return model
 
 
-def exact_rms_norm(norm: nn.Module):
+def make_exact_rms_norm(norm: nn.Module):
     return lambda x: norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
-def trained(model: nn.Module) -> Parameters:
+def read_trained(model: nn.Module) -> Parameters:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def losses_at(model: TokenLossModel, parameters: Parameters, batch: Batch) -> Tensor:
+def compute_losses(model: TokenLossModel, parameters: Parameters, batch: Batch) -> Tensor:
     return torch.func.functional_call(model, parameters, tiny.inputs(batch))
 
 
-def uniform_gradient(model: TokenLossModel, batch: Batch) -> Parameters:
+def compute_direction(model: TokenLossModel, batch: Batch) -> Parameters:
     """The probe direction: gradient of the mean over sequences of the mean token loss."""
-    parameters = trained(model)
+    parameters = read_trained(model)
     losses, index = model(*tiny.inputs(batch)), batch.sequence_index()
     loss = (losses / batch.num_supervised_tokens()[index]).sum() / batch.num_sequences
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
-def forward_mode(model: TokenLossModel, direction: Parameters, batch: Batch) -> tuple[Tensor, Tensor]:
+def run_forward_mode(model: TokenLossModel, direction: Parameters, batch: Batch) -> tuple[Tensor, Tensor]:
     """(losses, utilities) as in the engine: dual parameters, and attention that carries tangents."""
     config = model.base.config
     before, config._attn_implementation = config._attn_implementation, FORWARD_MODE_ATTENTION
     with torch.no_grad(), forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(p.detach(), direction[name]) for name, p in trained(model).items()}
-        losses, utilities = forward_ad.unpack_dual(losses_at(model, duals, batch))
+        duals = {name: forward_ad.make_dual(p.detach(), direction[name]) for name, p in read_trained(model).items()}
+        losses, utilities = forward_ad.unpack_dual(compute_losses(model, duals, batch))
     config._attn_implementation = before
     return losses, utilities
 
 
-def token_gradients(model: TokenLossModel, batch: Batch) -> Iterator[tuple[float, list[Tensor]]]:
+def iter_token_gradients(model: TokenLossModel, batch: Batch) -> Iterator[tuple[float, list[Tensor]]]:
     """Loss and gradient of each token, from logits of the Hugging Face model."""
     hidden = model.decoder(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # under eager attention
     logits = nn.functional.linear(hidden, model.base.get_output_embeddings().weight)
     for row, column in (batch.labels[:, 1:] != IGNORED_LABEL).nonzero().tolist():
         loss = nn.functional.cross_entropy(logits[row, column], batch.labels[row, column + 1])
-        yield float(loss.detach()), list(torch.autograd.grad(loss, list(trained(model).values()), retain_graph=True))
+        yield (
+            float(loss.detach()),
+            list(torch.autograd.grad(loss, list(read_trained(model).values()), retain_graph=True)),
+        )
 
 
-def test_forward_mode_is_the_direction_times_each_tokens_gradient(model: TokenLossModel) -> None:
+def test_forward_mode_gives_the_direction_times_each_tokens_gradient(model: TokenLossModel) -> None:
     batch = tiny.make_batch(3, num_tokens=16)
-    direction = uniform_gradient(model, tiny.make_batch(4, seed=8))
-    losses, utilities = forward_mode(model, direction, batch)
+    direction = compute_direction(model, tiny.make_batch(4, seed=8))
+    losses, utilities = run_forward_mode(model, direction, batch)
     model.base.config._attn_implementation = "eager"
-    found = list(token_gradients(model, batch))
+    per_token = list(iter_token_gradients(model, batch))
     expected = [
-        sum(float((v * g).sum()) for v, g in zip(direction.values(), gradients, strict=True)) for _, gradients in found
+        sum(float((v * g).sum()) for v, g in zip(direction.values(), gradients, strict=True))
+        for _, gradients in per_token
     ]
-    assert losses.tolist() == pytest.approx([loss for loss, _ in found], rel=1e-6)
+    assert losses.tolist() == pytest.approx([loss for loss, _ in per_token], rel=1e-6)
     # Hugging Face's eager attention rounds its softmax to fp32, so not to the last digit.
     assert utilities.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6 * float(utilities.abs().max()))
     assert float(utilities.std()) > 0
@@ -89,15 +93,15 @@ def test_forward_mode_is_the_direction_times_each_tokens_gradient(model: TokenLo
 
 def test_the_finite_difference_converges_linearly_to_forward_mode(model: TokenLossModel) -> None:
     batch = tiny.make_batch(4)
-    direction = uniform_gradient(model, tiny.make_batch(4, seed=8))
-    losses, utilities = forward_mode(model, direction, batch)
+    direction = compute_direction(model, tiny.make_batch(4, seed=8))
+    losses, utilities = run_forward_mode(model, direction, batch)
     model.base.config._attn_implementation = FORWARD_MODE_ATTENTION  # for the losses too: it is fp64 throughout
     errors, correlations = [], []
     with torch.no_grad():
-        assert torch.equal(losses_at(model, trained(model), batch), losses)
+        assert torch.equal(compute_losses(model, read_trained(model), batch), losses)
         for epsilon in EPSILONS:
-            shifted = {name: p - epsilon * direction[name] for name, p in trained(model).items()}
-            difference = (losses - losses_at(model, shifted, batch)) / epsilon
+            shifted = {name: p - epsilon * direction[name] for name, p in read_trained(model).items()}
+            difference = (losses - compute_losses(model, shifted, batch)) / epsilon
             errors.append(float((difference - utilities).norm() / utilities.norm()))
             correlations.append(float(spearmanr(difference, utilities).statistic))
     print("\nrelative error", [f"{error:.2e}" for error in errors], "Spearman", [f"{c:.6f}" for c in correlations])
@@ -109,10 +113,12 @@ def test_the_finite_difference_converges_linearly_to_forward_mode(model: TokenLo
 
 def test_a_step_against_the_direction_lowers_tokens_of_positive_utility(model: TokenLossModel) -> None:
     batch = tiny.make_batch(4)
-    direction = uniform_gradient(model, tiny.make_batch(4, seed=8))
-    losses, utilities = forward_mode(model, direction, batch)
+    direction = compute_direction(model, tiny.make_batch(4, seed=8))
+    losses, utilities = run_forward_mode(model, direction, batch)
     with torch.no_grad():
-        stepped = losses_at(model, {name: p - 1e-4 * direction[name] for name, p in trained(model).items()}, batch)
+        stepped = compute_losses(
+            model, {name: p - 1e-4 * direction[name] for name, p in read_trained(model).items()}, batch
+        )
     clear = utilities.abs() > 0.05 * utilities.abs().max()
     assert (utilities[clear] > 0).any() and (utilities[clear] < 0).any()
     assert torch.equal((losses - stepped)[clear] > 0, utilities[clear] > 0)
@@ -123,7 +129,7 @@ def test_a_step_against_the_direction_lowers_tokens_of_positive_utility(model: T
 CLEAR, NOISE, EXACT, NOTHING, CURVED = range(5)
 
 
-def signal_to_noise_of_synthetic_losses() -> list[float]:
+def measure_signal_to_noise() -> list[float]:
     """Losses of 20,000 tokens a rank whose change and rounding are known."""
     from vcore_ds.utility.finite_difference import signal_to_noise
 
@@ -142,7 +148,7 @@ def signal_to_noise_of_synthetic_losses() -> list[float]:
 
 @pytest.mark.dist
 def test_signal_to_noise_of_known_losses_over_all_ranks() -> None:
-    first, second = run_ranks(signal_to_noise_of_synthetic_losses, 2)
+    first, second = run_ranks(measure_signal_to_noise, 2)
     assert first == second
     # The second rank's signal is three times the first's: rms over both is sqrt((1 + 9) / 2) times the first's.
     rms = 5**0.5
@@ -157,7 +163,7 @@ def test_signal_to_noise_of_known_losses_over_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("with_grad", [True, False])
-def test_a_number_added_to_a_dual_tensor_keeps_its_tangent_and_shares_no_memory_with_it(with_grad: bool) -> None:
+def test_adding_a_number_to_a_dual_tensor_copies_its_tangent(with_grad: bool) -> None:
     x, d_x = torch.randn(3, 4, requires_grad=with_grad), torch.randn(3, 4)
     with torch.set_grad_enabled(with_grad), forward_ad.dual_level(), UnrecordedTangents():
         dual = forward_ad.make_dual(x, d_x)

@@ -60,10 +60,14 @@ def answer(
     model = NamedModel(str(base), str(base), None if adapter is None else str(adapter))
     api = InProcessAPI(model, load_tokenizer(str(base)), sampling, "fp32", [requests])
     outputs = api.answer(requests)
-    return [(one.completion, one.stop_reason, one.usage.output_tokens) for one in outputs if one.usage is not None]
+    return [
+        (output.completion, output.stop_reason, output.usage.output_tokens)
+        for output in outputs
+        if output.usage is not None
+    ]
 
 
-def ask(num: int, limit: int, seed: int = 1) -> list[Request]:
+def make_requests(num: int, limit: int, seed: int = 1) -> list[Request]:
     return [Request("word " * (1 + 3 * i), seed + i, limit) for i in range(num)]
 
 
@@ -71,20 +75,24 @@ def ask(num: int, limit: int, seed: int = 1) -> list[Request]:
 
 
 def test_samples_depend_on_the_seed(base: Path) -> None:
-    first, again, other = (answer(base, ask(6, 200, seed), Sampling(temperature=1.0)) for seed in (1, 1, 2))
-    assert first == again != other
+    first, repeated, reseeded = (
+        answer(base, make_requests(6, 200, seed), Sampling(temperature=1.0)) for seed in (1, 1, 2)
+    )
+    assert first == repeated != reseeded
     assert {reason for _, reason, _ in first} == {"stop", "max_tokens"}
     assert not any("<|im_end|>" in text for text, _, _ in first)
     assert all(length == 200 if reason == "max_tokens" else 1 <= length < 200 for _, reason, length in first)
-    # The likeliest token alone is left.
-    only_one = answer(base, ask(2, 20), Sampling(temperature=1.0, top_k=1))
+    # top_k=1 and a tiny top_p leave only the likeliest token.
+    top_1 = answer(base, make_requests(2, 20), Sampling(temperature=1.0, top_k=1))
     assert (
-        only_one == answer(base, ask(2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6)) == answer(base, ask(2, 20))
+        top_1
+        == answer(base, make_requests(2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6))
+        == answer(base, make_requests(2, 20))
     )
 
 
-def test_an_end_token_counts(base: Path, tmp_path: Path) -> None:
-    tokenizer, (request,) = load_tokenizer(str(base)), ask(1, 30)
+def test_an_end_token_ends_the_answer_and_counts(base: Path, tmp_path: Path) -> None:
+    tokenizer, (request,) = load_tokenizer(str(base)), make_requests(1, 30)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     turn = [{"role": "user", "content": request.question}]
     ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -92,41 +100,43 @@ def test_an_end_token_counts(base: Path, tmp_path: Path) -> None:
     model = shutil.copytree(base, tmp_path / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[-1]], "max_new_tokens": 3}))
     num = tokens.index(tokens[-1]) + 1
-    assert answer(model, ask(1, 30)) == [(tokenizer.decode(tokens[:num]), "stop", num)]
-    assert answer(base, ask(1, num)) == [(tokenizer.decode(tokens[:num]), "max_tokens", num)]
+    assert answer(model, make_requests(1, 30)) == [(tokenizer.decode(tokens[:num]), "stop", num)]
+    assert answer(base, make_requests(1, num)) == [(tokenizer.decode(tokens[:num]), "max_tokens", num)]
 
 
 def test_the_models_longest_sequence_ends_an_answer(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "short")
     config = tmp_path / "short" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
-    ends = answer(tmp_path / "short", ask(2, 60))
+    ends = answer(tmp_path / "short", make_requests(2, 60))
     assert [reason for _, reason, _ in ends] == ["model_length"] * 2 and ends[0][2] - ends[1][2] > 0
     with pytest.raises(UserError, match="found a prompt of .* tokens; expected fewer than 64"):
-        answer(tmp_path / "short", ask(7, 60))
+        answer(tmp_path / "short", make_requests(7, 60))
 
 
 def test_an_adapter_changes_the_answers(base: Path, adapter: Path) -> None:
-    assert answer(base, ask(2, 20), adapter=adapter) != answer(base, ask(2, 20))
+    assert answer(base, make_requests(2, 20), adapter=adapter) != answer(base, make_requests(2, 20))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"), [({"hidden_size": 48}, "size mismatch"), ({"num_hidden_layers": 1}, "layers.1")]
 )
-def test_an_adapter_of_another_base(changes: dict, reason: str, adapter: Path, tmp_path: Path, capsys) -> None:
-    other = write_model(tmp_path / "other")
-    tiny.qwen3(vocab_size=len(load_tokenizer(str(other))), **changes).save_pretrained(other)
-    words = ["eval", str(adapter), "--base", str(other), "--output", str(tmp_path / "out"), "--limit", "1", *FP32]
+def test_an_adapter_of_another_base_is_refused(
+    changes: dict, reason: str, adapter: Path, tmp_path: Path, capsys
+) -> None:
+    other_base = write_model(tmp_path / "other")
+    tiny.qwen3(vocab_size=len(load_tokenizer(str(other_base))), **changes).save_pretrained(other_base)
+    words = ["eval", str(adapter), "--base", str(other_base), "--output", str(tmp_path / "out"), "--limit", "1", *FP32]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert f"does not fit the model {other}" in error and reason in error and "Traceback" not in error
+    assert f"does not fit the model {other_base}" in error and reason in error and "Traceback" not in error
 
 
-# ---- whole evaluations ---------------------------------------------------------------------------------------------
+# ---- complete evaluations --------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_on_all_benchmarks(base: Path, tmp_path: Path, capsys) -> None:
-    """With stand-ins for their data."""
+def test_all_benchmarks_are_evaluated(base: Path, tmp_path: Path, capsys) -> None:
+    """On stand-ins for the benchmarks' data."""
     tasks, folder = [write_rows(tmp_path, task) for task in ROWS], tmp_path / "out"
     words = ["eval", str(base), "--output", str(folder), "--preset", "paper", *FP32]
     assert main([*words, "--max-new-tokens", "8", "--tasks", *tasks]) == 0
@@ -150,7 +160,7 @@ def test_an_evaluation_on_all_benchmarks(base: Path, tmp_path: Path, capsys) -> 
     assert row.pop("content") and row == ROWS["ojbench"][0]
 
 
-def sampled(base: Path, output: Path, *options: str) -> list[str]:
+def make_words(base: Path, output: Path, *options: str) -> list[str]:
     """Twelve answers in three batches."""
     words = ["eval", str(base), "--output", str(output), "--tasks", "arithmetic", "--limit", "4", "--samples", "3"]
     return [*words, "--temperature", "1", "--max-new-tokens", "12", "--batch-size", "4", *FP32, *options]
@@ -171,17 +181,17 @@ def kill_in_the_third_batch(words: Sequence[str]) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "out"
+def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "out"
     with redirect_stdout(io.StringIO()):
-        assert main(sampled(base, folder)) == 0
+        assert main(make_words(base, folder)) == 0
     return folder
 
 
 def test_an_evaluation_that_was_killed_and_interrupted_resumes(
-    base: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    base: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    words = sampled(base, tmp_path / "out")
+    words = make_words(base, tmp_path / "out")
     killed = forkserver().Process(target=kill_in_the_third_batch, args=(words,))
     killed.start()
     killed.join(HANG_SECONDS)
@@ -189,7 +199,7 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
     batches: list[object] = []
     answer = InProcessAPI.answer
 
-    def interrupted(self, requests):
+    def interrupt(self, requests):
         os.kill(os.getpid(), signal.SIGINT)
         return answer(self, requests)
 
@@ -197,40 +207,40 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
     (base / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))  # it is trained again
     assert main(words) == 2 and "holds an evaluation of another model" in capsys.readouterr().err
     (base / "model.safetensors").write_bytes(weights)
-    monkeypatch.setattr(InProcessAPI, "answer", interrupted)
+    monkeypatch.setattr(InProcessAPI, "answer", interrupt)
     assert main(words) == EXIT_STOPPED
     assert "the same command resumes" in capsys.readouterr().err and not (tmp_path / "out/evaluation.json").exists()
     monkeypatch.setattr(InProcessAPI, "answer", lambda *arguments: batches.append(1) or answer(*arguments))
     assert main(words) == 0
     assert len(batches) < 3  # of the three
-    assert (tmp_path / "out/arithmetic.jsonl").read_bytes() == (whole / "arithmetic.jsonl").read_bytes()
-    assert read_evaluation(tmp_path / "out") == read_evaluation(whole)
-    samples = read_samples(whole, "arithmetic")
+    assert (tmp_path / "out/arithmetic.jsonl").read_bytes() == (finished / "arithmetic.jsonl").read_bytes()
+    assert read_evaluation(tmp_path / "out") == read_evaluation(finished)
+    samples = read_samples(finished, "arithmetic")
     assert [sample.sample for sample in samples] == [0, 1, 2] * 4 and len({sample.output for sample in samples}) == 12
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch may be able to use GPUs")
-def test_gpus_that_pytorch_cannot_use_are_not_left_idle(base: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_gpus_that_pytorch_cannot_use_are_reported(base: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     for name, value in variables_with_unused_gpu(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("DS_ACCELERATOR")
-    assert main(sampled(base, tmp_path / "evaluation")) == 2
+    assert main(make_words(base, tmp_path / "evaluation")) == 2
     assert capsys.readouterr().err.startswith(f"vcore-ds: {UNUSED_GPU}")
 
 
-def test_a_folder_with_something_else_is_refused(base: Path, whole: Path, tmp_path: Path, capsys) -> None:
-    assert main(sampled(base, whole)) == 2
+def test_a_folder_with_something_else_is_refused(base: Path, finished: Path, tmp_path: Path, capsys) -> None:
+    assert main(make_words(base, finished)) == 2
     assert "holds a finished evaluation; expected a new or empty folder" in capsys.readouterr().err
-    unfinished = shutil.copytree(whole, tmp_path / "unfinished")
+    unfinished = shutil.copytree(finished, tmp_path / "unfinished")
     (unfinished / "evaluation.json").unlink()
-    assert main(sampled(base, unfinished, "--seed", "7")) == 2
+    assert main(make_words(base, unfinished, "--seed", "7")) == 2
     assert "holds an evaluation of another model, other problems or with other sampling" in capsys.readouterr().err
-    assert main(sampled(base, tmp_path)) == 2
+    assert main(make_words(base, tmp_path)) == 2
     assert "holds unfinished; expected" in capsys.readouterr().err
 
 
-def test_an_evaluation_after_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a rank, of a model in the place of the run's. Of each default task a few problems."""
+def test_a_run_is_evaluated_after_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank evaluates a stand-in for the run's model on a few problems of each default task."""
     run = shutil.copytree(base, tmp_path / "run")
     # So that answers end soon.
     (run / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(256)]}))
@@ -255,10 +265,10 @@ def test_an_evaluation_after_training(base: Path, tmp_path: Path, monkeypatch: p
     assert written.sampling["max_new_tokens"] == {"arithmetic": 96, "champ": 256}
 
 
-# ---- what is evaluated ---------------------------------------------------------------------------------------------
+# ---- models and sampling ---------------------------------------------------------------------------------------------
 
 
-def test_the_models_sampling(base: Path, tmp_path: Path) -> None:
+def test_sampling_is_read_from_options_preset_and_model(base: Path, tmp_path: Path) -> None:
     assert choose_sampling(str(base), None, {"seed": None}) == Sampling()
     settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
@@ -267,7 +277,7 @@ def test_the_models_sampling(base: Path, tmp_path: Path) -> None:
     assert choose_sampling(str(tmp_path), "paper", {"top_p": 0.5}) == Sampling(top_p=0.5)
 
 
-def test_models_that_cannot_be_evaluated(base: Path, tmp_path: Path, capsys) -> None:
+def test_models_that_cannot_be_evaluated_are_refused(base: Path, tmp_path: Path, capsys) -> None:
     output = ["--output", str(tmp_path / "out")]
     cases = [
         ([str(tmp_path / "none"), *output], "no such folder, and not a hub id"),
@@ -286,7 +296,7 @@ def test_an_adapter_that_names_no_base_needs_one(base: Path, tmp_path: Path) -> 
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="found no base_model_name_or_path; .* Name it$"):
         find_named_model(str(tmp_path), remedy="Name it")
-    found = find_named_model(str(tmp_path), str(base))
-    assert (found.weights, found.adapter, found.base) == (str(base), str(tmp_path), str(base))
+    model = find_named_model(str(tmp_path), str(base))
+    assert (model.weights, model.adapter, model.base) == (str(base), str(tmp_path), str(base))
     with pytest.raises(UserError, match=f"no such folder.*It is the base model of {tmp_path}. Name it$"):
         find_named_model(str(tmp_path), "/no/such/model", remedy="Name it")

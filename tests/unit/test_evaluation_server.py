@@ -33,8 +33,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def serving(answers: Callable[[str, dict], Answer]) -> Iterator[tuple[str, list[dict]]]:
-    """A server that answers what `answers` makes of a path and a body; yields its URL and the bodies of completions."""
+def serve(answers: Callable[[str, dict], Answer]) -> Iterator[tuple[str, list[dict]]]:
+    """Serve the answers of `answers(path, body)`; yields the URL and the bodies of completion requests."""
     bodies: list[dict] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -66,8 +66,8 @@ def serving(answers: Callable[[str, dict], Answer]) -> Iterator[tuple[str, list[
         httpd.server_close()
 
 
-def as_vllm(path: str, body: dict, *, entry: dict | None = None, extra_tokens: int = 0) -> Answer:
-    """What vLLM answers; every completion is 12."""
+def answer_as_vllm(path: str, body: dict, *, entry: dict | None = None, extra_tokens: int = 0) -> Answer:
+    """Answer as vLLM does, with 12 as every completion."""
     if path == "/version":
         return 200, {"version": "0.33.0"}
     if path == "/v1/models":
@@ -86,23 +86,23 @@ def as_vllm(path: str, body: dict, *, entry: dict | None = None, extra_tokens: i
     return 404, {}
 
 
-def words(base: Path, url: str, output: Path, *more: str) -> list[str]:
+def make_words(base: Path, url: str, output: Path, *more: str) -> list[str]:
     options = ["--url", url, "--output", str(output), "--tasks", "arithmetic", "--limit", "6"]
     return ["eval", str(base), *options, "--temperature", "0.6", "--top-p", "0.95", "--top-k", "20", *more]
 
 
-def test_every_sampling_field_is_sent_also_again(base: Path, tmp_path: Path) -> None:
-    """To a server that fails the first time that it sees a request."""
+def test_every_sampling_field_is_sent_with_each_attempt(base: Path, tmp_path: Path) -> None:
+    """The server fails at the first attempt of each request."""
     seen: set[int] = set()
 
     def answers(path: str, body: dict) -> Answer:
         if body and body["seed"] not in seen:
             seen.add(body["seed"])
             return 503, {"error": {"message": "busy"}}
-        return as_vllm(path, body)
+        return answer_as_vllm(path, body)
 
-    with serving(answers) as (url, bodies):
-        assert main(words(base, url, tmp_path / "out", "--samples", "2")) == 0
+    with serve(answers) as (url, bodies):
+        assert main(make_words(base, url, tmp_path / "out", "--samples", "2")) == 0
     assert len(bodies) == 24 and len(seen) == 12
     tokenizer = load_tokenizer(str(base))
     for body in bodies:
@@ -110,28 +110,31 @@ def test_every_sampling_field_is_sent_also_again(base: Path, tmp_path: Path) -> 
         assert fields == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0}
         assert body["max_tokens"] == 96 and body["model"] == "m"
         assert tokenizer.decode(body["prompt"]).endswith("<|im_end|>\n<|im_start|>assistant\n")
-    found = read_evaluation(tmp_path / "out")
-    assert found.versions["server: vllm"] == "0.33.0" and found.model["served_name"] == "m"
-    assert found.tasks["arithmetic"].mean_tokens == 5.0 and found.tasks["arithmetic"].num_samples_per_problem == 2
+    evaluation = read_evaluation(tmp_path / "out")
+    assert evaluation.versions["server: vllm"] == "0.33.0" and evaluation.model["served_name"] == "m"
+    assert (
+        evaluation.tasks["arithmetic"].mean_tokens == 5.0
+        and evaluation.tasks["arithmetic"].num_samples_per_problem == 2
+    )
     samples = read_samples(tmp_path / "out", "arithmetic")
     assert {sample.truncated for sample in samples} == {True, False} and samples[0].answer == "12"
 
 
-def test_a_server_that_breaks_down_ends_it_and_it_resumes(base: Path, tmp_path: Path, capsys) -> None:
+def test_an_evaluation_resumes_after_its_server_broke_down(base: Path, tmp_path: Path, capsys) -> None:
     num_answers = 0
 
     def answers(path: str, body: dict) -> Answer:
         nonlocal num_answers
         num_answers += bool(body)
-        return (500, {"error": {"message": "out of memory"}}) if num_answers > 3 else as_vllm(path, body)
+        return (500, {"error": {"message": "out of memory"}}) if num_answers > 3 else answer_as_vllm(path, body)
 
-    with serving(answers) as (url, bodies):
-        assert main(words(base, url, tmp_path / "out", "--batch-size", "1")) == 2
+    with serve(answers) as (url, bodies):
+        assert main(make_words(base, url, tmp_path / "out", "--batch-size", "1")) == 2
     error = capsys.readouterr().err
     assert f"a request failed {MAX_RETRIES + 1} times or was refused: Error code: 500 - out of memory" in error
     assert "the same command resumes" in error and error.count("\n") == 1 and len(bodies) == 3 + MAX_RETRIES + 1
-    with serving(as_vllm) as (url, bodies):  # at another port
-        assert main(words(base, url, tmp_path / "out", "--batch-size", "1")) == 0
+    with serve(answer_as_vllm) as (url, bodies):  # at another port
+        assert main(make_words(base, url, tmp_path / "out", "--batch-size", "1")) == 0
     assert len(bodies) == 3 and len(read_samples(tmp_path / "out", "arithmetic")) == 6
 
 
@@ -144,28 +147,28 @@ def test_a_server_that_breaks_down_ends_it_and_it_resumes(base: Path, tmp_path: 
             "found the models a, b; expected one of them",
         ),
         (
-            lambda path, body: (400, {"error": "too long"}) if body else as_vllm(path, body),
+            lambda path, body: (400, {"error": "too long"}) if body else answer_as_vllm(path, body),
             "or was refused: Error code: 400",
         ),
-        (lambda path, body: as_vllm(path, body, extra_tokens=1), "expected the same prompt as in training"),
+        (lambda path, body: answer_as_vllm(path, body, extra_tokens=1), "expected the same prompt as in training"),
     ],
 )
-def test_a_server_that_cannot_be_used(
+def test_a_server_that_cannot_be_used_is_refused(
     answers: Callable[[str, dict], Answer], message: str, base: Path, tmp_path: Path, capsys
 ) -> None:
-    with serving(answers) as (url, bodies):
-        assert main(words(base, url, tmp_path / "out")) == 2
+    with serve(answers) as (url, bodies):
+        assert main(make_words(base, url, tmp_path / "out")) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and len(bodies) <= 6, error
 
 
-def test_a_server_that_is_down(base: Path, tmp_path: Path, capsys) -> None:
-    assert main(words(base, f"http://127.0.0.1:{free_port()}/v1", tmp_path / "out")) == 2
+def test_a_server_that_is_down_is_reported(base: Path, tmp_path: Path, capsys) -> None:
+    assert main(make_words(base, f"http://127.0.0.1:{free_port()}/v1", tmp_path / "out")) == 2
     error = capsys.readouterr().err
     assert "cannot be reached (" in error and error.count("\n") == 1
 
 
-def test_adapters_and_their_base(base: Path, tmp_path: Path, capsys) -> None:
+def test_a_server_must_serve_the_adapter_on_its_base_model(base: Path, tmp_path: Path, capsys) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
@@ -174,12 +177,12 @@ def test_adapters_and_their_base(base: Path, tmp_path: Path, capsys) -> None:
         ({"parent": "/models/Qwen3-8B"}, "found m on /models/Qwen3-8B; expected the adapter"),
     ]
     for entry, message in cases:
-        with serving(lambda path, body, entry=entry: as_vllm(path, body, entry=entry)) as (url, _):
-            assert main(words(adapter, url, tmp_path / "out")) == 2
+        with serve(lambda path, body, entry=entry: answer_as_vllm(path, body, entry=entry)) as (url, _):
+            assert main(make_words(adapter, url, tmp_path / "out")) == 2
         assert message in capsys.readouterr().err
-    with serving(lambda path, body: as_vllm(path, body, entry={"parent": str(base)})) as (url, _):
-        assert main(words(adapter, url, tmp_path / "right")) == 0
+    with serve(lambda path, body: answer_as_vllm(path, body, entry={"parent": str(base)})) as (url, _):
+        assert main(make_words(adapter, url, tmp_path / "right")) == 0
     as_transformers = {"/openapi.json": {"paths": {"/load_model": {}, "/reset": {}}}, "/v1/models": {"data": []}}
-    with serving(lambda path, body: (200, as_transformers[path]) if path in as_transformers else (404, {})) as (url, _):
-        assert main(words(adapter, url, tmp_path / "other", "--served-name", "m")) == 2
+    with serve(lambda path, body: (200, as_transformers[path]) if path in as_transformers else (404, {})) as (url, _):
+        assert main(make_words(adapter, url, tmp_path / "other", "--served-name", "m")) == 2
     assert "`transformers serve` cannot serve adapters" in capsys.readouterr().err

@@ -80,11 +80,11 @@ def test_several_answers_are_right_in_any_order(tmp_path: Path, checker: AnswerC
         (r"\boxed{C and D}", "choice", "C and D"),
     ],
 )
-def test_the_final_answer(output: str, kind, answer: str | None) -> None:
+def test_final_answers_are_extracted(output: str, kind, answer: str | None) -> None:
     assert final_answer(output, kind) == answer
 
 
-def test_the_last_code_block() -> None:
+def test_the_last_code_block_is_extracted() -> None:
     assert last_code_block("```cpp\nold\n```\nbetter:\n```cpp\nint main() {}\n```\nDone.") == "int main() {}"
     assert last_code_block("```cpp\ncut off") is None
 
@@ -144,7 +144,7 @@ def test_a_row_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read(f"aime={tmp_path}/aime.jsonl")
 
 
-def test_wrong_names_of_tasks(tmp_path: Path) -> None:
+def test_wrong_names_of_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found 'amie' \(did you mean \"aime\"\?\); expected some of arithmetic, "):
         read("amie")
     with pytest.raises(UserError, match="found champ twice"):

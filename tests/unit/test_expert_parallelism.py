@@ -32,12 +32,12 @@ SHAPE = KNOWN_MODELS["Qwen3-30B-A3B"]
 LARGE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_235b_a22b_math_full.yaml"
 
 
-def recipe(expert: int = 2, **sections: Any) -> Recipe:
+def make_recipe(expert: int = 2, **sections: Any) -> Recipe:
     config = {"deepspeed_config": str(REPOSITORY / "ds_configs" / "zero3_bf16.json")}
     return Recipe.model_validate(smallest_recipe() | {"parallel": {"expert": expert}, "engine": config} | sections)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def recipe(expert: int = 2, **sections: Any) -> Recipe:
         ),
     ],
 )
-def test_what_does_not_go_together(sections: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_expert_parallelism_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        recipe(**sections)
-    recipe(1, **sections)
+        make_recipe(**sections)
+    make_recipe(1, **sections)
 
 
 @pytest.mark.parametrize(
@@ -67,43 +67,43 @@ def test_what_does_not_go_together(sections: dict[str, Any], message: str) -> No
         (2, 8, QWEN3_32B, "parallel.expert: found 2 .* a dense model; expected 1"),
     ],
 )
-def test_degrees_that_divide_neither_ranks_nor_experts(
+def test_sizes_that_divide_neither_ranks_nor_experts_are_refused(
     expert: int, num_ranks: int, shape: ModelShape, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
-        plan_batch(derive_plan_settings(recipe(expert)), num_ranks, shape)
+        plan_batch(derive_plan_settings(make_recipe(expert)), num_ranks, shape)
 
 
-def test_a_model_that_cannot_be_seen_may_have_any_number_of_experts() -> None:
-    plan_batch(derive_plan_settings(recipe(2)), 8, replace(QWEN3_32B, is_assumed=True))
+def test_a_model_of_unknown_shape_may_have_any_number_of_experts() -> None:
+    plan_batch(derive_plan_settings(make_recipe(2)), 8, replace(QWEN3_32B, is_assumed=True))
 
 
-def test_second_copies_of_the_parameters(tmp_path: Path) -> None:
+def test_a_second_copy_of_the_parameters_is_refused(tmp_path: Path) -> None:
     config = json.loads((REPOSITORY / "ds_configs" / "zero3_bf16.json").read_text(encoding="utf-8"))
     config["zero_optimization"]["zero_hpz_partition_size"] = 8
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    settings = derive_plan_settings(recipe(2, engine={"deepspeed_config": str(tmp_path / "ds.json")}))
+    settings = derive_plan_settings(make_recipe(2, engine={"deepspeed_config": str(tmp_path / "ds.json")}))
     with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 8 together with parallel.expert 2"):
         deepspeed_config(settings, plan_batch(settings, 16, SHAPE))
 
 
-def test_a_run_may_be_resumed_with_another_degree() -> None:
-    assert differing_keys(recipe(2), recipe(4)) == {}
+def test_a_run_may_be_resumed_with_another_expert_parallel_size() -> None:
+    assert differing_keys(make_recipe(2), make_recipe(4)) == {}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "changed", "degrees"),
+    ("num_ranks", "changed", "sizes"),
     [
         (64, {}, [1, 4, 8, 16, 32, 64]),
         (12, {}, [1, 4]),
         (16, {"lora": {"rank": 2, "alpha": 4}}, [1, 4, 8, 16]),
     ],
 )
-def test_degrees_that_a_plan_tries(num_ranks: int, changed: dict[str, Any], degrees: list[int]) -> None:
-    assert find_other_expert_sizes(derive_plan_settings(recipe(2, **changed)), num_ranks, SHAPE) == degrees
+def test_a_plan_tries_other_expert_parallel_sizes(num_ranks: int, changed: dict[str, Any], sizes: list[int]) -> None:
+    assert find_other_expert_sizes(derive_plan_settings(make_recipe(2, **changed)), num_ranks, SHAPE) == sizes
     on_experts = {"lora": {"rank": 2, "alpha": 4, "target_modules": ["experts"]}}
-    assert find_other_expert_sizes(derive_plan_settings(recipe(1, **on_experts)), num_ranks, SHAPE) == []
-    assert find_other_expert_sizes(derive_plan_settings(recipe(1)), num_ranks, QWEN3_32B) == []
+    assert find_other_expert_sizes(derive_plan_settings(make_recipe(1, **on_experts)), num_ranks, SHAPE) == []
+    assert find_other_expert_sizes(derive_plan_settings(make_recipe(1)), num_ranks, QWEN3_32B) == []
 
 
 # ---- bytes and seconds -----------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ SMALL = replace(
 EXPERTS = 2 * 8 * 360
 
 
-def cost_of(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8) -> StepCost:
+def compute_cost(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8) -> StepCost:
     """A sequence of 16 tokens for each GPU, as main and as probe batch."""
     lengths = [16] * num_gpus
-    found = spread(
+    batch_spread = spread(
         range(num_gpus),
         lengths,
         parallel_sizes=[1],
@@ -129,17 +129,17 @@ def cost_of(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8) -> 
     )
     cluster = Cluster(FAST, num_gpus, gpus_per_node, achieved=IDEAL)
     model = StepModel(SMALL, parameter_counts(SMALL), settings, cluster, reuse_distance=0)
-    return model.estimate_step(StepPasses.derive(settings), [(lengths, found)], [(lengths, found)])
+    return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_spread)], [(lengths, batch_spread)])
 
 
 JVP = MemorySettings(num_ranks=16, main_tokens=16, probe_tokens=16, estimator="jvp", is_fused=True)
 
 
 @pytest.mark.parametrize("expert", [1, 2, 4, 8])
-def test_gathers_by_hand(expert: int) -> None:
-    """On 2 nodes of 8. A rank's part of the experts is on 16 / N ranks, 8 / N of them in its node."""
+def test_all_gather_traffic_by_hand(expert: int) -> None:
+    """On 2 nodes of 8 GPUs: a rank's experts are sharded over 16 / N ranks, 8 / N of them in its node."""
     assert SMALL.expert_parameters == EXPERTS
-    cost, others = cost_of(replace(JVP, expert=expert), 16), parameter_counts(SMALL).all - EXPERTS
+    cost, others = compute_cost(replace(JVP, expert=expert), 16), parameter_counts(SMALL).all - EXPERTS
     in_node = 8 // expert
     expected = Traffic(2 * others * 7 / 8, 2 * others / 2 / 8) + Traffic(
         2 * EXPERTS / expert * (in_node - 1) / in_node, 2 * EXPERTS / expert / 2 / in_node
@@ -148,27 +148,27 @@ def test_gathers_by_hand(expert: int) -> None:
     assert cost.traffic["tangents"] == expected
 
 
-def test_nothing_of_experts_is_gathered_in_one_group_of_all_ranks() -> None:
+def test_one_group_of_all_ranks_gathers_no_experts() -> None:
     assert estimate_weights_traffic(0.0, 1e9, 16, 8, 16) == Traffic()
-    # Groups that reach over nodes: each rank gets its part from one rank in each of the other places.
+    # In groups over several nodes, each rank gathers its experts from one rank of each other group.
     assert estimate_weights_traffic(0.0, 1e9, 64, 8, 16) == Traffic(0.0, 1e9 / 16 * 3 / 4)
 
 
 @pytest.mark.parametrize(("is_checkpointed", "num_passes"), [(False, 2 + 2 + 1), (True, 3 + 3 + 1)])
-def test_tokens_by_hand(is_checkpointed: bool, num_passes: int) -> None:
+def test_token_exchange_traffic_by_hand(is_checkpointed: bool, num_passes: int) -> None:
     """16 tokens, 2 experts, 10 numbers of 2 bytes, 2 layers, there and back; once in a forward, in a backward and in a
     forward that is computed again, of the probe and of the main pass, and once for tangents. Of 4 ranks a quarter
     stays."""
-    cost = cost_of(replace(JVP, expert=4, is_checkpointed=is_checkpointed), 16)
+    cost = compute_cost(replace(JVP, expert=4, is_checkpointed=is_checkpointed), 16)
     sent = num_passes * 16 * 2 * 10 * 2 * 2 * 2
     assert cost.traffic["expert-parallel tokens"] == Traffic(inside=sent * 3 / 4)
-    over_nodes = cost_of(replace(JVP, expert=16, is_checkpointed=is_checkpointed), 16)
+    over_nodes = compute_cost(replace(JVP, expert=16, is_checkpointed=is_checkpointed), 16)
     assert over_nodes.traffic["expert-parallel tokens"] == Traffic(sent * 7 / 16, sent * 8 / 16)
 
 
-def test_the_fullest_rank_is_waited_for() -> None:
-    even = cost_of(replace(JVP, expert=4), 16)
-    uneven = cost_of(replace(JVP, expert=4, expert_load=1.5), 16)
+def test_a_step_waits_for_the_fullest_rank() -> None:
+    even = compute_cost(replace(JVP, expert=4), 16)
+    uneven = compute_cost(replace(JVP, expert=4, expert_load=1.5), 16)
     # Half as many tokens more: 3 passes of the probe, 5 of the main batch, 2 x 2 layers x 2 experts x 360.
     assert uneven.seconds_step - even.seconds_step == pytest.approx(0.5 * 8 * 16 * 2 * 2 * 2 * 360 / 1e6)
     assert uneven.traffic == even.traffic
@@ -176,56 +176,61 @@ def test_the_fullest_rank_is_waited_for() -> None:
     assert estimate_fullest_load(128, 64) == pytest.approx(1 + 0.25 / math.sqrt(2) * math.sqrt(2 * math.log(64)))
 
 
-def test_memory_of_a_part_of_the_experts() -> None:
-    """What is kept stays; what is gathered at a time has a part of a layer's experts, or in one group none."""
+def test_memory_of_sharded_experts_by_hand() -> None:
+    """Persistent memory is unchanged; a gathered layer has a shard of its experts, or none in one group of all."""
     settings = MemorySettings(num_ranks=16, main_tokens=64, max_live_parameters=0, estimator="jvp", is_fused=True)
     counts = parameter_counts(SHAPE)
     experts, layer = 3 * 2048 * 768 * 128, (counts.all - 2 * 151936 * 2048) // 48
     for expert, gathered in (1, layer), (4, layer - experts * 3 // 4), (16, layer - experts):
         estimate = estimate_memory(SHAPE, replace(settings, expert=expert))
         assert estimate.persistent == estimate_memory(SHAPE, settings).persistent
-        found = estimate.with_tangents
+        phase = estimate.with_tangents
         embedding = 151936 * 2048
-        assert found["gathered parameters"] == pytest.approx(2 * (max(2 * gathered, embedding) + gathered), rel=1e-3)
-        held = found.get("tangents of the parameters")
+        assert phase["gathered parameters"] == pytest.approx(2 * (max(2 * gathered, embedding) + gathered), rel=1e-3)
+        held = phase.get("tangents of the parameters")
         assert held == pytest.approx(2 * 3 * gathered, rel=1e-3) or held == 2 * 2 * embedding
-    whole = {
+    phases = {
         expert: estimate_memory(SHAPE, replace(settings, expert=expert, coalesces_gradients=True)).phases["main"]
         for expert in (1, 4)
     }
-    fewer = whole[1]["whole gradients"] - whole[4]["whole gradients"]
+    fewer = phases[1]["whole gradients"] - phases[4]["whole gradients"]
     assert fewer == pytest.approx(6 * 48 * experts * 3 / 4, rel=0.02)  # and a little of the layer at work
 
 
-def test_it_is_offered_where_a_run_does_not_fit() -> None:
+def test_expert_parallelism_is_offered_where_a_run_does_not_fit() -> None:
     """SFT of Qwen3-235B-A22B on 32 H200, where three layers with all of their experts are too much."""
     sft = {"method": {"name": "sft"}, "model": {"path": "m", "gradient_checkpointing": True}}
-    plan = plan_run(derive_plan_settings(recipe(1, **sft)), Cluster(GPUS["H200"], 32), KNOWN_MODELS["Qwen3-235B-A22B"])
+    plan = plan_run(
+        derive_plan_settings(make_recipe(1, **sft)), Cluster(GPUS["H200"], 32), KNOWN_MODELS["Qwen3-235B-A22B"]
+    )
     assert not plan.fits
-    found = {remedy.change: remedy.estimate for remedy in plan.memory.find_remedies(plan.available)}
-    assert [change for change in found if change.startswith("parallel")] == ["parallel.expert=8", "parallel.expert=32"]
+    estimates = {remedy.change: remedy.estimate for remedy in plan.memory.find_remedies(plan.available)}
+    assert [change for change in estimates if change.startswith("parallel")] == [
+        "parallel.expert=8",
+        "parallel.expert=32",
+    ]
     for expert in (8, 32):
-        assert plan.available.holds(found[f"parallel.expert={expert}"])
-        assert plan_run(derive_plan_settings(recipe(expert, **sft)), plan.cluster, plan.shape).fits
+        assert plan.available.holds(estimates[f"parallel.expert={expert}"])
+        assert plan_run(derive_plan_settings(make_recipe(expert, **sft)), plan.cluster, plan.shape).fits
 
 
-def test_a_large_mixture_gains_from_groups_over_nodes() -> None:
+def test_a_large_moe_model_gains_from_groups_over_nodes() -> None:
     """235B on 64 H200: ZeRO-3 alone brings all weights to every node; groups within a node change that by nothing."""
-    found = {}
+    costs = {}
     for expert in (1, 8, 32, 64):
-        chosen = recipe(expert, model={"path": "m", "gradient_checkpointing": True}, data={"train_path": "t"})
-        found[expert] = plan_run(
+        chosen = make_recipe(expert, model={"path": "m", "gradient_checkpointing": True}, data={"train_path": "t"})
+        costs[expert] = plan_run(
             derive_plan_settings(chosen), Cluster(GPUS["H200"], 64), KNOWN_MODELS["Qwen3-235B-A22B"]
         ).cost
-    weights = {expert: cost.traffic["parameters"].between / 1e9 for expert, cost in found.items()}
+    weights = {expert: cost.traffic["parameters"].between / 1e9 for expert, cost in costs.items()}
     assert weights[8] == pytest.approx(weights[1], rel=0.01) and weights[64] < weights[1] / 20
-    assert found[32].seconds_step < 0.75 * found[1].seconds_step
+    assert costs[32].seconds_step < 0.75 * costs[1].seconds_step
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_the_degree_and_tries_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_prints_the_expert_parallel_size_and_tries_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(LARGE), "--gpus", "64", "--gpu", "H200"]) == 0
     printed = capsys.readouterr().out
     assert "expert parallelism                                     " in printed and "expert-parallel tokens" in printed
@@ -242,13 +247,15 @@ def test_the_plan_says_the_degree_and_tries_others(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", [["check", "--ranks", "32"], ["plan", "--gpus", "32"]])
-def test_commands_refuse_a_degree_in_the_same_words(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_an_expert_parallel_size_in_the_same_words(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     name, *words = command
     assert main([name, str(LARGE), "parallel.expert=64", *words]) != 0
     assert "parallel.expert: found 64 on 32 ranks; expected a divisor" in capsys.readouterr().err
 
 
-def test_the_console_shows_the_load_of_a_mixture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_shows_the_expert_load_of_an_moe_model(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = ["loss", "weighted_loss", "grad_norm", "learning_rate", "supervised_tokens_per_second"]
     values: dict[str, Any] = dict.fromkeys(numbers, 1.0) | {
         "tau": None,
@@ -258,11 +265,11 @@ def test_the_console_shows_the_load_of_a_mixture(capsys: pytest.CaptureFixture[s
     console = Console(enabled=True)
     console.show_step(1, 2, values, 0.0, log=True)
     console.show_step(2, 2, values | {"expert_load_mean": 1.84, "expert_load_max": 3.0}, 0.0, log=True)
-    dense, mixture = capsys.readouterr().out.splitlines()
-    assert "fullest expert 1.8x" in mixture and "expert" not in dense
+    dense, moe = capsys.readouterr().out.splitlines()
+    assert "fullest expert 1.8x" in moe and "expert" not in dense
 
 
-def test_check_takes_as_many_ranks_as_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_assumes_one_expert_parallel_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(LARGE), f"run.output_dir={tmp_path}/run"]) == 0
     printed = capsys.readouterr().out
     assert "Expert parallelism: groups of 32 ranks" in printed and "a step on 32 ranks" in printed

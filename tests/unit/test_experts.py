@@ -1,4 +1,4 @@
-"""Experts of a mixture by grouped products, against each architecture's own loop over experts in fp64."""
+"""Experts of MoE models by grouped GEMMs, against each architecture's loop over experts in fp64."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "gate and up in one": lambda: Qwen3MoeExperts(
         Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=8)
     ),
-    "input first, with biases and a gate of its own": lambda: GptOssExperts(
+    "input first, with biases and a custom gate": lambda: GptOssExperts(
         GptOssConfig(**SIZES, num_local_experts=NUM_EXPERTS, intermediate_size=8)
     ),
     "another configuration": lambda: Ernie4_5_MoeExperts(
@@ -56,38 +56,38 @@ def run(experts: nn.Module, implementation: str, parameters: dict[str, Tensor], 
     return functional_call(experts, parameters, (hidden, chosen, weights))
 
 
-def dual(tensor: Tensor, seed: int) -> Tensor:
+def draw_dual(tensor: Tensor, seed: int) -> Tensor:
     tangent = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=tensor.dtype)
     return make_dual(tensor, tangent)
 
 
 def test_values_gradients_and_tangents_are_those_of_the_loop(experts: nn.Module, inputs) -> None:
     hidden, chosen, weights = inputs
-    found = {}
+    results = {}
     for implementation in ("eager", OUR_EXPERTS):
         leaves = {name: p.detach().clone().requires_grad_() for name, p in experts.named_parameters()}
         x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
         output = run(experts, implementation, leaves, x, chosen, w)
         gradients = torch.autograd.grad(output.sin().sum(), [x, w, *leaves.values()])
         with torch.no_grad(), forward_ad.dual_level():
-            duals = {name: dual(p.detach(), seed) for seed, (name, p) in enumerate(leaves.items())}
-            result = run(experts, implementation, duals, dual(hidden, 10), chosen, dual(weights, 11))
+            duals = {name: draw_dual(p.detach(), seed) for seed, (name, p) in enumerate(leaves.items())}
+            result = run(experts, implementation, duals, draw_dual(hidden, 10), chosen, draw_dual(weights, 11))
             tangent = forward_ad.unpack_dual(result).tangent
-        found[implementation] = [output.detach(), tangent, *gradients]
-    for ours, expected in zip(found[OUR_EXPERTS], found["eager"], strict=True):
+        results[implementation] = [output.detach(), tangent, *gradients]
+    for ours, expected in zip(results[OUR_EXPERTS], results["eager"], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_with_a_graph_the_value_is_the_same_and_the_tangent_has_none(experts: nn.Module, inputs) -> None:
+def test_with_a_graph_the_value_is_unchanged_and_the_tangent_has_no_graph(experts: nn.Module, inputs) -> None:
     hidden, chosen, weights = inputs
     experts.config._experts_implementation = OUR_EXPERTS
     plain = experts(hidden, chosen, weights)
     plain_gradients = torch.autograd.grad(plain.sum(), list(experts.parameters()))
     with forward_ad.dual_level(), UnrecordedTangents():
-        # As the engine does it: an attribute of the instance hides the parameter.
+        # As in the engine, an attribute of the instance hides the parameter.
         for seed, (name, parameter) in enumerate(experts.named_parameters()):
-            experts.__dict__[name] = dual(parameter, seed)
-        value, tangent = forward_ad.unpack_dual(experts(dual(hidden, 10), chosen, dual(weights, 11)))
+            experts.__dict__[name] = draw_dual(parameter, seed)
+        value, tangent = forward_ad.unpack_dual(experts(draw_dual(hidden, 10), chosen, draw_dual(weights, 11)))
         gradients = torch.autograd.grad(value.sum(), list(experts.parameters()))
     assert tangent is not None
     assert not tangent.requires_grad
@@ -95,7 +95,7 @@ def test_with_a_graph_the_value_is_the_same_and_the_tangent_has_none(experts: nn
     assert all(map(torch.equal, gradients, plain_gradients))
 
 
-def test_product_keeps_the_parameter_and_no_view_of_it() -> None:
+def test_the_grouped_gemm_saves_the_parameter_and_no_view_of_it() -> None:
     """ZeRO-3 releases a parameter by exchanging its data, and gathers it again for the backward. A view of the first
     data, kept by the graph, would keep the whole layer's memory until then."""
     weight = nn.Parameter(torch.randn(3, 5, 4))

@@ -1,4 +1,4 @@
-"""A Hugging Face folder from a checkpoint: the same weights, whole files, and no folder that only looks whole."""
+"""Export of a checkpoint to a Hugging Face folder: the same weights, and either a complete folder or none."""
 
 import json
 import os
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 PROMPT = torch.randint(0, 128, (1, 16), generator=torch.Generator().manual_seed(5))
 
 
-def trained_masters(base: Path, lora: bool) -> dict[str, Tensor]:
-    """Name in the engine -> fp32 parameter, as after some training: nothing of it is a value of bf16."""
+def make_trained_masters(base: Path, lora: bool) -> dict[str, Tensor]:
+    """Name in the engine -> fp32 parameter, as after some training, so that no value is exact in bf16."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if lora:
         model = tiny.with_lora(model)
@@ -40,7 +40,7 @@ def trained_masters(base: Path, lora: bool) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def base(request, tmp_path_factory) -> Path:
-    """In bf16, as models are published."""
+    """A base model in bf16, as models are published."""
     folder = write_model(tmp_path_factory.mktemp("base") / "base", tied=request.param)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -51,15 +51,15 @@ def base(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def full_run(base, tmp_path) -> Path:
-    return write_run(tmp_path / "run", base, trained_masters(base, lora=False), lora=False)
+    return write_run(tmp_path / "run", base, make_trained_masters(base, lora=False), lora=False)
 
 
 @pytest.fixture
 def lora_run(base, tmp_path) -> Path:
-    return write_run(tmp_path / "run", base, trained_masters(base, lora=True), lora=True)
+    return write_run(tmp_path / "run", base, make_trained_masters(base, lora=True), lora=True)
 
 
-def logits(model) -> Tensor:
+def compute_logits(model) -> Tensor:
     for parameter in model.parameters():
         # Copied out of the mapped file: its alignment decides the order in which kernels sum.
         parameter.data = parameter.data.clone()
@@ -72,25 +72,27 @@ def test_full_weights_are_the_masters_rounded_once(base, full_run, dtype):
     folder = export_run(full_run, dtype=dtype, max_file_bytes=20_000)
     assert folder == full_run / "export" / "step_00000020" / "model"
     wanted = torch.float32 if dtype == "fp32" else torch.bfloat16
-    masters = {name.removeprefix("causal_lm."): tensor for name, tensor in trained_masters(base, lora=False).items()}
-    found = load_tensors(folder)
-    assert found.keys() == masters.keys()
-    assert all(torch.equal(found[name], tensor.to(wanted)) for name, tensor in masters.items())
+    masters = {
+        name.removeprefix("causal_lm."): tensor for name, tensor in make_trained_masters(base, lora=False).items()
+    }
+    exported = load_tensors(folder)
+    assert exported.keys() == masters.keys()
+    assert all(torch.equal(exported[name], tensor.to(wanted)) for name, tensor in masters.items())
     is_tied = AutoConfig.from_pretrained(base).tie_word_embeddings
-    assert ("lm_head.weight" in found) is not is_tied
+    assert ("lm_head.weight" in exported) is not is_tied
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
     assert len(names) >= 3
     assert index["weight_map"].keys() == masters.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported.values())
 
     model = AutoModelForCausalLM.from_pretrained(folder)  # no dtype: the configuration says it
     assert model.dtype == wanted
     trained = AutoModelForCausalLM.from_pretrained(base, dtype=wanted)
     trained.load_state_dict({name: tensor.to(wanted) for name, tensor in masters.items()}, strict=not is_tied)
-    assert torch.equal(logits(model), logits(trained))
+    assert torch.equal(compute_logits(model), compute_logits(trained))
 
 
 def test_configuration_tokenizer_and_settings_are_beside_the_weights(base, full_run):
@@ -106,24 +108,24 @@ def test_configuration_tokenizer_and_settings_are_beside_the_weights(base, full_
 def test_the_adapter_loads_in_peft(base, lora_run):
     folder = export_run(lora_run)
     assert folder == lora_run / "export" / "step_00000020" / "adapter"
-    found = load_tensors(folder)
-    masters = trained_masters(base, lora=True)
+    exported = load_tensors(folder)
+    masters = make_trained_masters(base, lora=True)
     expected = {name.removeprefix("causal_lm.").replace(".default", ""): t for name, t in masters.items()}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 12, str(base))
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    before = logits(plain)
+    before = compute_logits(plain)
     adapted = PeftModel.from_pretrained(plain, folder)
-    assert float((logits(adapted) - before).abs().max()) > 1e-2
+    assert float((compute_logits(adapted) - before).abs().max()) > 1e-2
     assert export_run(lora_run, output=lora_run / "bf16", dtype="bf16") == lora_run / "bf16"
     assert {tensor.dtype for tensor in load_tensors(lora_run / "bf16").values()} == {torch.bfloat16}
 
 
 def test_merged_weights_are_the_base_plus_the_scaled_product_rounded_once(base, lora_run):
     merged = load_tensors(export_run(lora_run, merge=True, max_file_bytes=20_000))
-    trained = trained_masters(base, lora=True)
+    trained = make_trained_masters(base, lora=True)
     exact = {name: tensor.double() for name, tensor in load_tensors(base).items()}
     num_merged = 0
     for name in exact:
@@ -136,7 +138,7 @@ def test_merged_weights_are_the_base_plus_the_scaled_product_rounded_once(base, 
     assert merged.keys() == exact.keys()
     for name, value in exact.items():
         assert merged[name].dtype == torch.bfloat16
-        # As near as bf16 can be, but for the rounding of the sum in fp32.
+        # The nearest bf16 value, up to the rounding of the sum in fp32.
         nearest = (value.to(torch.bfloat16).double() - value).abs()
         assert bool(((merged[name].double() - value).abs() <= nearest + 1e-8).all()), name
 
@@ -145,7 +147,7 @@ def test_merged_weights_compute_the_same_as_the_adapter(base, lora_run):
     adapter = export_run(lora_run)
     merged = export_run(lora_run, merge=True, dtype="fp32")
     with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
-    difference = logits(AutoModelForCausalLM.from_pretrained(merged)) - logits(with_adapter)
+    difference = compute_logits(AutoModelForCausalLM.from_pretrained(merged)) - compute_logits(with_adapter)
     assert float(difference.abs().max()) < 1e-5
 
 
@@ -155,13 +157,13 @@ def test_a_finished_run_without_checkpoints_exports_its_adapter(lora_run):
     shutil.rmtree(lora_run / "checkpoints")
     folder = export_run(lora_run, merge=True)
     assert folder == lora_run / "export" / "adapter" / "merged"
-    found = load_tensors(folder)
-    assert all(torch.equal(found[name], tensor) for name, tensor in from_checkpoint.items())
+    merged = load_tensors(folder)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in from_checkpoint.items())
 
 
 def test_the_newest_checkpoint_that_verifies_is_exported(base, full_run, capsys):
-    other = {name: tensor + 1 for name, tensor in trained_masters(base, lora=False).items()}
-    newest = write_checkpoint(full_run, 30, other)
+    changed = {name: tensor + 1 for name, tensor in make_trained_masters(base, lora=False).items()}
+    newest = write_checkpoint(full_run, 30, changed)
     assert export_run(full_run).parent.name == "step_00000030"
     named = export_run(full_run, checkpoint="step_00000020")
     assert named.parent.name == "step_00000020"
@@ -183,7 +185,7 @@ def test_the_newest_checkpoint_that_verifies_is_exported(base, full_run, capsys)
 def test_memory_holds_one_file_and_one_tensor(tmp_path, merge):
     base = write_model(tmp_path / "base")
     tiny.qwen3(vocab_size=259, num_hidden_layers=12, dtype=torch.bfloat16).save_pretrained(base)
-    run = write_run(tmp_path / "run", base, trained_masters(base, lora=merge), lora=merge)
+    run = write_run(tmp_path / "run", base, make_trained_masters(base, lora=merge), lora=merge)
     with Allocations() as allocations:
         folder = export_run(run, merge=merge, max_file_bytes=40_000)
     sizes = [tensor.nbytes for tensor in load_tensors(folder).values()]
@@ -192,11 +194,11 @@ def test_memory_holds_one_file_and_one_tensor(tmp_path, merge):
     assert allocations.peak_bytes < 40_000 + 5 * max(sizes) < sum(sizes) / 2
 
 
-# ---- no folder that only looks whole --------------------------------------------------------------------------------
+# ---- failures leave no incomplete folder -----------------------------------------------------------------------------
 
 
 def fail_in_file(monkeypatch, number: int, action) -> None:
-    """Calls `action` after file `number` of an export has been written."""
+    """Call `action` after file `number` of an export has been written."""
     original, count = files.write_file, iter(range(1, 1000))
 
     def write_file(*arguments):
@@ -243,7 +245,7 @@ def test_an_export_that_is_killed_leaves_no_folder_of_that_name(full_run, monkey
         (lambda tensors: tensors.pop("b"), "missing or unexpected names: b"),
     ],
 )
-def test_a_file_is_read_back(tmp_path, change, words):
+def test_a_written_file_is_read_back_and_compared(tmp_path, change, words):
     tensors = {"a": torch.arange(6.0), "b": torch.ones(2)}
     expected = {name: tensor.to("meta") for name, tensor in tensors.items()}
     files.write_file(tmp_path / "good.safetensors", tensors, expected)
@@ -255,7 +257,7 @@ def test_a_file_is_read_back(tmp_path, change, words):
 
 
 def test_a_parameter_that_is_not_finite_is_not_exported(base, tmp_path):
-    masters = trained_masters(base, lora=False)
+    masters = make_trained_masters(base, lora=False)
     masters["causal_lm.model.norm.weight"][3] = torch.nan
     run = write_run(tmp_path / "run", base, masters, lora=False)
     with pytest.raises(files.BadExport, match="model.norm.weight: not all values are finite"):
@@ -269,10 +271,10 @@ def test_a_full_disk_is_reported_before_anything_is_written(full_run, monkeypatc
         export_run(full_run)
 
 
-# ---- what the user can fix -----------------------------------------------------------------------------------------
+# ---- mistakes of the user --------------------------------------------------------------------------------------------
 
 
-def refused(capsys, *arguments: object) -> str:
+def read_refusal(capsys, *arguments: object) -> str:
     """The message of `vcore-ds export` that ends with exit code 2."""
     capsys.readouterr()
     assert main(["export", *map(str, arguments)]) == 2
@@ -281,49 +283,49 @@ def refused(capsys, *arguments: object) -> str:
     return message
 
 
-def test_not_a_run(tmp_path, capsys):
-    assert "found no recipe.yaml; expected the folder of a run" in refused(capsys, tmp_path)
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert "found no recipe.yaml; expected the folder of a run" in read_refusal(capsys, tmp_path)
 
 
-def test_no_checkpoint(full_run, capsys):
-    message = refused(capsys, full_run, "--checkpoint", "step_00000021")
+def test_a_run_without_the_checkpoint_is_refused(full_run, capsys):
+    message = read_refusal(capsys, full_run, "--checkpoint", "step_00000021")
     assert "expected step_00000021; found step_00000020" in message
     shutil.rmtree(full_run / "checkpoints")
-    assert "expected a complete checkpoint; found none" in refused(capsys, full_run)
+    assert "expected a complete checkpoint; found none" in read_refusal(capsys, full_run)
 
 
-def test_output_exists(full_run, tmp_path, capsys):
-    assert "is there already; expected a new folder" in refused(capsys, full_run, "--output", tmp_path)
+def test_an_existing_output_is_refused(full_run, tmp_path, capsys):
+    assert "is there already; expected a new folder" in read_refusal(capsys, full_run, "--output", tmp_path)
 
 
-def test_merge_of_a_run_without_adapter(full_run, capsys):
-    assert "found --merge with a run that trained all parameters" in refused(capsys, full_run, "--merge")
+def test_merge_is_refused_for_a_run_without_adapter(full_run, capsys):
+    assert "found --merge with a run that trained all parameters" in read_refusal(capsys, full_run, "--merge")
 
 
-def test_too_many_words(full_run, capsys):
-    assert "export: found other; expected no more than its --help" in refused(capsys, full_run, "--merge", "other")
+def test_additional_words_are_refused(full_run, capsys):
+    assert "export: found other; expected no more than its --help" in read_refusal(capsys, full_run, "--merge", "other")
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merged"])
-def test_the_base_model_is_gone_or_another(lora_run, tmp_path, capsys, kind):
+def test_a_missing_or_different_base_model_is_refused(lora_run, tmp_path, capsys, kind):
     options = ["--merge"] if kind == "merged" else []
     recipe = (lora_run / "recipe.yaml").read_text()
     (lora_run / "recipe.yaml").write_text(recipe.replace("/base\n", "/elsewhere\n"))
-    message = refused(capsys, lora_run, *options)
+    message = read_refusal(capsys, lora_run, *options)
     assert "/elsewhere: no such folder" in message and "needs the base model" in message
-    other = write_model(tmp_path / "other")
-    tiny.qwen3(vocab_size=259, num_hidden_layers=1).save_pretrained(other)
-    (lora_run / "recipe.yaml").write_text(recipe.replace(recipe.split("path: ")[1].split("\n")[0], str(other), 1))
-    message = refused(capsys, lora_run, *options)
+    other_base = write_model(tmp_path / "other")
+    tiny.qwen3(vocab_size=259, num_hidden_layers=1).save_pretrained(other_base)
+    (lora_run / "recipe.yaml").write_text(recipe.replace(recipe.split("path: ")[1].split("\n")[0], str(other_base), 1))
+    message = read_refusal(capsys, lora_run, *options)
     assert "does not match the trained parameters: base_model.model.model.layers.1" in message
     assert not (lora_run / "export").exists()
 
 
-def test_a_base_model_without_a_tensor(lora_run, base, tmp_path, capsys):
-    other = shutil.copytree(base, tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
+def test_a_base_model_without_a_tensor_is_refused(lora_run, base, tmp_path, capsys):
+    other_base = shutil.copytree(base, tmp_path / "other")
+    weights = load_file(other_base / "model.safetensors")
     del weights["model.norm.weight"]
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, other_base / "model.safetensors", metadata={"format": "pt"})
     recipe = (lora_run / "recipe.yaml").read_text()
-    (lora_run / "recipe.yaml").write_text(recipe.replace(str(base), str(other)))
-    assert "found no tensor model.norm.weight" in refused(capsys, lora_run, "--merge")
+    (lora_run / "recipe.yaml").write_text(recipe.replace(str(base), str(other_base)))
+    assert "found no tensor model.norm.weight" in read_refusal(capsys, lora_run, "--merge")

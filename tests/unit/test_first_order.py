@@ -1,4 +1,4 @@
-"""What a small temperature does: the weighted gradient of a sequence is `g + tau * C v` up to O(tau^2).
+"""Effect of a small temperature: the weighted gradient of a sequence is `g + tau * C v` up to O(tau^2).
 
 `g` is the sequence's uniform gradient, `v` the probe direction, `C = mean_t (g_t - g)(g_t - g)^T` the covariance of its
 token gradients: with q = softmax(tau * s) and s_t = <v, g_t> the weights are (1 + tau * (s_t - mean s)) / n to first
@@ -31,7 +31,7 @@ def token_gradients():
     return torch.stack([gradient(loss) for loss in losses(seed=5)]), gradient(losses(seed=6).mean())
 
 
-def weighted_gradient(gradients, utilities, tau):
+def compute_weighted_gradient(gradients, utilities, tau):
     q = gibbs_weights(utilities, torch.zeros(NUM_TOKENS, dtype=torch.long), 1, tau).weights
     return q @ gradients
 
@@ -42,11 +42,11 @@ def test_weighted_gradient_is_uniform_gradient_plus_tau_covariance_times_directi
     g = uniform_weights(torch.zeros(NUM_TOKENS, dtype=torch.long), 1, torch.float64) @ gradients
     covariance_v = (gradients - g).T @ ((gradients - g) @ v) / NUM_TOKENS
 
-    assert torch.equal(weighted_gradient(gradients, s, 0.0), g)
+    assert torch.equal(compute_weighted_gradient(gradients, s, 0.0), g)
     relative_errors = []
     for tau in [1e-2, 1e-3, 1e-4]:  # in units of 1 / (standard deviation of s): there the tilt is small
         tau = tau / float(s.std())
-        change = weighted_gradient(gradients, s, tau) - g
+        change = compute_weighted_gradient(gradients, s, tau) - g
         relative_errors.append(float((change - tau * covariance_v).norm() / (tau * covariance_v).norm()))
 
     # The remainder is quadratic in tau, so relative to the first-order term it falls linearly: ten times each.
@@ -60,6 +60,6 @@ def test_tilt_gains_the_variance_of_the_utilities_along_the_direction(token_grad
     gradients, v = token_gradients
     s = gradients @ v
     tau = 1e-4 / float(s.std())
-    gained = v @ (weighted_gradient(gradients, s, tau) - gradients.mean(0))
+    gained = v @ (compute_weighted_gradient(gradients, s, tau) - gradients.mean(0))
     assert float(gained) == pytest.approx(tau * float(s.var(correction=0)), rel=1e-3)
     assert float(gained) > 0

@@ -1,6 +1,6 @@
 """Flash attention with tangents: results in Triton's interpreter, compilation for GPUs that are not here, dispatch.
 
-Each part runs in a process of its own, as Triton settles its mode when it is imported, and its driver once a process.
+Each part runs in a separate process, as Triton settles its mode when it is imported, and its driver once a process.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ CASES = Path(__file__).with_name("flash_tangent_cases.py")
 REPOSITORY = CASES.parents[2]
 
 
-def python(*arguments: str, **environment: str) -> str:
-    """What Python prints, which must succeed."""
+def run_python(*arguments: str, **environment: str) -> str:
+    """Run Python, which must succeed; returns what it prints."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
     command = [sys.executable, *arguments]
     done = subprocess.run(
@@ -35,7 +35,7 @@ def python(*arguments: str, **environment: str) -> str:
 def test_interpreted_kernels_against_fp64() -> None:
     """Flash attention, and the tangents of `test_pointwise.py`."""
     files = [str(CASES), str(CASES.with_name("test_pointwise.py"))]
-    words = python(
+    words = run_python(
         "-m", "pytest", "-v", "-s", "-p", "no:cacheprovider", *files, "-k", "flash_tangent_cases or tangent_of",
         TRITON_INTERPRET="1",
     )  # fmt: skip
@@ -48,9 +48,8 @@ PROGRAMS = ("ptxas", "ptxas-blackwell", "cuobjdump", "nvdisasm")
 
 
 def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
-    """For H100 and B200, with all tangents, and for the tangent alone with sinks and a window: nothing in memory that
-    belongs into registers, products on the tensor cores, and few waits for them. And one kernel for batches of all
-    kinds."""
+    """For H100 and B200, with all tangents, and for the tangent alone with sinks and a window: no spilled registers,
+    matrix multiplications on the tensor cores with few waits, and one kernel for batches of all kinds."""
     triton = importlib.util.find_spec("triton")
     folder = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else None
     missing = [name for name in PROGRAMS if folder is None or not (folder / name).is_file()]
@@ -60,18 +59,18 @@ def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
     words = " ".join(map(str, head_dims))
     options = ("--first", "--json") if IS_SOAK else ("--first", "--json", "--quick")
     command = ("-m", "tests.benchmarks.kernel_compiles", *options, "--head-dim", *words.split())
-    found = json.loads(python(*command, TRITON_CACHE_DIR=str(tmp_path)))
-    assert [(one["gpu"], one["head_dim"]) for one in found["tiles"]] == [
+    report = json.loads(run_python(*command, TRITON_CACHE_DIR=str(tmp_path)))
+    assert [(entry["gpu"], entry["head_dim"]) for entry in report["tiles"]] == [
         (gpu, head_dim) for gpu in ("H100", "B200") for head_dim in head_dims for _ in range(4 if IS_SOAK else 2)
     ]
-    for one in found["tiles"]:
-        print(one)
-        assert one["fits"] and not one["is_serialized"] and one["spilled_bytes"] == 0, one
-        number, name = one["products"].split()
-        assert name == {"H100": "HGMMA", "B200": "UTCHMMA"}[one["gpu"]] and int(number) >= 20, one
-        assert 0 < one["num_waits"] <= {"H100": 4, "B200": 6}[one["gpu"]], one
-    assert {spilled for one in found["pointwise"].values() for _, spilled in one.values()} == {0}
-    assert found["num_compiles"] == {str(head_dim): 1 for head_dim in head_dims}
+    for entry in report["tiles"]:
+        print(entry)
+        assert entry["fits"] and not entry["is_serialized"] and entry["spilled_bytes"] == 0, entry
+        number, name = entry["products"].split()
+        assert name == {"H100": "HGMMA", "B200": "UTCHMMA"}[entry["gpu"]] and int(number) >= 20, entry
+        assert 0 < entry["num_waits"] <= {"H100": 4, "B200": 6}[entry["gpu"]], entry
+    assert {spilled for entry in report["pointwise"].values() for _, spilled in entry.values()} == {0}
+    assert report["num_compiles"] == {str(head_dim): 1 for head_dim in head_dims}
 
 
 NO_COMPILER = """
@@ -86,9 +85,11 @@ except UserError as error:
 """
 
 
-def test_a_compiler_that_is_missing_is_said(tmp_path: Path) -> None:
-    found = python("-c", NO_COMPILER, TRITON_CACHE_DIR=str(tmp_path), TRITON_LIBCUDA_PATH="/nowhere", CC="/no/compiler")
-    assert "/no/compiler" in found and "apt-get install gcc python3-dev" in found
+def test_a_missing_compiler_is_reported(tmp_path: Path) -> None:
+    output = run_python(
+        "-c", NO_COMPILER, TRITON_CACHE_DIR=str(tmp_path), TRITON_LIBCUDA_PATH="/nowhere", CC="/no/compiler"
+    )
+    assert "/no/compiler" in output and "apt-get install gcc python3-dev" in output
 
 
 def test_without_triton_attention_runs_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,11 +103,11 @@ def test_without_triton_attention_runs_in_blocks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_kernel_serves_half_precision_up_to_its_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
-    def served(dtype: torch.dtype, head_dim: int) -> bool:
+    def is_served(dtype: torch.dtype, head_dim: int) -> bool:
         return _can_use_triton(torch.empty(1, 2, 3, head_dim, dtype=dtype))
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not served(torch.bfloat16, 64)  # on a CPU
+    assert not is_served(torch.bfloat16, 64)  # on a CPU
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert served(torch.bfloat16, 64) and served(torch.float16, 256)
-    assert not served(torch.float32, 64) and not served(torch.float64, 64) and not served(torch.bfloat16, 288)
+    assert is_served(torch.bfloat16, 64) and is_served(torch.float16, 256)
+    assert not is_served(torch.float32, 64) and not is_served(torch.float64, 64) and not is_served(torch.bfloat16, 288)

@@ -26,5 +26,5 @@ def test_a_forward_counts_two_flop_for_each_weight_and_the_causal_half_of_attent
         ("x86_64", None),
     ],
 )
-def test_the_peak_of_a_device(name: str, flops: float | None) -> None:
+def test_the_peak_flops_of_known_devices(name: str, flops: float | None) -> None:
     assert peak_flops(name) == flops

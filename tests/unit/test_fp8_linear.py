@@ -1,4 +1,4 @@
-"""The linear layer of FP8 tangents, against fp64 products of the same rounded factors."""
+"""The linear layer of FP8 tangents, against fp64 matrix multiplications of the same rounded factors."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
-def test_it_multiplies_factors_that_are_rounded_row_by_row(scale: float) -> None:
+def test_factors_are_rounded_row_by_row(scale: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 64, generator=generator).mul(scale).bfloat16()
     weight = torch.randn(48, 64, generator=generator).mul(10.0 ** torch.linspace(-3, 3, 48)[:, None]).bfloat16()
@@ -28,7 +28,7 @@ def test_it_multiplies_factors_that_are_rounded_row_by_row(scale: float) -> None
     assert not product[1, 2].any()
 
 
-def test_a_shape_that_the_kernels_do_not_take_is_multiplied_in_bf16() -> None:
+def test_unsupported_shapes_are_multiplied_in_bf16() -> None:
     x, weight = torch.randn(7, 24).bfloat16(), torch.randn(32, 24).bfloat16()
     assert (
         not is_supported(weight)

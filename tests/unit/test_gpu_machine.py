@@ -1,5 +1,5 @@
-"""What a machine with GPUs would meet first, seen without one: who decides whether they are used, tests that stay on
-the CPU, cores, copies that nobody waits for, and versions that an image brings."""
+"""Checks for machines with GPUs that need none: the decision to use GPUs, tests that stay on the CPU, cores, copies
+without waits, and versions that an image provides."""
 
 import os
 import platform
@@ -61,8 +61,8 @@ def test_tests_stay_on_the_cpu_except_those_of_gpus(
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     conftest.pytest_configure(SimpleNamespace(invocation_params=SimpleNamespace(dir=REPOSITORY), args=arguments))
-    found = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("DS_ACCELERATOR")
-    assert found == (("", "cpu") if stays else ("0,1", None))
+    devices = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("DS_ACCELERATOR")
+    assert devices == (("", "cpu") if stays else ("0,1", None))
 
 
 def test_processes_of_tests_see_no_gpu() -> None:
@@ -75,7 +75,7 @@ def test_processes_of_tests_see_no_gpu() -> None:
 def test_a_rank_bound_to_the_cores_of_its_gpu_has_its_share_of_the_node(
     bound: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 32 cores for 8 ranks under a launcher that has all."""
+    """A node has 32 cores for 8 ranks, and the launcher may use all of them."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     chosen: list[int] = []
@@ -111,18 +111,25 @@ def test_an_optimizer_offloaded_from_a_gpu_has_its_share_of_the_cores(
     assert chosen == ([] if num_threads is None else [num_threads])
 
 
-def test_supervised_tokens_are_found_without_asking_the_device() -> None:
+def test_supervised_tokens_are_selected_without_asking_the_device() -> None:
     """A fake tensor has no values: whatever the host would read from a device, and wait for, is an error."""
     hidden = torch.randn(2, 5, 3)
     targets = torch.tensor([[7, IGNORED_LABEL, 3, 4, IGNORED_LABEL], [IGNORED_LABEL, IGNORED_LABEL, 1, 2, 0]])
-    found, found_targets = supervised_tokens(hidden, targets)
-    assert torch.equal(found, hidden[targets != IGNORED_LABEL]) and found_targets.tolist() == [7, 3, 4, 1, 2, 0]
+    supervised, supervised_targets = supervised_tokens(hidden, targets)
+    assert torch.equal(supervised, hidden[targets != IGNORED_LABEL]) and supervised_targets.tolist() == [
+        7,
+        3,
+        4,
+        1,
+        2,
+        0,
+    ]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(hidden)
     assert supervised_tokens(fake, targets)[0].shape == (6, 3)
 
 
-def test_copies_to_a_gpu_are_out_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_gpu_use_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned, copies = [], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **options: copies.append(options) or tensor)

@@ -26,7 +26,7 @@ def parts(tmp_path: Path) -> dict[str, Part]:
     return {**PARTS, "counts": Part(counts.question, (*counts.arguments[:-1], str(tmp_path / "count")))}
 
 
-def test_parts_run_in_processes_of_their_own_and_are_kept(parts: dict[str, Part], tmp_path: Path) -> None:
+def test_parts_run_in_separate_processes_and_are_kept(parts: dict[str, Part], tmp_path: Path) -> None:
     folder, where = tmp_path / "results", {"commit": "abc", "device": "a GPU"}
     outcomes = run_parts(parts, folder, **where)
     assert [outcome.exit_code for outcome in outcomes] == [0, 3, 0]
@@ -71,7 +71,7 @@ def test_no_part_begins_that_might_not_end_in_time(parts: dict[str, Part], tmp_p
 
 
 @pytest.mark.parametrize("parts", [session.PARTS, *(make_parts(number) for number in (8, 4, 2))])
-def test_every_part_names_what_is_there(parts: dict[str, Part]) -> None:
+def test_every_part_names_existing_files(parts: dict[str, Part]) -> None:
     for name, part in parts.items():
         for argument in part.arguments:
             if argument.startswith("tests/"):
@@ -85,7 +85,7 @@ def test_outcomes_are_json(parts: dict[str, Part], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "last.json").read_text())["command"] == shlex.join(["python", "-c", "print('done')"])
 
 
-def test_a_node_is_used_as_far_as_a_power_of_two() -> None:
+def test_a_node_uses_the_largest_power_of_two_of_its_gpus() -> None:
     assert [choose_num_ranks(number) for number in (1, 2, 3, 4, 7, 8, 9)] == [0, 2, 2, 4, 4, 8, 8]
     assert [name for name in make_parts(8) if "steps" in name] == ["steps_8", "steps_4"]
     assert [name for name in make_parts(2) if "steps" in name] == ["steps_2"]

@@ -35,17 +35,17 @@ def test_the_next_accumulation_begins_at_zero_and_one_micro_batch_is_left_alone(
     assert accumulate([ones], parameter, in_fp32=True).tolist() == [1.0] * 3
 
 
-def test_a_parameter_that_only_some_micro_batches_use() -> None:
-    used, other = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
-    gradient_sum = GradientSum([used, other])
+def test_a_parameter_that_only_some_micro_batches_use_is_summed() -> None:
+    used, late = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    gradient_sum = GradientSum([used, late])
     used.sum().backward()
     gradient_sum.add()
-    (used + other).sum().backward()
+    (used + late).sum().backward()
     gradient_sum.write_back()
-    assert used.grad is not None and other.grad is not None
-    assert (used.grad.tolist(), other.grad.tolist()) == ([2.0, 2.0], [1.0, 1.0])
+    assert used.grad is not None and late.grad is not None
+    assert (used.grad.tolist(), late.grad.tolist()) == ([2.0, 2.0], [1.0, 1.0])
 
 
-def test_bytes() -> None:
+def test_bytes_of_unsharded_gradients_include_the_fp32_sum() -> None:
     parameters = [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))]
     assert unsharded_gradient_bytes(parameters) == 10 * 4 + 5 * 6

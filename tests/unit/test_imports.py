@@ -51,6 +51,6 @@ def test_a_module_that_is_imported_without_the_compiler_keeps_its_functions(tmp_
     assert is_compiled(torch.compile(module.double))
 
 
-def test_what_lasting_imports_make_is_left_alone_and_only_once() -> None:
+def test_lasting_imports_are_excluded_from_garbage_collection_once() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What .ci/install.py tells uv of pip's configuration."""
+"""The settings of pip's configuration that .ci/install.py passes to uv."""
 
 import importlib.util
 import subprocess
@@ -28,13 +28,13 @@ def test_uv_looks_where_pip_does(without_settings: Path, monkeypatch: pytest.Mon
         "find-links = /wheels /more=wheels\n[install]\nindex-url = https://nearer/simple\n[wheel]\nno-index = true\n"
     )
     monkeypatch.setenv("PIP_FIND_LINKS", "/from/environment /and=another")
-    found = install.uv_settings(install.pip_settings())
-    assert {name: found[name] for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS")} == {
+    settings = install.uv_settings(install.pip_settings())
+    assert {name: settings[name] for name in ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS")} == {
         "UV_DEFAULT_INDEX": "https://nearer/simple",
         "UV_INDEX": "https://one/simple file:///two",
         "UV_FIND_LINKS": "/from/environment,/and=another",
     }
-    assert "UV_NO_INDEX" not in found  # another command's
+    assert "UV_NO_INDEX" not in settings  # a setting of `pip wheel`, not of `pip install`
 
 
 @pytest.mark.parametrize("failing", ["pip install uv", "uv"])
@@ -56,7 +56,7 @@ def test_pip_takes_over_where_uv_cannot(
     assert "pip takes over" in capsys.readouterr().out
 
 
-def test_uv_alone_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_installs_alone_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
 
     def run(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:

@@ -83,7 +83,7 @@ def test_the_json_schema_is_current(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_json_schema_has_every_key_with_default_and_meaning(validator: jsonschema.Draft7Validator) -> None:
     schema: dict[str, Any] = validator.schema
 
-    def properties(node: dict[str, Any]) -> dict[str, Any]:
+    def find_properties(node: dict[str, Any]) -> dict[str, Any]:
         """The keys of a section, which may be null."""
         (reference,) = (branch["$ref"] for branch in node.get("anyOf", [node]) if "$ref" in branch)
         return schema["$defs"][reference.rpartition("/")[2]]["properties"]
@@ -92,7 +92,7 @@ def test_the_json_schema_has_every_key_with_default_and_meaning(validator: jsons
         *sections, name = key.dotted.split(".")
         keys = schema["properties"]
         for section in sections:
-            keys = properties(keys[section])
+            keys = find_properties(keys[section])
         assert keys[name]["description"] == key.meaning
         default = keys[name].get("default", "required")
         assert (default if isinstance(default, str) else json.dumps(default)) == (key.default or "required")
@@ -114,7 +114,7 @@ def test_every_shipped_file_follows_the_json_schema(validator: jsonschema.Draft7
         "optimizer: {betas: [0.9, 0.95]}",
     ],
 )
-def test_what_editors_accept(validator: jsonschema.Draft7Validator, text: str) -> None:
+def test_the_json_schema_accepts_valid_values(validator: jsonschema.Draft7Validator, text: str) -> None:
     assert validator.is_valid(parse_yaml(text).value)
 
 
@@ -138,6 +138,8 @@ def test_what_editors_accept(validator: jsonschema.Draft7Validator, text: str) -
         ("base: 1", "base"),
     ],
 )
-def test_what_editors_mark(validator: jsonschema.Draft7Validator, text: str, place: str) -> None:
+def test_the_json_schema_rejects_a_wrong_value_at_its_place(
+    validator: jsonschema.Draft7Validator, text: str, place: str
+) -> None:
     (error,) = validator.iter_errors(parse_yaml(text).value)
     assert ".".join(map(str, error.path)) == place

@@ -23,7 +23,7 @@ PUBLISHED = {
     "Llama-3.2-1B": (1_235_814_400, 973_146_112, 5_636_096, 45_088_768),
     "Llama-3.2-3B": (3_212_749_824, 2_818_747_392, 12_156_928, 97_255_424),
 }
-"""All, all but the embeddings, adapters of rank 8 and of rank 64."""
+"""Parameters: in total, without the embeddings, of adapters of rank 8, of adapters of rank 64."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -41,19 +41,19 @@ EXACT = ("qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "gemma")
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if KNOWN_MODELS[name].experts is None])
-def test_transformers_builds_as_many_parameters(name: str) -> None:
-    """MoE models: test_mixtures.py."""
+def test_parameter_counts_are_those_of_transformers(name: str) -> None:
+    """MoE models: test_moe_shapes.py."""
     config, shape = dict(CONFIGS[name]), KNOWN_MODELS[name]
     kind = config.pop("model_type")
     positions = config.pop("max_position_embeddings")
-    expected, first_layer = built(kind, tuple(sorted(config.items())))
+    expected, first_layer = build_parameter_counts(kind, tuple(sorted(config.items())))
     assert parameter_counts(shape).all == pytest.approx(expected, rel=0 if kind in EXACT else 1e-4, abs=0)
     assert (shape.hidden_size * shape.intermediate_size) in first_layer
     assert shape.max_positions == positions
 
 
 @lru_cache
-def built(kind: str, sizes: tuple[tuple[str, Any], ...]) -> tuple[int, set[int]]:
+def build_parameter_counts(kind: str, sizes: tuple[tuple[str, Any], ...]) -> tuple[int, set[int]]:
     """Parameters of the model, and of the matrices of its first layer."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**dict(sizes)))
@@ -61,7 +61,7 @@ def built(kind: str, sizes: tuple[tuple[str, Any], ...]) -> tuple[int, set[int]]
     return sum(weight.numel() for weight in model.parameters()), {weight.numel() for weight in layer.parameters()}
 
 
-def test_the_model_that_is_assumed_is_the_known_one() -> None:
+def test_the_assumed_model_is_the_known_one() -> None:
     assert KNOWN_MODELS["Qwen3-32B"] == QWEN3_32B
 
 
@@ -89,11 +89,11 @@ def test_the_model_that_is_assumed_is_the_known_one() -> None:
         ("", None),
     ],
 )
-def test_models_by_name(path: str, name: str | None) -> None:
+def test_models_are_recognized_by_name(path: str, name: str | None) -> None:
     assert find_known_model(path) == name
 
 
-def test_positions_that_yarn_adds() -> None:
+def test_yarn_extends_the_positions() -> None:
     sizes = CONFIGS["Qwen3-8B"]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     for extended, positions in ((sizes | {"rope_scaling": yarn}, 131_072), (sizes, 40_960)):

@@ -1,4 +1,4 @@
-"""What lies between decoder and softmax: the token loss of many architectures against their own logits, in fp64."""
+"""Layers between decoder and softmax: the token loss of many architectures against their logits, in fp64."""
 
 import re
 from collections.abc import Iterator
@@ -64,8 +64,8 @@ TRANSFORMED = {
     "cohere2": dict(logit_scale=0.25),
     "falcon_h1": dict(lm_head_multiplier=0.3, **MAMBA),
 }
-"""One of each way to write it."""
-TEXT_OF = {
+"""One architecture for each way to write a transform of the logits."""
+TEXT_SIZES = {
     "gemma3": {},
     "gemma4": GEMMA_4,
     "llama4": dict(num_local_experts=2, intermediate_size_mlp=48),
@@ -78,24 +78,24 @@ TEXT_OF = {
 }
 
 
-def text_config(model_type: str, **changes: object) -> PretrainedConfig:
+def make_text_config(model_type: str, **changes: object) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type](**{**SIZES, **changes})
 
 
-def vision_language_config(model_type: str, **changes: int) -> PretrainedConfig:
+def make_vision_language_config(model_type: str, **changes: int) -> PretrainedConfig:
     default = CONFIG_MAPPING[model_type]()
     vision = "gemma4_vision" if model_type == "gemma4" else default.vision_config.model_type
     return CONFIG_MAPPING[model_type](
-        text_config={**SIZES, **TEXT_OF[model_type], **changes, "model_type": default.get_text_config().model_type},
+        text_config={**SIZES, **TEXT_SIZES[model_type], **changes, "model_type": default.get_text_config().model_type},
         vision_config={**VISION, "model_type": vision},
     )
 
 
 def make(config: PretrainedConfig) -> PreTrainedModel:
-    """In fp64, with weights so large that logits are capped."""
+    """Make a model in fp64, with weights so large that logits are capped."""
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if part is not None:
-            part._experts_implementation = "eager"  # the grouped products of others are of 32 bits at most
+            part._experts_implementation = "eager"  # grouped GEMMs of transformers take at most 32 bits
     torch.manual_seed(0)
     model = find_auto_class(config).from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -105,8 +105,8 @@ def make(config: PretrainedConfig) -> PreTrainedModel:
     return model.double()
 
 
-def relative_error_of_losses(model: PreTrainedModel) -> float:
-    """Of the token loss against the cross-entropy of the model's own logits."""
+def measure_loss_error(model: PreTrainedModel) -> float:
+    """Relative error of the token loss against the cross-entropy of the model's logits."""
     ids = torch.randint(3, 80, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     targets = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORED_LABEL)], 1)
     layout = SequenceLayout.from_lengths([[TOKENS]] * 2, 1, torch.device("cpu"))
@@ -114,42 +114,42 @@ def relative_error_of_losses(model: PreTrainedModel) -> float:
         logits = model(input_ids=ids, use_cache=False).logits
         expected = cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="none")
         wrapped = TokenLossModel(model)
-        found = wrapped(ids, targets, torch.arange(TOKENS).expand(2, TOKENS), layout)
+        losses = wrapped(ids, targets, torch.arange(TOKENS).expand(2, TOKENS), layout)
         # Others ask the wrapped model for its logits.
         torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, logits)
-    return float((found - expected).norm() / expected.norm())
+    return float((losses - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("model_type", TRANSFORMED)
 def test_losses_are_those_of_the_models_own_logits(model_type: str) -> None:
-    config = text_config(model_type, **TRANSFORMED[model_type])
+    config = make_text_config(model_type, **TRANSFORMED[model_type])
     assert read_logit_transform(config) != PLAIN
-    error = relative_error_of_losses(make(config))
+    error = measure_loss_error(make(config))
     print(f"{model_type}: {read_logit_transform(config)}, relative error {error:.1e}")
     assert error < 1e-12
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "opt", "mpt"])
-def test_decoders_that_transformers_has_under_other_names(model_type: str) -> None:
+def test_decoders_under_other_names_are_supported(model_type: str) -> None:
     sizes = {
-        "llama4_text": {**SIZES, **TEXT_OF["llama4"]},
+        "llama4_text": {**SIZES, **TEXT_SIZES["llama4"]},
         "opt": dict(ffn_dim=48, word_embed_proj_dim=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
         "mpt": dict(d_model=32, n_heads=4, n_layers=2, logit_scale=3.0),  # which its forward does not read
     }[model_type]
     config = CONFIG_MAPPING[model_type](**{**sizes, "vocab_size": VOCABULARY})
-    assert relative_error_of_losses(make(config)) < 1e-12
+    assert measure_loss_error(make(config)) < 1e-12
 
 
 # ---- vision-language models ----------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_vision_language_model_is_tried_here() -> None:
-    assert sorted(TEXT_OF) == sorted(VISION_LANGUAGE)
+def test_every_kind_of_vision_language_model_is_tested_here() -> None:
+    assert sorted(TEXT_SIZES) == sorted(VISION_LANGUAGE)
 
 
 @pytest.mark.parametrize("model_type", VISION_LANGUAGE)
-def test_language_models_within_vision_language_models(model_type: str) -> None:
-    config = vision_language_config(model_type)
+def test_only_the_language_model_of_a_vision_language_model_is_trained(model_type: str) -> None:
+    config = make_vision_language_config(model_type)
     assert is_vision_language(config)
     model = make(config)
     freeze_towers(model)
@@ -159,7 +159,7 @@ def test_language_models_within_vision_language_models(model_type: str) -> None:
     assert model.get_output_embeddings().weight.requires_grad
     assert {name for name, _ in model.named_parameters() if name.startswith(language_model)} <= set(trained)
     assert set(trained) < {name for name, _ in model.named_parameters()}
-    error = relative_error_of_losses(model)
+    error = measure_loss_error(model)
     print(f"{model_type}: relative error {error:.1e}")
     assert error < 1e-12
 
@@ -167,7 +167,9 @@ def test_language_models_within_vision_language_models(model_type: str) -> None:
 def test_adapters_are_for_the_language_model_alone() -> None:
     # The vision tower of Gemma 3 has layers of the same names.
     for targets in ("all-linear", ("q_proj",)):
-        adapted = add_lora(make(vision_language_config("gemma3")), LoraConfig(rank=4, alpha=8, target_modules=targets))
+        adapted = add_lora(
+            make(make_vision_language_config("gemma3")), LoraConfig(rank=4, alpha=8, target_modules=targets)
+        )
         names = [name for name, p in adapted.named_parameters() if p.requires_grad]
         assert names and all(".language_model." in name for name in names)
 
@@ -175,16 +177,16 @@ def test_adapters_are_for_the_language_model_alone() -> None:
 # ---- nothing is missing from the tables ----------------------------------------------------------------------------
 
 
-def forwards() -> Iterator[tuple[str, str]]:
+def iter_forwards() -> Iterator[tuple[str, str]]:
     """(type, source of its causal language model) of all architectures, without importing them, which takes long."""
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         folder = Path(transformers.__file__).parent / "models" / transformers._class_to_module[name].split(".")[1]
         sources = (file.read_text(encoding="utf-8") for file in folder.glob("modeling_*.py"))
-        found = (
+        matches = (
             re.search(rf"^class {name}\(.*?(?=^(?:class |@|__all__)|\Z)", text, re.DOTALL | re.MULTILINE)
             for text in sources
         )
-        yield model_type, next(match[0] for match in found if match)
+        yield model_type, next(match[0] for match in matches if match)
 
 
 def test_the_tables_hold_every_architecture_that_transforms_its_logits() -> None:
@@ -192,7 +194,7 @@ def test_the_tables_hold_every_architecture_that_transforms_its_logits() -> None
         r"logits\S* = .*(?:[*/] |tanh|soft_?cap)|lm_head\(.*\) [*/]|hidden_states = .* / |logits\[\.\.\., :"
     )
     missing, needless = [], []
-    for model_type, source in forwards():
+    for model_type, source in iter_forwards():
         config_type = CONFIG_MAPPING[model_type]
         text_type = (config_type.sub_configs or {}).get("text_config", config_type)
         is_known = any(hasattr(text_type, name) for name in FACTORS + DIVISORS + SOFTCAPS)
@@ -201,6 +203,6 @@ def test_the_tables_hold_every_architecture_that_transforms_its_logits() -> None
         if is_known and not operations.search(source):
             needless.append(model_type)
         if "unpadded_vocab_size" in source:
-            assert read_unpadded_vocabulary(text_config(model_type, unpadded_vocab_size=81)) == 81
+            assert read_unpadded_vocabulary(make_text_config(model_type, unpadded_vocab_size=81)) == 81
     assert not missing
     assert needless == ["gemma3", "mpt"]  # they have a field that is not read

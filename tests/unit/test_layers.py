@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "train": "method common config distributed planning data models engine utility",
     "commands": "method common config distributed planning data models engine utility train",
 }
-"""What a room may import; the rest of what is below it, it does without."""
+"""The rooms below it that a room may import."""
 
 PUBLIC = "__init__"
 """The package's own file, which lists what is public: it imports from any room, but nothing at once."""
@@ -59,10 +59,10 @@ LAYOUT_FUNCTIONS = {
 }  # fmt: skip
 AXES = {"data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"}
 BEFORE_ANY_LAYOUT = "vcore_ds.commands.preflight.interconnect"
-"""Measures the network by groups of its own, on ranks that are on no axes yet."""
+"""Measures the network in separate process groups, on ranks that are on no axes yet."""
 
 
-def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
+def iter_imports(source: str, module: str) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of every import in a module, those inside functions included.
 
     `from a import b` gives `a.b`, since b may be a module; imports for type checkers only are imports too.
@@ -78,94 +78,94 @@ def imports(source: str, module: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{prefix}.{alias.name}"
 
 
-def violations(source: str, module: str) -> list[str]:
-    """What a module `vcore_ds.ROOM...` imports against the drawing, one line each."""
+def find_violations(source: str, module: str) -> list[str]:
+    """Imports of a module `vcore_ds.ROOM...` that the rules forbid, one line each."""
     room = module.split(".")[1]
-    found = []
-    for line, name in imports(source, module):
+    problems = []
+    for line, name in iter_imports(source, module):
         top, *rest = name.split(".")
         where = f"{module}:{line} imports {name}"
         if top == "deepspeed" and room != "engine":
-            found.append(f"{where}: only engine/ may")
+            problems.append(f"{where}: only engine/ may")
         elif name.startswith("torch.distributed") and room not in {"engine", "distributed"}:
             if module != BEFORE_ANY_LAYOUT:
-                found.append(f"{where}: only distributed/ and engine/ may")
+                problems.append(f"{where}: only distributed/ and engine/ may")
         elif top in HEAVY and room in {"config", "planning"}:
-            found.append(f"{where}: {room} stays free of it")
+            problems.append(f"{where}: {room} stays free of it")
         elif name == "vcore_ds.config.schema.Recipe" and room not in TAKE_WHOLE_RECIPES:
-            found.append(f"{where}: {room} takes a section of it, or values")
+            problems.append(f"{where}: {room} takes a section of it, or values")
         elif top == "vcore_ds" and rest and rest[0] != "__version__" and room != PUBLIC:
-            other = rest[0]
-            if other != room and other not in MAY_IMPORT.get(room, "").split():
-                found.append(f"{where}: {room} does without {other}")
-    return found
+            imported_room = rest[0]
+            if imported_room != room and imported_room not in MAY_IMPORT.get(room, "").split():
+                problems.append(f"{where}: {room} does without {imported_room}")
+    return problems
 
 
-def unnamed_reductions(source: str, module: str) -> list[str]:
+def find_unnamed_reductions(source: str, module: str) -> list[str]:
     """Calls of collectives, or of a bare rank or world size, that name no axis of the layout."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         where = f"{module}:{node.lineno}: {ast.unparse(node.func)}"
         owner = ast.unparse(node.func.value)
         if owner in {"dist", "torch.distributed", "deepspeed.comm"} and node.func.attr in REDUCTIONS:
-            found.append(where)
+            calls.append(where)
         if owner == "layout" and node.func.attr in LAYOUT_FUNCTIONS:
             axis = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
             if axis not in AXES:
-                found.append(f"{where} without the name of an axis")
-    return found
+                calls.append(f"{where} without the name of an axis")
+    return calls
 
 
-def modules() -> list[tuple[Path, str]]:
+def list_modules() -> list[tuple[Path, str]]:
     paths = sorted(PACKAGE.rglob("*.py"))
     # A package's own name ends in __init__, so that one level of a relative import is the package itself.
     return [(path, ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)) for path in paths]
 
 
-@pytest.mark.parametrize(("path", "module"), modules(), ids=[module for _, module in modules()])
-def test_a_room_imports_what_it_may(path: Path, module: str) -> None:
-    assert violations(path.read_text(encoding="utf-8"), module) == []
+@pytest.mark.parametrize(("path", "module"), list_modules(), ids=[module for _, module in list_modules()])
+def test_a_room_imports_only_what_it_may(path: Path, module: str) -> None:
+    assert find_violations(path.read_text(encoding="utf-8"), module) == []
 
 
 def test_every_room_is_drawn() -> None:
-    rooms = {module.split(".")[1] for _, module in modules()} - {PUBLIC}
+    rooms = {module.split(".")[1] for _, module in list_modules()} - {PUBLIC}
     drawn = [room for level in LEVELS for room in level]
     assert rooms == set(drawn) == set(MAY_IMPORT) and len(drawn) == len(rooms), (
         "draw the new room, or erase the old one"
     )
 
 
-def test_the_drawing_points_down_and_draws_no_arrow_that_is_not_there() -> None:
+def test_allowed_imports_point_down_and_are_used() -> None:
     level = {room: place for place, rooms in enumerate(LEVELS) for room in rooms}
-    drawn = {(room, other) for room, others in MAY_IMPORT.items() for other in others.split()}
-    assert all(level[other] < level[room] for room, other in drawn)
-    there = {
+    allowed = {(room, target) for room, targets in MAY_IMPORT.items() for target in targets.split()}
+    assert all(level[target] < level[room] for room, target in allowed)
+    used = {
         (module.split(".")[1], name.split(".")[1])
-        for path, module in modules()
-        for _, name in imports(path.read_text(encoding="utf-8"), module)
+        for path, module in list_modules()
+        for _, name in iter_imports(path.read_text(encoding="utf-8"), module)
         if name.startswith("vcore_ds.")
     }
-    assert drawn <= there
+    assert allowed <= used
 
 
 def test_names_are_imported_from_the_files_that_define_them() -> None:
     """A package's own file re-exports nothing; that of a command is the command, and the first lists what is public."""
-    assert list(imports_at_once((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) == [
+    assert list(iter_imports_at_once((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) == [
         *("typing", "types", "importlib", "sys")
     ]
     for path in PACKAGE.glob("*/**/__init__.py"):
         folder = path.parent.relative_to(PACKAGE)
         if not folder.is_relative_to("commands"):
-            imported = [name for _, name in imports(path.read_text(encoding="utf-8"), "vcore_ds.__init__")]
+            imported = [name for _, name in iter_imports(path.read_text(encoding="utf-8"), "vcore_ds.__init__")]
             assert imported == (["vcore_ds.engine.deepspeed_start"] if str(folder) == "engine" else []), path
 
 
-@pytest.mark.parametrize(("path", "module"), modules(), ids=[module for _, module in modules()])
+@pytest.mark.parametrize(("path", "module"), list_modules(), ids=[module for _, module in list_modules()])
 def test_every_reduction_names_its_axis(path: Path, module: str) -> None:
     if not module.startswith("vcore_ds.distributed") and module != BEFORE_ANY_LAYOUT:
-        assert unnamed_reductions(path.read_text(encoding="utf-8"), module) == []
+        assert find_unnamed_reductions(path.read_text(encoding="utf-8"), module) == []
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def test_every_reduction_names_its_axis(path: Path, module: str) -> None:
         "layout.gather_objects('world', 1)",
     ],
 )
-def test_an_unnamed_reduction_is_seen(source: str) -> None:
-    assert len(unnamed_reductions(source, "vcore_ds.train.step")) == 1
+def test_an_unnamed_reduction_is_detected(source: str) -> None:
+    assert len(find_unnamed_reductions(source, "vcore_ds.train.step")) == 1
 
 
 def test_a_named_reduction_passes() -> None:
-    assert unnamed_reductions("layout.sum_over('shards', [1.0])\nlayout.rank('job')", "vcore_ds.train.step") == []
+    assert find_unnamed_reductions("layout.sum_over('shards', [1.0])\nlayout.rank('job')", "vcore_ds.train.step") == []
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_a_named_reduction_passes() -> None:
         ("from transformers import AutoConfig", "vcore_ds.config.schema"),
     ],
 )
-def test_a_wrong_import_is_seen(source: str, module: str) -> None:
-    assert len(violations(source, module)) == 1
+def test_a_wrong_import_is_detected(source: str, module: str) -> None:
+    assert len(find_violations(source, module)) == 1
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_wrong_import_is_seen(source: str, module: str) -> None:
     ],
 )
 def test_a_right_import_passes(source: str, module: str) -> None:
-    assert violations(source, module) == []
+    assert find_violations(source, module) == []
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_right_import_passes(source: str, module: str) -> None:
         "vcore_ds.commands.cli",
     ],
 )
-def test_what_a_typing_mistake_meets_first_imports_no_torch(module: str) -> None:
+def test_modules_of_the_command_line_import_no_torch(module: str) -> None:
     code = (
         f"import sys, {module}\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
@@ -258,7 +258,7 @@ def test_what_a_typing_mistake_meets_first_imports_no_torch(module: str) -> None
     assert (result.stdout, result.returncode) == ("loaded:\n", 0), result.stderr
 
 
-def imports_at_once(source: str) -> Iterator[str]:
+def iter_imports_at_once(source: str) -> Iterator[str]:
     """Absolute names that importing the module imports: those outside functions and `if TYPE_CHECKING`."""
     open_nodes: list[ast.AST] = [ast.parse(source)]
     while open_nodes:
@@ -276,10 +276,12 @@ def test_a_run_without_tensor_parallel_layers_imports_no_megatron() -> None:
     """It brings wandb and much else: 0.8 of the 6.7 s of processor time that a rank needed for its imports."""
     for path in PACKAGE.rglob("*.py"):
         if "megatron" not in path.parts:
-            names = list(imports_at_once(path.read_text(encoding="utf-8")))
+            names = list(iter_imports_at_once(path.read_text(encoding="utf-8")))
             assert not [name for name in names if name.startswith(("megatron", "vcore_ds.models.megatron"))], path
     assert list(
-        imports_at_once("if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    import c\nfinally:\n    pass")
+        iter_imports_at_once(
+            "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    import c\nfinally:\n    pass"
+        )
     ) == [
         "c",
         "b",

@@ -24,7 +24,7 @@ from tests.experiments.task import (
 from tests.experiments.training import Run, make_small_qwen3
 
 
-def clean_tokens(prompt):
+def compute_clean_tokens(prompt):
     """The clean trace of a prompt, by ordinary arithmetic on whole numbers."""
 
     def number(digits):
@@ -42,7 +42,7 @@ def clean_tokens(prompt):
     return [*tokens, task.ANSWER, *answer, task.END]
 
 
-def rows(traces):
+def iter_rows(traces):
     """Per sequence: prompt, supervised tokens, their kinds, whether they are of the answer."""
     for row in range(len(traces)):
         here = traces.sequence_index == row
@@ -52,8 +52,8 @@ def rows(traces):
 
 
 def test_clean_traces_are_right():
-    for prompt, targets, kinds, in_answer in rows(TraceStream(0, wrong=0, irrelevant=0).take(50)):
-        assert targets == clean_tokens(prompt)
+    for prompt, targets, kinds, in_answer in iter_rows(TraceStream(0, wrong=0, irrelevant=0).take(50)):
+        assert targets == compute_clean_tokens(prompt)
         assert set(kinds) == {SOUND}
         assert [t for t, inside in zip(targets, in_answer, strict=True) if inside] == targets[-NUM_DIGITS - 2 : -1]
 
@@ -61,9 +61,9 @@ def test_clean_traces_are_right():
 @pytest.mark.parametrize("noise", [RANDOM_NOISE, SYSTEMATIC_NOISE], ids=["random", "systematic"])
 def test_planted_positions_are_exactly_what_differs_from_the_clean_trace(noise):
     num_wrong = num_irrelevant = 0
-    for prompt, targets, kinds, _ in rows(TraceStream(1, **noise).take(400)):
+    for prompt, targets, kinds, _ in iter_rows(TraceStream(1, **noise).take(400)):
         kept = [(token, kind) for token, kind in zip(targets, kinds, strict=True) if kind != IRRELEVANT_PART]
-        for (token, kind), right in zip(kept, clean_tokens(prompt), strict=True):
+        for (token, kind), right in zip(kept, compute_clean_tokens(prompt), strict=True):
             assert (token != right) == (kind == WRONG_STEP)
         num_wrong += kinds.count(WRONG_STEP)
         num_irrelevant += kinds.count(IRRELEVANT_PART) / 6
@@ -73,9 +73,9 @@ def test_planted_positions_are_exactly_what_differs_from_the_clean_trace(noise):
 
 def test_systematic_noise_is_always_the_same():
     wrong, irrelevant = [], []
-    for prompt, targets, kinds, _ in rows(TraceStream(1, **SYSTEMATIC_NOISE).take(100)):
+    for prompt, targets, kinds, _ in iter_rows(TraceStream(1, **SYSTEMATIC_NOISE).take(100)):
         kept = [(token, kind) for token, kind in zip(targets, kinds, strict=True) if kind != IRRELEVANT_PART]
-        pairs = zip(kept, clean_tokens(prompt), strict=True)
+        pairs = zip(kept, compute_clean_tokens(prompt), strict=True)
         wrong += [(token - right) % BASE for (token, kind), right in pairs if kind == WRONG_STEP]
         irrelevant += [token for token, kind in zip(targets, kinds, strict=True) if kind == IRRELEVANT_PART]
     assert set(wrong) == {1}
@@ -149,7 +149,7 @@ def test_a_trusted_share_comes_on_top_of_the_training_sequences():
     assert float(weights.sum()) == pytest.approx(len(traces), rel=1e-5)
 
 
-def test_a_direction_is_shared_for_every_steps_and_averaged_by_decay():
+def test_a_direction_is_shared_by_probe_every_steps_and_averaged_by_probe_decay():
     run = Run(replace(VCORE, probe_every=2, probe_decay=0.5, direction="sgd"), make_small_qwen3(0))
     vectors = []
     for k in range(3):
@@ -165,7 +165,7 @@ def test_a_direction_is_shared_for_every_steps_and_averaged_by_decay():
         torch.testing.assert_close(run.direction.vector[name], expected, rtol=1e-4, atol=1e-7)
 
 
-def test_the_previous_step_steers_from_the_second_step_on():
+def test_the_previous_step_gives_the_direction_from_the_second_step_on():
     run = Run(replace(VCORE, probe_source="previous_step"), make_small_qwen3(0))
     traces, weights, _ = run.step(0)
     num_tokens = torch.bincount(traces.sequence_index)[traces.sequence_index]
@@ -189,7 +189,7 @@ def test_a_line_of_older_results_is_read_with_defaults():
     assert parse_setting(old) == replace(VCORE, pool_size=64)
 
 
-def test_the_learning_rate_is_that_of_the_lowest_loss_where_it_is_chosen():
+def test_the_learning_rate_with_the_lowest_mean_loss_is_chosen():
     row = replace(VCORE, learning_rate=0.0)
     losses = {1e-3: (0.3, 0.3), 3e-3: (0.1, 0.4)}  # the mean counts, and not the reported loss
     lines = [

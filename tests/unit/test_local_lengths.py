@@ -1,4 +1,4 @@
-"""What `check` and `plan` read of data on this machine: the lengths of its sequences, and the steps of the run."""
+"""`check` and `plan` read local data: the lengths of its sequences, and the steps of the run."""
 
 import json
 import shutil
@@ -23,28 +23,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_conversations(folder / "many.jsonl", sums(range(300)))
     write_conversations(folder / "few.jsonl", [("Why?", "word " * n) for n in (10, 20, 30, 40)])
     tokenizer = load_tokenizer(str(folder / "model"))
-    found = find_or_make_store(
+    store = find_or_make_store(
         str(folder / "many.jsonl"), tokenizer, cutoff_length=256, overlong="drop", cache_folder=str(folder / "cache")
     )
-    shutil.copytree(found, folder / "store")
+    shutil.copytree(store, folder / "store")
     return folder
 
 
-def data_of(path: object, **others: object) -> DataConfig:
-    return DataConfig.model_validate({"train_path": path, "cutoff_length": 256, **others})
+def make_data(path: object, **settings: object) -> DataConfig:
+    return DataConfig.model_validate({"train_path": path, "cutoff_length": 256, **settings})
 
 
 def test_raw_data_have_the_lengths_of_their_store(folder: Path) -> None:
     lengths = TokenStore(folder / "store").lengths.tolist()
     model = str(folder / "model")
-    raw = sample_lengths(data_of(str(folder / "many.jsonl")), model)
-    store = sample_lengths(data_of(str(folder / "store")), model)
+    raw = sample_lengths(make_data(str(folder / "many.jsonl")), model)
+    store = sample_lengths(make_data(str(folder / "store")), model)
     assert raw is not None and store is not None
     assert raw.sampled == tuple(lengths[:256]) and raw.num_sequences is None  # the first rows are read
     assert store.sampled == tuple(lengths) and store.num_sequences == 300
     assert raw.source.startswith(f"the first 256 sequences of {folder}/many.jsonl, mean ")
     assert store.mean == pytest.approx(sum(lengths) / 300)
-    assert sample_lengths(data_of(str(folder / "missing.jsonl")), model) is None
+    assert sample_lengths(make_data(str(folder / "missing.jsonl")), model) is None
     batches = store.draw_batches("main", 8, 10**6)
     assert {n for batch in batches for n in batch} <= set(lengths) and len(batches) == 40
     assert {n for batch in store.draw_batches("probe", 4, 20) for n in batch} == {20}
@@ -52,33 +52,33 @@ def test_raw_data_have_the_lengths_of_their_store(folder: Path) -> None:
 
 def test_long_sequences_are_dropped_or_cut_as_in_training(folder: Path) -> None:
     model, path = str(folder / "model"), str(folder / "few.jsonl")
-    whole = sample_lengths(data_of(path), model)
-    assert whole is not None and whole.num_sequences == 4 and whole.sampled == tuple(sorted(set(whole.sampled)))
-    cutoff = whole.sampled[1]
-    dropped = sample_lengths(data_of(path, cutoff_length=cutoff), model)
-    cut = sample_lengths(data_of(path, cutoff_length=cutoff, overlong="truncate"), model)
-    assert dropped is not None and dropped.sampled == whole.sampled[:2] and dropped.num_sequences == 2
-    assert cut is not None and cut.sampled == (whole.sampled[0], cutoff, cutoff, cutoff)
-    assert sample_lengths(data_of(path, cutoff_length=4), model) is None
+    uncut = sample_lengths(make_data(path), model)
+    assert uncut is not None and uncut.num_sequences == 4 and uncut.sampled == tuple(sorted(set(uncut.sampled)))
+    cutoff = uncut.sampled[1]
+    dropped = sample_lengths(make_data(path, cutoff_length=cutoff), model)
+    cut = sample_lengths(make_data(path, cutoff_length=cutoff, overlong="truncate"), model)
+    assert dropped is not None and dropped.sampled == uncut.sampled[:2] and dropped.num_sequences == 2
+    assert cut is not None and cut.sampled == (uncut.sampled[0], cutoff, cutoff, cutoff)
+    assert sample_lengths(make_data(path, cutoff_length=4), model) is None
 
 
 def test_files_count_by_their_weights_and_the_probe_has_its_lengths(folder: Path) -> None:
     files = [{"path": str(folder / name), "weight": weight} for name, weight in (("store", 1.0), ("few.jsonl", 3.0))]
-    found = sample_lengths(data_of(files, probe_path=str(folder / "few.jsonl")), str(folder / "model"))
-    few = sample_lengths(data_of(str(folder / "few.jsonl")), str(folder / "model"))
-    assert found is not None and few is not None
-    assert len(found.sampled) == 304 and set(found.sampled[76:]) == set(few.sampled)  # three quarters
-    assert found.sampled_probe == few.sampled and found.num_sequences == 304
-    assert {n for batch in found.draw_batches("probe", 8, 256) for n in batch} == set(few.sampled)
+    mixed = sample_lengths(make_data(files, probe_path=str(folder / "few.jsonl")), str(folder / "model"))
+    few = sample_lengths(make_data(str(folder / "few.jsonl")), str(folder / "model"))
+    assert mixed is not None and few is not None
+    assert len(mixed.sampled) == 304 and set(mixed.sampled[76:]) == set(few.sampled)  # three quarters
+    assert mixed.sampled_probe == few.sampled and mixed.num_sequences == 304
+    assert {n for batch in mixed.draw_batches("probe", 8, 256) for n in batch} == set(few.sampled)
 
 
-def test_characters_count_without_the_tokenizer(folder: Path) -> None:
-    found = sample_lengths(data_of(str(folder / "few.jsonl")), "Qwen/Qwen3-8B")
-    assert found is not None and found.sampled == (15, 30, 44, 58)  # (4 + 5 n) / 3.5
-    assert found.source.endswith("(at 3.5 characters per token: the tokenizer is not on this machine)")
+def test_lengths_are_estimated_from_characters_without_the_tokenizer(folder: Path) -> None:
+    lengths = sample_lengths(make_data(str(folder / "few.jsonl")), "Qwen/Qwen3-8B")
+    assert lengths is not None and lengths.sampled == (15, 30, 44, 58)  # (4 + 5 n) / 3.5
+    assert lengths.source.endswith("(at 3.5 characters per token: the tokenizer is not on this machine)")
 
 
-def test_check_and_plan_take_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_plan_use_the_lengths_of_local_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Path(__file__).resolve().parents[2] / "launch_scripts" / "recipes" / "quickstart.yaml"
     words = [str(recipe), f"data.train_path={folder / 'few.jsonl'}", f"model.path={folder / 'model'}"]
     words += [f"run.output_dir={folder / 'run'}", "schedule={num_epochs: 2}", "batch.global_size=4"]

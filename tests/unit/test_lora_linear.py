@@ -27,7 +27,7 @@ SCALING = 3.0
 """Not a power of two, by which a product would not round."""
 
 
-def adapted(
+def make_layer(
     *,
     bias: bool = False,
     rate: float = 0.0,
@@ -51,11 +51,11 @@ def make_peft_layer(layer: LoraLinear) -> lora.Linear:
     return plain
 
 
-def inputs(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def draw_inputs(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(2, NUM_TOKENS // 2, IN, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def exact(layer: nn.Module, x: Tensor, kept: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+def compute_exact(layer: nn.Module, x: Tensor, kept: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Base output and the adapter's in fp64; `kept` is dropout's factor on the adapter's input."""
     base, a, b = layer.base_layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight
     bias = None if base.bias is None else base.bias.double()
@@ -63,91 +63,95 @@ def exact(layer: nn.Module, x: Tensor, kept: Tensor | float = 1.0) -> tuple[Tens
     return linear(x.double(), base.weight.double(), bias), delta
 
 
-def share_kept(out: Tensor, base: Tensor, delta: Tensor) -> float:
-    """How much of the adapter's output is found in `out`, by least squares; its own error here is 0.01."""
+def measure_kept_share(out: Tensor, base: Tensor, delta: Tensor) -> float:
+    """Share of the adapter's output that `out` contains, by least squares, with an error of 0.01 here."""
     return float(((out.double() - base) * delta).sum() / delta.square().sum())
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
 def test_an_adapter_below_half_an_ulp_is_kept(adapters: torch.dtype, bias: bool) -> None:
-    layer, x = adapted(adapters=adapters, bias=bias), inputs()
-    base, delta = exact(layer, x)
+    layer, x = make_layer(adapters=adapters, bias=bias), draw_inputs()
+    base, delta = compute_exact(layer, x)
     assert delta.std() < 2**-9 * base.abs().median()
     with torch.no_grad():
         out, before = layer(x), make_peft_layer(layer)(x)
     assert out.dtype == torch.bfloat16
-    assert share_kept(out, base, delta) == pytest.approx(1.0, abs=0.05)
-    assert share_kept(before, base, delta) < 0.8  # what this test is there for
+    assert measure_kept_share(out, base, delta) == pytest.approx(1.0, abs=0.05)
+    assert measure_kept_share(before, base, delta) < 0.8  # peft's forward loses much of it
     if not bias:
         assert float((out == (base + delta).bfloat16()).float().mean()) > 0.99
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
-def test_gradients(adapters: torch.dtype, bias: bool) -> None:
-    layer, x = adapted(adapters=adapters, bias=bias), inputs().requires_grad_()
+def test_gradients_are_those_of_fp64(adapters: torch.dtype, bias: bool) -> None:
+    layer, x = make_layer(adapters=adapters, bias=bias), draw_inputs().requires_grad_()
     upstream = torch.randn(2, NUM_TOKENS // 2, OUT, generator=torch.Generator().manual_seed(2)).bfloat16()
     layer(x).backward(upstream)
     trained = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
     in_fp64 = copy.deepcopy(layer).double()
     y = x.detach().double().requires_grad_()
-    sum(exact(in_fp64, y)).backward(upstream.double())
+    sum(compute_exact(in_fp64, y)).backward(upstream.double())
     expected = [in_fp64.lora_A["default"].weight.grad, in_fp64.lora_B["default"].weight.grad, y.grad]
-    for found, wanted in zip([*trained, x], expected, strict=True):
-        assert found.grad.dtype == found.dtype
-        assert relative_error(found.grad, wanted) < 5e-3
+    for tensor, wanted in zip([*trained, x], expected, strict=True):
+        assert tensor.grad.dtype == tensor.dtype
+        assert relative_error(tensor.grad, wanted) < 5e-3
     assert all(parameter.grad is None for parameter in layer.base_layer.parameters())
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_tangents(bias: bool) -> None:
-    layer, x = adapted(bias=bias), inputs()
+def test_tangents_are_those_of_fp64(bias: bool) -> None:
+    layer, x = make_layer(bias=bias), draw_inputs()
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     torch.manual_seed(3)
     tangents = [torch.randn_like(primal) * scale for primal, scale in ((x, 1.0), (a, 0.1), (b, 2e-4))]
 
-    def dual(dtype: torch.dtype) -> list[Tensor]:
+    def make_duals(dtype: torch.dtype) -> list[Tensor]:
         values = zip((x, a, b), tangents, strict=True)
         return [forward_ad.make_dual(primal.detach().to(dtype), tangent.to(dtype)) for primal, tangent in values]
 
     with torch.no_grad(), forward_ad.dual_level():
-        y, layer.lora_A["default"].__dict__["weight"], layer.lora_B["default"].__dict__["weight"] = dual(torch.bfloat16)
-        found = forward_ad.unpack_dual(layer(y)).tangent
-        y, layer.lora_A["default"].__dict__["weight"], layer.lora_B["default"].__dict__["weight"] = dual(torch.float64)
-        expected = forward_ad.unpack_dual(sum(exact(layer, y))).tangent
-    assert found.dtype == torch.bfloat16
-    assert relative_error(found, expected) < 5e-3
+        y, layer.lora_A["default"].__dict__["weight"], layer.lora_B["default"].__dict__["weight"] = make_duals(
+            torch.bfloat16
+        )
+        measured = forward_ad.unpack_dual(layer(y)).tangent
+        y, layer.lora_A["default"].__dict__["weight"], layer.lora_B["default"].__dict__["weight"] = make_duals(
+            torch.float64
+        )
+        expected = forward_ad.unpack_dual(sum(compute_exact(layer, y))).tangent
+    assert measured.dtype == torch.bfloat16
+    assert relative_error(measured, expected) < 5e-3
 
 
 def test_dropout_is_on_the_adapters_input_alone() -> None:
-    layer, x = adapted(rate=0.5), inputs()
+    layer, x = make_layer(rate=0.5), draw_inputs()
     nn.init.normal_(layer.lora_B["default"].weight)  # large enough to be seen through the rounding
     torch.manual_seed(4)
     out = layer(x)
     torch.manual_seed(4)
     kept = dropout(torch.ones_like(x), 0.5)
-    assert relative_error(out, sum(exact(layer, x, kept.double()))) < 5e-3
-    assert relative_error(layer.eval()(x), sum(exact(layer, x))) < 5e-3
+    assert relative_error(out, sum(compute_exact(layer, x, kept.double()))) < 5e-3
+    assert relative_error(layer.eval()(x), sum(compute_exact(layer, x))) < 5e-3
 
 
 @pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
 def test_an_activation_checkpoint_changes_nothing(adapters: torch.dtype) -> None:
-    layer, found = adapted(rate=0.5, adapters=adapters), []
+    layer, results = make_layer(rate=0.5, adapters=adapters), []
     for checkpointed in (False, True):
         layer.zero_grad()
         torch.manual_seed(5)
-        x = inputs().requires_grad_()
+        x = draw_inputs().requires_grad_()
         out = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
         out.float().square().mean().backward()
-        found.append([out, x.grad, *(layer.get_parameter(f"lora_{k}.default.weight").grad.clone() for k in "AB")])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        results.append([out, x.grad, *(layer.get_parameter(f"lora_{k}.default.weight").grad.clone() for k in "AB")])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("merged", [False, True], ids=["off", "merged"])
 def test_an_adapter_that_is_off_or_merged_is_an_ordinary_layer(bias: bool, merged: bool) -> None:
-    layer, x = adapted(bias=bias), inputs()
+    layer, x = make_layer(bias=bias), draw_inputs()
     layer.merge() if merged else layer.enable_adapters(False)
     base = layer.base_layer
     assert torch.equal(layer(x), linear(x, base.weight, base.bias))
@@ -155,23 +159,23 @@ def test_an_adapter_that_is_off_or_merged_is_an_ordinary_layer(bias: bool, merge
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_dtypes_compute_what_peft_computes_bit_for_bit(dtype: torch.dtype) -> None:
-    layer = adapted(bias=True, rate=0.5, adapters=dtype, dtype=dtype)
-    found = []
+    layer = make_layer(bias=True, rate=0.5, adapters=dtype, dtype=dtype)
+    results = []
     for module in (layer, make_peft_layer(layer)):
         torch.manual_seed(6)
-        x = inputs(dtype).requires_grad_()
+        x = draw_inputs(dtype).requires_grad_()
         out = module(x)
         out.square().mean().backward()
-        found.append([out, x.grad, *(module.get_parameter(f"lora_{k}.default.weight").grad for k in "AB")])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        results.append([out, x.grad, *(module.get_parameter(f"lora_{k}.default.weight").grad for k in "AB")])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
-def test_no_more_memory_than_peft(adapters: torch.dtype) -> None:
-    layer = adapted(adapters=adapters)
+def test_it_takes_no_more_memory_than_peft(adapters: torch.dtype) -> None:
+    layer = make_layer(adapters=adapters)
     peaks, saved = [], []
     for module in (layer, make_peft_layer(layer)):
-        x, held = inputs().requires_grad_(), {}
+        x, held = draw_inputs().requires_grad_(), {}
 
         def pack(tensor: Tensor, held: dict[int, int] = held) -> Tensor:
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

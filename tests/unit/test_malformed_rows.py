@@ -1,4 +1,4 @@
-"""Rows that no reader expects: each is malformed, counted with its file and line, and costs no other row."""
+"""Malformed rows: each is counted with its file and line, and no other row is lost."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def prepared(kind: str, source: Path, tokenizer: Path) -> tuple[list[int], list[str]]:
+def prepare_rows(kind: str, source: Path, tokenizer: Path) -> tuple[list[int], list[str]]:
     """Rows that became sequences, and the report of the malformed ones."""
     output = source.with_name("store")
     shutil.rmtree(output, ignore_errors=True)
@@ -67,10 +67,10 @@ LINES = {
 }
 
 
-def test_lines_are_malformed_and_cost_no_other_row(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_malformed_lines_are_reported_and_other_rows_kept(tmp_path: Path, tokenizer_folder: Path) -> None:
     source, good = tmp_path / "rows.jsonl", json.dumps(GOOD).encode()
     source.write_bytes(b"\n".join([good, *(line + b"\n" + good for line, _ in LINES.values())]))
-    kept, report = prepared("chat", source, tokenizer_folder)
+    kept, report = prepare_rows("chat", source, tokenizer_folder)
     assert kept == list(range(0, 2 * len(LINES) + 1, 2))
     faults = dict(fault.split(": ", 1) for fault in report)
     assert len(report) == len(faults) == len(LINES) and max(map(len, report)) < 1500
@@ -81,7 +81,7 @@ def test_lines_are_malformed_and_cost_no_other_row(tmp_path: Path, tokenizer_fol
 def test_line_of_50_megabytes_is_read(tmp_path: Path, tokenizer_folder: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text('"' + "x" * 50 * 10**6 + '"\n' + json.dumps(GOOD))
-    kept, report = prepared("chat", source, tokenizer_folder)
+    kept, report = prepare_rows("chat", source, tokenizer_folder)
     assert kept == [1] and report == [f"{source}:1: found str, expected an object"]
 
 
@@ -108,7 +108,7 @@ def test_array_that_is_no_json_is_refused(text: str, tmp_path: Path, tokenizer_f
     source = tmp_path / "rows.json"
     source.write_text(text)
     with pytest.raises(UserError, match=f"{source}: begins like a list and is not"):
-        prepared("chat", source, tokenizer_folder)
+        prepare_rows("chat", source, tokenizer_folder)
 
 
 def write_table(path: Path, messages: pa.Array) -> Path:
@@ -116,7 +116,7 @@ def write_table(path: Path, messages: pa.Array) -> Path:
     return path
 
 
-def invalid_text(rows: Sequence[bytes]) -> pa.Array:
+def make_invalid_text(rows: Sequence[bytes]) -> pa.Array:
     """A column of strings that says that its bytes are UTF-8."""
     offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
     return pa.StringArray.from_buffers(len(rows), pa.py_buffer(offsets.tobytes()), pa.py_buffer(b"".join(rows)))
@@ -124,11 +124,11 @@ def invalid_text(rows: Sequence[bytes]) -> pa.Array:
 
 def test_parquet_row_that_is_no_text_is_malformed(tmp_path: Path, tokenizer_folder: Path) -> None:
     content = pa.StructArray.from_arrays(
-        [pa.array(["user", "assistant"] * 3), invalid_text([b"a", b"b", b"c", b"\xff", b"e", b"f"])],
+        [pa.array(["user", "assistant"] * 3), make_invalid_text([b"a", b"b", b"c", b"\xff", b"e", b"f"])],
         ["role", "content"],
     )
     source = write_table(tmp_path / "rows.parquet", pa.ListArray.from_arrays([0, 2, 4, 6], content))
-    kept, report = prepared("chat", source, tokenizer_folder)
+    kept, report = prepare_rows("chat", source, tokenizer_folder)
     assert kept == [0, 2]
     assert [fault.partition(" (")[0] for fault in report] == [f"{source}:2: not readable"]
 
@@ -141,13 +141,13 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize(("column", "found"), COLUMNS.values(), ids=COLUMNS.keys())
-def test_parquet_of_other_columns_is_malformed(column, found: str, tmp_path: Path, tokenizer_folder: Path) -> None:
+@pytest.mark.parametrize(("column", "reason"), COLUMNS.values(), ids=COLUMNS.keys())
+def test_parquet_of_other_columns_is_malformed(column, reason: str, tmp_path: Path, tokenizer_folder: Path) -> None:
     source = write_table(tmp_path / "rows.parquet", column)
     with pytest.raises(UserError) as error:
-        prepared("chat", source, tokenizer_folder)
+        prepare_rows("chat", source, tokenizer_folder)
     assert "2 of 2 rows are malformed" in str(error.value) and f"The first: {source}:1: " in str(error.value)
-    assert found in str(error.value)
+    assert reason in str(error.value)
 
 
 def test_time_within_a_message_is_malformed(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_time_within_a_message_is_malformed(tmp_path: Path, tokenizer_folder: Pa
     with_time = [{**message, "at": time} for message in GOOD["messages"]]
     without = [{**message, "at": None} for message in GOOD["messages"]]
     source = write_table(tmp_path / "rows.parquet", pa.array([with_time, without]))
-    kept, report = prepared("chat", source, tokenizer_folder)
+    kept, report = prepare_rows("chat", source, tokenizer_folder)
     assert kept == [1]
     assert report == [
         f"{source}:1: a message that cannot be written as JSON (Object of type datetime is not JSON serializable)"
@@ -167,7 +167,7 @@ def test_truncated_parquet_is_refused(num_bytes: int, tmp_path: Path, tokenizer_
     source = write_table(tmp_path / "rows.parquet", pa.array([GOOD["messages"]] * 100))
     source.write_bytes(source.read_bytes()[:num_bytes])
     with pytest.raises(UserError, match=f"{source}: (not a readable parquet file|the file is empty)"):
-        prepared("chat", source, tokenizer_folder)
+        prepare_rows("chat", source, tokenizer_folder)
 
 
 def test_code_row_with_an_endless_index_is_malformed(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -175,30 +175,30 @@ def test_code_row_with_an_endless_index_is_malformed(tmp_path: Path, tokenizer_f
     endless = {**row, "question": "-", "dataset": "taco", "split": "train", "index": "9" * 5000}
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps(row) + "\n" + json.dumps(endless))
-    kept, report = prepared("code", source, tokenizer_folder)
+    kept, report = prepare_rows("code", source, tokenizer_folder)
     assert kept == [0] and "`index` is '999" in report[0] and len(report[0]) < 300
 
 
-def test_answers_in_boxes_that_are_never_closed() -> None:
+def test_unclosed_boxes_are_searched_in_one_pass() -> None:
     """Seconds with one pass, hours with one for each box."""
     text = "\\boxed{" * 10**6
     assert answer_spans(text) == []
     assert answer_spans(text + "a}}") == [(len(text) - 7, len(text) + 2), (len(text), len(text) + 1)]
 
 
-def test_answer_spans_are_those_of_each_box_on_its_own() -> None:
+def test_answer_spans_are_those_of_each_box_alone() -> None:
     random = np.random.default_rng(0)
     pieces = ["\\boxed{", "\\boxed {", "{", "}", "\\", "\\{", "\\}", "a", " ", "\\\\boxed{"]
     num_spans = 0
     for _ in range(2000):
         text = "".join(random.choice(pieces, 12))
-        found = answer_spans(text)
-        assert found == spans_one_by_one(text), text
-        num_spans += len(found)
+        spans = answer_spans(text)
+        assert spans == find_spans_one_by_one(text), text
+        num_spans += len(spans)
     assert num_spans > 1000
 
 
-def spans_one_by_one(text: str) -> list[tuple[int, int]]:
+def find_spans_one_by_one(text: str) -> list[tuple[int, int]]:
     spans = []
     for boxed in _BOXED.finditer(text):
         depth = 1

@@ -46,7 +46,7 @@ LLAMA3 = {
     ],
     ids=["qwen3", "qwen2", "llama", "mistral"],
 )
-def test_dense_architectures(config, has_head_norms, has_bias, head_dim):
+def test_dense_architectures_are_configured(config, has_head_norms, has_bias, head_dim):
     made = transformer_config("m", config, tensor=2, dtype=torch.bfloat16)
     assert (made.qk_layernorm, made.add_qkv_bias, made.kv_channels) == (has_head_norms, has_bias, head_dim)
     assert (made.num_query_groups, made.ffn_hidden_size, made.num_layers) == (2, 64, 2)
@@ -95,14 +95,14 @@ def test_an_unknown_architecture_is_refused():
         transformer_config("m", config, tensor=2, dtype=torch.float32)
 
 
-def test_windows_of_layers():
+def test_sliding_windows_are_read_for_each_layer():
     mixed = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1)
     assert [sliding_window(mixed, layer) for layer in range(2)] == [None, 7]
     assert sliding_window(MistralConfig(**SIZES, sliding_window=5), 1) == 5
     assert sliding_window(LlamaConfig(**SIZES), 0) is None
 
 
-def test_the_vocabulary_is_padded_to_equal_parts():
+def test_the_vocabulary_is_padded_to_equal_shards():
     assert padded_vocabulary(Qwen3Config(**SIZES), 2) == 122
     assert padded_vocabulary(Qwen3Config(**{**SIZES, "vocab_size": 128}), 4) == 128
 
@@ -137,7 +137,7 @@ def model():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_parts_of_all_ranks_are_the_model(model, size):
+def test_the_shards_of_all_ranks_make_up_the_model(model, size):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     slices_by_rank = [
         {
@@ -146,22 +146,22 @@ def test_the_parts_of_all_ranks_are_the_model(model, size):
         }
         for rank in range(size)
     ]
-    found = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
+    assembled = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
     for rank, rank_tensors in enumerate(slices_by_rank):
         for name, piece in weight_slices(model.config, rank=rank, size=size).items():
-            copy_to_weight(found, rank_tensors[name], piece)
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+            copy_to_weight(assembled, rank_tensors[name], piece)
+    assert all(torch.equal(assembled[name], weight) for name, weight in weights.items())
     assert sum(t.numel() for rank_tensors in slices_by_rank for t in rank_tensors.values()) == sum(
         weight.numel() * (size if "norm" in name else 1) for name, weight in weights.items()
     )
 
 
-def test_a_rank_has_whole_heads(model):
+def test_a_rank_has_complete_heads(model):
     parts = weight_slices(model.config, rank=1, size=2)
     prefix = "model.layers.0.self_attn."
     for name, first in (("q", 12), ("k", 6), ("v", 6)):
-        found = parts[f"layers.0.self_attn.qkv.{name}_proj"]
-        assert (found.name, found.rows) == (f"{prefix}{name}_proj.weight", slice(first, 2 * first))
+        piece = parts[f"layers.0.self_attn.qkv.{name}_proj"]
+        assert (piece.name, piece.rows) == (f"{prefix}{name}_proj.weight", slice(first, 2 * first))
     assert parts["layers.0.self_attn.o_proj.weight"].columns == slice(12, 24)
 
 
@@ -182,6 +182,6 @@ def test_runs_of_shards_are_the_flattened_parameter(model, rank, num_shards):
                 assert not shard[run.offset : run.offset + run.numel].any()
                 shard[run.offset : run.offset + run.numel] = values
             shards.append(shard)
-        found = torch.cat(shards)
-        assert torch.equal(found[: len(expected)], expected), name
-        assert not found[len(expected) :].any()
+        joined = torch.cat(shards)
+        assert torch.equal(joined[: len(expected)], expected), name
+        assert not joined[len(expected) :].any()

@@ -15,34 +15,34 @@ from vcore_ds.models.pointwise import rms_norm_tangent
 
 EPS = 1e-5
 SCALES = [1e-3, 1.0, 100.0]
-"""Of the inputs; eps counts for the smallest."""
+"""Scales of the inputs; eps matters for the smallest."""
 
 
-def tensors(scale: float, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def draw_tensors(scale: float, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     """x, its tangent, the weight, its tangent."""
     random = torch.Generator().manual_seed(0)
     shapes = [(3, 5, 24), (3, 5, 24), (24,), (24,)]
-    found = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
-    found[0] *= scale
-    return [x.to(dtype) for x in found]
+    drawn = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+    drawn[0] *= scale
+    return [x.to(dtype) for x in drawn]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", SCALES)
-def test_value_and_gradients_are_those_of_hugging_face_to_the_last_bit(dtype: torch.dtype, scale: float) -> None:
-    x, upstream, weight, _ = tensors(scale, dtype)
-    found = []
+def test_value_and_gradients_are_those_of_hugging_face_bit_for_bit(dtype: torch.dtype, scale: float) -> None:
+    x, upstream, weight, _ = draw_tensors(scale, dtype)
+    results = []
     for module in (LlamaRMSNorm(24, eps=EPS).to(dtype), RMSNorm(24, EPS).to(dtype)):
         module.weight.data.copy_(weight)
         leaf = x.clone().requires_grad_()
         value = module(leaf)
-        found.append((value, *torch.autograd.grad(value, (leaf, module.weight), upstream)))
-    for own, expected in zip(*found, strict=True):
-        assert torch.equal(own, expected)
+        results.append((value, *torch.autograd.grad(value, (leaf, module.weight), upstream)))
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
 
 
-def test_a_dual_number_has_the_plain_value_and_a_graph_of_it_alone() -> None:
-    x, d_x, weight, d_weight = tensors(1.0, torch.float32)
+def test_a_dual_tensor_has_the_plain_value_and_a_tangent_without_graph() -> None:
+    x, d_x, weight, d_weight = draw_tensors(1.0, torch.float32)
     module = RMSNorm(24, EPS)
     module.weight.data.copy_(weight)
     plain = module(x)

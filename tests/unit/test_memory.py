@@ -31,7 +31,7 @@ FULL = MemorySettings(
 )
 
 
-def shape(layers: int, hidden: int, heads: int, width: int, *, tied: bool, vocabulary: int = 151936, norms=True):
+def make_shape(layers: int, hidden: int, heads: int, width: int, *, tied: bool, vocabulary: int = 151936, norms=True):
     return ModelShape(
         layers, heads, 8, 128, layer_parameters(hidden, heads, 8, 128, width), hidden_size=hidden,
         intermediate_size=width, vocabulary_size=vocabulary, is_tied=tied, normalizes_heads=norms,
@@ -41,10 +41,10 @@ def shape(layers: int, hidden: int, heads: int, width: int, *, tied: bool, vocab
 @pytest.mark.parametrize(
     "model, num_parameters, num_adapters",
     [
-        (shape(28, 1024, 16, 3072, tied=True), 596_049_920, 5_046_272),
-        (shape(28, 2048, 16, 6144, tied=True), 1_720_574_976, 8_716_288),
-        (shape(36, 4096, 32, 12288, tied=False), 8_190_735_360, 21_823_488),
-        (shape(32, 4096, 32, 14336, tied=False, vocabulary=128256, norms=False), 8_030_261_248, 20_971_520),
+        (make_shape(28, 1024, 16, 3072, tied=True), 596_049_920, 5_046_272),
+        (make_shape(28, 2048, 16, 6144, tied=True), 1_720_574_976, 8_716_288),
+        (make_shape(36, 4096, 32, 12288, tied=False), 8_190_735_360, 21_823_488),
+        (make_shape(32, 4096, 32, 14336, tied=False, vocabulary=128256, norms=False), 8_030_261_248, 20_971_520),
         (QWEN3_32B, 32_762_123_264, 67_108_864),
     ],
     ids=["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-32B"],
@@ -68,7 +68,7 @@ def test_full_vcore_keeps_20_bytes_for_each_parameter(num_ranks: int, gigabytes:
 
 def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
     settings = MemorySettings(num_ranks=8, main_tokens=2048, adapters=AdapterShape(rank=8), is_checkpointed=True)
-    small = shape(2, 1024, 16, 3072, tied=True)
+    small = make_shape(2, 1024, 16, 3072, tied=True)
     loss, anchored = (estimate_memory(small, replace(settings, is_anchored=is_anchored)).phases["main"]["loss"]
                       for is_anchored in (False, True))  # fmt: skip
     assert anchored - loss == 2 * 1024 * 2**20 + 2 * 2048 * 2 * 1024
@@ -109,15 +109,15 @@ def test_factors_of_the_direction_are_kept_and_no_tangent_is_gathered() -> None:
 
 
 def test_a_rank_keeps_the_factors_of_its_experts() -> None:
-    mixture = KNOWN_MODELS["Qwen3-30B-A3B"]
-    experts = mixture.experts
+    moe = KNOWN_MODELS["Qwen3-30B-A3B"]
+    experts = moe.experts
     assert experts is not None
     kept = [
-        estimate_memory(mixture, replace(FULL, probe_rank=16, expert=n)).persistent["factors of the direction"]
+        estimate_memory(moe, replace(FULL, probe_rank=16, expert=n)).persistent["factors of the direction"]
         for n in (1, 8)
     ]
     elsewhere = 3 * experts.num_layers * experts.num_experts * 7 // 8
-    assert kept[0] - kept[1] == 2 * 16 * elsewhere * (experts.width + mixture.hidden_size)
+    assert kept[0] - kept[1] == 2 * 16 * elsewhere * (experts.width + moe.hidden_size)
 
 
 def test_peaks_of_the_largest_model() -> None:
@@ -129,29 +129,29 @@ def test_peaks_of_the_largest_model() -> None:
     assert estimate.peak_bytes == estimate.persistent_bytes + estimate.transient_bytes("main")
 
 
-def test_a_part_of_every_layer_by_hand() -> None:
-    """Qwen3-32B in eighths: norms whole, and of an adapter the factor that hidden states pass."""
+def test_parameters_of_a_tensor_parallel_shard_by_hand() -> None:
+    """Qwen3-32B sharded over 8 ranks: norms are replicated, and so is one factor of each adapter."""
     part = QWEN3_32B.take_tensor_shard(8)
     linear, embedding, norms = 64 * 487_587_840 // 8, 151_936 // 8 * 5_120, 64 * (2 * 5_120 + 2 * 128) + 5_120
     base = linear + 2 * embedding + norms
     assert parameter_counts(part) == ParameterCounts(base, base)
-    # A of q, k, v, gate and up, B of o and down are whole.
-    whole = 5 * 5_120 + 2 * 5_120
+    # A of q, k, v, gate and up, and B of o and down are replicated.
+    replicated = 5 * 5_120 + 2 * 5_120
     divided = (64 + 2 * 8) * 128 + 2 * 25_600 + 64 * 128 + 25_600
-    added = 64 * 8 * (whole + divided // 8)
+    added = 64 * 8 * (replicated + divided // 8)
     assert parameter_counts(part, AdapterShape(rank=8)) == ParameterCounts(base + added, added)
     odd = replace(QWEN3_32B, vocabulary_size=151_937).take_tensor_shard(8)
     assert odd.vocabulary_size == 18_993  # with padding
 
 
-def test_ranks_that_share_layers_have_whole_hidden_states_where_they_exchange_them() -> None:
+def test_tensor_parallel_ranks_hold_full_hidden_states_at_exchanges() -> None:
     """16,384 tokens of a group of 8: checkpoints of 2,048 on each rank, hidden states of all of them at the loss."""
     part = QWEN3_32B.take_tensor_shard(8)
     settings = replace(FULL, tensor=8, num_ranks=4, estimator=None, probe_tokens=0, utility_tokens=0)
     hidden, width = 16_384 * 5_120, 25_600 // 8
     assert estimate_memory(part, settings).phases["main"]["activation checkpoints"] == 2 * hidden // 8 * 65
     main = estimate_memory(part, replace(settings, is_checkpointed=False)).phases["main"]
-    # A block of logits, its 16 bits, three times the hidden states, the gradient by an eighth of the head in 16 and 32.
+    # A block of logits, its bf16 copy, three copies of the hidden states, and the gradient of the head's shard twice.
     assert main["loss"] == 2**28 + 2**27 + 3 * 2 * hidden + 6 * 18_992 * 5_120
     difference = replace(settings, utility_tokens=16_384, estimator="finite_difference")
     # Without a gradient those of all tokens, and of the supervised ones.
@@ -160,7 +160,7 @@ def test_ranks_that_share_layers_have_whole_hidden_states_where_they_exchange_th
     assert four["a layer's forward"] == 4 * 2 * (4 * hidden // 8 + hidden + 4 * 16_384 * width)
 
 
-def test_what_takes_less() -> None:
+def test_settings_raise_or_lower_the_estimate() -> None:
     base = estimate_memory(QWEN3_32B, FULL)
     for changed in (
         dict(num_ranks=16), dict(main_tokens=8192, probe_tokens=8192), dict(offloads_checkpoints=True),
@@ -175,10 +175,10 @@ def test_what_takes_less() -> None:
 
 
 def test_a_narrow_models_blocks_of_logits_are_larger_on_a_gpu() -> None:
-    """By the bytes of `loss_block_multiple`: 1 GiB instead of 256 MiB in fp32, and half of it in bf16 beside it."""
+    """`loss_block_multiple` makes blocks 1 GiB instead of 256 MiB in fp32, plus half of that in bf16."""
     kept_in_loss = {}
     for hidden_size in (1024, 2048):
-        model = shape(28, hidden_size, 16, 3 * hidden_size, tied=True)
+        model = make_shape(28, hidden_size, 16, 3 * hidden_size, tied=True)
         for on_gpu in (True, False):
             phases = estimate_memory(model, replace(FULL, on_gpu=on_gpu)).phases
             kept_in_loss[hidden_size, on_gpu] = phases["main"]["loss"]
@@ -186,7 +186,7 @@ def test_a_narrow_models_blocks_of_logits_are_larger_on_a_gpu() -> None:
     assert kept_in_loss[2048, True] == kept_in_loss[2048, False]
 
 
-def plan_of(num_ranks: int, *overrides: str, on_gpu: bool = True) -> MemoryPlan:
+def plan_recipe_memory(num_ranks: int, *overrides: str, on_gpu: bool = True) -> MemoryPlan:
     settings = derive_plan_settings(load_recipe(RECIPE, [*overrides]))
     plan = plan_batch(settings, num_ranks, QWEN3_32B)
     memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {}, on_gpu=on_gpu)
@@ -194,25 +194,25 @@ def plan_of(num_ranks: int, *overrides: str, on_gpu: bool = True) -> MemoryPlan:
     return memory
 
 
-def test_the_recipe_decides() -> None:
-    settings = plan_of(16).settings
+def test_memory_settings_follow_the_recipe() -> None:
+    settings = plan_recipe_memory(16).settings
     assert (settings.num_ranks, settings.main_tokens, settings.probe_tokens) == (16, 16384, 16384)
     assert settings.estimator == "jvp" and settings.is_checkpointed
     assert settings.is_fused and settings.utility_tokens == 0
     assert (settings.bucket_numel, settings.max_live_parameters) == (200_000_000, 10**9)
-    separate = plan_of(16, "utility.fused=false").settings
+    separate = plan_recipe_memory(16, "utility.fused=false").settings
     assert not separate.is_fused and separate.utility_tokens == 16384
-    sft = plan_of(16, "methods/sft.yaml").settings
+    sft = plan_recipe_memory(16, "methods/sft.yaml").settings
     assert sft.estimator is None and sft.probe_tokens == sft.utility_tokens == 0
     file = "engine.deepspeed_config=ds_configs/zero3_bf16_"
-    assert plan_of(16, f"{file}hierarchical.json").settings.ranks_of_second_copy == 8
-    offloaded = plan_of(16, f"{file}offload_all.json").settings
+    assert plan_recipe_memory(16, f"{file}hierarchical.json").settings.ranks_of_second_copy == 8
+    offloaded = plan_recipe_memory(16, f"{file}offload_all.json").settings
     assert offloaded.offloads_parameters and offloaded.offloads_optimizer
-    assert plan_of(16, "checkpoint.async=true").settings.stages_checkpoints
-    assert [plan_of(16, on_gpu=on_gpu).settings.on_gpu for on_gpu in (True, False)] == [True, False]
+    assert plan_recipe_memory(16, "checkpoint.async=true").settings.stages_checkpoints
+    assert [plan_recipe_memory(16, on_gpu=on_gpu).settings.on_gpu for on_gpu in (True, False)] == [True, False]
 
 
-def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
+def test_an_asynchronous_checkpoint_takes_its_size_in_host_memory() -> None:
     trained = parameter_counts(QWEN3_32B).trained
     for changed, num_bytes in (
         ({}, 12), ({"offloads_optimizer": True}, 12), ({"optimizer": "sgd"}, 4), ({"keeps_direction": True}, 12 + 2),
@@ -223,7 +223,8 @@ def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
         assert (staged.host_bytes - direct.host_bytes) * FULL.num_ranks == pytest.approx(num_bytes * trained, rel=1e-6)
     short = Available(device=200 * GIB, host=40 * GIB)
     changes = {
-        one.change: short.holds(one.estimate) for one in plan_of(8, "checkpoint.async=true").find_remedies(short)
+        remedy.change: short.holds(remedy.estimate)
+        for remedy in plan_recipe_memory(8, "checkpoint.async=true").find_remedies(short)
     }
     assert changes["checkpoint.async=false"]
 
@@ -239,34 +240,34 @@ def test_a_checkpoint_beside_the_steps_takes_its_size_in_host_memory() -> None:
     ],
 )  # fmt: skip
 def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str], fitting: list[str]) -> None:
-    memory = plan_of(num_ranks, *overrides)
+    memory = plan_recipe_memory(num_ranks, *overrides)
     assert not H100.holds(memory.estimate)
     remedies = memory.find_remedies(H100)
     said = [remedy.change for remedy in remedies if H100.holds(remedy.estimate)]
     assert set(fitting) <= set(said)
     for remedy in remedies:
-        if "=" not in remedy.change:  # so many ranks: the estimate is that of a run on them
-            assert remedy.estimate == plan_of(int(remedy.change.split()[0]), *overrides).estimate
+        if "=" not in remedy.change:  # a number of ranks: the estimate is that of a run on it
+            assert remedy.estimate == plan_recipe_memory(int(remedy.change.split()[0]), *overrides).estimate
         elif "ranks" not in remedy.change and "pack_tokens" not in remedy.change:
-            assert remedy.estimate == plan_of(num_ranks, *overrides, *remedy.change.split()).estimate
+            assert remedy.estimate == plan_recipe_memory(num_ranks, *overrides, *remedy.change.split()).estimate
 
 
-def test_remedies_together_where_none_is_enough_alone() -> None:
+def test_remedies_are_combined_where_none_is_enough_alone() -> None:
     small = Available(device=30 * GIB, host=180 * GIB)
-    remedies = plan_of(8, "model.gradient_checkpointing=false").find_remedies(small)
+    remedies = plan_recipe_memory(8, "model.gradient_checkpointing=false").find_remedies(small)
     *alone, together = remedies
     assert not any(small.holds(remedy.estimate) for remedy in alone)
     assert small.holds(together.estimate) and together.change.count("=") == 4
 
 
-def test_the_message_says_bytes_and_remedies() -> None:
-    message = describe_shortage(plan_of(8), H100)
+def test_the_message_names_bytes_and_remedies() -> None:
+    message = describe_shortage(plan_recipe_memory(8), H100)
     assert message.startswith("memory: found 79.00 GiB of GPU memory for each rank; expected 97.62")
     for words in ("moments", "at the peak, in main", "activation checkpoints", "  16 ranks: ", "not enough alone"):
         assert words in message
-    no_host = describe_shortage(plan_of(8, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"),
+    no_host = describe_shortage(plan_recipe_memory(8, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"),
                                 Available(device=79 * GIB, host=10 * GIB))  # fmt: skip
-    groups = describe_shortage(plan_of(8, "parts/layers/tensor8.yaml"), H100)
+    groups = describe_shortage(plan_recipe_memory(8, "parts/layers/tensor8.yaml"), H100)
     assert "by an estimate for 8 ranks and 65,536 tokens in a micro-batch on a group:" in groups
     assert "\n  16 ranks: " in groups
     assert no_host.startswith("memory: found 10.00 GiB of host memory for each rank; expected 83.9")
@@ -275,9 +276,9 @@ def test_the_message_says_bytes_and_remedies() -> None:
 ENGINE = EngineConfig(deepspeed_config="ds_configs/zero3_bf16.json")
 
 
-def tiny_plan() -> MemoryPlan:
+def plan_tiny_model() -> MemoryPlan:
     settings = derive_plan_settings(Recipe.model_validate(smallest_recipe()))
-    plan = plan_batch(settings, 1, shape(2, 64, 8, 128, tied=True))
+    plan = plan_batch(settings, 1, make_shape(2, 64, 8, 128, tied=True))
     memory = plan_memory(settings, plan, {"zero_optimization": {}}, {}, ParameterCounts(10**6, 10**6), on_gpu=True)
     assert memory is not None
     return memory
@@ -287,22 +288,22 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start_process_group(timeout_minutes=1)
-    memory = tiny_plan()
+    memory = plan_tiny_model()
     needed = memory.estimate.peak_bytes
     console = Console(enabled=True)
 
-    def with_room(num_bytes: int) -> None:
+    def set_available(num_bytes: int) -> None:
         monkeypatch.setattr("vcore_ds.train.start_checks.available_memory_bytes", lambda: num_bytes)
 
-    with_room(needed - 1)
+    set_available(needed - 1)
     with pytest.raises(UserError, match="memory: found .* GiB of host memory for each rank"):
         check_memory(memory, ENGINE, console)
     check_memory(memory, ENGINE.model_copy(update={"memory_check": False}), console)
     assert capsys.readouterr().out == ""
-    with_room(needed)
+    set_available(needed)
     check_memory(memory, ENGINE, console)
     assert "warning: memory: " in capsys.readouterr().out
-    with_room(needed + memory.estimate.margin_bytes)
+    set_available(needed + memory.estimate.margin_bytes)
     check_memory(memory, ENGINE, console)
     check_memory(None, ENGINE, console)
     assert capsys.readouterr().out == ""
@@ -314,7 +315,9 @@ def test_a_model_of_unknown_sizes_is_not_estimated() -> None:
     assert plan_memory(settings, plan, deepspeed_config(settings, plan), {}, on_gpu=True) is None
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_host_memory_respects_the_limit_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device, "CONTROL_GROUP", tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     available_bytes = device.available_host_bytes()
@@ -342,11 +345,11 @@ def test_the_ranks_of_a_node_share_its_memory(
 ) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    whole = device.total_memory_bytes()
+    total_bytes = device.total_memory_bytes()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(device, "CONTROL_GROUP", tmp_path)
     for name, content in (("max", "2500000"), ("current", "500000"), ("stat", "")):
         (tmp_path / f"memory.{name}").write_text(content)
     assert device.available_host_bytes() == 2_000_000 // num_ranks_here
-    assert device.total_memory_bytes() == whole // num_ranks_here
+    assert device.total_memory_bytes() == total_bytes // num_ranks_here

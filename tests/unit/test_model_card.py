@@ -61,14 +61,14 @@ def read_card(run: Path, *words: Any, **options: Any) -> tuple[ModelCard, str]:
     return ModelCard(text), text
 
 
-def evaluated(folder: Path) -> Path:
+def write_task_evaluation(folder: Path) -> Path:
     task = TaskResult(60, 1, 0.4833, truncated_share=0.125, unanswered_share=0.0, mean_tokens=5000.0)
     write_evaluation(folder, Evaluation({"path": "m"}, None, {}, {}, {"aime": task}))
     return folder
 
 
 def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -> None:
-    evaluation = evaluated(tmp_path / "evaluation")
+    evaluation = write_task_evaluation(tmp_path / "evaluation")
     card, text = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
     assert find_card_problems(text) == []
     assert card.data.base_model == "Qwen/Qwen3-8B" and card.data.base_model_relation == "adapter"
@@ -79,8 +79,8 @@ def test_the_metadata_is_what_huggingface_hub_reads(run: Path, tmp_path: Path) -
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("aime", "accuracy", 0.4833)
 
 
-def test_it_says_what_was_trained_and_what_came_of_it(run: Path, tmp_path: Path) -> None:
-    evaluation = evaluated(tmp_path / "evaluation")
+def test_the_card_describes_training_and_results(run: Path, tmp_path: Path) -> None:
+    evaluation = write_task_evaluation(tmp_path / "evaluation")
     _, text = read_card(run, "adapter", base=QWEN, evaluations=[evaluation])
     for expected in (
         "# Qwen3-8B, fine-tuned with VCORE (LoRA)",
@@ -97,7 +97,7 @@ def test_it_says_what_was_trained_and_what_came_of_it(run: Path, tmp_path: Path)
     assert "More Information Needed" not in text
 
 
-def test_no_path_and_no_host_is_in_it(run: Path, tmp_path: Path) -> None:
+def test_the_card_has_no_path_or_host_of_this_machine(run: Path, tmp_path: Path) -> None:
     for kind in ("adapter", "merged"):
         text = read_card(run, kind)[1]
         assert str(tmp_path) not in text and "secret-host" not in text and "/home/me" not in text
@@ -129,25 +129,25 @@ def test_a_result_without_metrics_has_a_card(run: Path) -> None:
         ("{folder}/foreign", "foreign", None),
     ],
 )
-def test_what_is_known_of_a_base_model(path: str, name: str, hub_id: str | None, tmp_path: Path) -> None:
+def test_base_models_are_identified_by_path_and_card(path: str, name: str, hub_id: str | None, tmp_path: Path) -> None:
     for folder in ("models--Qwen--Qwen3-8B/snapshots/abc", "local/model", "result", "foreign"):
         (tmp_path / folder).mkdir(parents=True)
     card = "---\nbase_model: Qwen/Qwen3-8B\nlicense: apache-2.0\ntags: [{tag}]\n---\n"
     (tmp_path / "result" / "README.md").write_text(card.format(tag="vcore_ds"))
     (tmp_path / "foreign" / "README.md").write_text(card.format(tag="theirs"))  # names an ancestor, not itself
-    found = identify_base_model(path.format(folder=tmp_path))
-    assert (found.name, found.hub_id) == (name, hub_id)
-    assert found.license == ({"license": "apache-2.0"} if path.endswith(("result", "foreign")) else {})
+    base_model = identify_base_model(path.format(folder=tmp_path))
+    assert (base_model.name, base_model.hub_id) == (name, hub_id)
+    assert base_model.license == ({"license": "apache-2.0"} if path.endswith(("result", "foreign")) else {})
     assert identify_base_model(path.format(folder=tmp_path), hub_id="me/mine").hub_id == "me/mine"
 
 
-def test_a_damaged_card_of_the_base_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_damaged_card_of_the_base_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
     assert identify_base_model(str(tmp_path)).license == {}
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "reason"),
     [
         ({"format": 2}, "format: Input should be 1"),
         ({"tasks": []}, "tasks: "),
@@ -155,11 +155,11 @@ def test_a_damaged_card_of_the_base_is_no_obstacle(tmp_path: Path) -> None:
         ({"tasks": {"aime": 0.5}}, "tasks.aime: "),
     ],
 )
-def test_an_evaluation_of_another_format_is_refused(run: Path, tmp_path: Path, changes: dict, found: str) -> None:
-    folder = evaluated(tmp_path / "evaluation")
+def test_an_evaluation_of_another_format_is_refused(run: Path, tmp_path: Path, changes: dict, reason: str) -> None:
+    folder = write_task_evaluation(tmp_path / "evaluation")
     path = folder / "evaluation.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=rf"evaluation.json: is damaged, or of another version \({found}.*; expected"):
+    with pytest.raises(UserError, match=rf"evaluation.json: is damaged, or of another version \({reason}.*; expected"):
         read_card(run, "adapter", evaluations=[folder])
     with pytest.raises(UserError, match=f"--evaluation: {tmp_path}: found no evaluation.json; expected"):
         read_card(run, "adapter", evaluations=[tmp_path])

@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FORMATS = ("single", "parts", "bin", "bin_parts")
 
 
-@pytest.fixture(params=[True, False], ids=["whole", "sampled"])
+@pytest.fixture(params=[True, False], ids=["complete", "sampled"])
 def reads_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
         monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
@@ -50,7 +50,7 @@ def reads_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def change_tensor(file: Path, number: int) -> None:
-    """Adds 1 to all of one tensor, as a merged adapter changes a matrix."""
+    """Add 1 to every value of a tensor, as a merged adapter changes a whole matrix."""
     is_safe = file.suffix == ".safetensors"
     weights = load_file(file) if is_safe else torch.load(file, weights_only=True)
     name = sorted(weights)[number]
@@ -63,21 +63,21 @@ def test_every_tensor_is_in_the_digest(models: Path, tmp_path: Path, name: str, 
     first = compute_model_digest(str(models / name))
     assert first.startswith(RULE) and first == compute_model_digest(str(models / name))
     files = sorted(path for path in (models / name).iterdir() if path.suffix in (".safetensors", ".bin"))
-    seen = {first}
+    digests = {first}
     for file in files:
-        held = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-        for number in range(len(held)):
+        tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        for number in range(len(tensors)):
             copy = tmp_path / f"{file.stem}_{number}"
             shutil.copytree(models / name, copy)
             change_tensor(copy / file.name, number)
             assert (copy / file.name).stat().st_size == file.stat().st_size
-            seen.add(compute_model_digest(str(copy)))
+            digests.add(compute_model_digest(str(copy)))
             shutil.rmtree(copy)
-    assert len(seen) == 1 + len(load_file(models / "single" / "model.safetensors"))
+    assert len(digests) == 1 + len(load_file(models / "single" / "model.safetensors"))
 
 
 def flip_region(file: Path) -> None:
-    """Other bytes in the middle of the file."""
+    """Change bytes in the middle of the file."""
     with file.open("r+b") as opened:
         opened.seek(file.stat().st_size // 2)
         region = opened.read(64)
@@ -98,7 +98,7 @@ def write_json(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_else_makes_another_model(models: Path, tmp_path: Path, case: str) -> None:
+def test_other_changes_of_a_model_change_its_digest(models: Path, tmp_path: Path, case: str) -> None:
     name, change = CHANGES[case]
     shutil.copytree(models / name, tmp_path / "copy")
     assert compute_model_digest(str(tmp_path / "copy")) == compute_model_digest(str(models / name))
@@ -126,7 +126,7 @@ def test_weights_that_the_configuration_names_are_those_in_the_digest(models: Pa
 
 
 def test_weights_that_are_not_all_here_have_no_digest(models: Path, tmp_path: Path) -> None:
-    """As in a cache of the hub that holds the tokenizer so far, or a part of the files."""
+    """As in a cache of the hub that holds only the tokenizer or some of the weight files so far."""
     shutil.copytree(models / "bin_parts", tmp_path / "copy")
     (tmp_path / "copy" / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_weights_that_are_not_all_here_have_no_digest(models: Path, tmp_path: Pa
 def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of experts that are fused: one of them may differ, in the middle of a tensor."""
+    """One of several fused experts may differ, in the middle of a tensor."""
     monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
     (tmp_path / "config.json").write_text("{}")
     writers = {"model.safetensors": save_file, "pytorch_model.bin": torch.save}
@@ -163,7 +163,7 @@ def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
     assert len(digests) == 8
 
 
-def test_a_file_that_is_no_safetensors_file_is_left_to_whoever_loads_it(
+def test_a_file_that_is_no_safetensors_file_is_left_to_the_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)

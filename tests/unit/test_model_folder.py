@@ -1,4 +1,4 @@
-"""Model folders: what cannot be trained is said with model.path before anything is started."""
+"""Model folders: one that cannot be trained is refused, naming model.path, before anything is started."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("whole") / "model")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("one_file") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def load(folder: Path) -> torch.nn.Module:
     return load_causal_lm(str(folder), dtype=torch.float32, attention="sdpa", gradient_checkpointing=False)
 
 
-def refused(folder: Path, check: Callable = lambda folder: check_model_folder(str(folder))) -> str:
+def read_refusal(folder: Path, check: Callable = lambda folder: check_model_folder(str(folder))) -> str:
     with pytest.raises(UserError) as error:
         check(folder)
     message = str(error.value)
@@ -50,8 +50,8 @@ def write_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
-@pytest.mark.parametrize("folder", ["whole", "in_parts"])
-def test_whole_folders_pass(folder: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("folder", ["one_file", "in_parts"])
+def test_complete_folders_pass(folder: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(folder)
     check_model_folder(str(path))
     assert load(path).config.vocab_size
@@ -68,11 +68,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(("content", "found"), CONFIGS.values(), ids=CONFIGS.keys())
-def test_configuration_that_is_no_json_object(whole: Path, tmp_path: Path, content: str | bytes, found: str) -> None:
-    folder = shutil.copytree(whole, tmp_path / "model")
+@pytest.mark.parametrize(("content", "reason"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_configuration_that_is_no_json_object_is_refused(
+    one_file: Path, tmp_path: Path, content: str | bytes, reason: str
+) -> None:
+    folder = shutil.copytree(one_file, tmp_path / "model")
     (folder / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert found in refused(folder)
+    assert reason in read_refusal(folder)
 
 
 CHANGES = {
@@ -99,7 +101,7 @@ CHANGES = {
     "unknown dtype": (dict(dtype="float99"), "does not describe a model of type 'qwen3'"),
     "mistyped model_type": (dict(model_type=5), "found no model_type"),
     "unknown model_type": (dict(model_type="foo"), "model_type 'foo' is unknown to transformers "),
-    "code of its own": (dict(model_type="foo", auto_map={"AutoConfig": "a.B"}), "(trust_remote_code), which is not"),
+    "custom code": (dict(model_type="foo", auto_map={"AutoConfig": "a.B"}), "(trust_remote_code), which is not"),
     "encoder": (dict(model_type="bert"), "'bert' is an encoder"),
     "embedding model": (dict(is_causal=False), "'qwen3' is an encoder, whose attention is not causal"),
     "embedding model of Gemma": (
@@ -115,11 +117,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("changes", "found"), CHANGES.values(), ids=CHANGES.keys())
-def test_configuration_that_cannot_be_the_models(whole: Path, tmp_path: Path, changes: dict, found: str) -> None:
-    folder = shutil.copytree(whole, tmp_path / "model")
+@pytest.mark.parametrize(("changes", "reason"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_configuration_that_does_not_fit_the_weights_is_refused(
+    one_file: Path, tmp_path: Path, changes: dict, reason: str
+) -> None:
+    folder = shutil.copytree(one_file, tmp_path / "model")
     write_config(folder, **changes)
-    assert found in refused(folder)
+    assert reason in read_refusal(folder)
 
 
 def rename_first_part(folder: Path) -> None:
@@ -156,32 +160,32 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(("breaks", "found"), PARTS.values(), ids=PARTS.keys())
-def test_weights_that_are_not_whole(in_parts: Path, tmp_path: Path, breaks: Callable, found: str) -> None:
+@pytest.mark.parametrize(("breaks", "reason"), PARTS.values(), ids=PARTS.keys())
+def test_incomplete_weights_are_refused(in_parts: Path, tmp_path: Path, breaks: Callable, reason: str) -> None:
     folder = shutil.copytree(in_parts, tmp_path / "model")
     breaks(folder)
-    assert found in refused(folder)
+    assert reason in read_refusal(folder)
 
 
-def test_weights_without_a_head_are_found_while_loading(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "model")
+def test_weights_without_a_head_are_refused_while_loading(one_file: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(one_file, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "found no weights for lm_head.weight, which would be initialised at random" in refused(folder, load)
+    assert "found no weights for lm_head.weight, which would be initialised at random" in read_refusal(folder, load)
 
 
-def test_pickled_weights_that_are_none_are_found_while_loading(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "model")
+def test_invalid_pickled_weights_are_refused_while_loading(one_file: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(one_file, tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"not a pickle")
-    assert "no causal language model can be loaded" in refused(folder, load)
+    assert "no causal language model can be loaded" in read_refusal(folder, load)
 
 
-def test_pickled_weights_of_other_sizes_are_found_while_loading(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "model")
+def test_pickled_weights_of_other_sizes_are_refused_while_loading(one_file: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(one_file, tmp_path / "model")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     assert load(folder).config.vocab_size == 259
     write_config(folder, intermediate_size=48)
-    assert "the weights do not fit config.json" in refused(folder, load)
+    assert "the weights do not fit config.json" in read_refusal(folder, load)

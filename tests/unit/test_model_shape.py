@@ -40,7 +40,7 @@ LONGROPE = dict(
 )
 
 
-def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
+def test_the_length_at_which_attention_costs_as_much_as_linear_layers(tmp_path: Path) -> None:
     sizes = dict(hidden_size=5120, num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=25600)
     Qwen3Config(num_hidden_layers=64, max_position_embeddings=40960, **sizes).save_pretrained(tmp_path)
     per_layer = 5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600  # q and o, k and v, the MLP
@@ -62,7 +62,7 @@ def test_the_length_at_which_attention_costs_as_much(tmp_path: Path) -> None:
     ],
     ids=lambda config: config.model_type,
 )
-def test_both_ways_of_reading_agree(config: PretrainedConfig, tmp_path: Path) -> None:
+def test_config_json_and_transformers_give_the_same_shape(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert read_shape(str(tmp_path)) == read_model_shape(str(tmp_path))
 
@@ -89,13 +89,13 @@ HYBRID = "whose layers (hybrid) are not all attention"
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_rows_that_cannot_be_shared_or_packed(
+def test_models_without_sequence_parallelism_or_packing_give_the_reason(
     config: PretrainedConfig, no_sequence_parallelism: str | None, unpackable: str | None, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
     shape = read_model_shape(str(tmp_path))
-    for found, expected in ((shape.no_sequence_parallelism, no_sequence_parallelism), (shape.unpackable, unpackable)):
-        assert found == expected if expected is None else found is not None and found.startswith(expected)
+    for reason, expected in ((shape.no_sequence_parallelism, no_sequence_parallelism), (shape.unpackable, unpackable)):
+        assert reason == expected if expected is None else reason is not None and reason.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_config_json_alone_shows_layers_that_carry_a_state(config: PretrainedCon
     assert shape is not None and shape.unpackable is not None and " not all attention" in shape.unpackable
 
 
-def test_a_rotary_embedding_that_depends_on_the_largest_position(tmp_path: Path) -> None:
-    """Up to its limit it does not; beyond, each sequence needs a forward of its own."""
+def test_a_rotary_embedding_that_depends_on_the_largest_position_limits_packing(tmp_path: Path) -> None:
+    """Up to its limit it does not; beyond, each forward may hold only one sequence."""
     dynamic = LlamaConfig(
         **SIZES, max_position_embeddings=512, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     )
@@ -129,7 +129,7 @@ def test_a_rotary_embedding_that_depends_on_the_largest_position(tmp_path: Path)
     assert read_model_shape(str(tmp_path)).rope_limit is None
 
 
-def test_a_language_model_within_another(tmp_path: Path) -> None:
+def test_the_text_config_of_a_vision_language_model_is_read(tmp_path: Path) -> None:
     text = dict(num_hidden_layers=4, num_attention_heads=8, hidden_size=64)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", "hidden_size": 7, "text_config": text}))
     shape = read_shape(str(tmp_path))
@@ -151,13 +151,13 @@ def test_a_language_model_within_another(tmp_path: Path) -> None:
         "[" * 100_000,
     ],
 )
-def test_what_is_no_configuration_gives_no_shape(text: str, tmp_path: Path) -> None:
+def test_an_invalid_configuration_gives_no_shape(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert read_shape(str(tmp_path)) is None
     assert read_shape(str(tmp_path / "nowhere")) is None
 
 
-def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_the_cache_of_the_hub_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--somebody--a-model"
     (folder / "refs").mkdir(parents=True)

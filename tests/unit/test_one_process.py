@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 import vcore_ds
 from tests.helpers import tiny
-from tests.unit.test_estimators import exact_rms_norm
+from tests.unit.test_estimators import make_exact_rms_norm
 
-KINDS = ["full", "tied", "lora", "mixture", "dropout"]
+KINDS = ["full", "tied", "lora", "moe", "dropout"]
 
 
 Model = PreTrainedModel | PeftModel
 
 
-def base_of(model: Model) -> PreTrainedModel:
+def find_base(model: Model) -> PreTrainedModel:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     return base
@@ -31,7 +31,7 @@ def base_of(model: Model) -> PreTrainedModel:
 
 def make_model(kind: str) -> Model:
     """A tiny model in fp64, in training mode; `lora` is peft's, `dropout` peft's with dropout of adapters."""
-    base = tiny.moe_model(dtype=torch.float64) if kind == "mixture" else tiny.qwen3(tied=kind == "tied")
+    base = tiny.moe_model(dtype=torch.float64) if kind == "moe" else tiny.qwen3(tied=kind == "tied")
     base.set_experts_implementation("eager")  # transformers' grouped GEMM takes no fp64
     model: Model = base
     if kind in ("lora", "dropout"):
@@ -44,7 +44,7 @@ def make_model(kind: str) -> Model:
                 nn.init.normal_(parameter, std=0.05)
     for module in model.double().modules():
         if type(module).__name__.endswith("RMSNorm"):  # Hugging Face's computes in fp32 whatever the dtype is
-            module.forward = exact_rms_norm(module)
+            module.forward = make_exact_rms_norm(module)
     return model.train()
 
 
@@ -55,26 +55,28 @@ def make_batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def reference(model: Model) -> tuple[Model, dict[str, Tensor]]:
+def make_reference(model: Model) -> tuple[Model, dict[str, Tensor]]:
     """A copy of the model for plain transformers, without dropout, and its trained parameters."""
     plain = copy.deepcopy(model).eval()
-    base_of(plain).set_attn_implementation("eager")
+    find_base(plain).set_attn_implementation("eager")
     for module, copied in zip(model.modules(), plain.modules(), strict=True):
         if "forward" in module.__dict__:
-            copied.forward = exact_rms_norm(copied)
+            copied.forward = make_exact_rms_norm(copied)
     return plain, {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
 
 
-def losses_at(model: nn.Module, parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+def compute_losses(model: nn.Module, parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """Losses `[b, T]` from plain logits, 0 where not supervised."""
     logits = functional_call(model, parameters, kwargs={"input_ids": batch["input_ids"], "use_cache": False}).logits
     losses = cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none")
     return nn.functional.pad(losses, (1, 0))
 
 
-def mean_loss(model: nn.Module, parameters: dict[str, Tensor], batches: list[dict[str, Tensor]], by: str) -> Tensor:
+def compute_mean_loss(
+    model: nn.Module, parameters: dict[str, Tensor], batches: list[dict[str, Tensor]], by: str
+) -> Tensor:
     """Mean over sequences of the mean over tokens, or the mean over all tokens."""
-    losses = [losses_at(model, parameters, batch).sum(1) for batch in batches]
+    losses = [compute_losses(model, parameters, batch).sum(1) for batch in batches]
     counts = [(batch["labels"][:, 1:] != -100).sum(1) for batch in batches]
     if by == "token":
         return torch.cat(losses).sum() / torch.cat(counts).sum()
@@ -84,10 +86,10 @@ def mean_loss(model: nn.Module, parameters: dict[str, Tensor], batches: list[dic
 @pytest.mark.parametrize("kind", KINDS)
 def test_utilities_are_the_derivatives_of_plain_losses(kind: str) -> None:
     model, batches = make_model(kind), make_batches()
-    plain, parameters = reference(model)
+    plain, parameters = make_reference(model)
     for by in ("sequence", "token"):
         wanted = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-        loss = mean_loss(plain, wanted, batches, by)
+        loss = compute_mean_loss(plain, wanted, batches, by)
         gradient = dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
         gradient = {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in gradient.items()}
         probe = vcore_ds.probe_direction(model, batches, normalization=by)
@@ -98,7 +100,7 @@ def test_utilities_are_the_derivatives_of_plain_losses(kind: str) -> None:
         for name, expected in gradient.items():
             torch.testing.assert_close(probe.gradient[name], expected, rtol=1e-5, atol=1e-7)
     utilities = vcore_ds.token_utilities(model, batches[0], gradient)
-    _, exact = jvp(lambda p: losses_at(plain, p, batches[0]), (parameters,), (gradient,))
+    _, exact = jvp(lambda p: compute_losses(plain, p, batches[0]), (parameters,), (gradient,))
     error = float((utilities - exact).abs().max() / exact.abs().max())
     print(f"{kind}: largest error {error:.1e} of the largest utility")
     assert error < 2e-6
@@ -109,14 +111,14 @@ def test_utilities_are_the_derivatives_of_plain_losses(kind: str) -> None:
 
 def test_utilities_are_the_limit_of_finite_differences() -> None:
     model, batches = make_model("full"), make_batches()
-    plain, parameters = reference(model)
-    base_of(plain).set_attn_implementation("sdpa")  # eager attention has a softmax in fp32
+    plain, parameters = make_reference(model)
+    find_base(plain).set_attn_implementation("sdpa")  # eager attention has a softmax in fp32
     probe = vcore_ds.probe_direction(model, batches[1:])
     utilities = vcore_ds.token_utilities(model, batches[0], probe)
     errors = []
     for epsilon in (1e-2, 1e-3, 1e-4):
         above, below = (
-            losses_at(
+            compute_losses(
                 plain, {name: p + sign * epsilon * probe.gradient[name] for name, p in parameters.items()}, batches[0]
             )
             for sign in (1, -1)
@@ -132,25 +134,25 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
     model, batches = make_model(kind), make_batches()
     first = next(p for p in model.parameters() if p.requires_grad)
     first.grad = torch.ones_like(first)
-    base = base_of(model)
+    base = find_base(model)
 
-    def state() -> object:
+    def describe_state() -> object:
         config = base.config.get_text_config()
         modules = [(name, id(m), m.training, sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks))
                    for name, m in model.named_modules()]  # fmt: skip
         gradients = [(name, p.grad is None, p.requires_grad) for name, p in model.named_parameters()]
         return modules, gradients, config._attn_implementation, config._experts_implementation
 
-    before, logits = state(), copy.deepcopy(model).eval()(batches[0]["input_ids"]).logits
+    before, logits = describe_state(), copy.deepcopy(model).eval()(batches[0]["input_ids"]).logits
     vcore_ds.token_utilities(model, batches[0], vcore_ds.probe_direction(model, batches))
-    assert state() == before
+    assert describe_state() == before
     assert first.grad is not None and torch.equal(first.grad, torch.ones_like(first))
     assert torch.equal(model.eval()(batches[0]["input_ids"]).logits, logits)
     model.train()
     bad = {"lm_head.weight": torch.full_like(next(model.parameters()), math.nan)}
     with pytest.raises((vcore_ds.UserError, RuntimeError)):
         vcore_ds.token_utilities(model, {**batches[0], "labels": batches[0]["labels"][:, :5]}, bad)
-    assert state() == before
+    assert describe_state() == before
 
 
 def test_padding_changes_no_utility() -> None:
@@ -222,7 +224,7 @@ def test_other_mistakes_have_one_message() -> None:
         vcore_ds.probe_direction(model.requires_grad_(False), batches)
 
 
-def test_train_is_a_function_and_a_package_and_every_public_name_is_there() -> None:
+def test_train_is_a_function_and_a_package_and_every_public_name_exists() -> None:
     code = (
         "import vcore_ds.train.settings; import vcore_ds\n"
         "for _ in range(2):\n"

@@ -14,7 +14,7 @@ from safetensors.torch import load
 from tests.helpers import fake_hub
 from tests.helpers.evaluations import write_answers
 from tests.helpers.setups import write_model
-from tests.unit.test_export import trained_masters, write_run
+from tests.unit.test_export import make_trained_masters, write_run
 from vcore_ds.commands.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
@@ -27,20 +27,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(base: Path, tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run", base, trained_masters(base, lora=True), lora=True)
+    return write_run(tmp_path / "run", base, make_trained_masters(base, lora=True), lora=True)
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_hub.FakeHub]:
-    """What HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET mean, in a process that has read them already."""
-    with fake_hub.fake_hub() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    """Set what HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET mean, in a process that has read them already."""
+    with fake_hub.fake_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
-        yield found
+        yield server
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+def read_refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     assert main(["export", *map(str, words)]) == 2
     return capsys.readouterr().err
 
@@ -81,7 +81,7 @@ def test_the_hubs_rules_refuse_the_card_that_peft_writes(run: Path) -> None:
     assert "is not valid" in fake_hub.find_card_problems("---\nbase_model: /home/me/model\n---\n")[0]
 
 
-def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(
+def test_a_second_push_needs_update_and_uses_the_existing_export(
     run: Path, hub: fake_hub.FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), "--push", "me/result", "--public"]) == 0
@@ -91,7 +91,7 @@ def test_a_second_push_needs_update_and_takes_the_folder_that_is_there(
     assert json.loads(hub.files["me/result"]["adapter_config.json"])["base_model_name_or_path"] == "base"
 
     num_requests = len(hub.requests)
-    assert "there is a repository of that name" in refusal(capsys, run, "--push", "me/result")
+    assert "there is a repository of that name" in read_refusal(capsys, run, "--push", "me/result")
     assert not any("POST" in request for request in hub.requests[num_requests:])
 
     evaluation = write_answers(tmp_path / "evaluation", {"aime": [[k % 2] for k in range(60)]}, truncated=6)
@@ -108,14 +108,14 @@ def test_a_folder_that_is_no_export_is_not_pushed(
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "letter.txt").write_text("not for the hub")
     words = ["--push", "me/result", "--output", tmp_path / "private"]
-    assert "is not an earlier export (adapter)" in refusal(capsys, run, *words)
+    assert "is not an earlier export (adapter)" in read_refusal(capsys, run, *words)
     assert main(["export", str(run), "--output", str(tmp_path / "adapter")]) == 0
     words = ["--push", "me/result", "--output", tmp_path / "adapter", "--merge"]
-    assert "is not an earlier export (merged)" in refusal(capsys, run, *words)
+    assert "is not an earlier export (merged)" in read_refusal(capsys, run, *words)
     assert hub.files == {}
 
 
-def test_what_the_hub_refuses_is_one_message(
+def test_a_refusal_of_the_hub_is_one_message(
     run: Path,
     hub: fake_hub.FakeHub,
     monkeypatch: pytest.MonkeyPatch,
@@ -123,12 +123,12 @@ def test_what_the_hub_refuses_is_one_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", fake_hub.READ_TOKEN)
-    assert "403 Forbidden" in refusal(capsys, run, "--push", "me/other", "--merge")
+    assert "403 Forbidden" in read_refusal(capsys, run, "--push", "me/other", "--merge")
     monkeypatch.setenv("HF_TOKEN", "hf_nobody")
-    assert "Invalid user token" in refusal(capsys, run, "--push", "me/other")
+    assert "Invalid user token" in read_refusal(capsys, run, "--push", "me/other")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    assert "no token found" in (said := refusal(capsys, run, "--push", "me/other")) and "hf auth login" in said
+    assert "no token found" in (said := read_refusal(capsys, run, "--push", "me/other")) and "hf auth login" in said
     assert hub.files == {}
 
 
@@ -137,7 +137,7 @@ def test_without_a_network_nothing_is_exported(
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
-    error = refusal(capsys, run, "--push", "me/result", "--base-model", "owner/base")
+    error = read_refusal(capsys, run, "--push", "me/result", "--base-model", "owner/base")
     assert "Connection refused" in error and "HF_ENDPOINT" in error
     assert not (run / "export").exists()
 
@@ -151,7 +151,7 @@ def test_without_a_network_nothing_is_exported(
         (["--base-model", "/home/me/model"], "expected OWNER/NAME, its id on the hub"),
     ],
 )
-def test_words_that_cannot_be_meant(
+def test_invalid_options_are_refused(
     run: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert expected in refusal(capsys, run, *words)
+    assert expected in read_refusal(capsys, run, *words)

@@ -1,5 +1,5 @@
-"""The experiment on whole wrong traces: its traces and scores are what its description says, and its table says what
-was not run."""
+"""The experiment on whole wrong traces: its traces and scores match its description, and its table shows what was not
+run."""
 
 from dataclasses import replace
 
@@ -22,20 +22,20 @@ from tests.experiments.task import (
     measure_trace_separation,
 )
 from tests.experiments.training import Run
-from tests.unit.test_learning_task import clean_tokens, rows
+from tests.unit.test_learning_task import compute_clean_tokens, iter_rows
 
 
 @pytest.mark.parametrize("systematic", [True, False])
 def test_an_erring_author_gives_the_answer_that_follows(systematic: bool) -> None:
     traces = TraceStream(1, **ERRING_AUTHOR, systematic=systematic, wrong_traces=0.6).take(300)
     shifts = []
-    for (prompt, targets, kinds, _), wrong in zip(rows(traces), traces.wrong().tolist(), strict=True):
+    for (prompt, targets, kinds, _), wrong in zip(iter_rows(traces), traces.wrong().tolist(), strict=True):
         assert set(kinds) == {WRONG_TRACE if wrong else SOUND}
         if not wrong:
-            assert targets == clean_tokens(prompt)
+            assert targets == compute_clean_tokens(prompt)
             continue
         written = [targets[5 * step + 3] for step in range(NUM_DIGITS)]
-        right = [clean_tokens(prompt)[5 * step + 3] for step in range(NUM_DIGITS)]
+        right = [compute_clean_tokens(prompt)[5 * step + 3] for step in range(NUM_DIGITS)]
         assert targets[-NUM_DIGITS - 1 : -1] == written[::-1]
         shifts += [(a - b) % BASE for a, b in zip(written, right, strict=True)]
     assert float(traces.wrong().float().mean()) == pytest.approx(0.6, abs=0.07)
@@ -54,7 +54,7 @@ def test_a_pool_has_its_exact_share_of_wrong_traces_and_the_problems_of_a_clean_
 SETTING = Setting(noise="systematic", wrong_traces=0.5, num_traces=32, pool_size=4, direction="adam")
 
 
-def test_what_is_kept_is_all_that_is_drawn() -> None:
+def test_only_kept_traces_are_drawn() -> None:
     run = Run(replace(SETTING, keep="right"), make_small_qwen3(0))
     assert run.main.take(32).wrong().sum() == 16
     selection.keep(run.setting, run.model, run)
@@ -83,8 +83,8 @@ def test_utilities_of_traces_are_inner_products_of_gradients() -> None:
     gradients = torch.stack([gradient(loss) for loss in each])
     clipped = pool_gradient / pool_gradient.norm().clamp_min(1.0)
     for sign, direction in ((False, clipped), (True, pool_gradient.sign())):
-        found = selection.mean_utilities(model, traces, pool, sign=sign)
-        torch.testing.assert_close(found.double(), gradients @ direction, rtol=1e-4, atol=1e-5)
+        utilities = selection.mean_utilities(model, traces, pool, sign=sign)
+        torch.testing.assert_close(utilities.double(), gradients @ direction, rtol=1e-4, atol=1e-5)
 
 
 def test_separation_of_traces_counts_pairs() -> None:
@@ -98,19 +98,19 @@ def test_a_line_of_results_gives_its_setting_again() -> None:
             assert parse_setting(whole_traces.changed(row)) == row
 
 
-def test_rates_are_chosen_by_accuracy_first_and_the_table_says_what_was_not_run() -> None:
-    make_cell_rows = {name: whole_traces.grid("systematic", 0.6)[name] for name in ("sft", "sft + trusted", "dft")}
+def test_rates_are_chosen_by_accuracy_first_and_the_table_shows_what_was_not_run() -> None:
+    cell_rows = {name: whole_traces.grid("systematic", 0.6)[name] for name in ("sft", "sft + trusted", "dft")}
     results = []
     for accuracy, loss, rate in ((0.5, 0.1, 3e-4), (0.7, 0.3, 1e-3), (0.7, 0.2, 3e-3)):
         for seed in (*whole_traces.SEEDS, *whole_traces.CHOOSING_SEEDS):
             for name in ("sft", "sft + trusted"):
-                setting = replace(make_cell_rows[name], learning_rate=rate, seed=seed)
+                setting = replace(cell_rows[name], learning_rate=rate, seed=seed)
                 gain = 0.1 if name == "sft + trusted" else 0.0
                 result = {"accuracy": accuracy + gain + seed / 100, "held_out_loss": loss, "seconds": 1 + 10 * gain}
                 results.append(whole_traces.changed(setting) | result)
     rates = {name: whole_traces.choose_row_rate(name, results) for name in ("sft", "sft + trusted")}
     assert rates == {"sft": 3e-3, "sft + trusted": 3e-3}
-    table = whole_traces_table(make_cell_rows, rates, results, whole_traces.SEEDS).splitlines()
+    table = whole_traces_table(cell_rows, rates, results, whole_traces.SEEDS).splitlines()
     assert table[2].startswith("| sft | 0.003 | 5 | 72.0 ± 2.0 |  | **-10.0 ± 0.0** | 0.2000 ± 0.0000 |  |")
     assert table[3].startswith("| sft + trusted | 0.003 | 5 | 82.0 ± 2.0 | **+10.0 ± 0.0** |  |")
     assert table[3].endswith("| 2.0 |")

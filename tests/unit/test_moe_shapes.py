@@ -1,4 +1,4 @@
-"""Sizes of mixtures of experts: as published, as transformers builds the models, and what a plan makes of them."""
+"""Sizes of MoE models: as published, as transformers builds the models, and as a plan uses them."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_of_published_mixtures(name: str) -> None:
+def test_parameters_of_published_moe_models(name: str) -> None:
     """Against the published numbers, and against the model that transformers builds of the same configuration."""
     config = dict((CONFIGS | OTHERS)[name])
     shape = parse_shape(config)
@@ -81,13 +81,13 @@ def test_parameters_of_published_mixtures(name: str) -> None:
     assert total * 1e9 == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=5e-4)
 
 
-def test_every_known_mixture_is_held_against_its_published_size() -> None:
-    mixtures = {name.removesuffix("-2507") for name, shape in KNOWN_MODELS.items() if shape.experts is not None}
-    assert {name.removesuffix("-Instruct").removesuffix("-Thinking") for name in mixtures} < set(PUBLISHED)
+def test_every_known_moe_model_is_compared_with_its_published_size() -> None:
+    moe_models = {name.removesuffix("-2507") for name, shape in KNOWN_MODELS.items() if shape.experts is not None}
+    assert {name.removesuffix("-Instruct").removesuffix("-Thinking") for name in moe_models} < set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b", "Qwen3-Next-80B-A3B"])
-def test_both_ways_of_reading_agree(name: str, tmp_path: Path) -> None:
+def test_config_json_and_transformers_give_the_same_shape(name: str, tmp_path: Path) -> None:
     config = dict((CONFIGS | OTHERS)[name])
     CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(
         tmp_path
@@ -102,11 +102,11 @@ def test_both_ways_of_reading_agree(name: str, tmp_path: Path) -> None:
 
 
 NO_EXPERTS_BY_DEFAULT = {"bamba", "dots1", "gemma4", "gemma4_text", "hunyuan_v1_moe", "doge"}
-"""Architectures that know experts, and whose default configuration has none (`bamba` has none at all)."""
+"""Architectures with experts whose default configuration has none (`bamba` has none at all)."""
 
 
-def test_every_architecture_with_experts_is_known_for_one() -> None:
-    """A mixture under a name that is not known would be sized as a dense model, and given finite differences."""
+def test_every_architecture_with_experts_is_recognized() -> None:
+    """An MoE model that is not recognized would be sized as dense and allowed finite differences."""
     models, unknown = Path(transformers.__file__).parent / "models", set()
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         source = models / model_type_to_module_name(kind)
@@ -138,7 +138,7 @@ _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
         ({"num_experts": "many", "intermediate_size": 32}, None),
     ],
 )  # fmt: skip
-def test_what_configurations_say_of_experts(config: dict[str, Any], expected: Experts | None) -> None:
+def test_experts_are_read_from_configurations(config: dict[str, Any], expected: Experts | None) -> None:
     assert read_experts(config, 12) == expected
     assert is_moe(config) == (expected is not None)
 
@@ -153,12 +153,12 @@ def test_what_configurations_say_of_experts(config: dict[str, Any], expected: Ex
         _EXPERTS | {"enable_moe_block": False},
     ],
 )
-def test_a_dense_model_of_an_architecture_that_knows_experts(config: dict[str, Any]) -> None:
+def test_a_dense_model_of_an_moe_architecture_has_no_experts(config: dict[str, Any]) -> None:
     assert read_experts(config, 12) is None
     assert not is_moe(config)
 
 
-def test_time_goes_by_what_tokens_go_through_and_memory_by_all_experts() -> None:
+def test_time_counts_active_parameters_and_memory_all_of_them() -> None:
     shape = KNOWN_MODELS["Qwen3-30B-A3B"]
     counts = parameter_counts(shape)
     embedding = 151936 * 2048
@@ -174,7 +174,7 @@ def test_time_goes_by_what_tokens_go_through_and_memory_by_all_experts() -> None
     assert estimate.phases["main"]["gathered parameters"] == pytest.approx(2 * 3 * layer, rel=0.01)
 
 
-def test_the_largest_layer_is_one_with_experts() -> None:
+def test_the_largest_layer_is_an_moe_layer() -> None:
     shape = KNOWN_MODELS["DeepSeek-V3"]
     settings = MemorySettings(num_ranks=64, main_tokens=64, max_live_parameters=0)
     experts = 3 * 7168 * (256 * 2048 + 2048) + 256 * 7168
@@ -183,7 +183,7 @@ def test_the_largest_layer_is_one_with_experts() -> None:
     assert gathered == pytest.approx(2 * 3 * (experts + attention), rel=1e-3)
 
 
-def test_the_shape_of_a_language_model_within_another(tmp_path: Path) -> None:
+def test_the_text_config_of_a_vision_language_moe_model_is_read(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_vl_moe", "text_config": CONFIGS["Qwen3-30B-A3B"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(str(tmp_path)) == KNOWN_MODELS["Qwen3-30B-A3B"]

@@ -1,5 +1,4 @@
-"""Several training files with weights, and trusted traces in the training data: the order, what a run reads, and what
-is said."""
+"""Several training files with weights, and trusted traces in the training data: order, reading and messages."""
 
 import json
 from itertools import pairwise
@@ -40,10 +39,10 @@ def test_weights_are_decimals_and_only_their_ratios_count() -> None:
     assert Shares([1e-5, 1.0]).weights == [1, 100_000]
 
 
-def test_every_window_has_the_shares_up_to_few_draws() -> None:
-    drawn = np.random.default_rng(0)
+def test_every_window_has_the_shares_within_three_draws() -> None:
+    random = np.random.default_rng(0)
     for num_files in (2, 3, 5, 9):
-        weights = drawn.integers(1, 50, num_files).tolist()
+        weights = random.integers(1, 50, num_files).tolist()
         shares, exact = Shares(weights), np.array(weights) / sum(weights)
         counts = np.zeros(num_files, dtype=int)
         deviations = [np.zeros(num_files)]
@@ -61,18 +60,18 @@ def test_every_window_has_the_shares_up_to_few_draws() -> None:
 
 def test_a_mixed_order_takes_each_file_in_its_own_epochs_and_needs_no_state() -> None:
     order = MainOrder([5, 3], 4, 42, [3, 1])
-    drawn = [i for k in range(20) for i in order.step(k)]
+    positions = [i for k in range(20) for i in order.step(k)]
     assert [MainOrder([5, 3], 4, 42, [3, 1]).step(k) for k in (19, 0, 7)] == [order.step(k) for k in (19, 0, 7)]
     assert all(sum(i >= 5 for i in order.step(k)) == 1 for k in range(20))
     # The first file alone, in the same seed: 60 draws, 12 epochs.
     alone = MainOrder([5], 1, 42)
-    assert [i for i in drawn if i < 5] == [alone.step(k)[0] for k in range(60)]
-    second = [i - 5 for i in drawn if i >= 5]
+    assert [i for i in positions if i < 5] == [alone.step(k)[0] for k in range(60)]
+    second = [i - 5 for i in positions if i >= 5]
     epochs = [second[start : start + 3] for start in range(0, 18, 3)]
     assert all(sorted(epoch) == [0, 1, 2] for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) > 1
     assert order.epochs(20) == [12, pytest.approx(20 / 3)]
     # The size of a batch changes nothing, and a file's order does not depend on its weight.
-    assert [i for k in range(10) for i in MainOrder([5, 3], 8, 42, [3, 1]).step(k)] == drawn
+    assert [i for k in range(10) for i in MainOrder([5, 3], 8, 42, [3, 1]).step(k)] == positions
     assert [i for k in range(60) for i in MainOrder([5, 3], 1, 42, [1, 1]).step(k) if i >= 5][:20] == [
         i + 5 for i in second
     ]
@@ -86,7 +85,7 @@ def test_the_order_of_several_files_does_not_change_between_versions() -> None:
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, files of conversations, and a prepared store."""
-    folder = tmp_path_factory.mktemp("mixture")
+    folder = tmp_path_factory.mktemp("files")
     write_model(folder / "model")
     write_conversations(folder / "a.jsonl", sums(range(6)))
     write_conversations(folder / "b.jsonl", sums(range(10, 14)))
@@ -107,12 +106,12 @@ def one_rank() -> None:
     start_process_group(timeout_minutes=1)  # the one of an earlier test of this process, where there is one
 
 
-def reader_of(setup: Path, **data: object) -> DataReader:
+def make_reader(setup: Path, **data: object) -> DataReader:
     config = DataConfig.model_validate({"cutoff_length": 256, "cache_dir": str(setup / "cache"), **data})
     return DataReader(config, str(setup / "model"), load_tokenizer(str(setup / "model")), Console(enabled=True))
 
 
-def files(setup: Path, **weights: float) -> list[dict]:
+def list_weighted(setup: Path, **weights: float) -> list[dict]:
     names = {"a": "a.jsonl", "b": "b.jsonl", "store": "store"}
     return [{"path": str(setup / names[name]), "weight": weight} for name, weight in weights.items()]
 
@@ -121,19 +120,19 @@ SFT = MethodConfig(name="sft")
 
 
 def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_rank: None) -> None:
-    reader = reader_of(setup, train_path=files(setup, a=3, store=1))
+    reader = make_reader(setup, train_path=list_weighted(setup, a=3, store=1))
     data = reader.read_training_data(SFT, 0)
     assert isinstance(data, JoinedStores) and len(data) == 10
     parts = [reader.read_store(str(setup / name)) for name in ("a.jsonl", "store")]
     assert data.lengths.tolist() == [len(sequence) for part in parts for sequence in part]
-    assert [one.sequence_id for one in data] == data.sequence_ids.tolist() == list(range(10))
+    assert [sequence.sequence_id for sequence in data] == data.sequence_ids.tolist() == list(range(10))
     assert all(np.array_equal(data[i].input_ids, parts[i // 6][i % 6].input_ids) for i in range(10))
     names, rows = data.origins()
     assert [Path(name).name for name in names] == ["a.jsonl"] * 6 + ["b.jsonl"] * 4
     assert rows.tolist() == [*range(6), *range(4)]
     # Converted or prepared, in one order or the other.
-    raw = reader_of(setup, train_path=files(setup, a=1, b=1)).read_training_data(SFT, 0)
-    swapped = reader_of(setup, train_path=files(setup, b=1, a=3)).read_training_data(SFT, 0)
+    raw = make_reader(setup, train_path=list_weighted(setup, a=1, b=1)).read_training_data(SFT, 0)
+    swapped = make_reader(setup, train_path=list_weighted(setup, b=1, a=3)).read_training_data(SFT, 0)
     assert data.digest == raw.digest != swapped.digest
     assert describe_training(reader.settings, data).startswith(
         f"{setup}/a.jsonl + {setup}/store: 10 sequences, {data.lengths.sum():,} tokens ("
@@ -142,28 +141,30 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
 
 def test_one_file_in_a_list_is_that_file(setup: Path, one_rank: None) -> None:
     plain, listed = (
-        reader_of(setup, train_path=train).read_training_data(SFT, 0)
-        for train in (str(setup / "a.jsonl"), files(setup, a=0.3))
+        make_reader(setup, train_path=train).read_training_data(SFT, 0)
+        for train in (str(setup / "a.jsonl"), list_weighted(setup, a=0.3))
     )
     assert type(plain) is type(listed) and plain.digest == listed.digest
     assert MainOrder([6], 4, 7, [0.3]).step(5) == MainOrder([6], 4, 7).step(5)
 
 
-def feed_of(data) -> object:
+def make_feed(data) -> object:
     settings = SimpleNamespace(method=SFT, probe=SimpleNamespace(every=1))
     plan = SimpleNamespace(num_trusted_global=0, global_batch_size=4)
     return build_feed(settings, plan, data, 0, seed=42)
 
 
-def test_the_weights_are_part_of_what_is_resumed(setup: Path, one_rank: None) -> None:
+def test_the_weights_are_part_of_the_digest_of_the_training_data(setup: Path, one_rank: None) -> None:
     digests = [
-        feed_of(reader_of(setup, train_path=files(setup, **weights)).read_training_data(SFT, 0)).training_digest()
+        make_feed(
+            make_reader(setup, train_path=list_weighted(setup, **weights)).read_training_data(SFT, 0)
+        ).training_digest()
         for weights in ({"a": 3, "b": 1}, {"a": 1.5, "b": 0.5}, {"a": 1, "b": 1}, {"a": 3}, {"a": 1})
     ]
     assert digests[0] == digests[1] != digests[2] and digests[3] == digests[4]
-    feed = feed_of(reader_of(setup, train_path=files(setup, a=3, b=1)).read_training_data(SFT, 0))
+    feed = make_feed(make_reader(setup, train_path=list_weighted(setup, a=3, b=1)).read_training_data(SFT, 0))
     assert (feed.epoch(5), feed.main_order.epochs(4)) == (2.0, [2.0, 1.0])
-    assert list(describe_files(reader_of(setup, train_path=files(setup, a=3, b=1)).settings.train_files(),
+    assert list(describe_files(make_reader(setup, train_path=list_weighted(setup, a=3, b=1)).settings.train_files(),
                                feed.main_order, 4)) == [
         f"0.75 of each batch from {setup}/a.jsonl: 6 sequences, 2 epochs",
         f"0.25 of each batch from {setup}/b.jsonl: 4 sequences, 1 epoch",
@@ -171,32 +172,32 @@ def test_the_weights_are_part_of_what_is_resumed(setup: Path, one_rank: None) ->
 
 
 def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank: None, capsys) -> None:
-    pool, train = str(setup / "trusted.jsonl"), files(setup, a=1, store=1)
-    data = reader_of(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
+    pool, train = str(setup / "trusted.jsonl"), list_weighted(setup, a=1, store=1)
+    data = make_reader(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
     assert isinstance(data, KeptDataset)
     assert data.positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 9]  # without 3 of a.jsonl and 12, the third of b.jsonl
     assert [positions.tolist() for _, positions in list_files(data)] == [[0, 1, 2, 4, 5], [0, 1, 3]]
     assert describe_training(DataConfig(train_path="x"), data).endswith("; 2 dropped: in data.probe_path too")
-    kept = reader_of(setup, train_path=train, probe_path=pool, trusted_overlap="keep").read_training_data(SFT, 0)
+    kept = make_reader(setup, train_path=train, probe_path=pool, trusted_overlap="keep").read_training_data(SFT, 0)
     assert isinstance(kept, JoinedStores)
     assert "2 of the training traces are in data.probe_path too, and stay" in capsys.readouterr().out
     # Without any of them the data set is what it is without a pool.
-    (other,) = files(setup, b=1)
-    apart = reader_of(setup, train_path=other["path"], probe_path=str(setup / "a.jsonl")).read_training_data(SFT, 0)
-    assert apart.digest == reader_of(setup, train_path=other["path"]).read_training_data(SFT, 0).digest
-    same = reader_of(setup, train_path=other["path"], probe_path=other["path"])
+    (file,) = list_weighted(setup, b=1)
+    apart = make_reader(setup, train_path=file["path"], probe_path=str(setup / "a.jsonl")).read_training_data(SFT, 0)
+    assert apart.digest == make_reader(setup, train_path=file["path"]).read_training_data(SFT, 0).digest
+    same = make_reader(setup, train_path=file["path"], probe_path=file["path"])
     with pytest.raises(UserError, match=r"found all of its 4 traces in data.probe_path too; .* to keep to train on"):
         same.read_training_data(SFT, 0)
 
 
-def test_a_run_says_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None) -> None:
+def test_a_run_names_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None) -> None:
     train = str(setup / "a.jsonl")
-    lengths = reader_of(setup, train_path=train).read_training_data(SFT, 0).lengths
+    lengths = make_reader(setup, train_path=train).read_training_data(SFT, 0).lengths
 
     def say(cutoff: int, path: object = train) -> str:
-        settings = reader_of(setup, train_path=path, cutoff_length=cutoff).settings
+        settings = make_reader(setup, train_path=path, cutoff_length=cutoff).settings
         return describe_training(
-            settings, reader_of(setup, train_path=path, cutoff_length=cutoff).read_training_data(SFT, 0)
+            settings, make_reader(setup, train_path=path, cutoff_length=cutoff).read_training_data(SFT, 0)
         )
 
     longest, cutoff = int(lengths.max()), int(lengths.max()) - 1
@@ -205,17 +206,17 @@ def test_a_run_says_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None) 
     rule = f"{len(lengths) - num_kept} dropped: longer than {cutoff} tokens"
     assert say(cutoff).endswith(f"; {rule}; data.cutoff_length={longest} keeps all")
     assert f"{num_kept} of {len(lengths)} rows kept" in say(cutoff)
-    assert say(cutoff, files(setup, a=1)).endswith("keeps all")
+    assert say(cutoff, list_weighted(setup, a=1)).endswith("keeps all")
 
 
-def test_a_file_that_is_left_without_traces_is_refused(setup: Path, one_rank: None) -> None:
-    pool, train = str(setup / "b.jsonl"), files(setup, a=1, b=1)
-    data = reader_of(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
+def test_a_file_without_remaining_traces_is_refused(setup: Path, one_rank: None) -> None:
+    pool, train = str(setup / "b.jsonl"), list_weighted(setup, a=1, b=1)
+    data = make_reader(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
     with pytest.raises(UserError, match=r"found no trace left of file 2 of the list .* Remove the file"):
-        feed_of(data)
+        make_feed(data)
 
 
-def test_check_counts_them_by_messages_or_tokens(setup: Path, capsys) -> None:
+def test_check_counts_trusted_traces_in_the_training_data(setup: Path, capsys) -> None:
     def say(train: object, pool: Path, *changes: str) -> str:
         words = [f"data.train_path={json.dumps(train)}", f"data.probe_path={pool}", f"run.output_dir={setup / 'run'}"]
         assert main(["check", "launch_scripts/recipes/quickstart.yaml", *words, *changes]) == 0
@@ -224,14 +225,14 @@ def test_check_counts_them_by_messages_or_tokens(setup: Path, capsys) -> None:
 
     text = "Trusted data: {} of the training traces are in data.probe_path too, which the run {} "
     text += "(data.trusted_overlap: {})"
-    assert say(files(setup, a=1, b=1), setup / "trusted.jsonl") == text.format(2, "leaves out", "drop")
+    assert say(list_weighted(setup, a=1, b=1), setup / "trusted.jsonl") == text.format(2, "leaves out", "drop")
     assert say(str(setup / "store"), setup / "store", "data.trusted_overlap=keep") == text.format(
         4, "trains on", "keep"
     )
     assert say(str(setup / "a.jsonl"), setup / "b.jsonl") == say(str(setup / "a.jsonl"), setup / "store") == ""
 
 
-def test_a_list_in_a_recipe(tmp_path: Path, capsys) -> None:
+def test_a_recipe_may_list_files_with_weights(tmp_path: Path, capsys) -> None:
     data = {"train_path": [{"path": "~/a.jsonl", "weight": 2}, {"path": "b", "weight": 0.5}]}
     recipe = Recipe.model_validate(smallest_recipe() | {"data": data})
     assert recipe.data.train_files() == (
