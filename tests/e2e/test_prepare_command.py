@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.commands import HANG_SECONDS
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.tokenizer import make_tokenizer
-from tests.unit.test_prepare import contents, math_row
+from tests.unit.test_prepare import make_math_row, read_contents
 from vcore_ds.commands.cli import main
 from vcore_ds.data.prepare.pipeline import Pool
 from vcore_ds.data.store import TokenStore
@@ -35,7 +35,7 @@ def prepare_and_stall(words: Sequence[str]) -> int:
 @pytest.fixture
 def prepare_words(tmp_path: Path) -> list[str]:
     make_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [math_row(n, expected_answer=str(n + n % 3 // 2)) for n in range(300)]
+    rows = [make_math_row(n, expected_answer=str(n + n % 3 // 2)) for n in range(300)]
     (tmp_path / "raw").mkdir()
     for part in range(6):
         table = pa.Table.from_pylist(rows[part::6])
@@ -69,7 +69,7 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
     again = capsys.readouterr().out
     assert "resuming where an earlier run ended" in again
     assert f"{num_finished} of 6 shards were finished before" in again
-    assert contents(tmp_path / "store") == contents(tmp_path / "straight")
+    assert read_contents(tmp_path / "store") == read_contents(tmp_path / "straight")
     assert len(TokenStore(tmp_path / "store", make_tokenizer())) == 75
 
 

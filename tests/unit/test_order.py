@@ -1,4 +1,4 @@
-"""Which sequences a step sees."""
+"""Order of the sequences of the main and probe batches."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ def test_order_of_a_seed_does_not_change_between_versions() -> None:
     assert RandomDraws(100, 4, seed=42, stream=Stream.PROBE).step(3) == [43, 76, 15, 31]
 
 
-def test_seeds_differ_also_negative_ones() -> None:
+def test_different_seeds_give_different_orders() -> None:
     assert len({tuple(MainOrder([50], 50, seed).step(0)) for seed in (-1, 0, 1, 42)}) == 4
     assert len({tuple(RandomDraws(50, 8, seed, Stream.PROBE).step(0)) for seed in (-1, 0, 1, 42)}) == 4
 

@@ -1,4 +1,4 @@
-"""Micro-steps of a batch, packed and not: every sequence once, no row too long, equal cost on all ranks."""
+"""Micro-steps of a batch, packed and not: every sequence once, no pack too long, equal cost on all ranks."""
 
 import itertools
 from collections import Counter
@@ -15,10 +15,10 @@ from vcore_ds.planning.packing import Waste, measure_waste, pack_batch, split_ba
 ROW_TOKENS = 16_384
 
 
-def all_rows(
+def pack_by_rank(
     lengths: list[int], num_ranks: int, pack_tokens: int, attention: float, micro_step_cost: float = 0.0
 ) -> list[list[list[int]]]:
-    """By rank."""
+    """Packs of each rank, as indices of their sequences."""
     micro_steps = pack_batch(
         lengths,
         num_groups=num_ranks,
@@ -29,7 +29,7 @@ def all_rows(
     return [list(rows) for rows in zip(*micro_steps, strict=True)]
 
 
-def work(attention: float) -> Callable[[int], float]:
+def make_work(attention: float) -> Callable[[int], float]:
     return lambda n: n * (1 + n / attention)
 
 
@@ -37,53 +37,58 @@ def work(attention: float) -> Callable[[int], float]:
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 9), st.integers(0, 150), st.floats(1, 1e6)
 )
-def test_every_sequence_once_and_no_row_too_long(lengths, num_ranks, room, attention) -> None:
+def test_every_sequence_is_packed_once_and_no_pack_is_too_long(lengths, num_ranks, room, attention) -> None:
     pack_tokens = max(lengths) + room
-    per_rank = all_rows(lengths, num_ranks, pack_tokens, attention)
+    per_rank = pack_by_rank(lengths, num_ranks, pack_tokens, attention)
     assert len({len(rows) for rows in per_rank}) == 1
     packed = [i for rows in per_rank for row in rows for i in row]
     assert sorted(packed) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= pack_tokens for rows in per_rank for row in rows)
-    assert per_rank == all_rows(lengths, num_ranks, pack_tokens, attention)
+    assert per_rank == pack_by_rank(lengths, num_ranks, pack_tokens, attention)
 
 
-def test_by_hand() -> None:
+def test_packs_by_hand() -> None:
     # The longest first, each to the cheapest row: 9 and 6, then 5 to the 6, then 2 to the 9.
-    (first,), (second,) = all_rows([9, 6, 5, 2], 2, 11, 1e9)
+    (first,), (second,) = pack_by_rank([9, 6, 5, 2], 2, 11, 1e9)
     assert sorted([sorted(first), sorted(second)]) == [[0, 3], [1, 2]]
     # A long sequence sets the level of its micro-step, and the short ones are filled up to it: 10 beside 5 + 5, then
     # 3 beside 3. Rows of equal numbers of tokens, 8 and 8 twice, would be waited for as long with less in them.
-    per_rank = all_rows([10, 5, 5, 3, 3], 2, 10, 1e9)
+    per_rank = pack_by_rank([10, 5, 5, 3, 3], 2, 10, 1e9)
     assert {frozenset(rows[0]) for rows in per_rank} == {frozenset({0}), frozenset({1, 2})}
     assert {frozenset(rows[1]) for rows in per_rank} == {frozenset({3}), frozenset({4})}
 
 
-def test_more_ranks_than_sequences() -> None:
-    assert sorted(all_rows([7, 7, 7], 5, 10, 1e9)) == [[[0]], [[1]], [[2]]]
+def test_more_ranks_than_sequences_get_one_pack_each() -> None:
+    assert sorted(pack_by_rank([7, 7, 7], 5, 10, 1e9)) == [[[0]], [[1]], [[2]]]
 
 
-def test_a_further_micro_step_has_to_save_its_cost() -> None:
-    def row_sums(lengths: list[int], micro_step_cost: float) -> list[list[int]]:
-        per_rank = all_rows(lengths, 2, 40, 1e9, micro_step_cost)
+def test_another_micro_step_has_to_save_its_cost() -> None:
+    def compute_row_sums(lengths: list[int], micro_step_cost: float) -> list[list[int]]:
+        per_rank = pack_by_rank(lengths, 2, 40, 1e9, micro_step_cost)
         return [[sum(lengths[i] for i in row) for row in rows] for rows in per_rank]
 
     # 9 and 4 tokens one after the other take one token less than 14 at once.
     lengths = [2, 9, 6, 4, 3, 2]
-    assert row_sums(lengths, 0.9) == [[9, 4], [9, 4]]
-    assert row_sums(lengths, 1.1) == [[12], [14]]
+    assert compute_row_sums(lengths, 0.9) == [[9, 4], [9, 4]]
+    assert compute_row_sums(lengths, 1.1) == [[12], [14]]
     # 12 and 8 take as long as 20 at once, but for rounding, which is not the same in Python 3.11 and 3.12.
-    assert row_sums([12, 4, 11, 4, 7], 0.0) == [[20], [18]]
+    assert compute_row_sums([12, 4, 11, 4, 7], 0.0) == [[20], [18]]
 
 
-def waste(
-    micro_steps: list, lengths: list[int], attention: float, is_packed: bool, num_ranks: int = 2, degree: int = 1
+def compute_waste(
+    micro_steps: list,
+    lengths: list[int],
+    attention: float,
+    is_packed: bool,
+    num_ranks: int = 2,
+    sequence_parallel: int = 1,
 ) -> Waste:
     return measure_waste(
         micro_steps,
         lengths,
-        sequence_parallel=degree,
+        sequence_parallel=sequence_parallel,
         num_ranks=num_ranks,
-        work=work(attention),
+        work=make_work(attention),
         is_packed=is_packed,
     )
 
@@ -91,14 +96,14 @@ def waste(
 def test_waste_by_hand() -> None:
     lengths = [0, 8, 16, 20]
     # One micro-step of two ranks: 8 + 16 tokens beside 20. Without attention, costs are tokens.
-    packed = waste([[[1, 2], [3]]], lengths, 1e12, is_packed=True)
+    packed = compute_waste([[[1, 2], [3]]], lengths, 1e12, is_packed=True)
     assert packed.padding_share == pytest.approx(4 / 48) and packed.rank_imbalance == pytest.approx(24 / 22)
     assert packed.utilization == pytest.approx(22 / 24) and packed.num_idle_ranks == 0
     # A row each: the 8 is padded to 16, and the 20 to 24.
-    rows = waste([[[1, 2], [3]]], lengths, 1e12, is_packed=False)
+    rows = compute_waste([[[1, 2], [3]]], lengths, 1e12, is_packed=False)
     assert rows.padding_share == pytest.approx(12 / 56) and rows.rank_imbalance == pytest.approx(32 / 28)
     # An idle rank is waited for by nobody, and waits; micro-steps add up.
-    idle = waste([[[2], []], [[1], [1]]], lengths, 16, is_packed=True)
+    idle = compute_waste([[[2], []], [[1], [1]]], lengths, 16, is_packed=True)
     assert idle.rank_imbalance == pytest.approx((16 * 2 + 8 * 1.5) / (16 * 2 / 2 + 8 * 1.5))
     assert idle.num_idle_ranks == 0
 
@@ -106,17 +111,17 @@ def test_waste_by_hand() -> None:
 def test_waste_of_groups_by_hand() -> None:
     lengths = [8, 16, 20]
     # Six ranks, two to a row: rows of 24 and 20 tokens, both padded to 32 and 32, and a pair without a row.
-    found = waste([[[0, 1], [2]]], lengths, 1e12, is_packed=True, num_ranks=6, degree=2)
-    assert found.padding_share == pytest.approx(20 / 64) and found.num_idle_ranks == 2
-    assert found.rank_imbalance == pytest.approx((24 / 2) / (44 / 6))
-    # Passes add up, each with its own degree.
-    alone = waste([[[0, 1, 2]]], lengths, 1e12, is_packed=True, num_ranks=6, degree=6)
+    pairs = compute_waste([[[0, 1], [2]]], lengths, 1e12, is_packed=True, num_ranks=6, sequence_parallel=2)
+    assert pairs.padding_share == pytest.approx(20 / 64) and pairs.num_idle_ranks == 2
+    assert pairs.rank_imbalance == pytest.approx((24 / 2) / (44 / 6))
+    # Passes of different parallel sizes add up.
+    alone = compute_waste([[[0, 1, 2]]], lengths, 1e12, is_packed=True, num_ranks=6, sequence_parallel=6)
     assert alone.rank_imbalance == pytest.approx(1.0) and alone.num_idle_ranks == 0
-    both = found + alone
+    both = pairs + alone
     assert both.rank_imbalance == pytest.approx((24 / 2 + 44 / 6) / (2 * 44 / 6)) and both.mean_idle_ranks == 1
 
 
-def long_tailed(num_sequences: int, seed: int) -> list[int]:
+def draw_long_tailed(num_sequences: int, seed: int) -> list[int]:
     """Like the paper's data: mean 3,155 tokens, cut off at 16,384."""
     generator = np.random.default_rng(seed)
     drawn = generator.lognormal(np.log(3155) - 0.5 * 0.8**2, 0.8, 4 * num_sequences)
@@ -128,8 +133,8 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
     """Qwen3-32B on 8 ranks. With few sequences a step the longest one alone may cost more than a rank's share."""
     attention, waiting, padding = 59_000.0, [], []
     for seed in range(20):
-        lengths = long_tailed(batch_size, seed)
-        per_rank = all_rows(lengths, 8, ROW_TOKENS, attention, micro_step_cost=1272.0)
+        lengths = draw_long_tailed(batch_size, seed)
+        per_rank = pack_by_rank(lengths, 8, ROW_TOKENS, attention, micro_step_cost=1272.0)
         costs = np.array(
             [[sum(lengths[i] * (1 + lengths[i] / attention) for i in row) for row in rows] for rows in per_rank]
         )
@@ -137,13 +142,13 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
         tokens = [sum(lengths[i] for i in row) for rows in per_rank for row in rows]
         padding.append(1 - sum(tokens) / sum(-(-n // 8) * 8 for n in tokens))
         by_position = [list(rows) for rows in zip(*per_rank, strict=True)]
-        found = waste(by_position, lengths, attention, is_packed=True, num_ranks=8)
-        assert found.padding_share == pytest.approx(padding[-1]) and found.rank_imbalance == pytest.approx(waiting[-1])
+        waste = compute_waste(by_position, lengths, attention, is_packed=True, num_ranks=8)
+        assert waste.padding_share == pytest.approx(padding[-1]) and waste.rank_imbalance == pytest.approx(waiting[-1])
     print(f"|B| {batch_size}: slowest rank {np.mean(waiting):.3f} x mean, padding {np.mean(padding):.2%}")
     assert np.mean(waiting) < 1.05 and np.mean(padding) < 0.02
 
 
-def by_group(ids: list[int], lengths: list[int], num_groups: int, micro_batch_size: int) -> list:
+def split_by_group(ids: list[int], lengths: list[int], num_groups: int, micro_batch_size: int) -> list:
     micro_steps = split_batch(lengths, num_groups=num_groups, micro_batch_size=micro_batch_size)
     return [[[ids[i] for i in micro] for micro in group] for group in zip(*micro_steps, strict=True)]
 
@@ -155,7 +160,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(num_groups: int, micro
     lengths = [(7 * i) % 41 + 1 for i in range(100)]
     for k in range(5):
         ids = order.step(k)
-        per_group = by_group(ids, [lengths[i] for i in ids], num_groups, micro_batch_size)
+        per_group = split_by_group(ids, [lengths[i] for i in ids], num_groups, micro_batch_size)
         num_micro_batches = len(ids) // (num_groups * micro_batch_size)
         assert all([len(micro) for micro in group] == [micro_batch_size] * num_micro_batches for group in per_group)
         assert Counter(i for group in per_group for micro in group for i in micro) == Counter(ids)
@@ -165,11 +170,11 @@ def test_any_number_of_ranks_sees_the_same_global_batches(num_groups: int, micro
 
 
 def test_equal_lengths_keep_the_order_of_the_batch() -> None:
-    assert by_group([5, 3, 9, 1], [2, 2, 2, 2], 2, 1) == [[[5], [9]], [[3], [1]]]
+    assert split_by_group([5, 3, 9, 1], [2, 2, 2, 2], 2, 1) == [[[5], [9]], [[3], [1]]]
 
 
-def test_no_more_groups_than_sequences() -> None:
-    assert by_group([4, 8, 6], [10, 20, 30], 4, 2) == [[[6]], [[8]], [[4]]]
+def test_more_groups_than_sequences_get_one_micro_batch_each() -> None:
+    assert split_by_group([4, 8, 6], [10, 20, 30], 4, 2) == [[[6]], [[8]], [[4]]]
 
 
 @given(
@@ -179,7 +184,7 @@ def test_no_more_groups_than_sequences() -> None:
 )
 def test_every_sequence_goes_to_one_rank(lengths: list[int], num_groups: int, micro_batch_size: int) -> None:
     ids = [100 + i % 7 for i in range(len(lengths))]  # also with an id that comes twice in a batch
-    per_group = by_group(ids, lengths, num_groups, micro_batch_size)
+    per_group = split_by_group(ids, lengths, num_groups, micro_batch_size)
     assert Counter(i for group in per_group for micro in group for i in micro) == Counter(ids)
     assert len({len(group) for group in per_group}) == 1
     assert all(len(micro) <= micro_batch_size for group in per_group for micro in group)

@@ -29,8 +29,8 @@ assert memory.process_bytes() >= highest
 
 
 def test_a_phase_counts_its_own_peak_and_the_process_the_highest() -> None:
-    # A process of its own: in one that has freed memory before, new tensors may lie in what is resident already. The
-    # peak of the process that starts it is higher, and not its own.
+    # In a separate process: in one that has freed memory before, new tensors may use memory that is resident already.
+    # The higher peak of the process that starts it must not be counted.
     highest_here = torch.ones(200 * 2**20)
     del highest_here
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}

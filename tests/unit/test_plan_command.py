@@ -30,11 +30,11 @@ LORA = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_4b_math_lora.yaml"
 GIB = 2**30
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str, fits: bool = True) -> dict:
+def read_plan(capsys: pytest.CaptureFixture[str], *words: str, fits: bool = True) -> dict:
     code = main(["plan", *words, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    plan = json.loads(capsys.readouterr().out)
     assert code == (0 if fits else 2)
-    return found
+    return plan
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -42,7 +42,7 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
     recipe = load_recipe(path)
     shape, _ = find_model(recipe.model.path)
     plan = plan_run(derive_plan_settings(recipe), Cluster(GPUS["H200"], max(16, recipe.parallel.expert)), shape)
-    assert 0 < plan.utilization < 0.4  # what products achieve, at most
+    assert 0 < plan.utilization < 0.4  # at most what matrix multiplications achieve
     assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
     smallest = find_smallest_cluster(plan)
     assert smallest is not None and smallest.fits_with_margin
@@ -51,7 +51,7 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
     assert sft.memory.estimate.persistent_bytes < plan.memory.estimate.persistent_bytes
 
 
-def test_recipes_that_fit_are_those_that_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_as_fitting_where_the_plan_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--gpus", "8", "--gpu", "h100"]) == 0
     heading, *rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()
     assert heading.split("  ")[0] == "recipe" and "on 8 H100" in heading
@@ -59,8 +59,8 @@ def test_recipes_that_fit_are_those_that_the_plan_says(capsys: pytest.CaptureFix
     assert verdicts.keys() == {path.relative_to(RECIPE.parent).with_suffix("").as_posix() for path in RECIPES}
     assert {verdict.partition(";")[0] for verdict in verdicts.values()} == {"fits", "does not fit", "not on 8 GPUs"}
     for name in ("qwen3_4b_math_lora", "qwen3_32b_math_full", "qwen3_30b_a3b_math_full"):
-        found = planned(capsys, name, "--gpus", "8", fits=name == "qwen3_4b_math_lora")
-        (plan,) = (c for c in found["columns"] if c["title"] == "vcore")
+        comparison = read_plan(capsys, name, "--gpus", "8", fits=name == "qwen3_4b_math_lora")
+        (plan,) = (c for c in comparison["columns"] if c["title"] == "vcore")
         fewest = plan["smallest_cluster"]["gpus"]
         expected = "fits" if plan["verdict"] == "fits" else f"does not fit; from {fewest} GPUs"
         assert verdicts[name] == expected
@@ -74,12 +74,12 @@ def test_seconds_agree_with_an_earlier_calculation(num_gpus: int, sft: float, di
     cluster = Cluster(GPUS["H100"], num_gpus)
     words = ["utility.estimator=finite_difference", "utility.epsilon=auto", "probe.batch_size=4"]
     recipe = load_recipe(RECIPE, words)
-    for found, expected in ((change_method(recipe, "sft"), sft), (recipe, difference)):
-        plan = plan_run(derive_plan_settings(found), cluster, QWEN3_32B, lengths=LengthModel(8000))
+    for planned_recipe, expected in ((change_method(recipe, "sft"), sft), (recipe, difference)):
+        plan = plan_run(derive_plan_settings(planned_recipe), cluster, QWEN3_32B, lengths=LengthModel(8000))
         assert plan.cost.seconds_step == pytest.approx(expected, rel=0.15)
 
 
-def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_both_methods_and_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(RECIPE), "--gpus", "32", "--gpu", "b200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("qwen3_32b_math_full.yaml on 32 B200 (4 nodes of 8)")
@@ -120,7 +120,7 @@ def test_the_table_has_both_methods_and_what_is_assumed(capsys: pytest.CaptureFi
     assert "Tensor parallelism" not in one_node and "from other nodes" not in one_node
 
 
-def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensor_parallel_plans_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpus", "32", "--gpu", "B200"]
     assert main(["plan", str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml"]) == 0
     text = capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["tensor parallelism"] == ["1", "8"] and rows["main batch"] == ["8", "8"]
     assert lines[-1].startswith("parallel.tensor 8 saves no bytes between nodes")
     assert lines[-1].endswith("not for speed (docs/megatron.md)") and "Tensor parallelism" not in text
-    alone, shared = planned(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
+    alone, shared = read_plan(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
     assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8
     assert shared["sequence_parallel"] == {"main": 1, "probe": 1}
     received = shared["received_bytes"]
@@ -146,20 +146,20 @@ def test_layers_that_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert shared["seconds_step"] > alone["seconds_step"]
 
 
-def test_the_remedies_of_layers_that_gpus_share_are_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_remedies_of_tensor_parallel_plans_are_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(RECIPE), "parts/layers/tensor8.yaml", "--gpus", "8"]
-    ways = {way["change"]: way for way in planned(capsys, *words, fits=False)["columns"][1]["ways_to_fit"]}
+    ways = {way["change"]: way for way in read_plan(capsys, *words, fits=False)["columns"][1]["ways_to_fit"]}
     assert "16 ranks" in ways
-    found = planned(capsys, *words[:-1], "16")["columns"][1]
+    sixteen = read_plan(capsys, *words[:-1], "16")["columns"][1]
     for key in ("memory_bytes", "seconds_step", "gpu_hours_per_100_steps"):
-        assert ways["16 ranks"][key] == found[key]
+        assert ways["16 ranks"][key] == sixteen[key]
     assert main(["plan", *words[:-1], "8", "--gpus-per-node", "4"]) == 2
     assert "parallel.tensor: found 8 with 4 ranks on a node; expected a divisor" in capsys.readouterr().err
 
 
-def test_json_says_the_same_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, str(RECIPE), "--gpus", "64")
-    sft, vcore = found["columns"]
+def test_json_has_the_plan_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = read_plan(capsys, str(RECIPE), "--gpus", "64")
+    sft, vcore = plan["columns"]
     assert (sft["title"], vcore["title"]) == ("sft", "vcore")
     assert vcore["memory_bytes"]["persistent"]["moments"] == 8 * -(-32_762_123_264 // 64)
     assert vcore["seconds_step"] == pytest.approx(sum(vcore["seconds"].values()))
@@ -167,10 +167,10 @@ def test_json_says_the_same_in_bytes_and_seconds(capsys: pytest.CaptureFixture[s
     assert vcore["tokens_per_day"] == pytest.approx(86_400 * vcore["tokens_per_step"] / vcore["seconds_step"])
     assert vcore["gpu_hours_per_100_steps"] == pytest.approx(100 * vcore["seconds_step"] * 64 / 3600)
     assert vcore["smallest_cluster"]["gpus"] == 16 and vcore["ways_to_fit"] == []
-    assert found["cluster"]["gpu"]["name"] == "H100"
+    assert plan["cluster"]["gpu"]["name"] == "H100"
 
 
-def test_what_does_not_fit_has_its_cheapest_remedies(
+def test_a_plan_that_does_not_fit_has_its_cheapest_remedies(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["plan", str(RECIPE), "--gpus", "8", "engine.memory_check=false"]) == 0
@@ -182,7 +182,7 @@ def test_what_does_not_fit_has_its_cheapest_remedies(
         "96.70\n"
     )
     assert "vcore does not fit. The changes with the fewest GPU hours that make it fit\n  16 ranks: " in text
-    _, vcore = planned(capsys, str(RECIPE), "--gpus", "8", fits=False)["columns"]
+    _, vcore = read_plan(capsys, str(RECIPE), "--gpus", "8", fits=False)["columns"]
     ways = vcore["ways_to_fit"]
     assert len(ways) == 3
     assert [way["gpu_hours_per_100_steps"] for way in ways] == sorted(way["gpu_hours_per_100_steps"] for way in ways)
@@ -190,18 +190,18 @@ def test_what_does_not_fit_has_its_cheapest_remedies(
         assert way["memory_bytes"]["peak"] <= 79 * GIB < vcore["memory_bytes"]["peak"]
         words = way["change"].split()
         again = ["--gpus", words[0]] if words[1:] == ["ranks"] else ["--gpus", "8", *words]
-        assert planned(capsys, str(RECIPE), *again)["columns"][1]["verdict"] != "does not fit"
+        assert read_plan(capsys, str(RECIPE), *again)["columns"][1]["verdict"] != "does not fit"
     monkeypatch.setattr(run_plan, "MOST_GPUS", 32)  # the search for a cluster ends earlier
     words = ["--gpus", "8", "--gpu-memory", "1", "--host-memory", "1"]
-    tiny = planned(capsys, str(RECIPE), *words, fits=False)["columns"][1]
+    tiny = read_plan(capsys, str(RECIPE), *words, fits=False)["columns"][1]
     assert tiny["ways_to_fit"] == [] and tiny["smallest_cluster"] is None
 
 
-def test_settings_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_compared_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["model.gradient_checkpointing=false", "lora.rank=8 lora.alpha=16", "methods/sft.yaml"]
-    found = planned(capsys, str(RECIPE), "--gpus", "16", "--compare", *settings)
-    recipe, plain, lora, sft = found["columns"]
-    assert [column["title"] for column in found["columns"]] == ["recipe", *settings]
+    plan = read_plan(capsys, str(RECIPE), "--gpus", "16", "--compare", *settings)
+    recipe, plain, lora, sft = plan["columns"]
+    assert [column["title"] for column in plan["columns"]] == ["recipe", *settings]
     assert plain["memory_bytes"]["peak"] > recipe["memory_bytes"]["peak"] > lora["memory_bytes"]["peak"]
     assert plain["seconds"]["main"] < recipe["seconds"]["main"]
     assert sft["seconds"]["probe"] == 0 and lora["trained_parameters"] == 67_108_864
@@ -209,14 +209,14 @@ def test_settings_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--compare: found" in capsys.readouterr().err
 
 
-def test_a_model_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_model_is_counted_by_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = Qwen3Config(
         num_hidden_layers=3, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
         intermediate_size=192, vocab_size=512, tie_word_embeddings=True,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     counts = {
-        planned(capsys, str(LORA), f"model.path={path}", "lora=null", "--gpus", "2")["columns"][0]["parameters"]
+        read_plan(capsys, str(LORA), f"model.path={path}", "lora=null", "--gpus", "2")["columns"][0]["parameters"]
         for path in (tmp_path, tmp_path / "config.json")
     }
     # Query and output, key and value, the MLP; norms of the layer and of the heads; the last norm and the embedding.
@@ -252,13 +252,13 @@ def test_bad_input_is_one_message(words: list[str], message: str, capsys: pytest
     [["--gpus", "0"], ["--gpus", "-1"], ["--gpus", "many"], ["--gpus", "8", "--tflops", "0"],
      ["--gpus", "8", "--gpu-memory", "nan"], ["--gpus", "8", "--gpus-per-node", "0"], []],
 )  # fmt: skip
-def test_numbers_that_are_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(RECIPE), *words])
     assert ended.value.code == 2 and "vcore-ds plan: error: " in capsys.readouterr().err
 
 
-def test_other_gpus() -> None:
+def test_numbers_of_a_gpu_can_be_changed() -> None:
     options = dict(gpu="H100", gpu_memory=96.0, tflops=500.0, bandwidth=1.5, nvlink=None, nic=100.0)
     gpu = choose_gpu(argparse.Namespace(**options))
     assert (gpu.name, gpu.memory_bytes, gpu.flops) == ("H100 (changed)", 96 * GIB, 500e12)
@@ -281,14 +281,14 @@ def test_plans_import_nothing_heavy() -> None:
     assert (done.stderr, done.returncode) == ("loaded:\n", 0)
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert main(["plan", str(LORA), "--gpus", "8", "--picture", str(tmp_path / "plan.png")]) == 0
     pixels = image.imread(tmp_path / "plan.png")
     assert pixels.shape[:2] == (600, 1500) and pixels[..., :3].std() > 0.05
 
 
 def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB HBM3") -> None:
-    """A run whose metrics are those that a plan predicts with these shares."""
+    """Write a run with the metrics that a plan predicts for these shares."""
     recipe = load_recipe(RECIPE, [f"run.output_dir={folder}"])
     plan = plan_run(
         derive_plan_settings(recipe), Cluster(GPUS["H100"], 16, achieved=achieved), QWEN3_32B, lengths=LengthModel(3000)
@@ -302,16 +302,16 @@ def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB 
     folder.mkdir()
     (folder / "recipe.yaml").write_text(dump_recipe(recipe))
     (folder / "environment.json").write_text(json.dumps(environment))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step_line) + "\n" for step_line in lines))
 
 
 def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     true = with_share(replace(Achieved(), memory=0.5), 0.27)
     write_run(tmp_path / "run", true)
-    found = calibrate(str(tmp_path / "run"))
-    assert found.num_steps == 3
-    assert found.achieved.compute == pytest.approx(0.27, rel=1e-3)
-    assert found.achieved.memory == pytest.approx(0.5, rel=1e-6)
+    calibration = calibrate(str(tmp_path / "run"))
+    assert calibration.num_steps == 3
+    assert calibration.achieved.compute == pytest.approx(0.27, rel=1e-3)
+    assert calibration.achieved.memory == pytest.approx(0.5, rel=1e-6)
     words = [str(RECIPE), "--gpus", "16", "--mean-tokens", "3000", "--calibrate", str(tmp_path / "run")]
     expected = plan_run(
         derive_plan_settings(load_recipe(RECIPE)),
@@ -319,23 +319,25 @@ def test_calibration_finds_the_shares_that_a_run_achieved(tmp_path: Path, capsys
         QWEN3_32B,
         lengths=LengthModel(3000),
     )
-    assert planned(capsys, *words)["columns"][1]["seconds_step"] == pytest.approx(expected.cost.seconds_step, rel=1e-3)
+    assert read_plan(capsys, *words)["columns"][1]["seconds_step"] == pytest.approx(
+        expected.cost.seconds_step, rel=1e-3
+    )
     assert main(["plan", *words]) == 0
     assert "3 steps on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
 
 
-def test_a_run_that_says_nothing_of_gpus_calibrates_nothing(tmp_path: Path) -> None:
+def test_runs_that_cannot_calibrate_a_plan_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "cpu", Achieved(), device="x86_64")
     with pytest.raises(UserError, match="found devices x86_64; expected GPUs whose peak is known"):
         calibrate(str(tmp_path / "cpu"))
     write_run(tmp_path / "short", Achieved())
     metrics = tmp_path / "short" / "metrics.jsonl"
-    whole = metrics.read_text()
-    metrics.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    complete = metrics.read_text()
+    metrics.write_text("".join(complete.splitlines(keepends=True)[:2]))
     with pytest.raises(UserError, match="found 2 steps or fewer"):
         calibrate(str(tmp_path / "short"))
     (tmp_path / "short" / "environment.json").write_text('{"devices": []}')
-    metrics.write_text(whole)
+    metrics.write_text(complete)
     with pytest.raises(UserError, match="environment.json: expected devices and world_size"):
         calibrate(str(tmp_path / "short"))
     for text in ("{", "".join(f'{{"step": {step}}}\n' for step in range(1, 5))):
@@ -344,7 +346,7 @@ def test_a_run_that_says_nothing_of_gpus_calibrates_nothing(tmp_path: Path) -> N
             calibrate(str(tmp_path / "short"))
 
 
-def test_check_says_what_a_run_costs_and_refuses_what_cannot_fit(
+def test_check_reports_the_cost_of_a_run_and_refuses_one_that_cannot_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["check", str(RECIPE), f"run.output_dir={tmp_path}/new", "--gpu", "H100"]

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding and gated activation: values and gradients against Hugging Face's modules to the last bit,
+"""RMSNorm, rotary embedding and gated activation: values and gradients bit for bit against Hugging Face's modules,
 tangents against forward mode in fp64, by PyTorch's operations, and by the kernels where `test_flash_tangent.py` runs
 this file in Triton's interpreter."""
 
@@ -26,10 +26,10 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 """Largest error of a tangent, relative to its norm."""
 DTYPES = [torch.bfloat16] if IS_INTERPRETED else [torch.float64, *BOUNDS]
 SCALES = [1e-3, 1.0, 100.0]
-"""Of a norm's input; eps counts for the smallest."""
+"""Scales of a norm's input; eps matters for the smallest."""
 
 
-def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
@@ -57,10 +57,10 @@ class Parts(nn.Module):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("scale", SCALES)
-def test_modules_have_hugging_faces_values_and_gradients_to_the_last_bit(dtype: torch.dtype, scale: float) -> None:
+def test_modules_have_hugging_faces_values_and_gradients_bit_for_bit(dtype: torch.dtype, scale: float) -> None:
     torch.manual_seed(0)
     parts = Parts(dtype)
-    x, upstream = drawn((3, 7, 24), (3, 7, 24), dtype=dtype)
+    x, upstream = draw((3, 7, 24), (3, 7, 24), dtype=dtype)
     results = []
     for replaces in (False, True):
         if replaces:
@@ -82,11 +82,11 @@ def test_only_modules_with_llamas_code_are_replaced() -> None:
     assert type(parts.norm) is not Qwen3RMSNorm and isinstance(parts.norm, Qwen3RMSNorm)
     assert type(parts.norm).__name__ == "Qwen3RMSNorm"
     assert type(parts.mlp) is not LlamaMLP and type(gelu.mlp) is LlamaMLP
-    assert [type(other) for other in parts.others] == [GemmaRMSNorm, Olmo2RMSNorm]
+    assert [type(module) for module in parts.others] == [GemmaRMSNorm, Olmo2RMSNorm]
 
 
 def test_a_norm_of_another_dtype_than_its_input_is_hugging_faces() -> None:
-    (x,) = drawn((3, 24), dtype=torch.bfloat16)
+    (x,) = draw((3, 24), dtype=torch.bfloat16)
     norm = Parts(torch.float32).norm
     before = norm(x)
     use_formulas(norm)
@@ -96,7 +96,7 @@ def test_a_norm_of_another_dtype_than_its_input_is_hugging_faces() -> None:
 @pytest.mark.parametrize("with_graph", [False, True])
 def test_a_graph_keeps_one_copy_of_a_norms_input_and_no_activated_gate(with_graph: bool) -> None:
     """Nor a dual tensor: its tangent would live as long as the graph."""
-    x, d_x, gate, up = drawn((4, 24), (4, 24), (4, 24), (4, 24), dtype=torch.bfloat16)
+    x, d_x, gate, up = draw((4, 24), (4, 24), (4, 24), (4, 24), dtype=torch.bfloat16)
     weight = nn.Parameter(torch.ones(24, dtype=torch.bfloat16))
     saved: list[Tensor] = []
     leaves = [leaf.requires_grad_(with_graph) for leaf in (x, gate, up)]
@@ -114,7 +114,7 @@ def test_a_graph_keeps_one_copy_of_a_norms_input_and_no_activated_gate(with_grap
     assert {tensor.data_ptr() for tensor in saved} >= ({leaf.data_ptr() for leaf in leaves} if with_graph else set())
 
 
-def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+def normalize_exactly(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
@@ -122,22 +122,24 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("size", [24, 130])
 def test_tangent_of_a_norm(dtype: torch.dtype, scale: float, size: int) -> None:
-    x, d_x, weight, d_weight = drawn((3, 5, size), (3, 5, size), (size,), (size,), dtype=dtype)
+    x, d_x, weight, d_weight = draw((3, 5, size), (3, 5, size), (size,), (size,), dtype=dtype)
     x = (scale * x).transpose(0, 1)
     d_x = d_x.transpose(0, 1)
     exact = [tensor.double() for tensor in (x, weight, d_x, d_weight)]
     for given in ((True, True), (True, False), (False, True)):
         tangents = [t if is_given else torch.zeros_like(t) for t, is_given in zip(exact[2:], given, strict=True)]
-        value, expected = torch.func.jvp(exact_norm, tuple(exact[:2]), tuple(tangents))
-        found = dict(d_x=d_x if given[0] else None, d_weight=d_weight if given[1] else None)
-        check_tangent(rms_norm_tangent(x, weight, EPS, **found), expected)
+        value, expected = torch.func.jvp(normalize_exactly, tuple(exact[:2]), tuple(tangents))
+        d_inputs = dict(d_x=d_x if given[0] else None, d_weight=d_weight if given[1] else None)
+        check_tangent(rms_norm_tangent(x, weight, EPS, **d_inputs), expected)
     assert rms_norm_tangent(x, weight, EPS) is None
     leaf = x.clone().requires_grad_()
     with forward_ad.dual_level():
         dual = rms_norm(make_dual(leaf, d_x), weight, EPS, d_weight=d_weight)
-        own, tangent = forward_ad.unpack_dual(dual)
-    check_tangent(tangent, torch.func.jvp(exact_norm, tuple(exact[:2]), tuple(exact[2:]))[1])
-    assert own.requires_grad and float((own.detach().double() - value).norm() / value.norm()) < BOUNDS.get(dtype, 1e-12)
+        primal, tangent = forward_ad.unpack_dual(dual)
+    check_tangent(tangent, torch.func.jvp(normalize_exactly, tuple(exact[:2]), tuple(exact[2:]))[1])
+    assert primal.requires_grad and float((primal.detach().double() - value).norm() / value.norm()) < BOUNDS.get(
+        dtype, 1e-12
+    )
 
 
 def plain_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -148,7 +150,7 @@ def plain_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 @pytest.mark.parametrize("with_graph", [False, True])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
 def test_tangent_of_gated_silu(dtype: torch.dtype, with_graph: bool, given: tuple[bool, bool]) -> None:
-    inputs = [(3 * x).to(dtype) for x in drawn(*[(3, 5, 24)] * 4)]
+    inputs = [(3 * x).to(dtype) for x in draw(*[(3, 5, 24)] * 4)]
     exact = [x.double() for x in inputs]
     still = torch.zeros_like(exact[0])
     tangents = tuple(x if is_given else still for x, is_given in zip(exact[2:], given, strict=True))
@@ -164,10 +166,10 @@ def test_tangent_of_gated_silu(dtype: torch.dtype, with_graph: bool, given: tupl
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_tangent_of_the_rotary_embedding(dtype: torch.dtype, num_rows: int) -> None:
-    """In the context alone; a row of angles for all rows of the batch, or one for each."""
+    """Inside the context only; one row of angles for all rows of the batch, or one for each."""
     shapes = [(3, 6, 5, 12), (3, 6, 2, 12)] * 2
-    q, k, d_q, d_k = (x.transpose(1, 2) for x in drawn(*shapes, dtype=dtype))
-    cos, sin = drawn((num_rows, 6, 12), (num_rows, 6, 12), dtype=dtype, seed=1)
+    q, k, d_q, d_k = (x.transpose(1, 2) for x in draw(*shapes, dtype=dtype))
+    cos, sin = draw((num_rows, 6, 12), (num_rows, 6, 12), dtype=dtype, seed=1)
     original = modeling_qwen3.apply_rotary_pos_emb
     with rotate_by_formula(Parts(dtype)):
         rotate = modeling_qwen3.apply_rotary_pos_emb

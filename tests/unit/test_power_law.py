@@ -1,4 +1,4 @@
-"""Power laws: known ones are found again from noisy losses, and the right one predicts the largest point."""
+"""Power laws: known ones are recovered from noisy losses, and the right one predicts the largest point."""
 
 import itertools
 from pathlib import Path
@@ -14,8 +14,8 @@ from vcore_ds.commands.report.scaling import Fit, fit_laws, scaling_tables
 SIZES = list(itertools.product((0.6e9, 1.7e9, 4e9, 8e9), (1e6, 4e6, 16e6, 64e6)))
 
 
-def fits_of(law: str, seed: int) -> list[Fit]:
-    """Of 4 x 4 sizes and 3 seeds, with noise of 0.4%."""
+def fit(law: str, seed: int) -> list[Fit]:
+    """Fit losses of 4 x 4 sizes and 3 seeds with noise of 0.4%."""
     generator = np.random.default_rng(seed)
     points = [size for size in SIZES for _ in range(3)]
     n, d = np.array(points).T / [[1e9], [1e6]]
@@ -23,8 +23,8 @@ def fits_of(law: str, seed: int) -> list[Fit]:
     return fit_laws(points, losses * np.exp(0.004 * generator.normal(size=len(points))), ["N", "D"])
 
 
-def test_the_law_of_fine_tuning_is_found() -> None:
-    product, added = fits_of("product", seed=0)
+def test_the_multiplicative_law_is_recovered() -> None:
+    product, added = fit("product", seed=0)
     assert product.law == "A N^-n D^-d + E" and added.law == "A N^-n + B D^-d + E"
     assert product.names == ["n", "d", "E"]
     for value, (low, high), true, room in zip(
@@ -38,8 +38,8 @@ def test_the_law_of_fine_tuning_is_found() -> None:
     assert low < product.predicted < high and product.predicted == product.measured * (1 + product.error)
 
 
-def test_the_additive_law_is_found_where_it_holds() -> None:
-    added, product = fits_of("sum", seed=1)
+def test_the_additive_law_is_recovered_where_it_holds() -> None:
+    added, product = fit("sum", seed=1)
     assert added.law == "A N^-n + B D^-d + E" and abs(added.error) < 0.005 < abs(product.error)
     assert added.values == pytest.approx([0.3, 0.4, 0.3], abs=0.12)
     for true, (low, high) in zip((0.3, 0.4, 0.3), added.intervals, strict=True):
@@ -52,10 +52,10 @@ def test_too_few_points_are_not_fitted() -> None:
     assert len(fit_laws([*points, (80.0,)], [3.0, 2.0, 1.5, 1.2], ["D"])) == 1
 
 
-def cells(tmp_path: Path, **of_cell: dict[str, dict[str, object]]) -> dict[str, dict[int, ReportedRun]]:
-    """Runs whose loss is that of a power law in their tokens."""
-    found: dict[str, dict[int, ReportedRun]] = {}
-    for name, sections in of_cell.items():
+def write_cells(tmp_path: Path, **sections_by_cell: dict[str, dict[str, object]]) -> dict[str, dict[int, ReportedRun]]:
+    """Write and read runs whose loss follows a power law in their tokens."""
+    runs: dict[str, dict[int, ReportedRun]] = {}
+    for name, sections in sections_by_cell.items():
         tokens = sections.pop("tokens")
         for seed in (1, 2, 3):
             folder = tmp_path / name / f"seed_{seed}"
@@ -64,9 +64,9 @@ def cells(tmp_path: Path, **of_cell: dict[str, dict[str, object]]) -> dict[str, 
             write_run(
                 folder, make_tokenizer(), [step_line(1, loss=loss, supervised_tokens=tokens)], {}, run=run, **sections
             )
-            (found_run,) = read_runs([folder], top=1, tokenizer_path=None)
-            found.setdefault(name, {})[seed] = found_run
-    return found
+            (reported,) = read_runs([folder], top=1, tokenizer_path=None)
+            runs.setdefault(name, {})[seed] = reported
+    return runs
 
 
 def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> N
         for method, sections in methods.items()
         for tokens in (100, 400, 1600, 6400, 25600)
     }
-    tables = scaling_tables(cells(tmp_path, **data), "loss", lambda run: run.metrics[-1]["loss"])
+    tables = scaling_tables(write_cells(tmp_path, **data), "loss", lambda run: run.metrics[-1]["loss"])
     assert len(tables) == 2 and "sft_100, sft_400, sft_1600, sft_6400, sft_25600" in tables[0].caption
     for table in tables:
         assert table.head == ["law", "d", "E", "largest, predicted", "largest, measured", "error"]
@@ -85,13 +85,13 @@ def test_cells_that_differ_in_size_only_are_fitted_together(tmp_path: Path) -> N
 
 
 def test_branches_of_one_run_are_fitted_together(tmp_path: Path) -> None:
-    def branch(steps: int) -> dict[str, object]:
+    def make_branch(steps: int) -> dict[str, object]:
         schedule = {"num_steps": steps, "kind": "wsd", "warmup_steps": 2}
         checkpoint = {"branch_from": f"long/checkpoints/step_{steps * 4 // 5:08d}"}
         return {"tokens": 20 * steps, "schedule": schedule, "checkpoint": checkpoint}
 
-    branches = {f"length_{steps}": branch(steps) for steps in (5, 20, 80, 320, 1280)}
-    (table,) = scaling_tables(cells(tmp_path, **branches), "loss", lambda run: run.metrics[-1]["loss"])
+    branches = {f"length_{steps}": make_branch(steps) for steps in (5, 20, 80, 320, 1280)}
+    (table,) = scaling_tables(write_cells(tmp_path, **branches), "loss", lambda run: run.metrics[-1]["loss"])
     assert table.rows[0][0] == "A D^-d + E" and table.rows[0][1].startswith("0.2")
 
 
@@ -99,9 +99,11 @@ def test_models_are_counted_by_their_names(tmp_path: Path) -> None:
     names = [f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")]
     models = {f"model_{i}": {"tokens": 100 * 2**i, "model": {"path": name}} for i, name in enumerate(names)}
     same_data = {name: sections | {"tokens": 100} for name, sections in models.items()}
-    (table,) = scaling_tables(cells(tmp_path / "a", **same_data), "loss", lambda run: 1 + run.recipe.run.seed / 100)
+    (table,) = scaling_tables(
+        write_cells(tmp_path / "a", **same_data), "loss", lambda run: 1 + run.recipe.run.seed / 100
+    )
     assert table.head[:3] == ["law", "n", "E"] and "N model parameters: model_0" in table.caption
-    (table,) = scaling_tables(cells(tmp_path / "b", **models), "loss", lambda run: run.metrics[-1]["loss"])
+    (table,) = scaling_tables(write_cells(tmp_path / "b", **models), "loss", lambda run: run.metrics[-1]["loss"])
     assert table.head[:4] == ["law", "n", "d", "E"]
 
 
@@ -109,4 +111,4 @@ def test_a_sweep_over_other_keys_has_no_power_law(tmp_path: Path) -> None:
     rates = {f"rate_{i}": {"tokens": 100, "optimizer": {"learning_rate": 0.1 + i}} for i in range(5)}
     models = {f"model_{i}": {"tokens": 100, "model": {"path": f"unknown/{i}"}} for i in range(5)}
     for each in (rates, models):
-        assert scaling_tables(cells(tmp_path, **each), "loss", lambda run: run.metrics[-1]["loss"]) == []
+        assert scaling_tables(write_cells(tmp_path, **each), "loss", lambda run: run.metrics[-1]["loss"]) == []

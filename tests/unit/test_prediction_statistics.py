@@ -1,4 +1,4 @@
-"""What EAFT, DEFT and ASFT read of a prediction beside its loss, against plain PyTorch in fp64."""
+"""Statistics of predictions for EAFT, DEFT and ASFT, against plain PyTorch in fp64."""
 
 import importlib
 import math
@@ -21,7 +21,9 @@ def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * VOCABULARY * request.param + 3)
 
 
-def inputs(num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def draw_inputs(
+    num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, those of a reference, weight, bias, targets; fp64."""
     generator = torch.Generator().manual_seed(0)
     shapes = (num_tokens, HIDDEN), (num_tokens, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)
@@ -36,8 +38,8 @@ def inputs(num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY) -> tuple[
 def compute_statistic(statistic: str, *probabilities: float) -> float:
     """The statistic of a prediction with these probabilities: hidden state 1, log-probabilities as weights."""
     weight = torch.tensor(probabilities, dtype=torch.float64).log()[:, None]
-    one, target = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    return float(loss_and_statistic(one, weight, target, statistic)[1])
+    hidden, target = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    return float(loss_and_statistic(hidden, weight, target, statistic)[1])
 
 
 def test_statistics_by_hand() -> None:
@@ -64,7 +66,7 @@ def test_divergence_by_hand() -> None:
 # ---- against plain PyTorch -----------------------------------------------------------------------------------------
 
 
-def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
+def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
     logits = transform.scale * logits
     return logits if transform.softcap is None else transform.softcap * torch.tanh(logits / transform.softcap)
 
@@ -77,20 +79,20 @@ TRANSFORMED = pytest.mark.parametrize(
 @TRANSFORMED
 @pytest.mark.parametrize("statistic", ["entropy", "top_entropy", "concentration"])
 def test_statistics_come_with_the_loss_and_its_gradient(statistic: str, transform: LogitTransform) -> None:
-    hidden, _, weight, bias, targets = inputs()
+    hidden, _, weight, bias, targets = draw_inputs()
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    losses, found = loss_and_statistic(leaves[0], leaves[1], targets, statistic, bias, transform=transform)
+    losses, statistics = loss_and_statistic(leaves[0], leaves[1], targets, statistic, bias, transform=transform)
     losses.square().sum().backward()
-    assert not found.requires_grad
+    assert not statistics.requires_grad
 
-    others = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    expected_losses = token_loss(*others, targets, bias, transform=transform)
+    plain_leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected_losses = token_loss(*plain_leaves, targets, bias, transform=transform)
     expected_losses.square().sum().backward()
     assert torch.equal(losses, expected_losses)
-    for leaf, other in zip(leaves, others, strict=True):
-        assert torch.equal(leaf.grad, other.grad)
+    for leaf, plain_leaf in zip(leaves, plain_leaves, strict=True):
+        assert torch.equal(leaf.grad, plain_leaf.grad)
 
-    p = transformed(linear(hidden, weight, bias), transform).softmax(-1)
+    p = transform_logits(linear(hidden, weight, bias), transform).softmax(-1)
     top = p.sort(-1, descending=True).values[:, :20]
     top = top / top.sum(-1, keepdim=True)
     expected = {
@@ -98,7 +100,7 @@ def test_statistics_come_with_the_loss_and_its_gradient(statistic: str, transfor
         "top_entropy": -(top * top.log()).sum(-1) / math.log(20),
         "concentration": p.square().sum(-1),
     }[statistic]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(statistics, expected, rtol=1e-12, atol=1e-12)
     in_fp32 = loss_and_statistic(hidden.float(), weight.float(), targets, statistic, bias.float(), transform=transform)
     assert in_fp32[1].dtype == torch.float32
     assert float((in_fp32[1] - expected).abs().max()) < 1e-5
@@ -106,25 +108,25 @@ def test_statistics_come_with_the_loss_and_its_gradient(statistic: str, transfor
 
 @TRANSFORMED
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-def test_divergence_and_its_gradient(transform: LogitTransform, with_bias: bool) -> None:
-    hidden, reference, weight, bias, _ = inputs()
+def test_divergence_and_its_gradient_are_those_of_kl_div(transform: LogitTransform, with_bias: bool) -> None:
+    hidden, reference, weight, bias, _ = draw_inputs()
     bias = bias if with_bias else None
     upstream = torch.randn(NUM_TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    leaf, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    found = reference_divergence(leaf, weight, reference, bias, transform=transform)
-    found.backward(upstream)
+    leaf, plain_leaf = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    divergences = reference_divergence(leaf, weight, reference, bias, transform=transform)
+    divergences.backward(upstream)
     log_p, log_q = (
-        transformed(linear(values, weight, bias), transform).log_softmax(-1) for values in (other, reference)
+        transform_logits(linear(values, weight, bias), transform).log_softmax(-1) for values in (plain_leaf, reference)
     )
     expected = kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
     expected.backward(upstream)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(divergences, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(leaf.grad, plain_leaf.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_divergence_from_a_model_close_by_is_not_rounding_noise() -> None:
     """Adapters begin at no difference: the losses' errors in fp32 are as large as such a divergence."""
-    hidden, _, weight, bias, _ = inputs(200)
+    hidden, _, weight, bias, _ = draw_inputs(200)
     reference = hidden.float() * (1 + 1e-3)
     hidden, weight, bias = hidden.float(), weight.float(), bias.float()
     expected = reference_divergence(hidden.double(), weight.double(), reference.double(), bias.double()).mean()
@@ -134,8 +136,8 @@ def test_divergence_from_a_model_close_by_is_not_rounding_noise() -> None:
     )
 
 
-def test_a_model_that_is_its_reference_and_no_tokens() -> None:
-    hidden, _, weight, bias, targets = inputs()
+def test_a_model_equal_to_its_reference_and_no_tokens_have_no_divergence() -> None:
+    hidden, _, weight, bias, targets = draw_inputs()
     leaf = hidden.clone().requires_grad_()
     divergence = reference_divergence(leaf, weight, hidden, bias)
     divergence.sum().backward()
@@ -148,7 +150,7 @@ def test_a_model_that_is_its_reference_and_no_tokens() -> None:
 def test_logits_exist_for_a_block_of_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     block_tokens, vocabulary = 8, 2000
     monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * vocabulary * block_tokens + 3)
-    hidden, reference, weight, _, targets = (t.float() for t in inputs(256, vocabulary))
+    hidden, reference, weight, _, targets = (t.float() for t in draw_inputs(256, vocabulary))
     for statistic in ("top_entropy", "concentration", None):
         leaf = hidden.clone().requires_grad_()
         with Allocations() as allocations:

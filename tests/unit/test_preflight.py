@@ -1,4 +1,4 @@
-"""What is said about nodes that differ, and what is read from NCCL's log. The whole, on two nodes: tests/slurm."""
+"""Reports of nodes that differ, and reading of NCCL's log; tests/slurm runs the preflight on two nodes."""
 
 import subprocess
 import sys
@@ -50,13 +50,13 @@ GOOD = Node(
 NEEDED = Requirements(num_gpus=8, output_bytes=800 * 2**30, output_folder=Path("/shared/runs"))
 
 
-def nodes(**bad) -> Sequence[Node]:
-    """Four, of which the first differs: what most have is right, not what the first has."""
+def make_nodes(**bad) -> Sequence[Node]:
+    """Make four nodes of which the first differs: the majority is right, not the first."""
     return [replace(GOOD, **bad), *(replace(GOOD, host=f"n{i}") for i in (2, 3, 4))]
 
 
 def test_equal_nodes_are_fit() -> None:
-    assert find_problems(nodes(), NEEDED) == []
+    assert find_problems(make_nodes(), NEEDED) == []
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_equal_nodes_are_fit() -> None:
     ],
 )
 def test_one_bad_node_is_one_line_with_a_remedy(bad: dict, start: str) -> None:
-    (problem,) = find_problems(nodes(**bad), NEEDED)
+    (problem,) = find_problems(make_nodes(**bad), NEEDED)
     assert problem.startswith(start), problem
     assert ". " in problem or {"unreadable", "unused_gpus"} & set(bad)  # what to do about it
 
 
-def test_an_optional_package_that_other_nodes_have_is_missed() -> None:
+def test_an_optional_package_that_other_nodes_have_is_reported_missing() -> None:
     with_kernels = GOOD.packages | {"transformer_engine": "2.20.2"}
-    found = [node if i == 0 else replace(node, packages=with_kernels) for i, node in enumerate(nodes())]
-    (problem,) = find_problems(found, NEEDED)
+    differing = [node if i == 0 else replace(node, packages=with_kernels) for i, node in enumerate(make_nodes())]
+    (problem,) = find_problems(differing, NEEDED)
     assert problem.startswith("n1: transformer_engine: found none, expected 2.20.2 as on 3 of 4 nodes.")
 
 
@@ -129,13 +129,13 @@ def test_the_machine_is_described_by_nvidia_smi(tmp_path: Path, monkeypatch: pyt
         """
     )
     (tmp_path / "nvidia-smi").chmod(0o755)
-    found = describe_machine()
-    assert found["NVIDIA driver"] == "580.65.06"
-    assert found["clocks and power limits"] == "1965 MHz, 1000.00 W; 1965 MHz, 700.00 W"
-    assert found["hardware slowdown of GPUs"] is None
+    machine = describe_machine()
+    assert machine["NVIDIA driver"] == "580.65.06"
+    assert machine["clocks and power limits"] == "1965 MHz, 1000.00 W; 1965 MHz, 700.00 W"
+    assert machine["hardware slowdown of GPUs"] is None
 
 
-def test_what_kernels_are_compiled_with_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_or_header_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mycc").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -147,17 +147,17 @@ def test_what_kernels_are_compiled_with_is_missed(tmp_path: Path, monkeypatch: p
     assert missing_for_kernels() is None
 
 
-def test_a_node_without_gpus_is_not_also_of_another_kind() -> None:
-    (problem,) = find_problems(nodes(gpus=()), NEEDED)
+def test_a_node_without_gpus_is_reported_once() -> None:
+    (problem,) = find_problems(make_nodes(gpus=()), NEEDED)
     assert problem.startswith("n1: GPUs: found 0 that PyTorch can use, expected 8.")
 
 
 def test_all_nodes_without_gpus_are_all_named() -> None:
-    assert len(find_problems([replace(node, gpus=()) for node in nodes()], NEEDED)) == 4
+    assert len(find_problems([replace(node, gpus=()) for node in make_nodes()], NEEDED)) == 4
 
 
 def test_description_names_every_node() -> None:
-    text = describe(nodes(), NEEDED)
+    text = describe(make_nodes(), NEEDED)
     assert all(f"n{i}: 8 x NVIDIA B200; free: 900.0 GiB and 100.0 GiB" in text for i in range(1, 5))
     assert "needed: 800.0 GiB in /shared/runs" in text
 
@@ -168,16 +168,16 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def recipe(model: Path, output: Path, **sections) -> Recipe:
+def make_recipe(model: Path, output: Path, **sections) -> Recipe:
     values = smallest_recipe() | sections
     values["model"] |= {"path": str(model), "precision": "fp32"}
     values["run"] |= {"output_dir": str(output)}
     return Recipe.model_validate(values)
 
 
-def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
+def test_the_needed_space_counts_checkpoints_and_result(model: Path, tmp_path: Path) -> None:
     num_all = sum(parameter.numel() for parameter in tiny.qwen3().parameters())
-    full = recipe(model, tmp_path / "run", checkpoint={"keep_last": 2})
+    full = make_recipe(model, tmp_path / "run", checkpoint={"keep_last": 2})
     assert count_parameters(full.model.path, full.lora) == ParameterCounts(num_all, num_all)
     # Three checkpoints of master, two moments and direction, then the result.
     assert output_bytes(full) == 3 * num_all * (12 + 4) + num_all * 4
@@ -187,24 +187,24 @@ def test_space_is_that_of_the_states(model: Path, tmp_path: Path) -> None:
         (folder / "COMPLETE").touch()
     assert output_bytes(full) == num_all * (12 + 4) + num_all * 4
 
-    adapters = recipe(model, tmp_path / "other", lora={"rank": 4, "alpha": 8})
+    adapters = make_recipe(model, tmp_path / "other", lora={"rank": 4, "alpha": 8})
     num_trained = sum(p.numel() for p in tiny.with_lora(tiny.qwen3()).parameters() if p.requires_grad)
     assert count_parameters(adapters.model.path, adapters.lora).trained == num_trained
 
 
-def test_space_is_that_of_all_parts_of_shared_layers(model: Path, tmp_path: Path) -> None:
-    whole = recipe(model, tmp_path / "run")
-    needed = output_bytes(whole)
-    in_parts = whole.model_copy(
+def test_the_needed_space_counts_the_shards_of_all_tensor_parallel_ranks(model: Path, tmp_path: Path) -> None:
+    unsharded = make_recipe(model, tmp_path / "run")
+    needed = output_bytes(unsharded)
+    sharded = unsharded.model_copy(
         update={
-            "model": whole.model.model_copy(update={"provider": "megatron"}),
-            "parallel": whole.parallel.model_copy(update={"tensor": 2}),
+            "model": unsharded.model.model_copy(update={"provider": "megatron"}),
+            "parallel": unsharded.parallel.model_copy(update={"tensor": 2}),
         }
     )
-    assert needed < output_bytes(in_parts) < 1.05 * needed  # each part has whole norms
+    assert needed < output_bytes(sharded) < 1.05 * needed  # each part has whole norms
 
 
-def test_nccl_log() -> None:
+def test_the_network_is_read_from_nccls_log() -> None:
     infiniband = (
         "n1:71:71 [0] NCCL INFO NCCL version 2.28.3+cuda13.0\n"
         "n1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB ib0:10.0.0.1<0>\n"
@@ -217,14 +217,14 @@ def test_nccl_log() -> None:
     assert network_of_nccl("nothing of the kind") is None
 
 
-def test_ranks_that_share_layers_are_on_one_node() -> None:
+def test_tensor_parallel_groups_must_be_on_one_node() -> None:
     assert find_split_groups({"n1": 8, "n2": 8}, 4) == find_split_groups({"n1": 3}, 1) == []
     (problem,) = find_split_groups({"n1": 8, "n2": 6}, 4)
     assert problem.startswith("n2: parallel.tensor: found 4 with 6 ranks on the node, expected a divisor")
 
 
 @pytest.mark.parametrize(
-    ("source", "is_missed"),
+    ("source", "is_missing"),
     [
         ("here/*.jsonl", False),
         ("here/*.parquet", True),
@@ -236,15 +236,17 @@ def test_ranks_that_share_layers_are_on_one_node() -> None:
         ("owner/name", False),
     ],
 )
-def test_data_is_missed_unless_it_can_be_on_the_hub(source: str, is_missed: bool, tmp_path: Path, monkeypatch) -> None:
+def test_missing_data_is_reported_unless_it_can_be_on_the_hub(
+    source: str, is_missing: bool, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("here", "set[1]"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "part.jsonl").touch()
     sections = {"model": {"path": "./none"}, "data": {"train_path": source}}  # a path that the hub is not asked for
-    found = find_unreadable(Recipe.model_validate(smallest_recipe() | sections))
-    assert ("data.train_path" in found) == is_missed, found
-    assert is_readable(source) != (is_missed or source == "owner/name")  # by which `vcore-ds check` says the same
+    unreadable = find_unreadable(Recipe.model_validate(smallest_recipe() | sections))
+    assert ("data.train_path" in unreadable) == is_missing, unreadable
+    assert is_readable(source) != (is_missing or source == "owner/name")  # by which `vcore-ds check` says the same
 
 
 def test_no_thread_of_the_network_outlives_the_check(model: Path, tmp_path: Path) -> None:

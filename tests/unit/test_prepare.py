@@ -26,7 +26,7 @@ from vcore_ds.data.store import TokenStore
 TRACE = "<think>\nHm, {n}.\n</think>\n\nThe answer is \\boxed{{{n}}}."
 
 
-def math_row(n: int = 4, **changes: Any) -> dict[str, Any]:
+def make_math_row(n: int = 4, **changes: Any) -> dict[str, Any]:
     """A row of nvidia/OpenMathReasoning, split cot."""
     row = {
         "expected_answer": str(n),
@@ -42,7 +42,7 @@ def math_row(n: int = 4, **changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-def code_row(**changes: Any) -> dict[str, Any]:
+def make_code_row(**changes: Any) -> dict[str, Any]:
     """A row of nvidia/OpenCodeReasoning-2, split cpp."""
     row = {
         "question_id": "q1",
@@ -63,19 +63,19 @@ def code_row(**changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-def chat_row(n: int = 0) -> dict[str, Any]:
+def make_chat_row(n: int = 0) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
 
 
-def long_row() -> dict[str, Any]:
-    """Whose prompt alone is longer than 100 tokens."""
-    row = chat_row(1)
+def make_long_row() -> dict[str, Any]:
+    """A row whose prompt alone is longer than 100 tokens."""
+    row = make_chat_row(1)
     row["messages"][0]["content"] *= 100
     return row
 
 
 def write_lines(path: Path, rows: list[Any]) -> Path:
-    """Texts as they are, everything else as JSON."""
+    """Write strings as they are and everything else as JSON."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -99,7 +99,7 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
         again: bool = False,
         **request,
     ) -> PrepareReport | None:
-        whole = PrepareRequest(
+        full_request = PrepareRequest(
             kind=kind,
             sources=tuple(map(str, source if isinstance(source, list) else [source])),
             tokenizer=tokenizer,
@@ -110,7 +110,7 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
         said: list[str] = []
         run.said = said
         return prepare(
-            whole,
+            full_request,
             tmp_path / output,
             processes=processes,
             max_malformed_share=max_malformed_share,
@@ -121,11 +121,11 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
     return run
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def texts(folder: Path) -> list[str]:
+def decode_texts(folder: Path) -> list[str]:
     tokenizer = make_tokenizer()
     return [tokenizer.decode(sequence.input_ids) for sequence in TokenStore(folder, tokenizer)]
 
@@ -155,23 +155,23 @@ def checker() -> Iterator[AnswerChecker]:
 def test_answers_are_compared_and_hanging_ones_given_up(
     checker: AnswerChecker, expected: str, answer: str, verdict: str
 ) -> None:
-    before = cpu_seconds_of_children()
+    before = measure_child_cpu_seconds()
     assert checker.check(expected, answer) == verdict
     if verdict == "unfinished":  # at its limit of one second, beside its imports
-        assert cpu_seconds_of_children() - before < 20
+        assert measure_child_cpu_seconds() - before < 20
 
 
-def cpu_seconds_of_children() -> float:
+def measure_child_cpu_seconds() -> float:
     """Processor time of the child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-def test_a_good_math_row_becomes_the_papers_prompt_and_the_whole_trace(checker: AnswerChecker) -> None:
-    user, assistant = curation.convert_math_row(math_row(expected_answer="\\frac{8}{2}"), checker.check)
+def test_a_good_math_row_becomes_the_papers_prompt_and_the_complete_trace(checker: AnswerChecker) -> None:
+    user, assistant = curation.convert_math_row(make_math_row(expected_answer="\\frac{8}{2}"), checker.check)
     assert user == {"role": "user", "content": math_prompt("What is $4 + 0$?")}
     assert assistant == {"role": "assistant", "content": "<think>\nHm, 4.\n</think>\n\nThe answer is \\boxed{4}."}
-    without_opening = math_row(generated_solution=TRACE.format(n=4).removeprefix("<think>"))
+    without_opening = make_math_row(generated_solution=TRACE.format(n=4).removeprefix("<think>"))
     assert curation.convert_math_row(without_opening, checker.check)[1] == assistant
 
 
@@ -183,16 +183,16 @@ def test_the_last_box_behind_the_thinking_counts() -> None:
         return "equivalent"
 
     trace = "<think>\\boxed{1}</think>So \\boxed{2}, or rather \\boxed{\\frac{3}{1}}."
-    curation.convert_math_row(math_row(3, generated_solution=trace), check)
+    curation.convert_math_row(make_math_row(3, generated_solution=trace), check)
     assert compared == [("3", "\\frac{3}{1}")]
 
 
 MATH_DROPPED = {
-    curation.OTHER_PROBLEM_TYPE: math_row(problem_type="no_answer_extracted", expected_answer=None),
-    curation.OTHER_MODEL: math_row(generation_model="QwQ-32B"),
-    curation.NOT_BOXED: math_row(generated_solution="<think>\n\\boxed{4}\n</think>\n\nFour."),
-    curation.NOT_EQUIVALENT: math_row(expected_answer="5"),
-    curation.UNFINISHED: math_row(expected_answer="9^{9^{9^{9}}}"),
+    curation.OTHER_PROBLEM_TYPE: make_math_row(problem_type="no_answer_extracted", expected_answer=None),
+    curation.OTHER_MODEL: make_math_row(generation_model="QwQ-32B"),
+    curation.NOT_BOXED: make_math_row(generated_solution="<think>\n\\boxed{4}\n</think>\n\nFour."),
+    curation.NOT_EQUIVALENT: make_math_row(expected_answer="5"),
+    curation.UNFINISHED: make_math_row(expected_answer="9^{9^{9^{9}}}"),
 }
 NOT_ONE_THINKING = [
     "The answer is \\boxed{4}.",
@@ -206,11 +206,14 @@ NOT_ONE_THINKING = [
 ]
 MATH_MALFORMED = {
     "no object": ([], "found list, expected an object"),
-    "no field": ({k: v for k, v in math_row().items() if k != "problem_type"}, "no field `problem_type`, found expec"),
-    "another set": (code_row(), "no field `problem_type`, found question_id"),
-    "null": (math_row(expected_answer=None), "`expected_answer` is NoneType"),
-    "number": (math_row(problem=3), "`problem` is int (3), expected a string"),
-    "empty": (math_row(generated_solution=" "), "`generated_solution` is empty"),
+    "no field": (
+        {k: v for k, v in make_math_row().items() if k != "problem_type"},
+        "no field `problem_type`, found expec",
+    ),
+    "another set": (make_code_row(), "no field `problem_type`, found question_id"),
+    "null": (make_math_row(expected_answer=None), "`expected_answer` is NoneType"),
+    "number": (make_math_row(problem=3), "`problem` is int (3), expected a string"),
+    "empty": (make_math_row(generated_solution=" "), "`generated_solution` is empty"),
 }
 
 
@@ -224,15 +227,15 @@ def test_math_rows_are_dropped_by_rule(checker: AnswerChecker, rule: str, row: d
 @pytest.mark.parametrize("trace", NOT_ONE_THINKING)
 def test_a_trace_must_be_one_pair_and_an_answer(checker: AnswerChecker, trace: str) -> None:
     with pytest.raises(curation.Dropped) as dropped:
-        curation.convert_math_row(math_row(generated_solution=trace), checker.check)
+        curation.convert_math_row(make_math_row(generated_solution=trace), checker.check)
     assert dropped.value.args == (curation.NOT_ONE_THINKING,)
 
 
-@pytest.mark.parametrize(("row", "found"), MATH_MALFORMED.values(), ids=MATH_MALFORMED.keys())
-def test_malformed_math_rows_say_what_was_found(checker: AnswerChecker, row: Any, found: str) -> None:
+@pytest.mark.parametrize(("row", "reason"), MATH_MALFORMED.values(), ids=MATH_MALFORMED.keys())
+def test_malformed_math_rows_name_what_is_wrong(checker: AnswerChecker, row: Any, reason: str) -> None:
     with pytest.raises(Malformed) as malformed:
         curation.convert_math_row(row, checker.check)
-    assert found in malformed.value.args[0]
+    assert reason in malformed.value.args[0]
 
 
 @pytest.fixture(scope="module")
@@ -253,14 +256,14 @@ def statements(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_code_rows_take_their_statement_where_they_refer_to(statements: str) -> None:
+def test_code_rows_take_their_statement_from_the_data_set_they_refer_to(statements: str) -> None:
     find = partial(find_statement, statements)
-    user, assistant = curation.convert_code_row(code_row(), find)
+    user, assistant = curation.convert_code_row(make_code_row(), find)
     assert user["content"] == code_prompt("one")
     assert assistant["content"] == "<think>\nRead, add.\n</think>\n\n```cpp\nint main() {}\n```"
-    own, _ = curation.convert_code_row(code_row(question="Mine.", dataset=None), find)
-    assert own["content"] == code_prompt("Mine.")
-    user, _ = curation.convert_code_row(code_row(dataset="open-r1/codeforces", index="0"), find)
+    without_reference, _ = curation.convert_code_row(make_code_row(question="Mine.", dataset=None), find)
+    assert without_reference["content"] == code_prompt("Mine.")
+    user, _ = curation.convert_code_row(make_code_row(dataset="open-r1/codeforces", index="0"), find)
     statement = "Add.\n\nInput\n\nTwo numbers.\n\nExamples\n\nInput\n\n1 2\n\nOutput\n\n3"
     assert user["content"] == code_prompt(statement)
 
@@ -268,12 +271,12 @@ def test_code_rows_take_their_statement_where_they_refer_to(statements: str) -> 
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
-        (code_row(judgement="wrong"), curation.NOT_RIGHT),
-        (code_row(judgement=None), curation.NOT_RIGHT),
-        (code_row(r1_generation="```cpp\n```"), curation.NOT_ONE_THINKING),
-        (code_row(index="2"), curation.NO_STATEMENT),
-        (code_row(dataset="elsewhere"), curation.NO_STATEMENT),
-        (code_row(dataset="open-r1/codeforces"), curation.NO_STATEMENT),
+        (make_code_row(judgement="wrong"), curation.NOT_RIGHT),
+        (make_code_row(judgement=None), curation.NOT_RIGHT),
+        (make_code_row(r1_generation="```cpp\n```"), curation.NOT_ONE_THINKING),
+        (make_code_row(index="2"), curation.NO_STATEMENT),
+        (make_code_row(dataset="elsewhere"), curation.NO_STATEMENT),
+        (make_code_row(dataset="open-r1/codeforces"), curation.NO_STATEMENT),
     ],
 )
 def test_code_rows_are_dropped_by_rule(statements: str, row: dict, rule: str) -> None:
@@ -284,7 +287,7 @@ def test_code_rows_are_dropped_by_rule(statements: str, row: dict, rule: str) ->
 
 def test_statements_that_cannot_be_loaded_are_an_error(statements: str, tmp_path: Path) -> None:
     with pytest.raises(Malformed, match="`index` is 'x'"):
-        curation.convert_code_row(code_row(index="x"), partial(find_statement, statements))
+        curation.convert_code_row(make_code_row(index="x"), partial(find_statement, statements))
     with pytest.raises(UserError, match="problem statements of apps .train. cannot be loaded.*--statements"):
         find_statement(str(tmp_path), "apps", "train", 0)
 
@@ -322,7 +325,7 @@ def test_parquet_and_lists_are_read_and_a_copy_of_a_hub_data_set_by_its_split(tm
 
 
 def test_hub_data_are_streamed_by_data_file(tmp_path: Path) -> None:
-    """By `datasets`, from a folder in the hub's layout."""
+    """`datasets` streams from a folder in the hub's layout."""
     (tmp_path / "data").mkdir()
     for number in range(3):
         table = pa.Table.from_pylist([{"n": 10 * number + i} for i in range(2)])
@@ -330,14 +333,14 @@ def test_hub_data_are_streamed_by_data_file(tmp_path: Path) -> None:
         pq.write_table(table, tmp_path / "data" / f"tir-0000{number}-of-00003.parquet")
     streamed = sources.load_hub(str(tmp_path), "cot", None)
     assert streamed.num_shards == 3
-    shards_of_hub = [Shard("hub", str(tmp_path), i, 3, "cot") for i in range(3)]
-    assert [[row["n"] for _, row in shard.rows()] for shard in shards_of_hub] == [[0, 1], [10, 11], [20, 21]]
+    hub_shards = [Shard("hub", str(tmp_path), i, 3, "cot") for i in range(3)]
+    assert [[row["n"] for _, row in shard.rows()] for shard in hub_shards] == [[0, 1], [10, 11], [20, 21]]
     with pytest.raises(UserError, match="the split 'cpp' cannot be loaded"):
         sources.load_hub(str(tmp_path), "cpp", None)
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "reason"),
     [
         ("missing.jsonl", "there is no such file"),
         ("./some/where", "there is no such file"),
@@ -349,7 +352,7 @@ def test_hub_data_are_streamed_by_data_file(tmp_path: Path) -> None:
         ("nobody-at-all/nothing", "no data set of that name can be reached on the hub"),
     ],
 )
-def test_sources_that_are_none_are_refused(tmp_path: Path, monkeypatch, source: str, found: str) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path, monkeypatch, source: str, reason: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty.jsonl").touch()
@@ -358,19 +361,19 @@ def test_sources_that_are_none_are_refused(tmp_path: Path, monkeypatch, source: 
     (tmp_path / "broken.parquet").write_text("x")
     with pytest.raises(UserError) as error:
         find_shards([source], "train")
-    assert found in str(error.value)
+    assert reason in str(error.value)
 
 
-# The whole command
+# The command
 
 
 def test_all_rows_are_accounted_for(run, tmp_path: Path) -> None:
     rows = [
-        *(math_row(n) for n in range(6)),
+        *(make_math_row(n) for n in range(6)),
         *MATH_DROPPED.values(),
-        *(math_row(generated_solution=trace) for trace in NOT_ONE_THINKING),
+        *(make_math_row(generated_solution=trace) for trace in NOT_ONE_THINKING),
         *(row for row, _ in MATH_MALFORMED.values()),
-        math_row(9, generated_solution=TRACE.format(n=9).replace("Hm", "Hm " * 400)),
+        make_math_row(9, generated_solution=TRACE.format(n=9).replace("Hm", "Hm " * 400)),
         "",
         "{broken",
         '{"problem": "\\ud800"}'.replace('"problem"', '"problem_type"'),
@@ -390,7 +393,7 @@ def test_all_rows_are_accounted_for(run, tmp_path: Path) -> None:
     table = run.said[-1]
     assert "3,155.01" in table and f"{'kept':<10}" in table and "p95" in table
     assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "store")] == list(range(6))
-    assert texts(tmp_path / "store")[2].count("<think>") == 1
+    assert decode_texts(tmp_path / "store")[2].count("<think>") == 1
     manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
     assert manifest["counts"]["dropped"] == report.dropped
     assert manifest["longest"] == report.longest > 500
@@ -399,8 +402,14 @@ def test_all_rows_are_accounted_for(run, tmp_path: Path) -> None:
     assert not (tmp_path / "store.unfinished").exists()
 
 
-def test_code_goes_the_same_way(run, tmp_path: Path, statements: str) -> None:
-    rows = [code_row(), code_row(judgement="wrong"), code_row(index="9"), code_row(index="x"), code_row(index="0")]
+def test_code_rows_are_prepared_the_same_way(run, tmp_path: Path, statements: str) -> None:
+    rows = [
+        make_code_row(),
+        make_code_row(judgement="wrong"),
+        make_code_row(index="9"),
+        make_code_row(index="x"),
+        make_code_row(index="0"),
+    ]
     source = tmp_path / "cpp-00000-of-00001.parquet"
     pq.write_table(pa.Table.from_pylist(rows), source)
     report = run("code", source, statements=statements)
@@ -408,7 +417,7 @@ def test_code_goes_the_same_way(run, tmp_path: Path, statements: str) -> None:
     assert (report.num_malformed, report.num_kept) == (1, 2)
     assert f"{source}:4: `index` is 'x'" in (tmp_path / "store.malformed.txt").read_text()
     prompt = f"<|im_start|>user\n{code_prompt('one')}<|im_end|>\n<|im_start|>assistant\n<think>\nRead, add."
-    assert texts(tmp_path / "store")[0].startswith(prompt)
+    assert decode_texts(tmp_path / "store")[0].startswith(prompt)
     assert "2,861.25" in run.said[-1]
 
 
@@ -419,7 +428,7 @@ def test_lengths_are_summarized() -> None:
 
 def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 2_000)
-    rows = [chat_row(n) for n in range(200)]
+    rows = [make_chat_row(n) for n in range(200)]
     for n in range(0, 200, 5):
         rows[n]["messages"][1]["content"] *= 100
     source = write_lines(tmp_path / "rows.jsonl", rows)
@@ -441,10 +450,10 @@ def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, 
     """Interrupted in both rounds; what was finished is not done again."""
     monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 4_000)
     monkeypatch.setattr("vcore_ds.data.prepare.pipeline._BLOCK", 16)
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(300)])
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(300)])
     run("chat", source, "straight", sample=100)
     run("chat", source, "parallel", sample=100, processes=2)
-    assert contents(tmp_path / "parallel") == contents(tmp_path / "straight")
+    assert read_contents(tmp_path / "parallel") == read_contents(tmp_path / "straight")
 
     done: list[str] = []
 
@@ -475,51 +484,51 @@ def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, 
         interrupt("tokenize_block", -1)
         run("chat", source, "store", sample=100)
     assert done.count("tokenize_block") == num_blocks
-    assert contents(tmp_path / "store") == contents(tmp_path / "straight")
+    assert read_contents(tmp_path / "store") == read_contents(tmp_path / "straight")
 
 
 def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(5)])
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(5)])
     assert run("chat", source) is not None
     assert run.said[0] == f"{source}: format messages, by the keys of its rows (messages)"
-    before = contents(tmp_path / "store")
+    before = read_contents(tmp_path / "store")
     assert run("chat", source) is None and "is there already" in run.said[-1]
     with pytest.raises(UserError, match="found a store made with another filters: .*name another --output"):
         run("chat", source, cutoff_length=7)
-    write_lines(source, [chat_row(n) for n in range(6)])
+    write_lines(source, [make_chat_row(n) for n in range(6)])
     with pytest.raises(UserError, match="made with another source"):
         run("chat", source)
-    assert contents(tmp_path / "store") == before
+    assert read_contents(tmp_path / "store") == before
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="is there already and is no token store"):
         run("chat", source, "folder")
 
 
 def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path, monkeypatch) -> None:
-    """As for upsampling. A source begins anew each time that it is named, also where it has several shards."""
+    """Naming a source twice upsamples it: it starts over each time it is named, also where it has several shards."""
     monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 100)
-    a = write_lines(tmp_path / "a.jsonl", [chat_row(n) for n in range(3)])
-    b = write_lines(tmp_path / "b.jsonl", [chat_row(7), "", "broken", chat_row(8)])
+    a = write_lines(tmp_path / "a.jsonl", [make_chat_row(n) for n in range(3)])
+    b = write_lines(tmp_path / "b.jsonl", [make_chat_row(7), "", "broken", make_chat_row(8)])
     assert len(find_shards([str(b)], "cot")) > 1
     for order in ("abb", "aba", "ab"):
         run("chat", [{"a": a, "b": b}[name] for name in order], order)
         store = TokenStore(tmp_path / order)
-        found, rows = store.origins()
+        files, rows = store.origins()
         expected = [(f"{name}.jsonl", row) for name in order for row in {"a": [0, 1, 2], "b": [0, 3]}[name]]
-        assert [(Path(file).name, row) for file, row in zip(found, rows.tolist(), strict=True)] == expected
+        assert [(Path(file).name, row) for file, row in zip(files, rows.tolist(), strict=True)] == expected
         assert len(set(store.sequence_ids.tolist())) == len(expected)
         assert (tmp_path / f"{order}.malformed.txt").read_text().startswith(f"{b}:3: not JSON")
         assert (tmp_path / f"{order}.malformed.txt").read_text().count("\n") == 1
     with pytest.raises(UserError, match="found a store made with another source"):
         run("chat", [a, b], "abb")
-    long = write_lines(tmp_path / "long.jsonl", [chat_row(0), long_row()])
+    long = write_lines(tmp_path / "long.jsonl", [make_chat_row(0), make_long_row()])
     with pytest.raises(UserError):
         run("chat", [long, long], "long", cutoff_length=100, overlong="truncate", max_malformed_share=0.1)
     assert (tmp_path / "long.unfinished" / "malformed.txt").read_text().count(f"{long}:2: the prompt alone has") == 1
 
 
 def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), "x"])
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0), "x"])
     with pytest.raises(UserError):
         run("chat", source, max_malformed_share=0.1)
     before = {path: path.read_bytes() for path in (tmp_path / "store.unfinished").rglob("*.*")}
@@ -533,7 +542,7 @@ def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_p
 
 
 def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Path, monkeypatch) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(n) for n in range(5)])
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(5)])
     select, refusals = pipeline.selection.select, []
 
     def select_while_another_begins(*arguments):
@@ -553,7 +562,7 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
 
 
 def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [*(chat_row(n) for n in range(8)), "x", {"a": 1}])
+    source = write_lines(tmp_path / "rows.jsonl", [*(make_chat_row(n) for n in range(8)), "x", {"a": 1}])
     with pytest.raises(UserError) as error:
         run("chat", source, max_malformed_share=0.19)
     assert "2 of 10 rows are malformed (20.00%), expected at most 19.00%" in str(error.value)
@@ -566,7 +575,7 @@ def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp
 
 
 def test_a_prompt_longer_than_the_cutoff_is_named(run, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), long_row()])
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0), make_long_row()])
     with pytest.raises(UserError) as error:
         run("chat", source, cutoff_length=100, overlong="truncate", max_malformed_share=0.1)
     assert f"{source}:2: the prompt alone has 2" in str(error.value)
@@ -581,19 +590,19 @@ def test_a_prompt_longer_than_the_cutoff_is_named(run, tmp_path: Path) -> None:
 
 
 def test_truncation_keeps_the_beginning(run, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0)])
-    run("chat", source, "whole")
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0)])
+    run("chat", source, "uncut")
     report = run("chat", source, cutoff_length=25, overlong="truncate")
     assert report.lengths.max == 25
-    assert texts(tmp_path / "whole")[0].startswith(texts(tmp_path / "store")[0])
+    assert decode_texts(tmp_path / "uncut")[0].startswith(decode_texts(tmp_path / "store")[0])
 
 
 def test_nothing_left_is_an_error_with_the_table(run, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [math_row(generation_model="QwQ-32B")])
+    source = write_lines(tmp_path / "rows.jsonl", [make_math_row(generation_model="QwQ-32B")])
     with pytest.raises(UserError) as error:
         run("math", source)
     assert "no row is left" in str(error.value) and curation.OTHER_MODEL in str(error.value)
-    source = write_lines(tmp_path / "short.jsonl", [chat_row(0)])
+    source = write_lines(tmp_path / "short.jsonl", [make_chat_row(0)])
     with pytest.raises(UserError) as error:
         run("chat", source, cutoff_length=25)
     assert "no sequence is left" in str(error.value) and "longer than 25 tokens" in str(error.value)
@@ -601,7 +610,7 @@ def test_nothing_left_is_an_error_with_the_table(run, tmp_path: Path) -> None:
 
 
 def test_a_sample_that_does_not_fit_is_an_error_and_a_small_set_is_not(run, tmp_path: Path) -> None:
-    rows = [chat_row(n) for n in range(50)]
+    rows = [make_chat_row(n) for n in range(50)]
     for row in rows[:40]:
         row["messages"][1]["content"] *= 20
     source = write_lines(tmp_path / "rows.jsonl", rows)
@@ -616,22 +625,22 @@ def test_a_template_that_refuses_a_row_is_a_fault_of_the_row(run, tmp_path: Path
     made = make_tokenizer()
     made.chat_template = template + made.chat_template
     made.save_pretrained(tokenizer)
-    with_system = {"messages": [{"role": "system", "content": "s"}, *chat_row(1)["messages"]]}
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0), with_system])
+    with_system = {"messages": [{"role": "system", "content": "s"}, *make_chat_row(1)["messages"]]}
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0), with_system])
     assert run("chat", source).dropped == {"refused by the chat template": 1}
     assert f"{source}:2: the chat template" in (tmp_path / "store.malformed.txt").read_text()
 
 
-def test_a_list_in_a_file_of_lines_is_told_apart(run, tmp_path: Path, tokenizer: str) -> None:
+def test_a_json_list_in_a_jsonl_file_is_refused_with_the_remedy(run, tmp_path: Path, tokenizer: str) -> None:
     source = tmp_path / "rows.jsonl"
-    source.write_text(json.dumps([chat_row(0), chat_row(1)], indent=1))
+    source.write_text(json.dumps([make_chat_row(0), make_chat_row(1)], indent=1))
     with pytest.raises(UserError, match="every line is a row by itself: name a file that is one list .json"):
         prepare(PrepareRequest("chat", (str(source),), tokenizer, "train"), tmp_path / "other")
     assert run("chat", source.rename(tmp_path / "rows.json")).num_kept == 2
 
 
 def test_a_tokenizer_that_cannot_serve_is_refused(run, tmp_path: Path, tokenizer: str) -> None:
-    source = write_lines(tmp_path / "rows.jsonl", [chat_row(0)])
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0)])
     made = make_tokenizer()
     made.chat_template = None
     made.save_pretrained(tmp_path / "bare")

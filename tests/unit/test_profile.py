@@ -17,7 +17,7 @@ from vcore_ds.train.profile import StepProfiler, check_profile, mark_phase, sum_
 from vcore_ds.train.profile_folder import read_profiles
 
 
-def event(name: str, start: float, end: float, self_time: float, **changes: Any) -> SimpleNamespace:
+def make_event(name: str, start: float, end: float, self_time: float, **changes: Any) -> SimpleNamespace:
     """A function event of `torch.profiler`, in microseconds."""
     values = {
         "name": name,
@@ -32,15 +32,15 @@ def event(name: str, start: float, end: float, self_time: float, **changes: Any)
 
 
 EVENTS = [
-    event("main", 100.0, 200.0, 10.0, is_user_annotation=True),
-    event("aten::mm", 110.0, 150.0, 40.0, self_device_time_total=4.0),
-    event("aten::mm", 150.0, 170.0, 20.0, self_device_time_total=2.0),
-    event("aten::add", 160.0, 190.0, 30.0, self_device_time_total=18.0),  # of another thread
-    event("gloo:all_reduce", 160.0, 190.0, 30.0, is_async=True),
-    event("kernel", 160.0, 190.0, 0.0, self_device_time_total=24.0, device_type=DeviceType.CUDA),
-    event("update", 210.0, 220.0, 2.0, is_user_annotation=True),
-    event("aten::mul", 211.0, 219.0, 8.0),
-    event("aten::sum", 205.0, 206.0, 1.0),
+    make_event("main", 100.0, 200.0, 10.0, is_user_annotation=True),
+    make_event("aten::mm", 110.0, 150.0, 40.0, self_device_time_total=4.0),
+    make_event("aten::mm", 150.0, 170.0, 20.0, self_device_time_total=2.0),
+    make_event("aten::add", 160.0, 190.0, 30.0, self_device_time_total=18.0),  # of another thread
+    make_event("gloo:all_reduce", 160.0, 190.0, 30.0, is_async=True),
+    make_event("kernel", 160.0, 190.0, 0.0, self_device_time_total=24.0, device_type=DeviceType.CUDA),
+    make_event("update", 210.0, 220.0, 2.0, is_user_annotation=True),
+    make_event("aten::mul", 211.0, 219.0, 8.0),
+    make_event("aten::sum", 205.0, 206.0, 1.0),
 ]
 
 
@@ -59,8 +59,8 @@ def test_operations_belong_to_the_phase_in_which_they_begin() -> None:
 
 
 def test_a_phase_with_many_operations_has_a_row_for_the_rest() -> None:
-    many = [event("main", 0.0, 100.0, 5.0, is_user_annotation=True)]
-    many += [event(f"operation {i}", i + 1.0, i + 2.0, 30.0 - i) for i in range(20)]
+    many = [make_event("main", 0.0, 100.0, 5.0, is_user_annotation=True)]
+    many += [make_event(f"operation {i}", i + 1.0, i + 2.0, 30.0 - i) for i in range(20)]
     rows = sum_operations(many, False)
     assert len(rows) == 13 and (rows[-1].operation, rows[-1].calls) == ("(9 other operations)", 9)
     assert sum(row.share for row in rows) == pytest.approx(1.0)
@@ -101,7 +101,7 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: p
         ({"steps": [3], "memory_snapshot": True}, "run.profile.memory_snapshot: found true on CPUs; expected false"),
     ],
 )
-def test_what_a_run_does_not_have_is_refused(values: dict[str, Any], message: str) -> None:
+def test_steps_ranks_and_memory_that_a_run_lacks_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as refused:
         check_profile(ProfileConfig(**values), num_steps=6)
     assert str(refused.value).startswith(message)

@@ -1,4 +1,4 @@
-"""Progress in a log file and on a terminal, on a clock of its own."""
+"""Progress in a log file and on a terminal, on a simulated clock."""
 
 import os
 import pty
@@ -11,7 +11,7 @@ from vcore_ds.common.text import Progress, duration
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -20,8 +20,8 @@ class Clock:
         return self.now
 
 
-def lines_of(seconds_each: float, total: int, **options: bool) -> list[str]:
-    """What a log gets of work whose parts take so long."""
+def collect_lines(seconds_each: float, total: int, **options: bool) -> list[str]:
+    """Lines that a log gets from `total` parts that take `seconds_each`."""
     lines: list[str] = []
     clock = Clock()
     with Progress("Work", total, say=lines.append, clock=clock, **options) as progress:
@@ -31,16 +31,16 @@ def lines_of(seconds_each: float, total: int, **options: bool) -> list[str]:
 
 
 def test_a_log_gets_a_line_after_ten_seconds_then_every_half_minute_then_rarely() -> None:
-    assert lines_of(1.0, 9) == []
-    assert lines_of(1.0, 10) == []  # done is no progress
-    assert lines_of(1.0, 100) == [
+    assert collect_lines(1.0, 9) == []
+    assert collect_lines(1.0, 10) == []  # done is no progress
+    assert collect_lines(1.0, 100) == [
         "Work: 10%, 1m30s left",
         "Work: 40%, 1m00s left",
         "Work: 70%, 30s left",
     ]
-    hours = lines_of(1.0, 10 * 3600)
+    hours = collect_lines(1.0, 10 * 3600)
     assert hours[-1].startswith("Work: 9") and len(hours) <= 60
-    assert lines_of(1.0, 100, enabled=False) == []
+    assert collect_lines(1.0, 100, enabled=False) == []
 
 
 def test_nothing_done_leaves_no_line() -> None:
@@ -53,8 +53,8 @@ def test_nothing_done_leaves_no_line() -> None:
     assert lines == ["Work: 25%, 3m00s left"]
 
 
-def test_parts_that_take_minutes_are_told_one_by_one() -> None:
-    assert lines_of(90.0, 3) == ["Work: 33%, 3m00s left", "Work: 67%, 1m30s left"]
+def test_parts_that_take_minutes_are_reported_one_by_one() -> None:
+    assert collect_lines(90.0, 3) == ["Work: 33%, 3m00s left", "Work: 67%, 1m30s left"]
 
 
 def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,5 +78,5 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (3725, "1h02m")])
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -1,4 +1,4 @@
-"""Recipes with megatron-core's layers: what goes together, how a plan divides ranks and model, what is refused."""
+"""Recipes with megatron-core's layers: contradictions, the plan's division of ranks and model, refusals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MEGATRON: dict[str, Any] = {"model": {"path": "m", "provider": "megatron"}}
 
 
-def recipe(tensor: int = 1, **sections: Any) -> Recipe:
+def make_recipe(tensor: int = 1, **sections: Any) -> Recipe:
     config = {"deepspeed_config": str(REPOSITORY / "ds_configs" / "zero3_bf16.json")}
     base = smallest_recipe() | MEGATRON | {"parallel": {"tensor": tensor}, "engine": config}
     return Recipe.model_validate(base | sections)
@@ -42,37 +42,37 @@ def recipe(tensor: int = 1, **sections: Any) -> Recipe:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(sections: dict[str, Any], message: str) -> None:
+def test_contradicting_settings_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        recipe(2, **sections)
+        make_recipe(2, **sections)
 
 
 @pytest.mark.parametrize("tensor", [0, 3, 16])
-def test_other_numbers_of_ranks_are_refused(tensor: int) -> None:
+def test_unsupported_tensor_parallel_sizes_are_refused(tensor: int) -> None:
     with pytest.raises(ValidationError, match="parallel.tensor"):
-        recipe(tensor)
+        make_recipe(tensor)
 
 
-def test_ranks_of_a_layer_count_as_one() -> None:
-    plan = plan_batch(derive_plan_settings(recipe(4)), 32, QWEN3_32B, ranks_per_node=8)
+def test_a_tensor_parallel_group_counts_as_one_rank() -> None:
+    plan = plan_batch(derive_plan_settings(make_recipe(4)), 32, QWEN3_32B, ranks_per_node=8)
     assert (plan.num_ranks, plan.time_model.ranks_per_node) == (8, 2)
     part = plan.time_model.shape
     assert (part.num_heads, part.num_kv_heads, part.hidden_size) == (16, 2, QWEN3_32B.hidden_size)
     assert part.layer_parameters == QWEN3_32B.layer_parameters // 4
-    # Ranks that share a row divide the heads that a rank has of a layer.
+    # Sequence-parallel ranks divide the heads of a rank's shard of the layer.
     assert plan.main_parallel_sizes == (1, 2, 4, 8)
-    assert plan_batch(derive_plan_settings(recipe(8)), 128, QWEN3_32B).main_parallel_sizes == (1, 2, 4, 8)
+    assert plan_batch(derive_plan_settings(make_recipe(8)), 128, QWEN3_32B).main_parallel_sizes == (1, 2, 4, 8)
 
 
-def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
+def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(RecipeError, match="parallel.tensor: found 4 on 6 ranks; expected a divisor"):
-        plan_batch(derive_plan_settings(recipe(4)), 6, QWEN3_32B)
+        plan_batch(derive_plan_settings(make_recipe(4)), 6, QWEN3_32B)
 
 
-def test_ranks_of_a_layer_are_in_one_node() -> None:
+def test_a_tensor_parallel_group_must_fit_a_node() -> None:
     with pytest.raises(RecipeError, match="parallel.tensor: found 8 with 4 ranks on a node; expected a divisor"):
-        plan_batch(derive_plan_settings(recipe(8)), 16, QWEN3_32B, ranks_per_node=4)
-    assert plan_batch(derive_plan_settings(recipe(2)), 2, QWEN3_32B, ranks_per_node=8).num_ranks == 1
+        plan_batch(derive_plan_settings(make_recipe(8)), 16, QWEN3_32B, ranks_per_node=4)
+    assert plan_batch(derive_plan_settings(make_recipe(2)), 2, QWEN3_32B, ranks_per_node=8).num_ranks == 1
 
 
 @pytest.mark.parametrize(
@@ -82,37 +82,36 @@ def test_ranks_of_a_layer_are_in_one_node() -> None:
         ({"intermediate_size": 100}, "which has an intermediate size of 100; expected a divisor of it"),
     ],
 )
-def test_a_number_that_does_not_divide_the_layers_is_refused(changed: dict[str, int], words: str) -> None:
+def test_a_size_that_does_not_divide_the_layers_is_refused(changed: dict[str, int], words: str) -> None:
     with pytest.raises(RecipeError, match=f"parallel.tensor: found 8 together with model.path m, {words}"):
-        plan_batch(derive_plan_settings(recipe(8)), 8, replace(QWEN3_32B, **changed))
+        plan_batch(derive_plan_settings(make_recipe(8)), 8, replace(QWEN3_32B, **changed))
 
 
 def test_hierarchical_partitioning_is_refused() -> None:
     shipped = str(REPOSITORY / "ds_configs" / "zero3_bf16_hierarchical.json")
-    settings = derive_plan_settings(recipe(2, engine={"deepspeed_config": shipped}))
+    settings = derive_plan_settings(make_recipe(2, engine={"deepspeed_config": shipped}))
     with pytest.raises(RecipeError, match="zero_hpz_partition_size: found 8 together with parallel.tensor 2"):
         deepspeed_config(settings, plan_batch(settings, 32, QWEN3_32B))
 
 
-def test_memory_is_that_of_a_part_of_every_layer() -> None:
-    def peak(tensor: int, counts: ParameterCounts | None) -> int:
-        settings = derive_plan_settings(recipe(tensor))
+def test_memory_counts_the_shard_of_every_layer() -> None:
+    def estimate_peak(tensor: int, counts: ParameterCounts | None) -> int:
+        settings = derive_plan_settings(make_recipe(tensor))
         plan = plan_batch(settings, 64, QWEN3_32B)
         memory = plan_memory(settings, plan, deepspeed_config(settings, plan), {}, counts, on_gpu=True)
         assert memory is not None
         return memory.estimate.persistent_bytes
 
-    # An eighth of the layers and the embeddings; of 64 layers with norms of 2 x 5,120 and 2 x 128, and the last norm,
-    # all of it.
+    # An eighth of the linear layers and embeddings, and all norms: 2 x 5,120 and 2 x 128 of each layer, and the last.
     linear, embedding, norms = 64 * 487_587_840, 151_936 * 5_120, 64 * (2 * 5_120 + 2 * 128) + 5_120
     assert linear + 2 * embedding + norms == 32_762_123_264
     rank_parameters = linear // 8 + 2 * embedding // 8 + norms
-    assert peak(8, ParameterCounts(rank_parameters, rank_parameters)) == peak(8, None)
-    assert peak(8, None) == 20 * rank_parameters // 8 + peak(1, None) - 20 * 32_762_123_264 // 64
-    assert peak(8, None) > peak(1, None)
+    assert estimate_peak(8, ParameterCounts(rank_parameters, rank_parameters)) == estimate_peak(8, None)
+    assert estimate_peak(8, None) == 20 * rank_parameters // 8 + estimate_peak(1, None) - 20 * 32_762_123_264 // 64
+    assert estimate_peak(8, None) > estimate_peak(1, None)
 
 
-def test_the_start_of_a_run_counts_the_parameters_of_a_part(tmp_path: Path) -> None:
+def test_the_start_of_a_run_counts_the_parameters_of_a_shard(tmp_path: Path) -> None:
     """3 layers of a Qwen2 with biases for queries, keys and values, a vocabulary that 2 ranks do not divide, and
     adapters on two of the linear layers."""
     sizes = dict(num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -120,15 +119,15 @@ def test_the_start_of_a_run_counts_the_parameters_of_a_part(tmp_path: Path) -> N
     model = {"path": str(tmp_path), "provider": "megatron"}
     lora = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
     part = 3 * ((2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 64 + 2 * 32) // 2 + 2 * 64) + 64 + 251 * 64
-    # A whole and B divided, A divided and B whole.
+    # A replicated and B sharded, then A sharded and B replicated.
     added = 3 * 4 * (64 + 64 // 2 + 96 // 2 + 64)
-    full, adapted = recipe(2, model=model), recipe(2, model=model, lora=lora)
+    full, adapted = make_recipe(2, model=model), make_recipe(2, model=model, lora=lora)
     assert count_parameters(full.model.path, full.lora, 2) == ParameterCounts(part, part)
     assert count_parameters(adapted.model.path, adapted.lora, 2) == ParameterCounts(part + added, added)
 
 
-def test_resuming_with_layers_divided_otherwise_names_the_way(tmp_path: Path) -> None:
-    there, here = (recipe(tensor, run={"output_dir": str(tmp_path / "run")}) for tensor in (2, 4))
+def test_resuming_with_another_tensor_parallel_size_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    there, here = (make_recipe(tensor, run={"output_dir": str(tmp_path / "run")}) for tensor in (2, 4))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(there))
     with pytest.raises(UserError, match=r"(?s)parallel.tensor: 2 there, 4 here.*export it \(vcore-ds export\)"):

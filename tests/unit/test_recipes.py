@@ -35,13 +35,13 @@ OTHERS = ("llama3.1_8b_instruct", "mistral_7b_instruct_v0.3")
 load = functools.cache(load_recipe)
 
 
-def shape_for(recipe: Recipe) -> ModelShape:
-    """One shape for all models, but of experts that are divided the model's own."""
+def find_shape(recipe: Recipe) -> ModelShape:
+    """One shape for all models, except for the model's shape where experts are sharded."""
     return QWEN3_32B if recipe.parallel.expert == 1 else find_model(recipe.model.path)[0]
 
 
-def preset_words(preset: str) -> list[str]:
-    """What merges a preset over a recipe, with what it asks for."""
+def make_preset_words(preset: str) -> list[str]:
+    """Words that merge a preset over a recipe, with the settings that it requires."""
     return [f"presets/{preset}.yaml", *(["data.probe_path=trusted.jsonl"] if preset == "trusted" else [])]
 
 
@@ -49,8 +49,8 @@ def test_every_training_of_the_papers_tables_has_a_recipe() -> None:
     names = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in RECIPES}
     lora = {f"{model}_{task}_lora" for model, task in product(QWEN3 + OTHERS, ("math", "code"))}
     full = {f"{model}_{task}_full" for model, task in product(QWEN3, ("math", "code"))}
-    mixtures = {"qwen3_30b_a3b_math_full", "qwen3_30b_a3b_math_lora", "qwen3_235b_a22b_math_full"}
-    others = {"qwen3_32b_math_full_tensor8"} | mixtures
+    moe_models = {"qwen3_30b_a3b_math_full", "qwen3_30b_a3b_math_lora", "qwen3_235b_a22b_math_full"}
+    others = {"qwen3_32b_math_full_tensor8"} | moe_models
     assert names == {QUICKSTART.stem, WRONG_TRACES.stem} | lora | full | others | {f"paper/{name}" for name in lora}
     assert {path.stem for path in (FOLDER / "presets").glob("*")} == set(PRESETS)
     assert {path.stem for path in (FOLDER / "methods").glob("*")} == set(METHODS)
@@ -72,7 +72,7 @@ def test_every_recipe_plans_and_merges_on_1_to_32_ranks() -> None:
     for recipe in map(load, RECIPES):
         tensor, expert = recipe.parallel.tensor, recipe.parallel.expert
         for num_ranks in range(tensor * expert, 33, tensor * expert):
-            plan = plan_batch(derive_plan_settings(recipe), num_ranks, shape_for(recipe))
+            plan = plan_batch(derive_plan_settings(recipe), num_ranks, find_shape(recipe))
             config = deepspeed_config(derive_plan_settings(recipe), plan)
             assert config["train_batch_size"] * tensor == (
                 num_ranks * config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
@@ -85,8 +85,8 @@ def test_every_recipe_plans_and_merges_on_1_to_32_ranks() -> None:
 # ---------------------------------------------------------------- presets and methods over recipes
 
 
-def method_of(recipe: Recipe) -> dict[str, object]:
-    """What a preset states: method, utility and probe, without the sizes of micro-batches."""
+def read_method(recipe: Recipe) -> dict[str, object]:
+    """The keys that a preset sets: method, utility and probe, without the sizes of micro-batches."""
     return {
         f"{section}.{key}": value
         for section in ("method", "utility", "probe")
@@ -95,14 +95,14 @@ def method_of(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def recipe_kinds() -> list[Path]:
+def find_recipe_kinds() -> list[Path]:
     """A recipe of each kind: those of a kind agree in every section that presets and methods set, or that their rules
     read."""
     kinds: dict[str, Path] = {}
     for path in RECIPES:
         recipe = load(path)
         kind = (
-            method_of(recipe),
+            read_method(recipe),
             recipe.lora is None,
             recipe.parallel,
             recipe.data.probe_path,
@@ -114,26 +114,26 @@ def recipe_kinds() -> list[Path]:
 
 def test_a_preset_means_the_same_over_every_recipe() -> None:
     for preset in PRESETS:
-        words = preset_words(preset)
-        expected = method_of(load_recipe(FOLDER / "qwen3_4b_math_lora.yaml", words))
-        for path in recipe_kinds():
-            for before in ([], ["methods/random.yaml"], preset_words("trusted")):
-                assert method_of(load_recipe(path, [*before, *words])) == expected, (path, before)
+        words = make_preset_words(preset)
+        expected = read_method(load_recipe(FOLDER / "qwen3_4b_math_lora.yaml", words))
+        for path in find_recipe_kinds():
+            for before in ([], ["methods/random.yaml"], make_preset_words("trusted")):
+                assert read_method(load_recipe(path, [*before, *words])) == expected, (path, before)
 
 
 def test_the_trusted_preset_asks_for_the_pool() -> None:
-    for path in recipe_kinds():
+    for path in find_recipe_kinds():
         probe, share = find_problems(path, "presets/trusted.yaml")
         assert "probe.batch_size: found all together with data.probe_path null" in probe
         assert "data.trusted_share: found 0.2 together with data.probe_path null" in share
-        recipe = load_recipe(path, preset_words("trusted"))
-        plan = plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), shape_for(recipe))
+        recipe = load_recipe(path, make_preset_words("trusted"))
+        plan = plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), find_shape(recipe))
         assert plan.num_trusted_global == round(0.2 * recipe.batch.global_size) > 0
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_remedy(name: str) -> None:
-    for path, presets in product(recipe_kinds(), ([], *map(preset_words, PRESETS))):
+    for path, presets in product(find_recipe_kinds(), ([], *map(make_preset_words, PRESETS))):
         words = [*presets, f"methods/{name}.yaml"]
         shares_batch = "presets/trusted.yaml" in presets and name in ("random", "iw_sft", "stored")
         if shares_batch:
@@ -157,7 +157,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             words.append("data.token_weights=weights.parquet")  # the remedy
         recipe = load_recipe(path, words)
         assert recipe.method.name == name
-        plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), shape_for(recipe))
+        plan_batch(derive_plan_settings(recipe), max(8, recipe.parallel.expert), find_shape(recipe))
         preset = load_recipe(path, presets) if presets else load(path)
         assert recipe.method.normalization == preset.method.normalization
         for section in Recipe.model_fields.keys() - changed:
@@ -165,7 +165,7 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
 
 
 def test_muon_is_merged_over_every_recipe_of_all_parameters_and_refused_with_adapters() -> None:
-    for path in recipe_kinds():
+    for path in find_recipe_kinds():
         recipe, words = load(path), ["parts/training/muon.yaml"]
         if recipe.lora is not None:
             assert "muon.yaml:6: optimizer.name: found muon together with lora.rank" in find_problem(path, *words)
@@ -197,10 +197,10 @@ def test_random_keeps_a_fifth() -> None:
     assert load_recipe(QUICKSTART, ["methods/random.yaml"]).method.keep_share == 0.2
 
 
-def test_the_two_readings_of_temperature() -> None:
+def test_the_presets_have_the_two_readings_of_temperature() -> None:
     """Method, section 3: the paper multiplies by 5e3, the released code divides by 5e3."""
-    paper = method_of(load_recipe(QUICKSTART, ["presets/paper.yaml"]))
-    released = method_of(load_recipe(QUICKSTART, ["presets/released_code.yaml"]))
+    paper = read_method(load_recipe(QUICKSTART, ["presets/paper.yaml"]))
+    released = read_method(load_recipe(QUICKSTART, ["presets/released_code.yaml"]))
     assert paper["method.temperature"] == 5e3 and released["method.temperature"] == 1 / 5e3
     same = {
         "method.name": "vcore",
@@ -281,7 +281,7 @@ def test_a_paper_recipe_is_the_recipe_with_the_paper_preset_and_the_papers_selec
 @pytest.mark.parametrize(
     "path", [path for path in RECIPES if path not in (QUICKSTART, WRONG_TRACES)], ids=lambda path: path.stem
 )
-def test_the_papers_training_hyperparameters(path: Path) -> None:
+def test_recipes_have_the_papers_hyperparameters(path: Path) -> None:
     """Table "Hyperparameter settings", and |B'| = 32 of the implementation details."""
     recipe = load(path)
     name, _, tensor = path.stem.partition("_tensor")
@@ -325,8 +325,10 @@ def test_deepspeed_json_leaves_the_recipes_keys_alone_and_fits_its_precision(pat
     settings = derive_plan_settings(recipe)
     config = deepspeed_config(settings, plan_batch(settings, 2, QWEN3_32B))
     assert config["zero_optimization"] == json.loads(text)["zero_optimization"]
-    other = {"bf16": "fp32", "fp32": "bf16"}[recipe.model.precision]
-    contradiction = derive_plan_settings(Recipe.model_validate(values | {"model": {"path": "m", "precision": other}}))
+    other_precision = {"bf16": "fp32", "fp32": "bf16"}[recipe.model.precision]
+    contradiction = derive_plan_settings(
+        Recipe.model_validate(values | {"model": {"path": "m", "precision": other_precision}})
+    )
     with pytest.raises(RecipeError, match=r"bf16.enabled: found .* the recipe's model.precision gives"):
         deepspeed_config(contradiction, plan_batch(contradiction, 2, QWEN3_32B))
 
@@ -334,7 +336,7 @@ def test_deepspeed_json_leaves_the_recipes_keys_alone_and_fits_its_precision(pat
 # ---------------------------------------------------------------- the files
 
 
-def test_a_file_starts_with_what_it_is_and_ends_with_a_line() -> None:
+def test_a_file_starts_with_a_description_and_ends_with_a_line_break() -> None:
     for path in FOLDER.rglob("*.yaml"):
         text = path.read_text()
         for_editors, first, *_ = text.splitlines()
@@ -344,7 +346,7 @@ def test_a_file_starts_with_what_it_is_and_ends_with_a_line() -> None:
 
 
 def test_a_recipe_copies_nothing() -> None:
-    """What stands in a part, a preset or another recipe is not written a second time."""
+    """No value of a part, a preset or another recipe is written a second time."""
     for path in RECIPES:
         written = yaml.safe_load(path.read_text())
         assert "base" in written

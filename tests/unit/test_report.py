@@ -39,13 +39,13 @@ TEXT = "so \\boxed{42} 😀 is right"
 IDS = TOKENIZER(TEXT, add_special_tokens=False)["input_ids"]
 
 
-def written(folder: Path, *, num_steps: int = 4, seed: int = 0, records: bool = True, **sections) -> Path:
+def make_run(folder: Path, *, num_steps: int = 4, seed: int = 0, records: bool = True, **sections) -> Path:
     lines = [step_line(step, loss=(1 + seed) / step) for step in range(1, num_steps + 1)]
     sequences = {2: [random_sequence(IDS, i, seed=seed + i, share=0.5) for i in range(2)]} if records else {}
     return write_run(folder, TOKENIZER, lines, sequences, run={"output_dir": str(folder), "seed": seed}, **sections)
 
 
-def read(*folders: Path) -> list[ReportedRun]:
+def read_reported(*folders: Path) -> list[ReportedRun]:
     return read_runs(folders, top=5, tokenizer_path=None)
 
 
@@ -53,7 +53,7 @@ def read(*folders: Path) -> list[ReportedRun]:
 
 
 def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
-    (run,) = read(written(tmp_path / "run"))
+    (run,) = read_reported(make_run(tmp_path / "run"))
     description, blob = encode_traces(run, 10**6)
     n = 2 * len(IDS)
     packed = gzip.decompress(base64.b64decode(blob))
@@ -78,15 +78,15 @@ def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
     decoded = np.array(description["levels"]["utility"][2])[utilities]
     assert np.abs(decoded - expected).max() < 0.02 * np.abs(expected).max()
     assert (np.sign(decoded) * np.sign(expected) >= 0).all()
-    for own, sequence in zip(places.reshape(2, -1), sequences, strict=True):
-        assert (sequence.weights[np.argsort(own)] == np.sort(sequence.weights)[::-1]).all()
+    for sequence_places, sequence in zip(places.reshape(2, -1), sequences, strict=True):
+        assert (sequence.weights[np.argsort(sequence_places)] == np.sort(sequence.weights)[::-1]).all()
 
 
 def test_small_utilities_of_a_step_are_as_fine_as_large_ones_of_another(tmp_path: Path) -> None:
     small, large = (random_sequence(IDS, 0, seed=0) for _ in range(2))
     small = replace(small, utilities=small.utilities * np.float32(1e-4))
     run = write_run(tmp_path / "run", TOKENIZER, [step_line(1), step_line(2)], {1: [small], 2: [large]})
-    description, blob = encode_traces(read(run)[0], 10**6)
+    description, blob = encode_traces(read_reported(run)[0], 10**6)
     codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), dtype=np.uint8)[-4 * len(IDS) : -2 * len(IDS)]
     first, second = codes.reshape(2, -1)
     decoded = np.array(description["levels"]["utility"][1])[first]
@@ -128,17 +128,17 @@ def test_a_trace_has_its_prompt_and_is_named_by_what_tells_it_apart(tmp_path: Pa
         for text in (*(f"{question}\nassistant\n" for question in questions), "")
     ]
     recorded = [replace(random_sequence(IDS, i, seed=i), prompt_ids=prompt) for i, prompt in enumerate(ids)]
-    (run,) = read(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: recorded}))
+    (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: recorded}))
     description, _ = encode_traces(run, 10**6)
-    assert [description["prompts"][one["prompt"]] for one in description["sequences"]] == [
+    assert [description["prompts"][entry["prompt"]] for entry in description["sequences"]] == [
         *(question.replace("\n\n", "\n") for question in questions),
         "",
     ]
     assert description["sequences"][2]["name"].startswith("so \\boxed{42}")  # without a prompt, the trace's first words
 
 
-def test_a_page_holds_whole_sequences_up_to_its_size(tmp_path: Path) -> None:
-    (run,) = read(written(tmp_path / "run"))
+def test_a_page_holds_complete_sequences_up_to_its_size(tmp_path: Path) -> None:
+    (run,) = read_reported(make_run(tmp_path / "run"))
     for most_tokens, expected in ((1, 1), (2 * len(IDS) - 1, 1), (2 * len(IDS), 2)):
         description, _ = encode_traces(run, most_tokens)
         assert len(description["sequences"]) == expected and description["numRecorded"] == 2 * len(IDS)
@@ -150,9 +150,9 @@ def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> No
     broken = replace(followed[1].traces[1], losses=followed[1].traces[1].losses * np.float32("inf"))
     followed[1] = replace(followed[1], traces=[followed[1].traces[0], broken])
     records = {1: [random_sequence(IDS, 0, seed=0)]}
-    (run,) = read(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], records, followed=followed))
+    (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], records, followed=followed))
     description, blob = encode_followed(run, 10**6)
-    assert [(one["step"], one["source"], one["id"]) for one in description["sequences"]] == [
+    assert [(entry["step"], entry["source"], entry["id"]) for entry in description["sequences"]] == [
         (1, "held out, correct", 4),
         (1, "training data", 2),
         (2, "held out, correct", 4),
@@ -163,17 +163,17 @@ def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> No
     codes = np.frombuffer(packed[4 * n :], dtype=np.uint8).reshape(5, n)
     traces = [followed[0].traces[0], followed[0].traces[1], followed[1].traces[0]]
     entropies = np.array(description["levels"]["entropy"])[codes[3]]
-    assert np.abs(entropies - np.concatenate([one.entropies for one in traces])).max() < 0.05
-    relative = np.concatenate([one.relative_weights for one in traces])
+    assert np.abs(entropies - np.concatenate([entry.entropies for entry in traces])).max() < 0.05
+    relative = np.concatenate([entry.relative_weights for entry in traces])
     assert np.abs(np.log(np.array(description["levels"]["weight"])[codes[0]] / relative)).max() < 0.1
     cut, _ = encode_followed(run, 3 * 4)
-    assert [(one["tokens"], one["wholeTokens"]) for one in cut["sequences"]] == [(4, len(IDS))] * 3
+    assert [(entry["tokens"], entry["wholeTokens"]) for entry in cut["sequences"]] == [(4, len(IDS))] * 3
     assert encode_followed(replace(run, followed=[]), 10**6) is None
 
 
-def test_colours_and_correlation(tmp_path: Path) -> None:
-    (run,) = read(written(tmp_path / "run"))
-    (without,) = read(written(tmp_path / "without", records=False))
+def test_the_colour_range_and_the_correlation_with_losses(tmp_path: Path) -> None:
+    (run,) = read_reported(make_run(tmp_path / "run"))
+    (without,) = read_reported(make_run(tmp_path / "without", records=False))
     powers = np.abs(np.log2(np.concatenate([s.relative_weights for s in run.records[0].sequences])))
     assert np.median(powers) < weight_range([run]) < powers.max() and weight_range([without]) == 1.0
     scipy_stats = pytest.importorskip("scipy.stats")
@@ -189,10 +189,10 @@ def test_colours_and_correlation(tmp_path: Path) -> None:
 
 def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
     budgets = {"method": {"kl_budget": 0.1}}
-    runs = read(
-        written(tmp_path / "a", seed=0),
-        written(tmp_path / "b", seed=1, num_steps=3, track={"tags": ["second"], "trackers": ["tensorboard"]}),
-        written(tmp_path / "c", seed=0, **budgets),
+    runs = read_reported(
+        make_run(tmp_path / "a", seed=0),
+        make_run(tmp_path / "b", seed=1, num_steps=3, track={"tags": ["second"], "trackers": ["tensorboard"]}),
+        make_run(tmp_path / "c", seed=0, **budgets),
         tmp_path / "a",
     )
     assert [run.name for run in runs] == ["a", "b", "c"]
@@ -214,14 +214,14 @@ def test_seeds_of_a_recipe_are_one_curve(tmp_path: Path) -> None:
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", num_steps=3 * MOST_POINTS + 1, records=False)
-    (chart,) = (chart for chart in make_charts([Group("", read(run))]) if chart.key == "loss")
+    run = make_run(tmp_path / "run", num_steps=3 * MOST_POINTS + 1, records=False)
+    (chart,) = (chart for chart in make_charts([Group("", read_reported(run))]) if chart.key == "loss")
     assert len(chart.series[0].steps) == MOST_POINTS and chart.series[0].steps[-1] == 3 * MOST_POINTS + 1
 
 
 def test_a_measure_that_no_list_names_gets_a_curve(tmp_path: Path) -> None:
     lines = [step_line(step, utilisation=0.4 + step / 100, validation_loss_correct=1.0 / step) for step in (1, 2)]
-    runs = read(write_run(tmp_path / "run", TOKENIZER, [line | {"$^{": line["step"]} for line in lines], {}))
+    runs = read_reported(write_run(tmp_path / "run", TOKENIZER, [line | {"$^{": line["step"]} for line in lines], {}))
     charts = make_charts(group_runs(runs))
     moving = [chart for chart in charts if not chart.is_constant()]
     titles = {chart.key: (chart.title, chart.section) for chart in charts}
@@ -235,7 +235,7 @@ def test_curves_stand_in_the_order_of_interest(tmp_path: Path) -> None:
         step_line(step, validation_loss_b=1 / step, new=step, peak_memory_bytes=step << 30, learning_rate=1e-3 / step)
         for step in (1, 2)
     ]
-    (run,) = read(write_run(tmp_path / "run", TOKENIZER, lines, {1: [random_sequence(IDS, 0, seed=0)]}))
+    (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, lines, {1: [random_sequence(IDS, 0, seed=0)]}))
     keys = [chart.key for chart in make_charts([Group("", [run])])]
     assert keys[:4] == ["loss", "validation_loss_b", "grad_norm", "learning_rate"] and keys[-1] == "new"
     assert sorted(("weighted_loss", "negative", "seconds", "new"), key=keys.index) == [
@@ -249,46 +249,46 @@ def test_curves_stand_in_the_order_of_interest(tmp_path: Path) -> None:
 def test_adams_first_step_is_not_on_the_scale_of_the_others(tmp_path: Path) -> None:
     lines = [step_line(step, tau=0.9 if step == 1 else 0.01 / step, utility_mean=1.0 * step) for step in (1, 2, 3)]
 
-    def curve(name: str, key: str, **sections) -> tuple[list[int], str]:
+    def read_curve(name: str, key: str, **sections) -> tuple[list[int], str]:
         run = write_run(tmp_path / name, TOKENIZER, lines, {}, optimizer={"gradient_clipping": 1.0}, **sections)
-        (chart,) = (chart for chart in make_charts(group_runs(read(run))) if chart.key == key)
+        (chart,) = (chart for chart in make_charts(group_runs(read_reported(run))) if chart.key == key)
         return chart.series[0].steps, chart.note
 
     adam = {"probe": {"direction": "adam", "clip": 1.0}}
-    steps, note = curve("adam", "tau", **adam)
+    steps, note = read_curve("adam", "tau", **adam)
     assert steps == [2, 3] and "Without step 1" in note
-    assert curve("adam_alpha", "loss", **adam)[0] == [1, 2, 3]
-    assert curve("sgd", "tau") == ([1, 2, 3], "Mean over sequences")
+    assert read_curve("adam_alpha", "loss", **adam)[0] == [1, 2, 3]
+    assert read_curve("sgd", "tau") == ([1, 2, 3], "Mean over sequences")
 
 
-def test_what_does_not_move_has_its_value_instead_of_a_curve(tmp_path: Path) -> None:
-    def constants(*folders: Path) -> dict[str, str]:
-        groups = group_runs(read(*folders))
+def test_constant_measures_are_shown_as_values(tmp_path: Path) -> None:
+    def read_constants(*folders: Path) -> dict[str, str]:
+        groups = group_runs(read_reported(*folders))
         labels = [group.label for group in groups]
         return {chart.key: chart.format_values(labels) for chart in make_charts(groups) if chart.is_constant()}
 
     lines = [step_line(step, kl=0.05 + 1e-7 * step, peak_memory_bytes=2**30) for step in range(1, 5)]
     first = write_run(tmp_path / "first", TOKENIZER, lines, {})
-    found = constants(first)
-    assert {"alpha": "0.95", "kl": "0.05 nats", "peak_memory_bytes": "1 GiB"}.items() <= found.items()
-    assert not {"loss", "grad_norm"} & found.keys()
-    other = write_run(
+    values = read_constants(first)
+    assert {"alpha": "0.95", "kl": "0.05 nats", "peak_memory_bytes": "1 GiB"}.items() <= values.items()
+    assert not {"loss", "grad_norm"} & values.keys()
+    changed = write_run(
         tmp_path / "other", TOKENIZER, [line | {"kl": 0.1} for line in lines], {}, method={"kl_budget": 0.1}
     )
-    assert constants(first, other)["kl"] == "0.05 nats (kl_budget 0.05), 0.1 nats (kl_budget 0.1)"
-    assert constants(first, other)["alpha"] == "0.95"
+    assert read_constants(first, changed)["kl"] == "0.05 nats (kl_budget 0.05), 0.1 nats (kl_budget 0.1)"
+    assert read_constants(first, changed)["alpha"] == "0.95"
     moving = write_run(
         tmp_path / "moving", TOKENIZER, [line | {"kl": line["step"]} for line in lines], {}, run={"seed": 1}
     )
-    assert "kl" not in constants(first, other, moving)
+    assert "kl" not in read_constants(first, changed, moving)
     one_step = write_run(tmp_path / "one_step", TOKENIZER, lines[:1], {})
-    assert constants(one_step) == {}
+    assert read_constants(one_step) == {}
 
 
-# ---- what was learnt -------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def evaluated(run: Path, accuracy: float) -> Path:
+def add_evaluation(run: Path, accuracy: float) -> Path:
     """The run with held-out losses, and an evaluation of its result."""
     (run / "held_out.json").write_text(json.dumps({"before": {"a": 1.5}, "after": {"a": 1.25, "b": 0.5}}))
     task = TaskResult(40, 1, accuracy, truncated_share=0.0, unanswered_share=0.0, mean_tokens=9.0)
@@ -297,8 +297,8 @@ def evaluated(run: Path, accuracy: float) -> Path:
     return run
 
 
-def test_what_one_run_learnt(tmp_path: Path) -> None:
-    runs = read(evaluated(written(tmp_path / "run", lora={"rank": 4, "alpha": 8.0}), 0.425))
+def test_the_results_of_one_run(tmp_path: Path) -> None:
+    runs = read_reported(add_evaluation(make_run(tmp_path / "run", lora={"rank": 4, "alpha": 8.0}), 0.425))
     table = results_table(runs)
     assert table.head == ["", "before", "after", "change"]
     assert table.rows == [
@@ -309,22 +309,22 @@ def test_what_one_run_learnt(tmp_path: Path) -> None:
     ]
     assert summary(runs) == "some/model fine-tuned with vcore, LoRA of rank 4: 4 optimizer steps in 16 s."
     assert "methods/sft.yaml" in explain_results(runs)
-    sft = read(written(tmp_path / "sft", method={"name": "sft", "kl_budget": None}))
+    sft = read_reported(make_run(tmp_path / "sft", method={"name": "sft", "kl_budget": None}))
     assert "methods/sft.yaml" not in explain_results(runs + sft) and "accuracy" in explain_results(runs + sft)
     lines = [step_line(1, loss=None, seconds=5400.0, sequences=8, supervised_tokens=12345)]
     environment = {"world_size": 2}
     run = write_run(
         tmp_path / "other", TOKENIZER, lines, {}, environment=environment, model={"path": "/models/some-model"}
     )
-    assert results_table(read(run)).rows == [["training loss, first and last step (nats)", "–", "–", "–"]]
-    assert summary(read(run)) == (
+    assert results_table(read_reported(run)).rows == [["training loss, first and last step (nats)", "–", "–", "–"]]
+    assert summary(read_reported(run)) == (
         "some-model fine-tuned with vcore, all parameters: 1 optimizer step, 8 sequences, 12,345 supervised tokens in "
         "1 h 30 min on 2 ranks."
     )
 
 
-def test_what_several_runs_learnt(tmp_path: Path) -> None:
-    runs = read(evaluated(written(tmp_path / "a"), 0.5), written(tmp_path / "b", seed=1))
+def test_the_results_of_several_runs(tmp_path: Path) -> None:
+    runs = read_reported(add_evaluation(make_run(tmp_path / "a"), 0.5), make_run(tmp_path / "b", seed=1))
     table = results_table(runs)
     names = ["held-out loss, a (nats)", "held-out loss, b (nats)", "training loss, first and last step (nats)"]
     assert table.head == ["", "method", "seed", "steps", "training time", *names, "accuracy, arithmetic (40 problems)"]
@@ -338,28 +338,28 @@ def test_what_several_runs_learnt(tmp_path: Path) -> None:
 # ---- warnings and the page -------------------------------------------------------------------------------------------
 
 
-def test_warnings(tmp_path: Path) -> None:
-    clean = written(tmp_path / "clean")
-    assert read(clean)[0].notes == []
+def test_notes_warn_of_what_went_wrong(tmp_path: Path) -> None:
+    clean = make_run(tmp_path / "clean")
+    assert read_reported(clean)[0].notes == []
     lines = [step_line(1), step_line(2, loss=None, signal_to_noise=0.0, num_saturated=3)]
     environment = {"git_commit": "abc-dirty", "resumed": [{"step": 1}]}
     run = write_run(tmp_path / "run", TOKENIZER, lines, {}, environment=environment)
     (run / "metrics_lost.jsonl").touch()
     (run / "model").rename(run / "elsewhere")
-    notes = " ".join(read(run)[0].notes)
+    notes = " ".join(read_reported(run)[0].notes)
     for part in ("Last step: 2", "Resumed once, from step 1", "taken again", "not finite in step 2", "noise in step 2",
                  "out of reach in 3 sequences", "differed from its git commit"):  # fmt: skip
         assert part in notes
-    assert len(read(run)[0].notes) == 7
+    assert len(read_reported(run)[0].notes) == 7
 
 
 def test_a_run_whose_tokenizer_is_elsewhere_has_its_curves(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", model={"path": str(tmp_path / "no_model")})
+    run = make_run(tmp_path / "run", model={"path": str(tmp_path / "no_model")})
     (run / "model").rename(tmp_path / "moved")
-    (found,) = read(run)
-    assert found.texts is None and "--tokenizer" in found.why_no_tables
-    (found,) = read_runs([run], top=5, tokenizer_path=str(tmp_path / "moved"))
-    assert found.texts is not None and found.tables is not None
+    (reported,) = read_reported(run)
+    assert reported.texts is None and "--tokenizer" in reported.why_no_tables
+    (reported,) = read_runs([run], top=5, tokenizer_path=str(tmp_path / "moved"))
+    assert reported.texts is not None and reported.tables is not None
 
 
 def test_json_and_scripts_cannot_end_their_element() -> None:
@@ -372,7 +372,7 @@ def test_json_and_scripts_cannot_end_their_element() -> None:
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def read_refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """The one message of a report that cannot be written."""
     assert main(["report", *map(str, words)]) == UserError.EXIT_CODE == 2
     captured = capsys.readouterr()
@@ -380,21 +380,21 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
-def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "nothing", tmp_path, tmp_path / "file"):
-        message = refused(capsys, path)
+        message = read_refusal(capsys, path)
         assert f"RUN: {path}: " in message and "expected a run's folder" in message
-    run = written(tmp_path / "run")
-    assert f"RUN: {tmp_path}: " in refused(capsys, run, tmp_path)
+    run = make_run(tmp_path / "run")
+    assert f"RUN: {tmp_path}: " in read_refusal(capsys, run, tmp_path)
 
 
-def test_runs_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = written(tmp_path / "run")
+def test_runs_without_metrics_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text("")
-    assert f"{run / 'metrics.jsonl'}: is empty; expected a run that has taken a step" in refused(capsys, run)
+    assert f"{run / 'metrics.jsonl'}: is empty; expected a run that has taken a step" in read_refusal(capsys, run)
     (run / "metrics.jsonl").unlink()
-    assert "found no metrics.jsonl there" in refused(capsys, run)
+    assert "found no metrics.jsonl there" in read_refusal(capsys, run)
     assert not (run / "report.html").exists()
 
 
@@ -403,61 +403,61 @@ def test_runs_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ['{"step": 3, "lo', "[1]", "null", '{"loss": 1.0}', '{"step": "3"}', '{"step": 0}', '{"step": 2}', "\ufffd", "",
      "[" * 100_000],
 )  # fmt: skip
-def test_damaged_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
-    run = written(tmp_path / "run", num_steps=2)
+def test_damaged_metrics_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    run = make_run(tmp_path / "run", num_steps=2)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
-    message = refused(capsys, run)
+    message = read_refusal(capsys, run)
     assert f"{run / 'metrics.jsonl'}: line 3: found " in message and "Remove the line" in message and len(message) < 500
 
 
-def test_other_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = written(tmp_path / "run")
+def test_other_damaged_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
     (record,) = (run / "tokens").iterdir()
     good = record.read_bytes()
     record.write_bytes(good[:100])
-    assert f"{record}: is damaged" in refused(capsys, run)
+    assert f"{record}: is damaged" in read_refusal(capsys, run)
     record.write_bytes(good)
     for name in ("held_out.json", "evaluation/evaluation.json"):
         (run / name).parent.mkdir(exist_ok=True)
         for text in ("{", "[{}, {}]", '{"format": 1, "before": {}}'):
             (run / name).write_text(text)
-            assert f"{run / name}: is damaged" in refused(capsys, run)
+            assert f"{run / name}: is damaged" in read_refusal(capsys, run)
         (run / name).unlink()
     for text in ("[]", "{", "\0"):
         (run / "environment.json").write_text(text)
-        assert f"{run / 'environment.json'}: is damaged" in refused(capsys, run)
+        assert f"{run / 'environment.json'}: is damaged" in read_refusal(capsys, run)
     (run / "environment.json").write_text(json.dumps({"devices": 3, "packages": [1], "resumed": "no", "started": None}))
     (run / "recipe.yaml").write_text("method: [")
-    assert f"{run / 'recipe.yaml'}:1:10: cannot be read as YAML" in refused(capsys, run)
+    assert f"{run / 'recipe.yaml'}:1:10: cannot be read as YAML" in read_refusal(capsys, run)
 
 
 def test_odd_environments_are_shown(tmp_path: Path) -> None:
-    run = written(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     (run / "environment.json").write_text(json.dumps({"devices": 3, "packages": [1], "resumed": "no", "started": None}))
     assert main(["report", str(run)]) == 0
     (run / "environment.json").write_text(json.dumps({"cpu": {"bf16": "fp32"}, "packages": {"torch": "2"}}))
-    assert environment_table(read(run)).rows == [["cpu: bf16", "fp32"], ["torch", "2"]]
+    assert environment_table(read_reported(run)).rows == [["cpu: bf16", "fp32"], ["torch", "2"]]
     (run / "environment.json").unlink()
     assert main(["report", str(run)]) == 0
 
 
-def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = written(tmp_path / "run")
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
     (tmp_path / "file").touch()
     page = tmp_path / "file" / "report.html"
-    assert f"--output: {page}: cannot be written" in refused(capsys, run, "--output", page)
+    assert f"--output: {page}: cannot be written" in read_refusal(capsys, run, "--output", page)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    assert "--output: " in refused(capsys, run, "--output", tmp_path / "full")
-    assert f"--png: {tmp_path / 'file'}: " in refused(capsys, run, "--png", tmp_path / "file")
-    assert "--tokenizer: " in refused(capsys, run, "--tokenizer", tmp_path / "full")
+    assert "--output: " in read_refusal(capsys, run, "--output", tmp_path / "full")
+    assert f"--png: {tmp_path / 'file'}: " in read_refusal(capsys, run, "--png", tmp_path / "file")
+    assert "--tokenizer: " in read_refusal(capsys, run, "--tokenizer", tmp_path / "full")
 
 
-def test_pictures_without_matplotlib(
+def test_pictures_without_matplotlib_are_refused_with_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = written(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = refused(capsys, run, "--png", tmp_path / "pictures")
+    message = read_refusal(capsys, run, "--png", tmp_path / "pictures")
     assert "--png: " in message and "pip install 'vcore_ds[pictures]'" in message

@@ -1,4 +1,4 @@
-"""What a run says before its first step of the lines of steps, and after it of the time that the others take."""
+"""The legend of step lines that a run prints first, and the remaining time that it prints after the first step."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from vcore_ds.train.loop import LONG_SECONDS, announce_remaining_time
 from vcore_ds.train.settings import derive_step_settings
 
 
-def test_the_lines_of_steps_have_a_legend(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of each number in a line, except those with a unit."""
+def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixture[str]) -> None:
+    """Except for numbers with a unit."""
     numbers = dict.fromkeys(("loss", "weighted_loss", "alpha", "tau", "kl", "utility_mean", "utility_std"), 0.5)
     numbers |= dict.fromkeys(("grad_norm", "learning_rate", "supervised_tokens_per_second", "peak_memory_bytes"), 1)
     for changes in ((), ("probe.direction=sgd", "probe.clip=null"), ("methods/sft.yaml",)):
@@ -34,7 +34,7 @@ def test_the_lines_of_steps_have_a_legend(capsys: pytest.CaptureFixture[str]) ->
         (LONG_SECONDS + 1, "", "Time: 9 more steps in about 15m01s, until 2"),
     ],
 )
-def test_a_long_run_is_told_at_once(
+def test_the_remaining_time_is_announced(
     seconds: float, advice: str, begin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     announce_remaining_time(Console(enabled=True), seconds, 9, advice)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 RETIRED = {"probe.source": ("source: previous_step", "previous_step"), "probe.decay": ("decay: 0.9", 0.9)}
 
 
-def as_version_0_6_wrote_it(run: Path, line: str, section: str = "probe") -> Path:
+def add_old_key(run: Path, line: str, section: str = "probe") -> Path:
     recipe = run / "recipe.yaml"
     text = recipe.read_text()
     assert text.count(f"\n{section}:\n") == 1
@@ -32,7 +32,7 @@ def as_version_0_6_wrote_it(run: Path, line: str, section: str = "probe") -> Pat
     return run
 
 
-def finished_run(folder: Path) -> Path:
+def write_finished_run(folder: Path) -> Path:
     tokenizer = make_tokenizer()
     ids = tokenizer("so \\boxed{42} is right", add_special_tokens=False)["input_ids"]
     records = {2: [random_sequence(ids, i, seed=i, share=0.5) for i in range(2)]}
@@ -47,34 +47,34 @@ def key(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, key: str) -> Path:
-    return as_version_0_6_wrote_it(finished_run(tmp_path / "run"), RETIRED[key][0])
+    return add_old_key(write_finished_run(tmp_path / "run"), RETIRED[key][0])
 
 
-def test_the_recipe_keeps_the_value_apart(run: Path, key: str) -> None:
+def test_the_recipe_keeps_the_value_of_the_key_separately(run: Path, key: str) -> None:
     recipe = read_resolved_recipe(run / "recipe.yaml", accept_retired=True)
     assert recipe.retired == {key: RETIRED[key][1]}
-    assert recipe.with_retired({}) == load_recipe(finished_run(run.parent / "other") / "recipe.yaml").model_copy(
+    assert recipe.with_retired({}) == load_recipe(write_finished_run(run.parent / "other") / "recipe.yaml").model_copy(
         update={"run": recipe.run}
     )
 
 
-def test_report_says_it_and_averages_no_other_recipe_with_it(run: Path, key: str) -> None:
+def test_report_notes_the_key_and_groups_the_run_apart(run: Path, key: str) -> None:
     assert main(["report", str(run)]) == 0
     assert RETIRED[key][0] in (run / "report.html").read_text()
-    other = finished_run(run.parent / "other")
-    runs = read_runs([run, other], top=5, tokenizer_path=None)
+    other_run = write_finished_run(run.parent / "other")
+    runs = read_runs([run, other_run], top=5, tokenizer_path=None)
     assert f"{key}: {RETIRED[key][1]}" in runs[0].notes[0] and not runs[1].notes
     assert len(group_runs(runs)) == 2  # as two seeds of one recipe they would be one curve
-    as_version_0_6_wrote_it(other, RETIRED[key][0])
-    assert len(group_runs(read_runs([run, other], top=5, tokenizer_path=None))) == 1
+    add_old_key(other_run, RETIRED[key][0])
+    assert len(group_runs(read_runs([run, other_run], top=5, tokenizer_path=None))) == 1
 
 
-def test_tokens(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_tokens_of_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--text"]) == 0
     assert "digit" in capsys.readouterr().out
 
 
-def test_score_takes_it_and_refuses_the_key_as_an_override(run: Path, key: str) -> None:
+def test_score_reads_the_run_and_refuses_the_key_as_an_override(run: Path, key: str) -> None:
     checkpoint = run / "checkpoints" / "step_00000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "COMPLETE").touch()
@@ -85,16 +85,16 @@ def test_score_takes_it_and_refuses_the_key_as_an_override(run: Path, key: str) 
         make_request(str(run), ["data.probe_path=trusted.jsonl", f"{key}={RETIRED[key][1]}"], (), None, output)
 
 
-def test_export_says_it_on_the_card(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exported_model_card_shows_the_key(tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = write_model(tmp_path / "base")
     masters = {f"causal_lm.{n}": p for n, p in AutoModelForCausalLM.from_pretrained(base).named_parameters()}
-    run = as_version_0_6_wrote_it(exports.write_run(tmp_path / "run", base, masters, lora=False), RETIRED[key][0])
+    run = add_old_key(exports.write_run(tmp_path / "run", base, masters, lora=False), RETIRED[key][0])
     assert main(["export", str(run), "--base-model", "owner/base"]) == 0, capsys.readouterr().err
     card = (run / "export" / "step_00000020" / "model" / "README.md").read_text()
     assert f"\n  {RETIRED[key][0]}\n" in card
 
 
-def test_evaluation_and_chat_find_its_result(run: Path) -> None:
+def test_evaluation_and_chat_load_the_result_of_the_run(run: Path) -> None:
     write_model(run / "model")
     assert find_named_model(str(run)).weights == str(run / "model")
 
@@ -104,17 +104,17 @@ def test_plan_is_not_calibrated_on_steps_of_another_cost(run: Path, key: str) ->
         calibrate(str(run))
 
 
-def test_training_and_check_refuse_it(run: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_and_check_refuse_the_key(run: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(run / "recipe.yaml")]) == 2
     assert f"{key}: found" in (said := capsys.readouterr().err) and "ends with vcore_ds 0.6" in said
-    recipe = load_recipe(finished_run(run.parent / "other") / "recipe.yaml", [f"run.output_dir={run}"])
+    recipe = load_recipe(write_finished_run(run.parent / "other") / "recipe.yaml", [f"run.output_dir={run}"])
     (run / "model").rename(run / "elsewhere")  # as a run that was stopped
     with pytest.raises(UserError, match="ends with vcore_ds 0.6"):
         can_resume(recipe)
 
 
 def test_a_run_with_a_renamed_key_is_read_and_resumed(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "run")
+    run = write_finished_run(tmp_path / "run")
     path = run / "recipe.yaml"
     recipe = load_recipe(path, ["batch.pack_tokens_per_rank=4096"])
     path.write_text(dump_recipe(recipe).replace("pack_tokens_per_rank: 4096", "packed_row_tokens: 4096"))
@@ -131,10 +131,10 @@ def test_a_run_with_a_renamed_key_is_read_and_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["null", "mine"])
 def test_a_run_with_a_wandb_project_is_read_and_resumed(tmp_path: Path, value: str) -> None:
     """The key changed nothing that a run computes."""
-    run = as_version_0_6_wrote_it(finished_run(tmp_path / "run"), f"wandb_project: {value}", "run")
+    run = add_old_key(write_finished_run(tmp_path / "run"), f"wandb_project: {value}", "run")
     recipe = read_resolved_recipe(run / "recipe.yaml")
     assert recipe == read_resolved_recipe(run / "recipe.yaml", accept_retired=True) and recipe.retired == {}
-    assert len(group_runs(read_runs([run, finished_run(tmp_path / "other")], top=5, tokenizer_path=None))) == 1
+    assert len(group_runs(read_runs([run, write_finished_run(tmp_path / "other")], top=5, tokenizer_path=None))) == 1
     (run / "model").rename(run / "elsewhere")  # as a run that was stopped; nothing after this looks for its tokenizer
     assert can_resume(recipe)
     if value == "mine":

@@ -42,12 +42,12 @@ CHAT = {
 
 
 @pytest.mark.parametrize(("row", "shape"), CHAT.values(), ids=CHAT.keys())
-def test_chat_shapes_are_told_by_their_keys(row: dict, shape: str) -> None:
+def test_chat_formats_are_recognized_by_their_keys(row: dict, shape: str) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     assert (read_chat_row(row).shape, read_chat_row(row).messages) == (shape, messages)
 
 
-def test_chat_shapes_with_system_and_history() -> None:
+def test_chat_formats_with_system_and_history_are_read() -> None:
     alpaca = {"instruction": "do", "input": "this", "output": "a", "system": "s", "history": [["q", "b"]]}
     sharegpt = {
         "system": "s",
@@ -66,7 +66,7 @@ def test_chat_shapes_with_system_and_history() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
+    ("row", "reason"),
     [
         ("text", "found str, expected an object"),
         ({"prompt": "x", "answer": None}, "found the keys prompt; expected `messages`, `conversations`"),
@@ -87,10 +87,10 @@ def test_chat_shapes_with_system_and_history() -> None:
         ({"instruction": "q", "output": "a", "history": ["x"]}, "`history` has an entry that is no pair"),
     ],
 )
-def test_malformed_chat_rows_say_what_was_found(row: Any, found: str) -> None:
+def test_malformed_chat_rows_name_what_is_wrong(row: Any, reason: str) -> None:
     with pytest.raises(Malformed) as malformed:
         read_chat_row(row)
-    assert found in malformed.value.args[0]
+    assert reason in malformed.value.args[0]
 
 
 # Turns that are learned
@@ -114,7 +114,7 @@ def test_weights_of_messages_are_read_and_kept_from_the_template(key: str, value
 
 
 @pytest.mark.parametrize(
-    ("message", "found"),
+    ("message", "reason"),
     [
         ({**ANSWER, "weight": 0.5}, "message 2: `weight` is a number (0.5), expected 0 or 1"),
         ({**ANSWER, "train": "yes"}, "message 2: `train` is a string"),
@@ -124,10 +124,10 @@ def test_weights_of_messages_are_read_and_kept_from_the_template(key: str, value
         ({**ANSWER, "thinking": "x", "reasoning_content": "y"}, "differ, expected one of them"),
     ],
 )
-def test_weights_and_thinking_that_cannot_be_followed_are_refused(message: dict, found: str) -> None:
+def test_weights_and_thinking_that_cannot_be_followed_are_refused(message: dict, reason: str) -> None:
     with pytest.raises(Malformed) as malformed:
         read_chat_row({"messages": [QUESTION, message, ANSWER]})
-    assert found in malformed.value.args[0]
+    assert reason in malformed.value.args[0]
 
 
 Prepare = Callable[..., tuple[Path, list[str]]]
@@ -150,7 +150,7 @@ def prepare_rows(tmp_path: Path) -> Prepare:
     return run
 
 
-def learned(store: Path) -> list[str]:
+def decode_learned(store: Path) -> list[str]:
     return [make_tokenizer().decode(sequence.input_ids[sequence.supervised]) for sequence in TokenStore(store)]
 
 
@@ -158,15 +158,15 @@ TALK = [{"messages": [QUESTION, {"role": "assistant", "content": "first"}, QUEST
 
 
 def test_turns_with_weight_0_and_earlier_turns_are_not_learned(prepare_rows: Prepare) -> None:
-    assert learned(prepare_rows(TALK, "all")[0]) == ["first<|im_end|>a<|im_end|>"]
-    assert learned(prepare_rows(TALK, "last", supervise="last")[0]) == ["a<|im_end|>"]
+    assert decode_learned(prepare_rows(TALK, "all")[0]) == ["first<|im_end|>a<|im_end|>"]
+    assert decode_learned(prepare_rows(TALK, "last", supervise="last")[0]) == ["a<|im_end|>"]
     weighted = [{"messages": [*TALK[0]["messages"][:3], {**ANSWER, "weight": 0}]}, *TALK]
     store, said = prepare_rows(weighted, "weighted")
-    assert learned(store) == ["first<|im_end|>", "first<|im_end|>a<|im_end|>"]
+    assert decode_learned(store) == ["first<|im_end|>", "first<|im_end|>a<|im_end|>"]
     assert "\nturns of the assistant with weight 0, or in a prompt: 1\n" in said[-1]
-    # Of the first row nothing is left: its last turn has weight 0.
+    # Nothing of the first row is learned: its last turn has weight 0.
     store, said = prepare_rows(weighted, "both", supervise="last")
-    assert learned(store) == ["a<|im_end|>"] and "no turn to learn" in said[-1]
+    assert decode_learned(store) == ["a<|im_end|>"] and "no turn to learn" in said[-1]
 
 
 def open_store(path: Path, supervise: Any) -> Path:
@@ -196,7 +196,7 @@ def test_a_store_of_an_earlier_version_is_readable_and_made_again_on_demand(prep
     manifest = json.loads((store / MANIFEST).read_text())
     del manifest["filters"]["supervise"], manifest["filters"]["rows_version"]
     (store / MANIFEST).write_text(json.dumps(manifest))
-    assert open_store(store, "all") == store and learned(store) == ["first<|im_end|>a<|im_end|>"]
+    assert open_store(store, "all") == store and decode_learned(store) == ["first<|im_end|>a<|im_end|>"]
     with pytest.raises(UserError, match="made by an earlier version of vcore_ds, which dropped .*prepare it again"):
         prepare_rows(TALK)
 
