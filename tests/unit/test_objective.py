@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.test_weights import make_index
 from vcore_ds.method.objective import (
     GlobalCounts,
     effective_sample_size,
@@ -21,10 +22,6 @@ from vcore_ds.method.objective import (
 from vcore_ds.method.weights import gibbs_weights, uniform_weights
 
 LOG2, LOG3 = math.log(2), math.log(3)
-
-
-def index_of(lengths: list[int]) -> torch.Tensor:
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
 
 # ---- shares --------------------------------------------------------------------------------------------------------
@@ -52,7 +49,7 @@ def test_the_coefficients_of_all_micro_batches_sum_to_one(normalization, micro_b
     counts = GlobalCounts(sum(n > 0 for n in lengths), sum(lengths))
     total = 0.0
     for k, batch in enumerate(micro_batches):
-        index = index_of(batch)
+        index = make_index(batch)
         utilities = torch.randn(len(index), generator=torch.Generator().manual_seed(k))
         weights = gibbs_weights(utilities, index, len(batch), temperature).weights.requires_grad_()
         coefficients = token_coefficients(weights, index, sequence_shares(torch.tensor(batch), counts, normalization))
@@ -63,7 +60,7 @@ def test_the_coefficients_of_all_micro_batches_sum_to_one(normalization, micro_b
 
 def test_uniform_weights_give_the_mean_of_means_or_the_mean_over_tokens() -> None:
     lengths, losses = [3, 5], torch.arange(1.0, 9.0)
-    counts, index = GlobalCounts(2, 8), index_of([3, 5])
+    counts, index = GlobalCounts(2, 8), make_index([3, 5])
     for normalization, mean in (("sequence", (2.0 + 6.0) / 2), ("token", 36 / 8)):
         shares = sequence_shares(torch.tensor(lengths), counts, normalization)
         loss = (token_coefficients(uniform_weights(index, 2), index, shares) * losses).sum()
@@ -85,7 +82,7 @@ def test_the_variance_alpha_by_hand() -> None:
     weighted utilities are 0, 4 and 12: variance 224/9. Two micro-batches, the second with an empty row."""
     moments = torch.zeros(5, dtype=torch.float64)
     for utilities, lengths in (([0.0, 2.0, 4.0, 0.0], [2, 2]), ([12.0, 0.0], [0, 2])):
-        index = index_of(lengths)
+        index = make_index(lengths)
         first = torch.tensor([1.0, 0.0] * (len(utilities) // 2))
         moments += utility_moments(torch.tensor(utilities), first, index, len(lengths))
     assert moments.tolist() == [3, 9, 41, 16, 160]
@@ -97,24 +94,24 @@ def test_the_variance_alpha_by_hand() -> None:
     assert float(v_u / v_q) == pytest.approx(float(means.var() / weighted.var()))
 
 
-def test_the_variance_alpha_of_what_has_no_variance_is_one() -> None:
-    index = index_of([3])
+def test_the_variance_alpha_without_variance_is_one() -> None:
+    index = make_index([3])
     one_sequence = utility_moments(torch.tensor([0.1, 0.7, 0.3]), torch.tensor([0.2, 0.5, 0.3]), index, 1)
     assert float(variance_alpha(*utility_variances(one_sequence), cap=None)) == 1.0
     nothing = torch.tensor(0.0, dtype=torch.float64)
     some = torch.tensor(2.0, dtype=torch.float64)
     for v_u, v_q in ((nothing, some), (some, nothing), (nothing, nothing)):
         assert float(variance_alpha(v_u, v_q, cap=None)) == 1.0
-    equal = utility_moments(torch.full((6,), 0.1), torch.full((6,), 1 / 3), index_of([3, 3]), 2)
+    equal = utility_moments(torch.full((6,), 0.1), torch.full((6,), 1 / 3), make_index([3, 3]), 2)
     assert float(variance_alpha(*utility_variances(equal), cap=None)) == 1.0  # not a ratio of two roundings
 
 
-def test_the_papers_intuition_of_the_variance_alpha() -> None:
+def test_the_variance_alpha_of_one_hot_weights_is_the_inverse_root_of_the_length() -> None:
     """Uncorrelated utilities of constant variance: alpha is near 1 / sqrt(n) where one token has all weight."""
     n, num_sequences = 64, 4000
     generator = torch.Generator().manual_seed(0)
     utilities = torch.randn(n * num_sequences, generator=generator)
-    index = index_of([n] * num_sequences)
+    index = make_index([n] * num_sequences)
     one_hot = (torch.arange(n * num_sequences) % n == 0).float()
     v_u, v_q = utility_variances(utility_moments(utilities, one_hot, index, num_sequences))
     assert float(variance_alpha(v_u, v_q, cap=None)) == pytest.approx(1 / math.sqrt(n), rel=0.05)
@@ -122,9 +119,9 @@ def test_the_papers_intuition_of_the_variance_alpha() -> None:
 
 def test_the_effective_sample_size_alpha_by_hand() -> None:
     weights = torch.tensor([0.25] * 4 + [1.0, 0, 0, 0] + [0.75, 0.25])
-    found = effective_sample_size_alpha(weights, index_of([4, 4, 2, 0]), 4, cap=None)
-    assert found.tolist() == pytest.approx([1.0, 1 / 2, 1 / math.sqrt(2 * (0.75**2 + 0.25**2)), 1.0])
-    assert effective_sample_size_alpha(weights, index_of([4, 4, 2]), 3, cap=0.8).tolist()[0] == pytest.approx(0.8)
+    alpha = effective_sample_size_alpha(weights, make_index([4, 4, 2, 0]), 4, cap=None)
+    assert alpha.tolist() == pytest.approx([1.0, 1 / 2, 1 / math.sqrt(2 * (0.75**2 + 0.25**2)), 1.0])
+    assert effective_sample_size_alpha(weights, make_index([4, 4, 2]), 3, cap=0.8).tolist()[0] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("cap", [None, 0.5, 1.0])
@@ -142,11 +139,11 @@ def test_alpha_of_a_uniform_loss_of_zero_is_zero() -> None:
 def test_effective_sample_size_by_hand() -> None:
     # Uniform over 4; one of 3; 1/6, 2/6, 3/6 -> 36 / (1 + 4 + 9); no tokens.
     weights = torch.tensor([0.25] * 4 + [0.0, 1.0, 0.0] + [1 / 6, 2 / 6, 3 / 6])
-    size = effective_sample_size(weights, index_of([4, 3, 3, 0]), 4)
+    size = effective_sample_size(weights, make_index([4, 3, 3, 0]), 4)
     assert size.tolist() == pytest.approx([4.0, 1.0, 36 / 14, 0.0], rel=1e-6)
 
 
-# ---- all of it -----------------------------------------------------------------------------------------------------
+# ---- weighted loss ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,7 +156,7 @@ def test_effective_sample_size_by_hand() -> None:
 )
 def test_the_weighted_loss_and_its_gradient_by_hand(normalization, uniform: float, weighted: float) -> None:
     losses = torch.tensor([6.0, 3.0, 2.0, 4.0, 8.0], requires_grad=True)
-    utilities, index = torch.tensor([0.0, LOG2, LOG3, 1.0, 1.0 + LOG3]), index_of([3, 2])
+    utilities, index = torch.tensor([0.0, LOG2, LOG3, 1.0, 1.0 + LOG3]), make_index([3, 2])
     weights = gibbs_weights(utilities, index, 2, 1.0).weights
     shares = sequence_shares(torch.tensor([3, 2]), GlobalCounts(2, 5), normalization)
     weighted_loss = (token_coefficients(weights, index, shares) * losses).sum()

@@ -1,4 +1,4 @@
-"""Safetensors files by byte range: against the library's own reading, and headers that do not describe their file."""
+"""Safetensors files read by byte range, against the library, and headers that do not describe their file."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_every_dtype_is_the_librarys(tmp_path: Path) -> None:
+def test_every_dtype_is_read_as_by_the_library(tmp_path: Path) -> None:
     tensors = {name: torch.ones(3, 2).to(dtype) for name, dtype in DTYPES.items()}
     save_file(tensors, tmp_path / "all.safetensors")
     for name, stored in read_header(tmp_path / "all.safetensors").items():
@@ -41,7 +41,7 @@ def test_every_dtype_is_the_librarys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window_bytes", [8, 24, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranges_are_those_of_the_whole_tensor(
+def test_ranges_are_slices_of_the_tensor(
     file: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(safetensors_ranges, "WINDOW_BYTES", window_bytes)
@@ -50,13 +50,13 @@ def test_ranges_are_those_of_the_whole_tensor(
         wanted.append(ReadRequest(stored[name], start, torch.full((numel,), torch.nan, dtype=dtype)))
         expected.append(TENSORS[name].flatten()[start : start + numel].to(dtype))
     read_ranges(wanted, windows.append)
-    assert all(torch.equal(one.target, values) for one, values in zip(wanted, expected, strict=True))
-    assert sum(windows) == sum(one.num_bytes for one in wanted) == 50 * 2 + 48 * 4 + 8
+    assert all(torch.equal(request.target, values) for request, values in zip(wanted, expected, strict=True))
+    assert sum(windows) == sum(request.num_bytes for request in wanted) == 50 * 2 + 48 * 4 + 8
     assert max(windows) <= window_bytes
 
 
-def test_a_file_that_has_become_shorter(file: Path) -> None:
-    wanted = [ReadRequest(one, 0, torch.empty(math.prod(one.shape))) for one in read_header(file).values()]
+def test_a_file_that_has_become_shorter_is_reported(file: Path) -> None:
+    wanted = [ReadRequest(stored, 0, torch.empty(math.prod(stored.shape))) for stored in read_header(file).values()]
     file.write_bytes(file.read_bytes()[:-16])
     with pytest.raises(OSError, match="ended at byte"):
         read_ranges(wanted)
@@ -78,15 +78,15 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize(("change", "found"), HEADERS.values(), ids=HEADERS.keys())
-def test_a_header_that_the_library_refuses_too(file: Path, change: Callable, found: str) -> None:
+@pytest.mark.parametrize(("change", "reason"), HEADERS.values(), ids=HEADERS.keys())
+def test_a_header_that_the_library_refuses_is_refused(file: Path, change: Callable, reason: str) -> None:
     content = file.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
     change(header)
     encoded = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + size :])
-    with pytest.raises(BadSafetensors, match=found):
+    with pytest.raises(BadSafetensors, match=reason):
         read_header(file)
     with pytest.raises(SafetensorError), safe_open(file, framework="pt") as opened:
         opened.keys()

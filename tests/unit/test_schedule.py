@@ -13,13 +13,13 @@ from vcore_ds.train.settings import Schedule, derive_schedule
 PEAK = 2e-3
 
 
-def schedule_of(**keys: Any) -> Schedule:
+def make_schedule(**keys: Any) -> Schedule:
     sections = {"optimizer": {"learning_rate": PEAK}, "schedule": keys}
     return derive_schedule(Recipe.model_validate(smallest_recipe() | sections), num_sequences=100)
 
 
-def rates(**keys: Any) -> list[float]:
-    schedule = schedule_of(**keys)
+def compute_rates(**keys: Any) -> list[float]:
+    schedule = make_schedule(**keys)
     return [schedule.learning_rate(k) / PEAK for k in range(schedule.num_steps)]
 
 
@@ -39,7 +39,7 @@ def rates(**keys: Any) -> list[float]:
     ],
 )
 def test_learning_rates_by_hand(keys: dict[str, Any], expected: list[float]) -> None:
-    assert rates(**keys) == pytest.approx(expected, rel=1e-6)
+    assert compute_rates(**keys) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,22 @@ def test_learning_rates_are_those_of_transformers(keys: dict[str, Any], name: st
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     theirs = get_scheduler(name, optimizer, num_warmup, num_steps, scheduler_specific_kwargs=options)
     expected = [function(k) for function in theirs.lr_lambdas for k in range(num_steps)]
-    found = rates(num_steps=num_steps, warmup_steps=num_warmup, **keys)
-    assert found[num_warmup:] == pytest.approx(expected[num_warmup:], rel=1e-12)
+    ours = compute_rates(num_steps=num_steps, warmup_steps=num_warmup, **keys)
+    assert ours[num_warmup:] == pytest.approx(expected[num_warmup:], rel=1e-12)
     if "min_lr_ratio" not in options:
-        assert found[:num_warmup] == pytest.approx(expected[1 : num_warmup + 1], rel=1e-12)
+        assert ours[:num_warmup] == pytest.approx(expected[1 : num_warmup + 1], rel=1e-12)
 
 
-def test_how_many_steps_two_schedules_share() -> None:
-    def shared(one: dict[str, Any], other: dict[str, Any]) -> int:
-        return schedule_of(warmup_steps=2, **one).count_common_steps(schedule_of(warmup_steps=2, **other))
+def test_common_steps_of_two_schedules_are_counted() -> None:
+    def count_shared(first: dict[str, Any], second: dict[str, Any]) -> int:
+        return make_schedule(warmup_steps=2, **first).count_common_steps(make_schedule(warmup_steps=2, **second))
 
     constant, wsd = {"kind": "constant", "num_steps": 20}, {"kind": "wsd", "num_steps": 10, "decay_ratio": 0.4}
-    assert shared(constant, wsd) == shared(wsd, constant) == 7  # the first step of a decay still has the peak
-    assert shared(wsd, {**wsd, "num_steps": 20}) == 7  # 12 stable steps
-    assert shared({"num_steps": 10}, {"num_steps": 20}) == 3
-    assert shared(constant, {**constant, "num_steps": 9}) == 9
-    longer = schedule_of(kind="constant", num_steps=20)  # a tenth of the steps is another warm-up
-    assert longer.count_common_steps(schedule_of(kind="constant", num_steps=40)) == 0
+    assert (
+        count_shared(constant, wsd) == count_shared(wsd, constant) == 7
+    )  # the first step of a decay still has the peak
+    assert count_shared(wsd, {**wsd, "num_steps": 20}) == 7  # 12 stable steps
+    assert count_shared({"num_steps": 10}, {"num_steps": 20}) == 3
+    assert count_shared(constant, {**constant, "num_steps": 9}) == 9
+    longer = make_schedule(kind="constant", num_steps=20)  # a tenth of the steps is another warm-up
+    assert longer.count_common_steps(make_schedule(kind="constant", num_steps=40)) == 0

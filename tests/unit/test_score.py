@@ -1,4 +1,4 @@
-"""`vcore-ds score` without a model: what it refuses, how it adds up what passes have measured, and its files."""
+"""`vcore-ds score` without a model: refusals, sums over passes, and files."""
 
 import base64
 import gzip
@@ -62,7 +62,7 @@ def run(tmp_path: Path, recipe: Path) -> Path:
     return folder
 
 
-def test_a_second_selection_is_told(run: Path, recipe: Path) -> None:
+def test_a_second_selection_is_recognized(run: Path, recipe: Path) -> None:
     words = ["data.probe_path=t.jsonl"]
     assert not make_request(str(run), words, [], None, None).trained_on_selection
     selected = [*words, "data.keep.scores=runs/scores/x", "data.keep.top=0.5"]
@@ -107,55 +107,55 @@ Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def refused(tmp_path: Path) -> Refuse:
+def read_refusal(tmp_path: Path) -> Refuse:
     """The message that a request ends in."""
 
-    def refused(target: Path, *overrides: str, sets: tuple[str, ...] = (), checkpoint: str | None = None) -> str:
+    def read_refusal(target: Path, *overrides: str, sets: tuple[str, ...] = (), checkpoint: str | None = None) -> str:
         with pytest.raises(UserError) as caught:
             make_request(str(target), overrides, sets, checkpoint, tmp_path / "new")
         return str(caught.value)
 
-    return refused
+    return read_refusal
 
 
-def test_a_request_without_a_trusted_set_is_refused(refused: Refuse, recipe: Path) -> None:
-    message = refused(recipe)
+def test_a_request_without_a_trusted_set_is_refused(read_refusal: Refuse, recipe: Path) -> None:
+    message = read_refusal(recipe)
     assert message.startswith("data.probe_path: found null; expected a trusted set") and "--set NAME=PATH" in message
 
 
 @pytest.mark.parametrize("sets", [("trusted.jsonl",), ("a b=trusted.jsonl",), ("a=",), ("a=x.jsonl", "a=y.jsonl")])
-def test_sets_have_names_of_their_own(refused: Refuse, recipe: Path, sets: tuple[str, ...]) -> None:
-    assert refused(recipe, sets=sets).startswith(f"--set: found {sets[-1]}; expected NAME=PATH")
+def test_sets_need_valid_and_distinct_names(read_refusal: Refuse, recipe: Path, sets: tuple[str, ...]) -> None:
+    assert read_refusal(recipe, sets=sets).startswith(f"--set: found {sets[-1]}; expected NAME=PATH")
 
 
-def test_finite_differences_are_refused(refused: Refuse, recipe: Path) -> None:
-    message = refused(recipe, *TRUSTED, "utility.estimator=finite_difference", "utility.epsilon=0.01")
+def test_finite_differences_are_refused(read_refusal: Refuse, recipe: Path) -> None:
+    message = read_refusal(recipe, *TRUSTED, "utility.estimator=finite_difference", "utility.epsilon=0.01")
     assert message.startswith("utility.estimator: found finite_difference; expected jvp")
     make_request(str(recipe), [*TRUSTED, "methods/sft.yaml"], [], None, recipe.with_name("new"))
 
 
-def test_checkpoints_that_are_not_there_are_refused(refused: Refuse, recipe: Path, run: Path) -> None:
-    assert "together with a recipe" in refused(recipe, *TRUSTED, checkpoint="step_00000002")
-    message = refused(run, *TRUSTED, checkpoint="step_00000005")
+def test_missing_checkpoints_are_refused(read_refusal: Refuse, recipe: Path, run: Path) -> None:
+    assert "together with a recipe" in read_refusal(recipe, *TRUSTED, checkpoint="step_00000002")
+    message = read_refusal(run, *TRUSTED, checkpoint="step_00000005")
     assert (
         message.startswith("--checkpoint: ") and "expected step_00000005; found step_00000002, step_00000004" in message
     )
-    assert "found no recipe.yaml" in refused(run / "checkpoints", *TRUSTED)
+    assert "found no recipe.yaml" in read_refusal(run / "checkpoints", *TRUSTED)
 
 
-def test_an_output_that_is_there_is_refused(refused: Refuse, recipe: Path, tmp_path: Path) -> None:
+def test_an_existing_output_is_refused(read_refusal: Refuse, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    assert refused(recipe, *TRUSTED).startswith(f"--output: {tmp_path / 'new'}: is there already")
+    assert read_refusal(recipe, *TRUSTED).startswith(f"--output: {tmp_path / 'new'}: is there already")
 
 
-def test_named_sets_take_the_place_of_the_recipes_own(recipe: Path, tmp_path: Path) -> None:
-    one = make_request(str(recipe), TRUSTED, [], None, None)
-    assert one.sets == {"trusted": "trusted.jsonl"} and one.checkpoints == []
-    assert one.output == Path("runs/scores/mine")
+def test_named_sets_replace_the_trusted_set_of_the_recipe(recipe: Path, tmp_path: Path) -> None:
+    unnamed = make_request(str(recipe), TRUSTED, [], None, None)
+    assert unnamed.sets == {"trusted": "trusted.jsonl"} and unnamed.checkpoints == []
+    assert unnamed.output == Path("runs/scores/mine")
     by_name = make_request("qwen3_1.7b_math_lora", TRUSTED, [], None, None)
     assert by_name.output == Path("runs/scores/qwen3_1.7b_math_lora")
-    two = make_request(str(recipe), TRUSTED, ["a=x.jsonl", "b=with=sign.jsonl"], None, None)
-    assert two.sets == {"a": "x.jsonl", "b": "with=sign.jsonl"}
+    named = make_request(str(recipe), TRUSTED, ["a=x.jsonl", "b=with=sign.jsonl"], None, None)
+    assert named.sets == {"a": "x.jsonl", "b": "with=sign.jsonl"}
 
 
 def test_checkpoints_are_weighted_by_the_mean_learning_rate_of_their_steps(run: Path) -> None:
@@ -166,14 +166,14 @@ def test_checkpoints_are_weighted_by_the_mean_learning_rate_of_their_steps(run: 
     assert every.checkpoints == [ScoredCheckpoint(str(run), 2, 1.5 / 8), ScoredCheckpoint(str(run), 4, 3.5 / 8)]
 
 
-def test_a_run_without_the_learning_rates_of_its_steps_is_refused(refused: Refuse, run: Path) -> None:
+def test_a_run_without_the_learning_rates_of_its_steps_is_refused(read_refusal: Refuse, run: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
-    assert "found no learning rate of step 2" in refused(run, *TRUSTED, checkpoint="all")
+    assert "found no learning rate of step 2" in read_refusal(run, *TRUSTED, checkpoint="all")
 
 
-def test_finite_differences_of_a_method_without_utilities_play_no_part(recipe: Path) -> None:
-    """Which models refuse them where they are used: mixtures."""
+def test_finite_differences_of_a_method_without_utilities_are_ignored(recipe: Path) -> None:
+    """MoE models refuse finite differences only where utilities are computed."""
     overrides = ["methods/sft.yaml", "utility.estimator=finite_difference", "utility.epsilon=0.01"]
     scored = make_request(str(recipe), [*TRUSTED, *overrides], [], None, None).recipe
     assert scored.utility.estimator == "jvp"
@@ -191,10 +191,10 @@ def test_moments_are_kept_only_where_the_direction_needs_them(recipe: Path, run:
 ADAM = ("probe.direction=adam", "probe.clip=1.0")
 
 
-def identity(
+def describe_identity(
     target: Path, *overrides: str, checkpoint: str | None = "all", sets: tuple[str, ...] = ("a=x.jsonl", "b=y.jsonl")
 ) -> dict[str, Any]:
-    """Of a scoring whose sets and data hold what their paths say."""
+    """Identity of a scoring request; the digests of its sets and data are their paths."""
     request = make_request(str(target), [*TRUSTED, *overrides], sets, checkpoint, None)
     data = replace(DESCRIPTION.data, digest=request.recipe.data.train_path)
     stores = {name: SimpleNamespace(digest=path) for name, path in request.sets.items()}
@@ -222,18 +222,18 @@ def identity(
         "run.seed=7",
     ],
 )
-def test_work_is_of_another_scoring_where_its_recipe_differs(run: Path, override: str) -> None:
+def test_unfinished_work_is_not_resumed_with_another_recipe(run: Path, override: str) -> None:
     key = override.partition("=")[0]
-    differences = describe_differences(identity(run, *ADAM), identity(run, *ADAM, override))
+    differences = describe_differences(describe_identity(run, *ADAM), describe_identity(run, *ADAM, override))
     assert key == "lora" or len(differences.splitlines()) == 1, differences
     assert ("data.digest" if key == "data.train_path" else key) in differences
 
 
-def test_work_is_of_another_scoring_where_its_passes_differ(run: Path) -> None:
+def test_unfinished_work_is_not_resumed_with_other_passes(run: Path) -> None:
     def differs(**changes: Any) -> bool:
-        return bool(describe_differences(there, identity(run, *ADAM, **changes)))
+        return bool(describe_differences(there, describe_identity(run, *ADAM, **changes)))
 
-    there = identity(run, *ADAM)
+    there = describe_identity(run, *ADAM)
     assert not differs()
     assert differs(sets=("b=y.jsonl", "a=x.jsonl")) and differs(sets=("a=x.jsonl",))
     assert differs(sets=("a=y.jsonl", "b=x.jsonl")) and differs(checkpoint="step_00000004")
@@ -241,7 +241,7 @@ def test_work_is_of_another_scoring_where_its_passes_differ(run: Path) -> None:
     assert differs()
 
 
-def test_the_same_scoring_may_have_another_method_and_less_memory(run: Path) -> None:
+def test_unfinished_work_is_resumed_with_another_method_and_less_memory(run: Path) -> None:
     changes = [
         "methods/sft.yaml",
         "model.gradient_checkpointing=true",
@@ -252,7 +252,7 @@ def test_the_same_scoring_may_have_another_method_and_less_memory(run: Path) -> 
         "checkpoint.keep_last=7",
         "engine.timeout_minutes=77",
     ]
-    assert describe_differences(identity(run), identity(run, *changes)) == ""
+    assert describe_differences(describe_identity(run), describe_identity(run, *changes)) == ""
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def store(tmp_path: Path) -> TokenStore:
     return TokenStore(tmp_path / "store")
 
 
-def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: TokenStore) -> None:
+def test_tables_sum_the_measurements_of_the_passes(tmp_path: Path, store: TokenStore) -> None:
     random, weights = np.random.default_rng(0), (0.25, 2.0)
     sizes = [int(n) for n in store.num_supervised_tokens]
     values = random.normal(size=(2, 2, sum(sizes))).astype(np.float32)  # pass, loss or utility, token
@@ -278,8 +278,8 @@ def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: Toke
     for number, (losses, utilities) in enumerate(values):
         passes.append(PassFiles(work, number))
         passes[-1].write_set(1.0 + number, 2.0 + number)
-        found = list(map(ScoredSequence, range(50), np.split(losses, parts), np.split(utilities, parts)))
-        for some in (found[30:], found[:30]):  # in two files, in another order
+        sequences = list(map(ScoredSequence, range(50), np.split(losses, parts), np.split(utilities, parts)))
+        for some in (sequences[30:], sequences[:30]):  # in two files, in another order
             passes[-1].add(some)
         assert passes[-1].read_positions() == set(range(50))
     inputs = {"good": SetInputs("good.jsonl", store, list(zip(weights, passes, strict=True)))}
@@ -314,8 +314,8 @@ def test_tables_add_up_what_the_passes_have_measured(tmp_path: Path, store: Toke
         assert row["losses"] == np.split(values[1, 0], parts)[i].tolist()
 
 
-def test_tokens_on_the_page_are_as_exact_where_most_belong_to_prompts() -> None:
-    """And where most of the others have a utility of 0, such as those that a model is sure of."""
+def test_tokens_on_the_page_are_exact_also_where_most_belong_to_prompts() -> None:
+    """Also where most of the other tokens have a utility of 0, such as those that a model is sure of."""
     random, tokenizer = np.random.default_rng(0), make_tokenizer()
     for share_of_zeros in (0.0, 0.8):
         utilities = (random.normal(size=400) * 10 ** random.uniform(-3, 0, 400)).astype(np.float32)
@@ -337,7 +337,7 @@ def test_tokens_on_the_page_are_as_exact_where_most_belong_to_prompts() -> None:
         assert np.abs(decoded[600:][large] / utilities[large] - 1).max() < 0.04, share_of_zeros
 
 
-def test_a_pass_without_its_sets_file_has_nothing(tmp_path: Path) -> None:
+def test_a_pass_without_the_file_of_its_set_has_no_positions(tmp_path: Path) -> None:
     files = PassFiles(tmp_path, 0)
     files.add([ScoredSequence(3, np.ones(2, np.float32), np.ones(2, np.float32))])
     assert files.read_positions() == set()
@@ -354,11 +354,11 @@ def test_a_store_knows_the_row_of_each_sequence_in_its_source(tmp_path: Path) ->
     for name, sources in (("both", [first, second]), ("one", [second])):
         request = PrepareRequest("chat", tuple(map(str, sources)), str(tmp_path / "model"), "train", cutoff_length=64)
         prepare(request, tmp_path / name, say=lambda line: None)
-    both, one = TokenStore(tmp_path / "both"), TokenStore(tmp_path / "one")
-    found, rows = both.origins()
-    assert found == [str(first), str(first), str(second)] and rows.tolist() == [0, 2, 1]
-    del one.manifest["first_rows"], both.manifest["first_rows"]  # as of earlier versions
-    assert one.origins()[0] == [str(second)] and one.origins()[1].tolist() == [1]
+    both, second_store = TokenStore(tmp_path / "both"), TokenStore(tmp_path / "one")
+    sources_read, rows = both.origins()
+    assert sources_read == [str(first), str(first), str(second)] and rows.tolist() == [0, 2, 1]
+    del second_store.manifest["first_rows"], both.manifest["first_rows"]  # as of earlier versions
+    assert second_store.origins()[0] == [str(second)] and second_store.origins()[1].tolist() == [1]
     assert both.origins()[0] == [str(tmp_path / "both")] * 3
 
 

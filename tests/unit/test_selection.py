@@ -1,4 +1,4 @@
-"""`data.keep`: which traces are kept, by hand; what is refused; and what a run says of it."""
+"""`data.keep`: selections by hand, refusals, and messages of a run."""
 
 import json
 import math
@@ -44,7 +44,7 @@ SOURCES = np.array(list("aaaabbbb"))
         (0.25, None, "all", [0, 6]),
         (0.5, None, "all", [0, 2, 4, 6]),
         (0.375, None, "all", [0, 2, 6]),  # of two equal ones the first
-        (1.0, None, "all", [0, 1, 2, 4, 5, 6]),  # what is not finite is never kept
+        (1.0, None, "all", [0, 1, 2, 4, 5, 6]),  # a utility that is not finite is never kept
         (0.25, None, "source", [0, 6]),
         (0.5, None, "source", [0, 2, 4, 6]),
         (0.01, None, "all", []),
@@ -57,7 +57,7 @@ def test_the_kept_traces_by_hand(top: float | None, above: float | None, within:
     assert select_positions(UTILITIES, SOURCES, top=top, above=above, within=within).tolist() == expected
 
 
-def test_a_share_of_each_source_is_not_one_of_all() -> None:
+def test_a_share_of_each_source_differs_from_a_share_of_all() -> None:
     utilities = np.array([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])
     assert select_positions(utilities, SOURCES, top=0.5, above=None, within="all").tolist() == [0, 1, 2, 3]
     assert select_positions(utilities, SOURCES, top=0.5, above=None, within="source").tolist() == [0, 1, 6, 7]
@@ -82,23 +82,23 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened_store(setup: Path) -> TokenStore:
+def open_store(setup: Path) -> TokenStore:
     return TokenStore(setup / "store", load_tokenizer(str(setup / "model")))
 
 
-def test_a_selection_from_a_folder(setup: Path) -> None:
+def test_a_selection_is_read_from_a_folder_of_scores(setup: Path) -> None:
     keep = KeepConfig(scores=str(setup / "one"), top=0.25)
-    found = read_matching_selection(keep, opened_store(setup), str(setup / "model"))
-    assert found.positions.tolist() == [3, 4, 9]  # utilities 1, 2, 2
-    assert found.counts_by_source == {"a.jsonl": (2, 8), "b.jsonl": (1, 4)}
+    selection = read_matching_selection(keep, open_store(setup), str(setup / "model"))
+    assert selection.positions.tolist() == [3, 4, 9]  # utilities 1, 2, 2
+    assert selection.counts_by_source == {"a.jsonl": (2, 8), "b.jsonl": (1, 4)}
     text = f"3 of 12 traces kept: the 25% with the highest mean utility for right ({setup / 'one'})"
-    assert found.describe() == text
-    origin = json.loads(json.dumps(found.origin()))
+    assert selection.describe() == text
+    origin = json.loads(json.dumps(selection.origin()))
     assert origin["set"] == "right" and origin["kept_of_source"] == {"a.jsonl": [2, 8], "b.jsonl": [1, 4]}
     assert len(origin["digest"]) == 64 and (origin["kept"], origin["traces"]) == (3, 12)
     # Sums favour long traces: of utility 1 and 2, rows 4 and 9 with five repetitions each, then row 8.
     by_sum = read_selection(keep.model_copy(update={"by": "sum"}))
-    numbers = np.array(opened_store(setup).num_supervised_tokens)
+    numbers = np.array(open_store(setup).num_supervised_tokens)
     sums_of_traces = np.array([(i % 5 - 2) * numbers[i] for i in range(12)])
     assert by_sum.positions.tolist() == sorted(np.argsort(-sums_of_traces, kind="stable")[:3].tolist())
     other_set = read_selection(KeepConfig(scores=str(setup / "both"), set="short", above=-2.5))
@@ -107,14 +107,14 @@ def test_a_selection_from_a_folder(setup: Path) -> None:
 
 
 def test_a_kept_data_set_has_the_sequences_under_their_ids(setup: Path) -> None:
-    store = opened_store(setup)
+    store = open_store(setup)
     kept = KeptDataset(store, np.array([1, 4, 9]))
-    assert [one.sequence_id for one in kept] == kept.sequence_ids.tolist() == [1, 4, 9]
+    assert [sequence.sequence_id for sequence in kept] == kept.sequence_ids.tolist() == [1, 4, 9]
     assert kept.lengths.tolist() == [len(store[i]) for i in (1, 4, 9)]
     assert kept.digest != store.digest != KeptDataset(store, np.array([1, 4, 8])).digest != kept.digest
 
 
-def with_other(folder: Path, target: Path, change: Callable) -> str:
+def write_changed_scores(folder: Path, target: Path, change: Callable) -> str:
     """A copy of a folder of scores whose scores.json is changed."""
     shutil.copytree(folder, target)
     write_scores(target, change(read_scores(folder)))
@@ -138,14 +138,16 @@ REFUSED = {
     ),
     "other data": (
         lambda s, t: {
-            "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, digest="1" * 64))),
+            "scores": write_changed_scores(
+                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, digest="1" * 64))
+            ),
             "top": 0.5,
         },
         "data.keep.scores: .*found scores of .* with other tokens .111111111111. than data.train_path has",
     ),
     "other tokenizer": (
         lambda s, t: {
-            "scores": with_other(
+            "scores": write_changed_scores(
                 s / "one", t / "x", lambda f: replace(f, data=replace(f.data, tokenizer_hash="1", digest="2"))
             ),
             "top": 0.5,
@@ -154,7 +156,7 @@ REFUSED = {
     ),
     "other template": (
         lambda s, t: {
-            "scores": with_other(
+            "scores": write_changed_scores(
                 s / "one", t / "x", lambda f: replace(f, data=replace(f.data, chat_template_hash="1"))
             ),
             "top": 0.5,
@@ -163,21 +165,27 @@ REFUSED = {
     ),
     "files of two folders": (
         lambda s, t: {
-            "scores": with_other(s / "one", t / "x", lambda f: replace(f, data=replace(f.data, num_sequences=13))),
+            "scores": write_changed_scores(
+                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, num_sequences=13))
+            ),
             "top": 0.5,
         },
         "found 12 traces in scores.parquet and 13 in scores.json",
     ),
     "other model": (
         lambda s, t: {
-            "scores": with_other(s / "one", t / "x", lambda f: replace(f, model="m", model_digest="2:" + "3" * 64)),
+            "scores": write_changed_scores(
+                s / "one", t / "x", lambda f: replace(f, model="m", model_digest="2:" + "3" * 64)
+            ),
             "top": 0.5,
         },
         r"found scores with another model \(m, 2:3333333333\); expected those with model.path",
     ),
     "a model that an earlier version knew by less": (
         lambda s, t: {
-            "scores": with_other(s / "one", t / "x", lambda f: replace(f, version="0.7.0", model_digest="3" * 64)),
+            "scores": write_changed_scores(
+                s / "one", t / "x", lambda f: replace(f, version="0.7.0", model_digest="3" * 64)
+            ),
             "top": 0.5,
         },
         r"was written by vcore_ds 0.7.0, which did not see all weights of the model; .*Score again with this version",
@@ -186,14 +194,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(setup: Path, tmp_path: Path, case: str) -> None:
+def test_scores_that_do_not_fit_are_refused(setup: Path, tmp_path: Path, case: str) -> None:
     values, message = REFUSED[case]
     with pytest.raises(UserError, match=message) as error:
-        read_matching_selection(KeepConfig(**values(setup, tmp_path)), opened_store(setup), str(setup / "model"))
+        read_matching_selection(KeepConfig(**values(setup, tmp_path)), open_store(setup), str(setup / "model"))
     assert "\n" not in str(error.value)
 
 
-def test_scores_that_are_not_finished(setup: Path, tmp_path: Path) -> None:
+def test_scores_that_are_not_finished_are_refused(setup: Path, tmp_path: Path) -> None:
     (tmp_path / "scores.unfinished").mkdir()
     with pytest.raises(UserError, match=r"data.keep.scores: .*has not finished \(scores.unfinished\)"):
         read_selection(KeepConfig(scores=str(tmp_path / "scores"), top=0.5))
@@ -202,7 +210,7 @@ def test_scores_that_are_not_finished(setup: Path, tmp_path: Path) -> None:
 # ---- the recipe ----------------------------------------------------------------------------------------------------
 
 
-def recipe_file(tmp_path: Path, **data: object) -> Path:
+def write_recipe(tmp_path: Path, **data: object) -> Path:
     recipe = smallest_recipe()
     recipe["data"] |= data
     recipe["engine"] = {"deepspeed_config": "ds_configs/zero3_bf16.json"}
@@ -214,40 +222,42 @@ def recipe_file(tmp_path: Path, **data: object) -> Path:
 KEEP = {"scores": "runs/scores/x", "top": 0.5}
 
 
-def problem_of(tmp_path: Path, keep: object, *overrides: str) -> str:
+def read_problem(tmp_path: Path, keep: object, *overrides: str) -> str:
     with pytest.raises(RecipeError) as error:
-        load_recipe(recipe_file(tmp_path, keep=keep), overrides)
+        load_recipe(write_recipe(tmp_path, keep=keep), overrides)
     (problem,) = error.value.problems
     return problem
 
 
 def test_overrides_and_fragments_change_single_keys(tmp_path: Path) -> None:
-    path = recipe_file(tmp_path, keep=KEEP)
+    path = write_recipe(tmp_path, keep=KEEP)
     assert load_recipe(path, ["data.keep.top=0.25"]).data.keep == KeepConfig(scores="runs/scores/x", top=0.25)
     assert load_recipe(path, ["data.keep=null"]).data.keep is None
     assert load_recipe(path, ["data.keep=null", "data.keep.scores=~/y", "data.keep.above=-1"]).data.keep == KeepConfig(
         scores="~/y", above=-1.0
     )
     (tmp_path / "more.yaml").write_text("data: {keep: {top: null, above: 0}}")
-    found = load_recipe(path, [str(tmp_path / "more.yaml")])
-    assert found.data.keep == KeepConfig(scores="runs/scores/x", above=0.0)
-    (tmp_path / "dumped.yaml").write_text(dump_recipe(found))
-    assert load_recipe(tmp_path / "dumped.yaml") == found
+    recipe = load_recipe(path, [str(tmp_path / "more.yaml")])
+    assert recipe.data.keep == KeepConfig(scores="runs/scores/x", above=0.0)
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "dumped.yaml") == recipe
 
 
-def test_problems_of_single_keys(tmp_path: Path) -> None:
-    assert ": data.keep.tpo: found 1 under an unknown name" in (found := problem_of(tmp_path, KEEP, "data.keep.tpo=1"))
-    assert found.endswith('; did you mean "data.keep.top"?')
-    assert "data.keep.top: found 1.5; expected a number above 0 and at most 1 or null (" in problem_of(
+def test_wrong_single_keys_are_refused(tmp_path: Path) -> None:
+    assert ": data.keep.tpo: found 1 under an unknown name" in (
+        message := read_problem(tmp_path, KEEP, "data.keep.tpo=1")
+    )
+    assert message.endswith('; did you mean "data.keep.top"?')
+    assert "data.keep.top: found 1.5; expected a number above 0 and at most 1 or null (" in read_problem(
         tmp_path, KEEP, "data.keep.top=1.5"
     )
-    assert "data.keep.scores: found nothing; expected text (" in problem_of(tmp_path, {"top": 0.5})
+    assert "data.keep.scores: found nothing; expected text (" in read_problem(tmp_path, {"top": 0.5})
     assert (
         "data.keep: found 3; expected a section with keys scores, set, by, top, above, within, or null"
-        in problem_of(tmp_path, 3)
+        in read_problem(tmp_path, 3)
     )
-    assert 'data.keep.by: found "median"; expected mean or sum (' in problem_of(tmp_path, KEEP | {"by": "median"})
-    problem = problem_of(tmp_path, KEEP, "data.keep.top.deep=1")
+    assert 'data.keep.by: found "median"; expected mean or sum (' in read_problem(tmp_path, KEEP | {"by": "median"})
+    problem = read_problem(tmp_path, KEEP, "data.keep.top.deep=1")
     assert "expected section.key=value" in problem
 
 
@@ -259,30 +269,32 @@ def test_problems_of_single_keys(tmp_path: Path) -> None:
         ("data.keep={scores: x, above: 1, within: source}", "data.keep.within: found source together with data.keep"),
     ],
 )
-def test_rules(tmp_path: Path, override: str, message: str) -> None:
-    assert problem_of(tmp_path, KEEP, override).startswith(f"override {override}: {message}")
+def test_contradicting_keys_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    assert read_problem(tmp_path, KEEP, override).startswith(f"override {override}: {message}")
 
 
 def test_both_a_wrong_key_and_a_broken_rule_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as error:
-        load_recipe(recipe_file(tmp_path, keep=KEEP | {"above": 0}), ["run.seed=-1"])
+        load_recipe(write_recipe(tmp_path, keep=KEEP | {"above": 0}), ["run.seed=-1"])
     assert len(error.value.problems) == 2
 
 
 def test_which_keys_may_change_when_a_run_is_resumed() -> None:
     there = Recipe.model_validate(smallest_recipe() | {"data": {"train_path": "t", "keep": KEEP}})
     moved = there.model_copy(update={"data": there.data.model_copy(update={"keep": KeepConfig(scores="z", top=0.5)})})
-    other = there.model_copy(update={"data": there.data.model_copy(update={"keep": KeepConfig(scores="z", top=0.25)})})
-    all_of_it = there.model_copy(update={"data": there.data.model_copy(update={"keep": None})})
+    lower_share = there.model_copy(
+        update={"data": there.data.model_copy(update={"keep": KeepConfig(scores="z", top=0.25)})}
+    )
+    without_keep = there.model_copy(update={"data": there.data.model_copy(update={"keep": None})})
     assert flat_values(there)["data.keep.top"] == 0.5 and "data.keep" not in flat_values(there)
     assert not differing_keys(there, moved)
-    assert differing_keys(there, other) == {"data.keep.top": (0.5, 0.25)}
-    assert "data.keep.top" in differing_keys(there, all_of_it)
+    assert differing_keys(there, lower_share) == {"data.keep.top": (0.5, 0.25)}
+    assert "data.keep.top" in differing_keys(there, without_keep)
 
 
 def test_check_and_plan_count_the_kept_traces(setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        str(recipe_file(setup, keep={"scores": str(setup / "one"), "top": 0.5})),
+        str(write_recipe(setup, keep={"scores": str(setup / "one"), "top": 0.5})),
         f"model.path={setup / 'model'}",
         f"data.train_path={setup / 'store'}",
         f"run.output_dir={setup / 'run'}",
@@ -297,7 +309,7 @@ def test_check_and_plan_count_the_kept_traces(setup: Path, capsys: pytest.Captur
     assert main(["plan", *words, "--gpus", "1", "--json"]) == 0
     assert main(["plan", *words, "--gpus", "1"]) == 0
     assert "GPU hours of the run (6 steps)" in capsys.readouterr().out
-    words[0] = str(recipe_file(setup, keep={"scores": str(setup / "missing"), "top": 0.5}))
+    words[0] = str(write_recipe(setup, keep={"scores": str(setup / "missing"), "top": 0.5}))
     assert main(["check", *words]) == 0
     assert f"Not on this machine, but needed where the recipe runs: data.keep.scores {setup}" in capsys.readouterr().out
 
@@ -354,7 +366,9 @@ def test_the_kept_rows_are_those_of_the_files(two_files: Path, capsys: pytest.Ca
     assert [(row["id"], row["vcore_utility_mean"], row["vcore_rank"]) for row in kept] == [(2, 2.0, 2), (4, 4.0, 1)]
 
 
-def test_rows_that_are_not_those_that_were_scored(two_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_changed_since_they_were_scored_are_refused(
+    two_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["keep", str(two_files / "scores"), "--top", "1", "--output", str(two_files / "kept.jsonl")]
     file = two_files / "data" / "a.jsonl"
     file.write_text("\n" + file.read_text())
@@ -368,17 +382,19 @@ def test_rows_that_are_not_those_that_were_scored(two_files: Path, capsys: pytes
     assert "--set: found wrong, for which there are no scores; expected one of right" in capsys.readouterr().err
 
 
-def scored(folder: Path, setup: Path, sources: list[Path]) -> Path:
+def write_scored(folder: Path, setup: Path, sources: list[Path]) -> Path:
     """Scores of a store of these sources, as often as they are named, whose utilities are 0, 1, 2 ..."""
     request = PrepareRequest("chat", tuple(map(str, sources)), str(setup / "model"), "train", cutoff_length=200)
     prepare(request, folder / "store", say=lambda _: None)
     store = TokenStore(folder / "store")
-    found, rows = store.origins()
+    sources_read, rows = store.origins()
     utilities = [float(i) for i in range(len(store))]
-    return write_scores_folder(folder / "scores", store, setup / "model", {"right": utilities}, found, rows.tolist())
+    return write_scores_folder(
+        folder / "scores", store, setup / "model", {"right": utilities}, sources_read, rows.tolist()
+    )
 
 
-def chat_row(number: int) -> dict[str, Any]:
+def make_chat_row(number: int) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"é{number}"}]
     return {"messages": messages, "id": number}
 
@@ -391,7 +407,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def kept_rows(scores: Path, *words: str) -> list[dict[str, Any]]:
+def read_kept_rows(scores: Path, *words: str) -> list[dict[str, Any]]:
     output = scores.parent / "kept.jsonl"
     assert main(["keep", str(scores), *words, "--output", str(output)]) == 0
     return [json.loads(line, parse_constant=pytest.fail) for line in output.read_text().splitlines()]
@@ -401,23 +417,23 @@ def kept_rows(scores: Path, *words: str) -> list[dict[str, Any]]:
     ("order", "top", "expected"),
     [("aba", 1.0, [0, 1, 2, 10, 11, 0, 1, 2]), ("abb", 0.6, [10, 11, 10, 11]), ("bba", 0.3, [1, 2])],
 )
-def test_rows_of_a_source_that_was_named_twice(
+def test_rows_of_a_source_that_was_named_twice_are_kept_each_time(
     setup: Path, tmp_path: Path, order: str, top: float, expected: list[int]
 ) -> None:
     files = {
-        "a": write_rows(tmp_path / "a.jsonl", [chat_row(n) for n in range(3)]),
-        "b": write_rows(tmp_path / "b.parquet", [chat_row(n) for n in (10, 11)]),
+        "a": write_rows(tmp_path / "a.jsonl", [make_chat_row(n) for n in range(3)]),
+        "b": write_rows(tmp_path / "b.parquet", [make_chat_row(n) for n in (10, 11)]),
     }
-    scores = scored(tmp_path, setup, [files[name] for name in order])
-    assert [row["id"] for row in kept_rows(scores, "--top", str(top))] == expected
+    scores = write_scored(tmp_path, setup, [files[name] for name in order])
+    assert [row["id"] for row in read_kept_rows(scores, "--top", str(top))] == expected
 
 
-def test_rows_that_an_earlier_version_numbered_on(
+def test_row_numbers_of_an_earlier_version_are_refused(
     setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As those of the second b in a b b."""
-    file = write_rows(tmp_path / "b.jsonl", [chat_row(n) for n in range(2)])
-    scores = scored(tmp_path, setup, [file])
+    """Earlier versions numbered the rows of the second b in `a b b` on from the first."""
+    file = write_rows(tmp_path / "b.jsonl", [make_chat_row(n) for n in range(2)])
+    scores = write_scored(tmp_path, setup, [file])
     shutil.rmtree(scores)
     store = TokenStore(tmp_path / "store")
     write_scores_folder(scores, store, setup / "model", {"right": [0, 1]}, [str(file)] * 2, [1, 3])
@@ -427,20 +443,23 @@ def test_rows_that_an_earlier_version_numbered_on(
     assert not list(tmp_path.glob("kept*"))
 
 
-def test_values_that_json_has_in_another_form(setup: Path, tmp_path: Path) -> None:
+def test_values_without_a_json_type_are_converted(setup: Path, tmp_path: Path) -> None:
     moment = datetime(2026, 1, 2, 3, tzinfo=UTC)
-    rows = [chat_row(n) | {"moment": moment, "day": [moment.date()], "clock": moment.time()} for n in range(2)]
+    rows = [make_chat_row(n) | {"moment": moment, "day": [moment.date()], "clock": moment.time()} for n in range(2)]
     (tmp_path / "table").mkdir()
-    scores = scored(tmp_path / "table", setup, [write_rows(tmp_path / "a.parquet", rows)])
+    scores = write_scored(tmp_path / "table", setup, [write_rows(tmp_path / "a.parquet", rows)])
     times = {"moment": "2026-01-02T03:00:00+00:00", "day": ["2026-01-02"], "clock": "03:00:00"}
-    assert kept_rows(scores, "--top", "1") == [chat_row(n) | times for n in range(2)]
-    halves = [chat_row(0) | {"half": "\ud800"}, chat_row(1)]
-    assert kept_rows(scored(tmp_path, setup, [write_rows(tmp_path / "b.jsonl", halves)]), "--top", "1") == halves
+    assert read_kept_rows(scores, "--top", "1") == [make_chat_row(n) | times for n in range(2)]
+    halves = [make_chat_row(0) | {"half": "\ud800"}, make_chat_row(1)]
+    assert (
+        read_kept_rows(write_scored(tmp_path, setup, [write_rows(tmp_path / "b.jsonl", halves)]), "--top", "1")
+        == halves
+    )
     assert "é1" in (tmp_path / "kept.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "found"),
+    ("name", "value", "shown"),
     [
         ("a.parquet", [{"bytes": b"a"}], "[{'bytes': b'a'}]"),
         ("a.parquet", timedelta(1), "datetime.timedelta(days=1)"),
@@ -450,13 +469,13 @@ def test_values_that_json_has_in_another_form(setup: Path, tmp_path: Path) -> No
     ],
 )
 def test_a_value_that_json_does_not_have_is_named(
-    setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object, found: str
+    setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object, shown: str
 ) -> None:
-    file = write_rows(tmp_path / name, [chat_row(0) | {"key": None}, chat_row(1) | {"key": value}])
-    scores = scored(tmp_path, setup, [file])
+    file = write_rows(tmp_path / name, [make_chat_row(0) | {"key": None}, make_chat_row(1) | {"key": value}])
+    scores = write_scored(tmp_path, setup, [file])
     assert main(["keep", str(scores), "--top", "1", "--output", str(tmp_path / "kept.jsonl")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"vcore-ds: {file}:2: key: found {found}, which JSON cannot represent; ")
+    assert message.startswith(f"vcore-ds: {file}:2: key: found {shown}, which JSON cannot represent; ")
     assert message.count("\n") == 1 and not list(tmp_path.glob("kept*"))
 
 
@@ -469,13 +488,13 @@ def test_a_value_that_json_does_not_have_is_named(
         (None, 'SCORES: found ""; expected text, not empty'),
     ],
 )
-def test_arguments_that_cannot_be(
+def test_invalid_arguments_are_refused(
     setup: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str] | None, message: str
 ) -> None:
     scores, words = ("", ["--top", "1"]) if words is None else (str(setup / "one"), words)
     assert main(["keep", scores, *words, "--output", str(tmp_path / "kept.jsonl")]) == 2
-    found = capsys.readouterr().err
-    assert found.startswith(f"vcore-ds: {message}") and found.count("\n") == 1 and not list(tmp_path.iterdir())
+    error = capsys.readouterr().err
+    assert error.startswith(f"vcore-ds: {message}") and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -483,6 +502,6 @@ def test_arguments_that_cannot_be(
 )
 def test_a_command_without_overrides_refuses_them(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "by=sum", "data.keep.set=code"]) == 2
-    found = capsys.readouterr().err
-    assert found.startswith(f"vcore-ds: {words[0]}: found by=sum data.keep.set=code; expected no more than its --help")
-    assert found.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"vcore-ds: {words[0]}: found by=sum data.keep.set=code; expected no more than its --help")
+    assert error.count("\n") == 1

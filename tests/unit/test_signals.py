@@ -1,4 +1,4 @@
-"""What a process does with a stop request, each case in its own process."""
+"""Handling of stop requests, each case in a separate process."""
 
 import re
 import signal
@@ -49,13 +49,13 @@ def run(code: str, arguments: Sequence[str] = ()) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_with_nothing_to_lose_it_ends_at_once(number: str):
+def test_a_signal_outside_of_training_steps_ends_the_process_at_once(number: str):
     done = run(f"stop_signals.listen(); after(0.2, signal.{number}); block()")
     assert done.returncode == EXIT_STOPPED
     assert done.stderr == f"vcore-ds: rank 0: {number} outside of the training steps: there is nothing to save\n"
 
 
-def test_held_back_it_is_noted_and_echoes_are_not_a_second_signal():
+def test_a_deferred_signal_is_noted_and_its_echoes_are_no_second_signal():
     done = run("""
         signals.SAME_REQUEST_SECONDS = 600.0
         requests, request = [], stop_signals.request
@@ -74,7 +74,7 @@ def test_held_back_it_is_noted_and_echoes_are_not_a_second_signal():
     assert done.stderr.count("\n") == 1 and "rank 0: SIGUSR1: this step is finished" in done.stderr
 
 
-def test_second_signal_ends_a_process_that_is_stuck():
+def test_a_second_signal_ends_a_process_that_hangs():
     done = run("""
         stop_signals.listen()
         with stop_signals.deferred():
@@ -86,7 +86,7 @@ def test_second_signal_ends_a_process_that_is_stuck():
     assert "SIGTERM after SIGTERM: ending at once, without saving" in done.stderr
 
 
-def test_what_is_pending_at_the_end_of_training_is_not_forgotten():
+def test_a_signal_pending_at_the_end_of_training_is_honoured():
     done = run("""
         stop_signals.listen()
         with stop_signals.deferred():
@@ -97,7 +97,7 @@ def test_what_is_pending_at_the_end_of_training_is_not_forgotten():
     assert done.returncode == EXIT_STOPPED and done.stdout == ""
 
 
-def test_last_words_are_not_cut_short():
+def test_the_last_message_is_not_cut_short():
     done = run("""
         stop_signals.listen()
         stop_signals.leave(last_words_seconds=600)
@@ -111,7 +111,7 @@ def test_last_words_are_not_cut_short():
     assert done.returncode == 128 + signal.SIGTERM and done.stdout == "words\n"
 
 
-def test_a_forked_child_is_ended_by_its_own_signals_and_they_are_not_ours():
+def test_signals_of_a_forked_child_do_not_reach_its_parent():
     done = run("""
         stop_signals.listen()
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -136,7 +136,7 @@ def test_ignored_signals_stay_ignored():
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "a shell"])
-def test_end_of_the_launcher(launcher: str, tmp_path: Path):
+def test_the_end_of_the_launcher_stops_its_ranks(launcher: str, tmp_path: Path):
     """Three generations: a command, the launcher that it starts (for deepspeed), and a rank that outlives them."""
     done = run(
         """
@@ -175,7 +175,7 @@ def test_end_of_the_launcher(launcher: str, tmp_path: Path):
 
 
 def test_every_command_that_starts_ranks_listens():
-    """Those whose own modules join the process group, and `train`, whose run does."""
+    """Commands whose modules join the process group, and `train`, whose run does."""
     commands = Path(cli.__file__).parent
     names = {module.__name__.rpartition(".")[2]: name for name, module in cli.COMMANDS.items()}
     starting = {

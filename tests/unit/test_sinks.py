@@ -1,4 +1,4 @@
-"""Sinks beside metrics.jsonl: what they get, and that one that fails or hangs costs a warning and nothing else."""
+"""Sinks beside metrics.jsonl: the lines that they get; one that fails or hangs costs only a warning."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ class Hanging(Kept):
         self.release.wait()
 
 
-def warnings_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def read_warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
 
 
@@ -52,7 +52,7 @@ def test_a_sink_gets_every_line_in_order(tmp_path: Path, capsys: pytest.CaptureF
         log.write({"step": step, "loss": 1.0 / step, "tau": None, "kl": float("inf")})
     log.close()
     assert sink.lines == [{"step": step, "loss": 1.0 / step} for step in range(1, 51)]
-    assert sink.is_closed and not warnings_of(capsys)
+    assert sink.is_closed and not read_warnings(capsys)
 
 
 def test_errors_are_one_warning_and_later_lines_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,23 +62,25 @@ def test_errors_are_one_warning_and_later_lines_are_sent(capsys: pytest.CaptureF
         background.write({"step": step})
     background.close()
     assert [line["step"] for line in sink.lines] == [2, 4] and sink.is_closed
-    assert warnings_of(capsys) == [
+    assert read_warnings(capsys) == [
         "warning: there: ConnectionError: no server at step 1. The run continues; metrics.jsonl has everything"
     ]
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("is not installed: pip install there"), SystemExit(1)])
-def test_a_sink_that_does_not_open_is_a_warning(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_cannot_be_opened_causes_a_warning(
+    error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> Kept:
         raise error
 
     background = BackgroundSink("there", fail, Console(enabled=True))
     background.write({"step": 0})
-    background._drain(600)  # it has failed by then: ever so many lines may come before its thread has a core
+    background._drain(600)  # it has failed by then; any number of lines may come before its thread gets a core
     for step in range(3 * MOST_WAITING):
         background.write({"step": step})
     background.close()
-    (warning,) = warnings_of(capsys)
+    (warning,) = read_warnings(capsys)
     assert warning.startswith(f"warning: there: {type(error).__name__}: {error}. The run continues")
 
 
@@ -90,7 +92,7 @@ def test_a_sink_that_hangs_neither_stops_the_run_nor_grows(tmp_path: Path, capsy
     log.close()
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, num_steps + 1))
-    (warning,) = warnings_of(capsys)
+    (warning,) = read_warnings(capsys)
     assert warning.startswith("warning: hanging: 1,000 lines wait to be sent; further ones are dropped")
     hanging.release.set()
 
@@ -100,12 +102,12 @@ def test_a_sink_that_hangs_at_the_end_is_left_behind(capsys: pytest.CaptureFixtu
     background = BackgroundSink("hanging", lambda: hanging, Console(enabled=True), close_seconds=0.1)
     background.write({"step": 1})
     background.close()
-    (warning,) = warnings_of(capsys)
+    (warning,) = read_warnings(capsys)
     assert warning.startswith("warning: hanging: has not taken everything within 0.1 s after the end of the run")
     hanging.release.set()
 
 
-def test_a_run_that_ends_early_sends_what_it_has_handed_over(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_sends_its_last_lines(tmp_path: Path) -> None:
     """The sink takes its lines only once the main thread has ended, as a slow one might."""
     program = (
         "import sys, threading\n"
@@ -124,6 +126,6 @@ def test_a_run_that_ends_early_sends_what_it_has_handed_over(tmp_path: Path) -> 
         "    sink.write({'step': step})\n"
         "sys.exit(85)\n"
     )
-    found = subprocess.run([sys.executable, "-c", program, str(tmp_path / "lines")], capture_output=True, text=True)
-    assert found.returncode == 85 and not found.stderr
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "lines")], capture_output=True, text=True)
+    assert done.returncode == 85 and not done.stderr
     assert (tmp_path / "lines").read_text() == "{'step': 0}\n{'step': 1}\n{'step': 2}\n"

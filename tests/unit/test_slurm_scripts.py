@@ -23,7 +23,7 @@ def run(script: Path, folder: Path, **environment: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_misuse_is_said(script: Path, tmp_path: Path) -> None:
+def test_misuse_is_reported(script: Path, tmp_path: Path) -> None:
     code, message = run(script, tmp_path)
     assert code == 2 and f"cd REPOSITORY && sbatch launch_scripts/{script.name}" in message
     code, message = run(script, REPOSITORY)
@@ -38,7 +38,7 @@ def test_restarts_have_a_limit(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_the_recipe_is_there(script: Path) -> None:
+def test_the_recipe_of_a_script_exists(script: Path) -> None:
     (recipe,) = (line.removeprefix("recipe=") for line in script.read_text().splitlines() if line.startswith("recipe="))
     assert (load_recipe(REPOSITORY / recipe).lora is not None) == ("lora" in script.stem)
     assert f"#SBATCH --job-name={script.stem}\n" in script.read_text()
@@ -49,10 +49,10 @@ ALLOCATOR = [
     ({"PYTORCH_ALLOC_CONF": "backend:native"}, (None, "backend:native")),
     ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, ("backend:native", None)),
 ]
-"""What the user has set, and what ranks then find under the old and the new name."""
+"""Settings of the user, and the values that ranks then have under the old and the new name."""
 
 
-def without_allocator_settings() -> dict[str, str]:
+def drop_allocator_settings() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.endswith("_ALLOC_CONF")}
 
 
@@ -107,7 +107,7 @@ def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tm
 
 
 @pytest.mark.parametrize("may_requeue", [True, False])
-def test_a_job_that_may_not_be_requeued_is_not(tmp_path: Path, may_requeue: bool) -> None:
+def test_a_job_is_requeued_only_where_slurm_allows_it(tmp_path: Path, may_requeue: bool) -> None:
     scontrol = f'echo "$@" >> calls; echo n1 Requeue={int(may_requeue)} Restarts=0'
     done = submit(SCRIPTS[0], tmp_path, dict(os.environ), scontrol=scontrol, srun="exit 85")
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -120,11 +120,13 @@ def test_a_job_that_may_not_be_requeued_is_not(tmp_path: Path, may_requeue: bool
 def test_segments_expand_under_slurm_unless_the_user_has_set_otherwise(
     tmp_path: Path, given: dict[str, str], expected: tuple[str | None, str | None]
 ) -> None:
-    environment = without_allocator_settings() | given
+    environment = drop_allocator_settings() | given
     done = submit(SCRIPTS[0], tmp_path, environment, srun=f"env > {tmp_path}/ranks; exit 3")
     assert done.returncode == 3
-    found = dict(line.split("=", 1) for line in (tmp_path / "ranks").read_text().splitlines() if "_ALLOC_CONF=" in line)
-    assert (found.get("PYTORCH_CUDA_ALLOC_CONF"), found.get("PYTORCH_ALLOC_CONF")) == expected
+    settings = dict(
+        line.split("=", 1) for line in (tmp_path / "ranks").read_text().splitlines() if "_ALLOC_CONF=" in line
+    )
+    assert (settings.get("PYTORCH_CUDA_ALLOC_CONF"), settings.get("PYTORCH_ALLOC_CONF")) == expected
 
 
 @pytest.mark.parametrize("given, expected", ALLOCATOR)
@@ -144,7 +146,7 @@ def test_segments_expand_unless_the_user_has_set_otherwise(
         "import torch"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env=without_allocator_settings() | given, capture_output=True,
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=drop_allocator_settings() | given, capture_output=True,
         text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.split() == [str(value) for value in expected], done.stderr

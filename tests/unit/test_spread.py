@@ -28,7 +28,7 @@ from vcore_ds.planning.spread import (
 TINY = ModelShape(2, 4, 2, 16, 30_000)
 
 
-def test_degrees_divide_ranks_and_query_heads() -> None:
+def test_parallel_sizes_divide_ranks_and_query_heads() -> None:
     assert list_sequence_parallel_sizes(64, 64) == [1, 2, 4, 8, 16, 32, 64]
     assert list_sequence_parallel_sizes(128, 40) == [1, 2, 4, 8]
     assert list_sequence_parallel_sizes(12, 36) == [1, 2, 3, 4, 6, 12]
@@ -41,7 +41,7 @@ def test_degrees_divide_ranks_and_query_heads() -> None:
     )
 
 
-def test_a_row_has_to_hold_the_longest_sequence() -> None:
+def test_a_pack_has_to_hold_the_longest_sequence() -> None:
     assert select_sizes_with_room(40_000, [1, 2, 4, 8], MicroBatchLimit(16_384)) == [4, 8]
     assert select_sizes_with_room(40_000, [1, 2, 4, 8], MicroBatchLimit(None, 2)) == [1, 2, 4, 8]
 
@@ -55,7 +55,7 @@ def test_a_row_has_to_hold_the_longest_sequence() -> None:
     num_rows=st.sampled_from([None, 1, 3]),
     machine=st.sampled_from([H100, CPU]),
 )
-def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads, room, num_rows, machine) -> None:
+def test_every_sequence_is_placed_once_where_it_fits(lengths, num_ranks, num_heads, room, num_rows, machine) -> None:
     parallel_sizes = list_sequence_parallel_sizes(num_ranks, num_heads)
     pack_tokens = -(-max(lengths) // parallel_sizes[-1]) + room
     limit = MicroBatchLimit(pack_tokens) if num_rows is None else MicroBatchLimit(None, num_rows)
@@ -63,22 +63,22 @@ def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads,
     time_model = TimeModel(shape, num_ranks, min(8, num_ranks), machine)
     ids = [100 + i // 2 for i in range(len(lengths))]  # an id may come twice in a batch
 
-    found = spread(ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model)
-    k = found.sequence_parallel
-    assert k in parallel_sizes and found == spread(
+    batch_spread = spread(ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model)
+    k = batch_spread.sequence_parallel
+    assert k in parallel_sizes and batch_spread == spread(
         ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model
     )
-    per_group = [found.list_group_ids(group) for group in range(min(num_ranks // k, len(ids) + 2))]
+    per_group = [batch_spread.list_group_ids(group) for group in range(min(num_ranks // k, len(ids) + 2))]
     assert sorted(i for steps in per_group for row in steps for i in row) == ids
-    assert {len(steps) for steps in per_group} == {len(found.micro_steps)}
-    assert all(len(groups) <= len(ids) for groups in found.micro_steps)
+    assert {len(steps) for steps in per_group} == {len(batch_spread.micro_steps)}
+    assert all(len(groups) <= len(ids) for groups in batch_spread.micro_steps)
     if num_rows is None:
-        # By multiset of lengths, since ids repeat: each row's shortest possible sum of its ids' lengths fits.
+        # Ids repeat, so the check uses the shortest possible length of each id.
         shortest = {i: min(n for j, n in zip(ids, lengths, strict=True) if i == j) for i in ids}
         assert all(sum(shortest[i] for i in row) <= k * pack_tokens for steps in per_group for row in steps)
     else:
         assert all(len(row) <= num_rows for steps in per_group for row in steps)
-    waste = found.waste
+    waste = batch_spread.waste
     assert waste.rank_imbalance >= 1 - 1e-9 and waste.num_tokens == sum(lengths)
     busy = sum(any(steps) for steps in per_group)
     assert waste.num_idle_ranks == num_ranks - k * busy
@@ -86,40 +86,40 @@ def test_every_sequence_once_in_rows_that_hold_it(lengths, num_ranks, num_heads,
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), pack_tokens=st.integers(50, 200))
-def test_no_packed_row_is_longer_than_its_ranks_hold(lengths, pack_tokens) -> None:
+def test_no_pack_is_longer_than_its_ranks_can_hold(lengths, pack_tokens) -> None:
     for size in (1, 2, 4):
         time_model = TimeModel(TINY, 4, 4)
-        found = spread(
+        batch_spread = spread(
             range(len(lengths)),
             lengths,
             parallel_sizes=[size],
             limit=MicroBatchLimit(pack_tokens),
             time_model=time_model,
         )
-        assert found.sequence_parallel == size
-        rows = [row for groups in found.micro_steps for row in groups]
+        assert batch_spread.sequence_parallel == size
+        rows = [row for groups in batch_spread.micro_steps for row in groups]
         assert max(sum(lengths[i] for i in row) for row in rows) <= size * pack_tokens
         assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
 
 
-def sizes_of_micro_batches(lengths: list[int], machine: Machine) -> list[int]:
-    found = spread(
+def find_micro_batch_sizes(lengths: list[int], machine: Machine) -> list[int]:
+    batch_spread = spread(
         range(len(lengths)),
         lengths,
         parallel_sizes=[1],
         limit=MicroBatchLimit(None, None),
         time_model=TimeModel(QWEN3_32B, 2, 2, machine),
     )
-    return [len(groups[0]) for groups in found.micro_steps]
+    return [len(groups[0]) for groups in batch_spread.micro_steps]
 
 
 def test_short_sequences_share_a_micro_batch_where_a_pass_costs_more_than_padding() -> None:
-    assert sizes_of_micro_batches([128] * 16, H100) == [8]
-    assert sizes_of_micro_batches([4096] * 2 + [64] * 32, H100) == [1, 16]
-    assert sizes_of_micro_batches([3000] * 2 + [1000] * 2 + [500] * 2, CPU) == [1, 1, 1]  # a pass costs 48 tokens there
-    assert sizes_of_micro_batches([3000] * 2 + [1000] * 2 + [976] * 2, CPU) == [1, 2]
+    assert find_micro_batch_sizes([128] * 16, H100) == [8]
+    assert find_micro_batch_sizes([4096] * 2 + [64] * 32, H100) == [1, 16]
+    assert find_micro_batch_sizes([3000] * 2 + [1000] * 2 + [500] * 2, CPU) == [1, 1, 1]  # a pass costs 48 tokens there
+    assert find_micro_batch_sizes([3000] * 2 + [1000] * 2 + [976] * 2, CPU) == [1, 2]
     free = Machine(1.0, math.inf, math.inf, 0.0, 0.0)
-    assert sizes_of_micro_batches([500, 500, 492, 492], free) == [1, 1]
+    assert find_micro_batch_sizes([500, 500, 492, 492], free) == [1, 1]
 
 
 @settings(deadline=None)
@@ -135,54 +135,56 @@ def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(
     time_model = TimeModel(TINY, num_ranks, num_ranks, machine)
     for size in list_sequence_parallel_sizes(num_ranks, TINY.num_heads):
         limit = MicroBatchLimit(None, None, may_pack)
-        found = spread(range(len(lengths)), lengths, parallel_sizes=[size], limit=limit, time_model=time_model)
-        assert found.is_packed == may_pack
-        assert sorted(i for groups in found.micro_steps for row in groups for i in row) == list(range(len(lengths)))
+        batch_spread = spread(range(len(lengths)), lengths, parallel_sizes=[size], limit=limit, time_model=time_model)
+        assert batch_spread.is_packed == may_pack
+        assert sorted(i for groups in batch_spread.micro_steps for row in groups for i in row) == list(
+            range(len(lengths))
+        )
         bound = max(FREE_TOKENS * size, padded_length(max(lengths), size))
-        for groups in found.micro_steps:
+        for groups in batch_spread.micro_steps:
             for row in groups:
-                own = [lengths[i] for i in row]
-                rows = [sum(own)] if may_pack else [max(own, default=0)] * len(own)
+                row_lengths = [lengths[i] for i in row]
+                rows = [sum(row_lengths)] if may_pack else [max(row_lengths, default=0)] * len(row_lengths)
                 assert sum(padded_length(n, size) for n in rows) <= bound
 
 
-def test_packing_leaves_less_padding_and_waiting_than_rows_of_similar_lengths() -> None:
+def test_packing_leaves_less_padding_and_waiting_than_unpacked_sequences() -> None:
     """Four probe sequences on two ranks: the lengths of the overhead benchmark's first one."""
 
-    def found(may_pack: bool) -> Spread:
+    def spread_probe(may_pack: bool) -> Spread:
         time_model = TimeModel(ModelShape(8, 6, 2, 64, 1_720_320), 2, 2, CPU)
         lengths, limit = [111, 138, 164, 512], MicroBatchLimit(None, None, may_pack)
         return spread(range(4), lengths, parallel_sizes=[1], limit=limit, time_model=time_model)
 
-    rows, packed = found(may_pack=False), found(may_pack=True)
+    rows, packed = spread_probe(may_pack=False), spread_probe(may_pack=True)
     assert (len(rows.micro_steps), len(packed.micro_steps)) == (2, 1)
     assert sorted(map(len, packed.micro_steps[0])) == [1, 3]
     assert packed.time < 0.8 * rows.time
 
 
-def chosen(lengths: list[int], num_ranks: int, **options) -> Spread:
+def choose_spread(lengths: list[int], num_ranks: int, **options) -> Spread:
     time_model = TimeModel(QWEN3_32B, num_ranks, min(8, num_ranks))
     parallel_sizes = list_sequence_parallel_sizes(num_ranks, QWEN3_32B.num_heads)
     fixed = {"parallel_sizes": parallel_sizes, "limit": MicroBatchLimit(16_384), "time_model": time_model}
     return spread(range(len(lengths)), lengths, **fixed | options)
 
 
-def test_ranks_share_a_row_where_that_is_faster_and_not_where_it_is_equal() -> None:
-    assert chosen([4096] * 64, 8).sequence_parallel == 1  # balanced already: an exchange would only cost
-    assert chosen([16_000] * 4, 8).sequence_parallel == 2
-    assert chosen([16_000, 500, 500, 500], 8).sequence_parallel == 8
-    assert chosen([100_000, 500], 8).sequence_parallel == 8  # no shorter row holds it
+def test_ranks_share_a_pack_only_where_that_is_faster() -> None:
+    assert choose_spread([4096] * 64, 8).sequence_parallel == 1  # balanced already: an exchange would only cost
+    assert choose_spread([16_000] * 4, 8).sequence_parallel == 2
+    assert choose_spread([16_000, 500, 500, 500], 8).sequence_parallel == 8
+    assert choose_spread([100_000, 500], 8).sequence_parallel == 8  # no shorter row holds it
     free = TimeModel(QWEN3_32B, 4, 4, machine=type(H100)(1.0, math.inf, math.inf, 0.0, 0.0))
-    assert chosen([8, 8, 8, 8], 4, time_model=free, parallel_sizes=[1, 2, 4]).sequence_parallel == 1  # a tie
+    assert choose_spread([8, 8, 8, 8], 4, time_model=free, parallel_sizes=[1, 2, 4]).sequence_parallel == 1  # a tie
 
 
 def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
-    found = chosen([5000, 3000], 2**31 - 1)
-    assert found.sequence_parallel == 1 and len(found.micro_steps[0]) == 2
-    assert found.list_group_ids(2**31 - 2) == [[]] and found.waste.num_idle_ranks == 2**31 - 3
+    batch_spread = choose_spread([5000, 3000], 2**31 - 1)
+    assert batch_spread.sequence_parallel == 1 and len(batch_spread.micro_steps[0]) == 2
+    assert batch_spread.list_group_ids(2**31 - 2) == [[]] and batch_spread.waste.num_idle_ranks == 2**31 - 3
 
 
-def test_gathers_cost_about_a_thousand_tokens_within_and_between_nodes() -> None:
+def test_all_gathers_cost_about_a_thousand_tokens_within_and_between_nodes() -> None:
     for num_ranks in (8, 16, 128):
         gather = TimeModel(QWEN3_32B, num_ranks, 8).micro_step - H100.half_speed_tokens
         assert 900 < gather < 1200
@@ -202,7 +204,7 @@ def test_exchanges_by_hand() -> None:
     assert time_model.estimate_exchange(1) == time_model.estimate_exchange_latency(1) == 0.0
 
 
-def test_simulated_lengths() -> None:
+def test_simulated_lengths_are_reproducible_and_cut_at_the_limit() -> None:
     batches = LengthModel().draw_batches("main", 32, 16_384)
     assert len(batches) == 40 and batches == LengthModel().draw_batches("main", 32, 16_384)
     assert 2_500 < sum(map(sum, batches)) / (40 * 32) < 3_200 and max(map(max, batches)) <= 16_384
@@ -213,12 +215,12 @@ def test_simulated_lengths() -> None:
     assert {n for lengths in LengthModel().draw_batches("main", 4, 2) for n in lengths} == {2}
 
 
-def test_a_summary_has_the_typical_degree() -> None:
-    passes = [chosen([16_000] * 4, 8), chosen([16_000] * 4, 8), chosen([4096] * 64, 8)]
-    found = summarize(passes)
-    assert found.typical_parallel_size == 2 and found.waste.num_passes == 3 and not found.is_low
-    assert "sequence-parallel size 2; slowest rank 1.000 x mean, 100% useful work; no idle ranks" in found.describe()
-    idle = summarize([chosen([900], 3)])
+def test_a_summary_has_the_typical_parallel_size() -> None:
+    passes = [choose_spread([16_000] * 4, 8), choose_spread([16_000] * 4, 8), choose_spread([4096] * 64, 8)]
+    summary = summarize(passes)
+    assert summary.typical_parallel_size == 2 and summary.waste.num_passes == 3 and not summary.is_low
+    assert "sequence-parallel size 2; slowest rank 1.000 x mean, 100% useful work; no idle ranks" in summary.describe()
+    idle = summarize([choose_spread([900], 3)])
     assert idle.is_low and "sequence-parallel size 1;" in idle.describe() and "2 idle ranks" in idle.describe()
 
 
@@ -228,20 +230,24 @@ def test_a_summary_has_the_typical_degree() -> None:
 @pytest.mark.parametrize("num_ranks", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize(("part", "size"), [("main", 32), ("probe", 4), ("probe", 32)])
 def test_the_papers_batch_uses_a_cluster(num_ranks: int, part: str, size: int) -> None:
-    found = measure(num_ranks, size)
-    print(f"{part} {size} on {num_ranks}: {found}")
-    assert found.mean_imbalance <= (1.3 if num_ranks == 128 else 1.15)
-    assert found.most_idle_ranks == 0
+    usage = measure(num_ranks, size)
+    print(f"{part} {size} on {num_ranks}: {usage}")
+    assert usage.mean_imbalance <= (1.3 if num_ranks == 128 else 1.15)
+    assert usage.most_idle_ranks == 0
 
 
-def test_without_shared_rows_it_does_not() -> None:
-    """The numbers that these batches were found with: the simulated lengths are of the same kind."""
-    found = {num_ranks: measure(num_ranks, 32, parallel_sizes=[1]).mean_imbalance for num_ranks in (8, 16, 32, 64, 128)}
-    assert found == pytest.approx({8: 1.22, 16: 2.2, 32: 4.4, 64: 8.8, 128: 17.6}, rel=0.05)
+def test_without_sequence_parallelism_the_papers_batch_does_not_use_a_cluster() -> None:
+    """The simulated lengths give the same numbers as the lengths on which the problem was first measured."""
+    imbalances = {
+        num_ranks: measure(num_ranks, 32, parallel_sizes=[1]).mean_imbalance for num_ranks in (8, 16, 32, 64, 128)
+    }
+    assert imbalances == pytest.approx({8: 1.22, 16: 2.2, 32: 4.4, 64: 8.8, 128: 17.6}, rel=0.05)
 
 
 def test_the_order_of_a_batch_does_not_matter_to_its_time() -> None:
-    drawn = random.Random(3)
+    generator = random.Random(3)
     lengths = LengthModel().draw_batches("main", 32, 16_384)[0]
-    shuffled = drawn.sample(lengths, len(lengths))
-    assert chosen(lengths, 64).waste.slowest_work == pytest.approx(chosen(shuffled, 64).waste.slowest_work)
+    shuffled = generator.sample(lengths, len(lengths))
+    assert choose_spread(lengths, 64).waste.slowest_work == pytest.approx(
+        choose_spread(shuffled, 64).waste.slowest_work
+    )

@@ -94,8 +94,8 @@ def make(architecture: str, *, scale: float = 1.0, attention: str | None = None,
     return TokenLossModel(model).train()
 
 
-def failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
-    """The beginnings of what the checks say of a model, which computes here without DeepSpeed."""
+def find_failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
+    """Run the checks on a model without DeepSpeed; returns the beginnings of the problems that they report."""
     generator = np.random.default_rng(0)
     dataset = [
         TokenizedSequence(i, generator.integers(1, tiny.VOCABULARY, length, dtype=np.int32), np.arange(length) > 0)
@@ -122,37 +122,39 @@ def failures(model: TokenLossModel, *, is_packed: bool = True) -> set[str]:
     with torch.no_grad(), torch.random.fork_rng():
         compared = compare_losses(engine, feed)  # type: ignore[arg-type]
     known = (APART, SEEDED, CAUSAL, LOGITS)
-    wrong = [found.problem for found in compared if found.difference > found.tolerances[torch.float32]]
+    wrong = [
+        comparison.problem for comparison in compared if comparison.difference > comparison.tolerances[torch.float32]
+    ]
     return {next((start for start in known if problem.startswith(start)), problem) for problem in wrong}
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_models_that_are_right_pass(architecture: str, is_packed: bool) -> None:
-    assert failures(make(architecture), is_packed=is_packed) == set()
+def test_correct_models_pass(architecture: str, is_packed: bool) -> None:
+    assert find_failures(make(architecture), is_packed=is_packed) == set()
 
 
 def test_dropout_that_the_step_seeds_passes() -> None:
     model = tiny.token_loss_model(lora=True, dropout=0.5)
     assert any(isinstance(module, TokenDropout) for module in model.modules())
-    assert failures(model) == failures(model, is_packed=False) == set()
+    assert find_failures(model) == find_failures(model, is_packed=False) == set()
 
 
 @pytest.mark.parametrize("architecture", ["falcon_h1", "bamba", "jamba", "nemotron_h"])
-def test_a_state_that_goes_from_one_packed_sequence_to_the_next_is_found(architecture: str) -> None:
-    """In rows of their own, right-padded, the same models are right."""
-    assert failures(make(architecture)) == {APART}
-    assert failures(make(architecture), is_packed=False) == set()
+def test_a_state_carried_between_packed_sequences_is_detected(architecture: str) -> None:
+    """Unpacked and right-padded, the same models are correct."""
+    assert find_failures(make(architecture)) == {APART}
+    assert find_failures(make(architecture), is_packed=False) == set()
 
 
-def test_a_mask_that_knows_nothing_of_packed_sequences_is_found() -> None:
-    assert failures(make("gpt_oss", attention="eager")) == {APART}
-    assert failures(make("gpt_oss", attention="eager"), is_packed=False) == set()
+def test_a_mask_that_ignores_packing_is_detected() -> None:
+    assert find_failures(make("gpt_oss", attention="eager")) == {APART}
+    assert find_failures(make("gpt_oss", attention="eager"), is_packed=False) == set()
 
 
 @pytest.mark.parametrize("architecture", ["seed_oss", "opt", "phimoe"])
-def test_randomness_that_no_step_seeds_is_found(architecture: str) -> None:
-    assert SEEDED in failures(make(architecture), is_packed=False)
+def test_unseeded_randomness_is_detected(architecture: str) -> None:
+    assert SEEDED in find_failures(make(architecture), is_packed=False)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +165,10 @@ def test_randomness_that_no_step_seeds_is_found(architecture: str) -> None:
         ("gemma3_text", dict(use_bidirectional_attention=True)),
     ],
 )
-def test_a_model_that_sees_the_tokens_behind_is_found(architecture: str, changes: dict[str, Any]) -> None:
-    """By its own attention: ours is causal, and its losses agree with each other."""
+def test_a_model_that_is_not_causal_is_detected(architecture: str, changes: dict[str, Any]) -> None:
+    """Only the architecture's attention shows it: ours is causal, and its losses agree with each other."""
     model = make(architecture, scale=20.0, **changes)
-    assert failures(model) == failures(model, is_packed=False) == {CAUSAL, LOGITS}
+    assert find_failures(model) == find_failures(model, is_packed=False) == {CAUSAL, LOGITS}
 
 
 def test_an_architecture_whose_own_code_fails_is_refused() -> None:
@@ -176,26 +178,26 @@ def test_an_architecture_whose_own_code_fails_is_refused() -> None:
     for attention in (None, "eager"):
         message = r"m: the architecture's own code fails: RuntimeError.*modeling_minicpm3.py:\d+\)"
         with pytest.raises(UserError, match=message), refuse_failing_code("m"):
-            failures(make("minicpm3", attention=attention, **sizes))
+            find_failures(make("minicpm3", attention=attention, **sizes))
     with pytest.raises(ZeroDivisionError), refuse_failing_code("m"):
         _ = 1 / 0
 
 
 @pytest.mark.parametrize(("architecture", "scale"), [("inkling_text", 1.0), ("recurrent_gemma", 20.0)])
-def test_logits_that_the_architecture_changes_are_found(
+def test_logits_that_the_architecture_transforms_are_detected(
     architecture: str, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inkling scales what goes into its output embedding, RecurrentGemma caps what comes out of it. The token loss
-    knows both, and is compared as if it did not."""
-    own = dict(scale=scale, attention="eager")  # Inkling's adds a bias that ours does not
-    assert failures(make(architecture, **own), is_packed=False) == set()
+    """Inkling scales the inputs of its output embedding, RecurrentGemma caps the outputs. The token loss handles both;
+    here it is made to ignore them."""
+    options = dict(scale=scale, attention="eager")  # Inkling's adds a bias that ours does not
+    assert find_failures(make(architecture, **options), is_packed=False) == set()
     monkeypatch.setattr(causal_lm, "read_logit_transform", lambda config: LogitTransform())
-    assert failures(make(architecture, **own), is_packed=False) == {LOGITS}
+    assert find_failures(make(architecture, **options), is_packed=False) == {LOGITS}
 
 
-def test_the_longest_sequence_of_a_forward_rotates_all_of_them() -> None:
-    """Why sequences beyond the limit of longrope have forwards of their own: beside one, a short one has other losses
-    though nothing of it is seen. Alone, padding included, each is rotated as by itself."""
+def test_longrope_rotates_all_sequences_by_the_longest_of_a_forward() -> None:
+    """Why a sequence beyond the limit of longrope needs a separate forward: it changes the losses of a short sequence
+    beside it, although the two do not attend to each other. Alone, with padding, the short one has its usual losses."""
     rope = dict(rope_type="longrope", original_max_position_embeddings=64, rope_theta=1e4)
     rope |= dict(short_factor=[1.0] * 4, long_factor=[8.0] * 4)
     config = CONFIG_MAPPING["phi3"](
@@ -215,8 +217,8 @@ def test_the_longest_sequence_of_a_forward_rotates_all_of_them() -> None:
     with torch.no_grad():
         beside, alone = (wrapped(*tiny.inputs(collate(rows, 0)))[:49] for rows in ([short, long], [short]))
         model.set_attn_implementation("eager")
-        own = model(input_ids=torch.from_numpy(short.input_ids).long()[None])
-    expected = torch.nn.functional.cross_entropy(own.logits[0, :-1], torch.from_numpy(short.input_ids[1:]).long())
+        plain = model(input_ids=torch.from_numpy(short.input_ids).long()[None])
+    expected = torch.nn.functional.cross_entropy(plain.logits[0, :-1], torch.from_numpy(short.input_ids[1:]).long())
     assert float((beside - alone).abs().max()) > 1e-3
     torch.testing.assert_close(alone.mean(), expected)
 
@@ -238,13 +240,13 @@ def test_cross_entropy_is_that_of_supervised_tokens_alone() -> None:
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_rates_that_no_step_can_seed_are_off(
+def test_dropout_rates_that_no_step_can_seed_are_zeroed(
     config: PretrainedConfig, zeroed: tuple[str, ...], kept: tuple[str, ...], tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    found = read_training_config(str(tmp_path))
-    assert {name: getattr(found, name) for name in zeroed} == dict.fromkeys(zeroed, 0.0)
-    assert all(getattr(found, name) == getattr(config, name) for name in kept)
+    training_config = read_training_config(str(tmp_path))
+    assert {name: getattr(training_config, name) for name in zeroed} == dict.fromkeys(zeroed, 0.0)
+    assert all(getattr(training_config, name) == getattr(config, name) for name in kept)
 
 
 def test_experts_that_are_drawn_at_random_are_refused(tmp_path: Path) -> None:

@@ -42,16 +42,18 @@ SFT = MemorySettings(num_ranks=1, main_tokens=100, number_bytes=2)
 JVP = replace(SFT, probe_tokens=100, estimator="jvp", is_fused=True)
 
 
-def cost_of(settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int], k: int = 1, **changed) -> StepCost:
-    """One batch as main and as probe batch, each sequence in a row of its own; `changed`: fields of `Achieved`."""
+def compute_cost(
+    settings: MemorySettings, gpu: Gpu, num_gpus: int, lengths: list[int], k: int = 1, **changed
+) -> StepCost:
+    """One batch as main and as probe batch, each sequence unpacked; `changed`: fields of `Achieved`."""
     part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
     time_model = TimeModel(SHAPE.take_tensor_shard(part), num_gpus // part, min(8, num_gpus) // part)
-    found = spread(
+    batch_spread = spread(
         range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1), time_model=time_model
     )
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
     model = StepModel(SHAPE, counts, settings, cluster, reuse_distance=0)
-    return model.estimate_step(StepPasses.derive(settings), [(lengths, found)], [(lengths, found)])
+    return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_spread)], [(lengths, batch_spread)])
 
 
 Forwards = tuple[float, float]
@@ -68,19 +70,19 @@ Forwards = tuple[float, float]
         (replace(JVP, is_fused=False, estimator="finite_difference"), (3, 3.5), (3, 3.5), (1, 1)),
     ],
 )  # fmt: skip
-def test_seconds_of_products_by_hand(
+def test_seconds_of_matrix_multiplications_by_hand(
     settings: MemorySettings, main: Forwards, probe: Forwards, utility: Forwards
 ) -> None:
     """One sequence of 16 tokens: 2 x 2,500 FLOP a token, 2 x 2 layers x 4 heads x 8 for each square. A forward
     of attention has 2 GEMMs, a backward 5, tangents beside them 5, and a forward together with tangents 6."""
     linear, attention = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
     assert forward_flops(SHAPE, [16]) == (linear + attention) * 1e6
-    cost = cost_of(settings, FAST, 1, [16])
+    cost = compute_cost(settings, FAST, 1, [16])
     passes = {"probe": probe, "utility": utility, "main": main, "step": (0, 0)}
     expected = {phase: times[0] * linear + times[1] * attention for phase, times in passes.items()}
     assert cost.seconds == pytest.approx(expected)
     assert cost.seconds_step == pytest.approx(sum(expected.values()))
-    slower = cost_of(settings, replace(FAST, attention_flops=1e5), 1, [16])
+    slower = compute_cost(settings, replace(FAST, attention_flops=1e5), 1, [16])
     assert slower.seconds_step - cost.seconds_step == pytest.approx(
         9 * attention * sum(times[1] for times in passes.values())
     )
@@ -88,28 +90,28 @@ def test_seconds_of_products_by_hand(
 
 @pytest.mark.parametrize("adapters, linear", [(None, 3), (AdapterShape(4), 2)])
 def test_seconds_of_scoring_by_hand(adapters: AdapterShape | None, linear: int) -> None:
-    """A forward with tangents, whatever the recipe's own step is."""
+    """A forward-mode pass, whatever the recipe's step is."""
     time_model = TimeModel(SHAPE, 1, 1)
-    found = spread([0], [16], parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
+    batch_spread = spread([0], [16], parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
     settings = replace(SFT, adapters=adapters, is_checkpointed=True)
     model = StepModel(SHAPE, COUNTS, settings, Cluster(FAST, 1, achieved=IDEAL))
-    assert model.scoring_seconds([([16], found)]) == pytest.approx((linear * 5000 * 16 + 3 * 128 * 16**2) / 1e6)
+    assert model.scoring_seconds([([16], batch_spread)]) == pytest.approx((linear * 5000 * 16 + 3 * 128 * 16**2) / 1e6)
 
 
 def test_a_low_rank_direction_by_hand() -> None:
     """Rank 4. In a layer, factors of q and o, k and v, and the MLP: 2 x 4 x 42, 2 x 4 x 26, 3 x 4 x 30; of an embedding
     4 x 60. The matrices of a forward have 3,620 elements."""
     settings = replace(JVP, probe_rank=4)
-    cost = cost_of(settings, FAST, 1, [16])
+    cost = compute_cost(settings, FAST, 1, [16])
     linear, square = 5000 * 16 / 1e6, 128 * 16**2 / 1e6
     in_layers = 2 * (336 + 208 + 360)
     assert cost.seconds["main"] == pytest.approx((4 + (in_layers + 240) / 3620) * linear + 6 * square)
     assert cost.seconds["probe"] == pytest.approx(3 * linear + 3.5 * square + 4 * 4 * 3000 / 1e6)
-    traffic = cost_of(settings, FAST, 16, [16] * 16).traffic
+    traffic = compute_cost(settings, FAST, 16, [16] * 16).traffic
     assert "tangents" not in traffic
     # Two sums in fp32, each a reduce-scatter and an all-gather.
     assert traffic["factors of the direction"].inside == pytest.approx(2 * 4 * (in_layers + 2 * 240) * 7 / 8)
-    twice = cost_of(replace(settings, rank_passes=2), FAST, 1, [16])
+    twice = compute_cost(replace(settings, rank_passes=2), FAST, 1, [16])
     assert twice.seconds["probe"] - cost.seconds["probe"] == pytest.approx(4 * 4 * 3000 / 1e6)
     separate = StepPasses.derive(replace(settings, is_fused=False, tensor=2)).utility
     assert separate is not None and (separate.linear, separate.num_with_tangents) == (2, 1)
@@ -120,14 +122,14 @@ def test_fp8_tangents_by_hand() -> None:
     each of their 2,000 elements, and for inputs of 3 x 10 + 32 (attention) and 2 x 10 + 20 (MLP) numbers a token."""
     passes, in_fp8 = StepPasses.derive(JVP), StepPasses.derive(replace(JVP, fp8_tangents=True))
     assert in_fp8.flops(SHAPE, [16], []) == passes.flops(SHAPE, [16], [])
-    cost, cheaper = (cost_of(settings, FAST, 1, [16]) for settings in (JVP, replace(JVP, fp8_tangents=True)))
+    cost, cheaper = (compute_cost(settings, FAST, 1, [16]) for settings in (JVP, replace(JVP, fp8_tangents=True)))
     head = 2 * SHAPE.vocabulary_size * SHAPE.hidden_size
     saved = cost.seconds["main"] - cheaper.seconds["main"]
     assert saved == pytest.approx(0.5 * (5000 - head) * 16 / 1e6)
     assert cheaper.seconds["probe"] == cost.seconds["probe"]
     with_memory = replace(FAST, memory_bandwidth=1e9)
-    rounded = cost_of(replace(JVP, fp8_tangents=True), with_memory, 1, [16], memory=1.0).seconds["main"]
-    plain = cost_of(JVP, with_memory, 1, [16], memory=1.0).seconds["main"]
+    rounded = compute_cost(replace(JVP, fp8_tangents=True), with_memory, 1, [16], memory=1.0).seconds["main"]
+    plain = compute_cost(JVP, with_memory, 1, [16], memory=1.0).seconds["main"]
     half_speed = 2 * 1e6 / 1e9  # tokens
     expected = 0.5 * (5000 - head) * (16 + half_speed) / 1e6 - 17 * (2000 + 16 * 2 * (62 + 40)) / 1e9
     assert plain - rounded == pytest.approx(expected)
@@ -144,7 +146,7 @@ def test_adapters_need_no_gradient_of_weights() -> None:
     assert StepPasses.derive(lora, reference_forwards=1).utility == PassWork(1, 1, 1, 1, 1)
 
 
-def test_the_products_that_a_step_needs_are_those_of_mfu() -> None:
+def test_the_flops_that_a_step_needs_are_those_of_mfu() -> None:
     model = StepModel(SHAPE, COUNTS, JVP, Cluster(FAST, 1))
     main, probe = forward_flops(SHAPE, [16, 8]), forward_flops(SHAPE, [8])
     assert model.needed_flops(StepPasses.derive(JVP), [[16, 8]], [[8]]) == pytest.approx(5 * main + 3 * probe)
@@ -152,13 +154,13 @@ def test_the_products_that_a_step_needs_are_those_of_mfu() -> None:
     assert model.needed_flops(rarer, [[16, 8]], [[8]]) == pytest.approx(5 * main + 1.5 * probe)
 
 
-def test_bytes_of_gathers_by_hand() -> None:
+def test_bytes_of_all_gathers_by_hand() -> None:
     assert estimate_gather_traffic(800.0, 8, 8) == Traffic(700.0, 0.0)
     assert estimate_gather_traffic(800.0, 16, 8) == Traffic(
         700.0, 50.0
     )  # half is in the node already; eight adapters bring the rest
     assert estimate_gather_traffic(800.0, 1, 1) == Traffic(0.0, 0.0)
-    cost = cost_of(JVP, FAST, 16, [16] * 16)
+    cost = compute_cost(JVP, FAST, 16, [16] * 16)
     # 3,000 parameters of 2 bytes, a third of them in embeddings. Both batches gather all of them, the first layer and
     # the head again in the backward, and reduce all gradients; the tangents are gathered once.
     assert cost.traffic["parameters"].inside == pytest.approx(2 * 9000 * 7 / 8)
@@ -171,24 +173,24 @@ def test_bytes_of_gathers_by_hand() -> None:
 @pytest.mark.parametrize(
     "reuse_distance, again", [(0, 1500), (999, 1500), (1001, 1000), (1499, 1000), (1501, 0), (10**9, 0)]
 )
-def test_what_a_backward_finds_gathered_is_not_gathered_again(reuse_distance: int, again: int) -> None:
+def test_parameters_that_are_still_gathered_are_not_gathered_again(reuse_distance: int, again: int) -> None:
     """Layers of 1,000 parameters, a head of 500: the last layer stays, the head up to twice its size, and the first
     layer where the second and the head are within the distance."""
     lengths, time_model = [16], TimeModel(SHAPE, 2, 2)
-    found = spread([0], lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
+    batch_spread = spread([0], lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
     model = StepModel(SHAPE, COUNTS, SFT, Cluster(FAST, 2), reuse_distance=reuse_distance)
-    cost = model.estimate_step(StepPasses.derive(SFT), [(lengths, found)], [])
+    cost = model.estimate_step(StepPasses.derive(SFT), [(lengths, batch_spread)], [])
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
 
 
-def test_bytes_of_shared_rows_by_hand() -> None:
+def test_bytes_of_sequence_parallelism_by_hand() -> None:
     assert count_exchanged_numbers(QWEN3_32B, 8) == 128 * (64 + 2 * 8 + 64)
     assert count_exchanged_numbers(QWEN3_32B, 16) == 128 * (64 + 2 * 16 + 64)
     assert (
         estimate_exchange_traffic(1600.0, 16, 8) == Traffic(700.0, 800.0)
         and estimate_exchange_traffic(100.0, 1, 8) == Traffic()
     )
-    cost = cost_of(JVP, FAST, 2, [32], k=2)
+    cost = compute_cost(JVP, FAST, 2, [32], k=2)
     # A forward: 16 tokens, 2 layers, 8 x (2 x 4 + 2 x 2) numbers of 2 bytes, half of them to the other rank.
     forward = 16 * 2 * 96 * 2 / 2
     assert cost.traffic["sequence-parallel activations"] == Traffic(
@@ -208,7 +210,7 @@ FULL = replace(SFT, tensor=2)
         (replace(FULL, estimator="jvp", is_fused=True), 10 + 14, 20 + 14),  # values and tangents together
     ],
 )
-def test_exchanges_of_a_layer_that_gpus_share_by_hand(
+def test_exchanges_of_a_tensor_parallel_layer_by_hand(
     settings: MemorySettings, num_exchanges: int, num_hidden: int
 ) -> None:
     is_full = settings.adapters is None
@@ -216,38 +218,38 @@ def test_exchanges_of_a_layer_that_gpus_share_by_hand(
     assert main.count_hidden_state_exchanges(2, is_full=is_full) == (num_exchanges, num_hidden)
 
 
-def test_layers_that_gpus_share() -> None:
-    """Two groups of two GPUs, 16 tokens each: half of the products and gathers, hidden states of 10 numbers beside."""
-    cost = cost_of(FULL, FAST, 4, [16] * 2)
-    alone = cost_of(SFT, FAST, 2, [16] * 2)
+def test_seconds_and_bytes_of_tensor_parallelism_by_hand() -> None:
+    """Two groups of two GPUs, 16 tokens each: half of the FLOP and all-gathers, plus hidden states of 10 numbers."""
+    cost = compute_cost(FULL, FAST, 4, [16] * 2)
+    alone = compute_cost(SFT, FAST, 2, [16] * 2)
     assert cost.seconds["main"] == pytest.approx(alone.seconds["main"] / 2)
     assert cost.traffic["tensor-parallel activations"] == Traffic(inside=24 * 16 * 10 * 2 / 2)
     assert cost.traffic["gradients"] == alone.traffic["gradients"] * 0.5 == Traffic(inside=3000 / 2)
-    with_adapters = cost_of(replace(FULL, adapters=AdapterShape(4)), FAST, 4, [16] * 2)
+    with_adapters = compute_cost(replace(FULL, adapters=AdapterShape(4)), FAST, 4, [16] * 2)
     # Twice, 5 x 4 numbers of 4 bytes in each of 2 layers, of which half are another GPU's.
     assert with_adapters.traffic["tensor-parallel activations"].inside == 16 * (19 * 10 * 2 + 2 * 2 * 5 * 4 * 4) / 2
-    latency = cost_of(FULL, FAST, 4, [16] * 2, exchange_latency=0.25).parts["exchanges"]
+    latency = compute_cost(FULL, FAST, 4, [16] * 2, exchange_latency=0.25).parts["exchanges"]
     assert latency == pytest.approx(24 * 0.25)
-    slow = cost_of(FULL, replace(FAST, node_bandwidth=384.0), 4, [16] * 2)
+    slow = compute_cost(FULL, replace(FAST, node_bandwidth=384.0), 4, [16] * 2)
     assert slow.parts["exchanges"] == pytest.approx(10)
 
 
-def test_layers_that_a_node_shares_save_no_bytes_between_nodes() -> None:
-    """Of 800 bytes on 4 nodes of 8 a GPU receives as many from other nodes, with an eighth of them for itself."""
+def test_tensor_parallelism_saves_no_bytes_between_nodes() -> None:
+    """A GPU receives as many bytes from other nodes for a shard of an eighth as for the full 800 on 4 nodes of 8."""
     assert estimate_gather_traffic(800.0, 32, 8).between == estimate_gather_traffic(100.0, 4, 1).between == 75.0
-    cost = {tensor: cost_of(replace(SFT, tensor=tensor), FAST, 32, [16] * (32 // tensor)) for tensor in (1, 2)}
+    cost = {tensor: compute_cost(replace(SFT, tensor=tensor), FAST, 32, [16] * (32 // tensor)) for tensor in (1, 2)}
     for kind in ("parameters", "gradients"):
         assert cost[2].traffic[kind].between == pytest.approx(cost[1].traffic[kind].between)
 
 
-def test_gathers_hide_behind_products() -> None:
+def test_all_gathers_overlap_with_matrix_multiplications() -> None:
     slow = replace(FAST, node_bandwidth=1000.0)  # 3 s for all parameters, 1.5 for the backward, 3 for the gradients
-    exposed = cost_of(SFT, slow, 2, [16] * 2)
+    exposed = compute_cost(SFT, slow, 2, [16] * 2)
     products = exposed.parts["matrix multiplications"]
     assert exposed.parts["all-gathers and reduce-scatters"] == pytest.approx(7.5)
-    half = cost_of(SFT, slow, 2, [16] * 2, hidden=0.5)
+    half = compute_cost(SFT, slow, 2, [16] * 2, hidden=0.5)
     assert half.parts["all-gathers and reduce-scatters"] == pytest.approx(7.5 - 0.5 * products)
-    many = cost_of(SFT, slow, 2, [16] * 2, compute=1e-3, hidden=0.5)
+    many = compute_cost(SFT, slow, 2, [16] * 2, compute=1e-3, hidden=0.5)
     assert many.parts["all-gathers and reduce-scatters"] == pytest.approx(0.75)  # the first layer's are never hidden
     assert half.seconds_step == pytest.approx(sum(half.parts.values()))
 
@@ -255,30 +257,30 @@ def test_gathers_hide_behind_products() -> None:
 def test_the_update_reads_and_writes_the_shard() -> None:
     memory = replace(FAST, flops=math.inf, attention_flops=math.inf, memory_bandwidth=1000.0)
     shard = 3000 / 2
-    assert cost_of(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (24 + 16 + 2) / 1000)
-    sgd = cost_of(replace(SFT, optimizer="sgd"), memory, 2, [16] * 2)
+    assert compute_cost(SFT, memory, 2, [16] * 2).seconds["step"] == pytest.approx(shard * (24 + 16 + 2) / 1000)
+    sgd = compute_cost(replace(SFT, optimizer="sgd"), memory, 2, [16] * 2)
     assert sgd.seconds["step"] == pytest.approx(shard * (24 + 2) / 1000)
 
 
 def test_muon_orthogonalizes_each_matrix_once() -> None:
     """By hand, for 2 GPUs: 2 layers with 2 matrices of 32 by 10, 2 of 16 by 10 and 3 of 20 by 10."""
     muon = replace(SFT, optimizer="muon")
-    without, update = (cost_of(settings, FAST, 2, [16] * 2) for settings in (SFT, muon))
+    without, update = (compute_cost(settings, FAST, 2, [16] * 2) for settings in (SFT, muon))
     columns = 2 * (2 * 32 + 2 * 16 + 3 * 20)
     flops = 5 * (4 * 10 * 10 * columns + 2 * 10**3 * 2 * 7)
     assert update.seconds["step"] - without.seconds["step"] == pytest.approx(flops / 2 / 1e6)
     sent = 2 * 10 * columns / 2
     assert update.traffic["matrices of Muon"].inside == pytest.approx(2 * sent / 2)
     matched = replace(JVP, optimizer="muon", has_muon_direction=True)
-    plain = cost_of(replace(JVP, optimizer="muon"), FAST, 2, [16] * 2)
-    direction = cost_of(matched, FAST, 2, [16] * 2)
+    plain = compute_cost(replace(JVP, optimizer="muon"), FAST, 2, [16] * 2)
+    direction = compute_cost(matched, FAST, 2, [16] * 2)
     flops = 5 * (10 * 10 * 10 * columns + 4 * 10**3 * 2 * 7)
     assert direction.seconds["probe"] - plain.seconds["probe"] == pytest.approx(flops / 2 / 1e6)
     assert direction.traffic["matrices of Muon"].inside == pytest.approx(5 * sent / 2)
 
 
 def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
-    """21.5 GB through each adapter for SFT on 64 GPUs, 57.3 for jvp in a pass of its own, by a script from before."""
+    """21.5 GB through each adapter for SFT on 64 GPUs, 57.3 for jvp in a separate pass, by an earlier script."""
     settings = replace(SFT, num_ranks=64, is_checkpointed=True)
     parameters = 2 * (64 * QWEN3_32B.layer_parameters + 2 * 151936 * 5120)
     once = estimate_gather_traffic(parameters, 64, 8).between
@@ -310,26 +312,26 @@ def test_bytes_agree_with_the_first_estimate_of_the_largest_model() -> None:
         ("x86_64", None),
     ],
 )
-def test_gpus_by_name(name: str, known: str | None) -> None:
+def test_gpus_are_recognized_by_name(name: str, known: str | None) -> None:
     gpu = find_gpu(name)
     assert (gpu.name if gpu is not None else None) == known
     if " " in name and gpu is not None:
         assert peak_flops(name) == gpu.flops
 
 
-def test_a_run_lays_out_its_batches_for_the_gpu_that_a_plan_calls_h100() -> None:
+def test_runs_and_plans_assume_the_same_h100() -> None:
     planned, machine_of_runs = Cluster(GPUS["H100"], 8).machine, TimeModel(QWEN3_32B, 8, 8).machine
     for field in ("flops", "node_bandwidth", "network_bandwidth", "exchange_latency", "half_speed_tokens"):
         assert getattr(planned, field) == pytest.approx(getattr(machine_of_runs, field), rel=0.02), field
 
 
-def test_a_cluster_in_words() -> None:
+def test_a_cluster_describes_its_gpus_and_nodes() -> None:
     assert Cluster(GPUS["B200"], 32).describe() == "32 B200 (4 nodes of 8)"
     small = Cluster(GPUS["A100"], 2)
     assert (small.describe(), small.num_nodes, small.ranks_per_node) == ("2 A100", 1, 2)
 
 
-def test_a_plan_of_other_trainers_is_what_they_have_published() -> None:
+def test_plans_of_other_trainers_match_their_published_speeds() -> None:
     """Tokens a second and GPU; docs/planning.md has the sources. torchtitan recomputes about half of each layer, which
     lies between a plan with and without activation checkpoints."""
 
@@ -369,17 +371,21 @@ def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_pl
     cluster = Cluster(fast, num_gpus, achieved=achieved)
     time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
     lengths = [16] * num_gpus
-    found = spread(range(num_gpus), lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
+    batch_spread = spread(
+        range(num_gpus), lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model
+    )
     model = StepModel(SHAPE, COUNTS, replace(JVP, num_ranks=num_gpus), cluster, 0, in_place)
-    cost = model.estimate_step(StepPasses.derive(JVP), [(lengths, found)], [(lengths, found)])
+    cost = model.estimate_step(StepPasses.derive(JVP), [(lengths, batch_spread)], [(lengths, batch_spread)])
     gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus
     backward = 0.8e-3 + 2.7e-3
     assert cost.seconds["probe"] == pytest.approx(2 * (0.8e-3 + backward + gathers))
     assert cost.seconds["main"] == pytest.approx(2 * (2 * 0.8e-3 + backward + 3.3e-3 + gathers))
     assert cost.parts["launches on the host"] == pytest.approx(2 * (2 * 2.7e-3 + 3.3e-3 + 2 * gathers))
     in_fp8 = replace(model, settings=replace(JVP, num_ranks=num_gpus, fp8_tangents=True))
-    again = in_fp8.estimate_step(StepPasses.derive(in_fp8.settings), [(lengths, found)], [(lengths, found)])
+    again = in_fp8.estimate_step(
+        StepPasses.derive(in_fp8.settings), [(lengths, batch_spread)], [(lengths, batch_spread)]
+    )
     assert again.seconds["main"] - cost.seconds["main"] == pytest.approx(2 * 1.2e-3)
     # One that is slower does not.
-    slow = cost_of(JVP, FAST, num_gpus, lengths)
+    slow = compute_cost(JVP, FAST, num_gpus, lengths)
     assert "launches on the host" not in slow.parts

@@ -1,4 +1,4 @@
-"""What the ranks agree on after a step. One rank here; two and more are in e2e/test_stops.py."""
+"""The reason to stop on which ranks agree after a step. One rank here; more in e2e/test_stops.py."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ PROCESS_AGE_SECONDS = stops.process_age_seconds
 
 
 class Clock:
-    """Instead of the machine's, which on a loaded one would decide the outcome."""
+    """A clock that the test advances: on a loaded machine the real one would decide the outcome."""
 
     time = staticmethod(time.time)
 
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_no_reason(tmp_path: Path):
+def test_without_a_request_there_is_no_reason(tmp_path: Path):
     assert Stops(tmp_path, None).agree_on_reason() is None
     assert Stops(tmp_path, 60.0).agree_on_reason() is None
 
@@ -49,15 +49,15 @@ def test_stop_file_is_removed_when_it_is_honoured(tmp_path: Path):
     assert here.agree_on_reason() is None
 
 
-def test_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_received_signal_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stops.stop_signals, "received", "SIGUSR1")
     assert Stops(tmp_path, None).agree_on_reason() == "SIGUSR1"
 
 
-def test_another_rank_has_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    flags_of_rank_1 = [float(reason == "SIGTERM") for reason in stops.REASONS]
+def test_a_signal_of_another_rank_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rank_1_flags = [float(reason == "SIGTERM") for reason in stops.REASONS]
     monkeypatch.setattr(
-        layout, "sum_over", lambda axis, values: [a + b for a, b in zip(values, flags_of_rank_1, strict=True)]
+        layout, "sum_over", lambda axis, values: [a + b for a, b in zip(values, rank_1_flags, strict=True)]
     )
     assert Stops(tmp_path, None).agree_on_reason() == "SIGTERM"
 
@@ -73,7 +73,7 @@ def test_time_limit_leaves_room_for_a_step_and_a_save(tmp_path: Path, clock: Clo
     assert here.agree_on_reason() == "run.time_limit_minutes"  # 250 s, and still 255 s: the longest step counts
 
 
-def test_the_time_of_a_save_is_no_step(tmp_path: Path, clock: Clock):
+def test_the_time_of_a_save_does_not_count_as_a_step(tmp_path: Path, clock: Clock):
     here = Stops(tmp_path, 10.0)
     clock.now += 10.0
     assert here.agree_on_reason() is None
@@ -84,7 +84,7 @@ def test_the_time_of_a_save_is_no_step(tmp_path: Path, clock: Clock):
 
 
 @pytest.mark.parametrize("seconds_write, reason", [(100.0, "run.time_limit_minutes"), (None, None)])
-def test_a_stop_waits_for_the_write_beside_the_steps_and_for_its_own(
+def test_the_time_limit_leaves_room_for_asynchronous_writes(
     tmp_path: Path, clock: Clock, seconds_write: float | None, reason: str | None
 ):
     here = Stops(tmp_path, 10.0)
@@ -97,7 +97,7 @@ def test_a_stop_waits_for_the_write_beside_the_steps_and_for_its_own(
     assert here.agree_on_reason() == reason
 
 
-def test_what_is_left_counts_from_the_start_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_remaining_time_counts_from_the_start_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An unmeasured save takes a tenth of a short limit, five minutes of a long one."""
     for age_seconds, limit_minutes, reason in [
         (50.0, 1.0, None),  # 10 s of 60 s are left, 9 s are needed
@@ -109,7 +109,7 @@ def test_what_is_left_counts_from_the_start_of_the_process(tmp_path: Path, monke
         assert Stops(tmp_path, limit_minutes).agree_on_reason() == reason
 
 
-def test_age_of_a_process():
+def test_the_age_of_a_process_is_that_of_ps():
     before = PROCESS_AGE_SECONDS()
     ps = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True, check=True)
     assert before - 2 < float(ps.stdout) < PROCESS_AGE_SECONDS() + 2  # however long ps took

@@ -1,4 +1,4 @@
-"""The token store: what goes in comes out, and a damaged or unsuitable store is reported before training."""
+"""The token store: sequences are read back, and a damaged or unsuitable store is reported before training."""
 
 import gc
 import json
@@ -38,17 +38,17 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_what_goes_in_comes_out(store: Path) -> None:
+def test_stored_sequences_are_read_back(store: Path) -> None:
     opened, expected = TokenStore(store, make_tokenizer(), cutoff_length=30), make_sequences()
     assert len(opened) == 7
     assert opened.lengths.tolist() == [len(sequence) for sequence in expected]
     assert opened.num_supervised_tokens.tolist() == [sequence.supervised.sum() for sequence in expected]
-    for found, sequence in zip(opened, expected, strict=True):
-        assert found.sequence_id == sequence.sequence_id
-        np.testing.assert_array_equal(found.input_ids, sequence.input_ids)
-        np.testing.assert_array_equal(found.supervised, sequence.supervised)
-        np.testing.assert_array_equal(found.in_answer, sequence.in_answer)
-        assert found.input_ids.dtype == np.int32 and found.supervised.dtype == np.bool_
+    for stored, sequence in zip(opened, expected, strict=True):
+        assert stored.sequence_id == sequence.sequence_id
+        np.testing.assert_array_equal(stored.input_ids, sequence.input_ids)
+        np.testing.assert_array_equal(stored.supervised, sequence.supervised)
+        np.testing.assert_array_equal(stored.in_answer, sequence.in_answer)
+        assert stored.input_ids.dtype == np.int32 and stored.supervised.dtype == np.bool_
     assert [sequence.sequence_id for sequence in opened[-2:]] == [16, 19]
     assert opened[-1].sequence_id == 19
     with pytest.raises(IndexError):
@@ -60,8 +60,8 @@ def test_what_goes_in_comes_out(store: Path) -> None:
 
 def test_a_store_can_be_used_like_a_list_of_sequences(store: Path) -> None:
     opened = TokenStore(store)
-    found, expected = collate(opened[:3], pad_token_id=0), collate(make_sequences()[:3], pad_token_id=0)
-    assert torch.equal(found.input_ids, expected.input_ids) and torch.equal(found.labels, expected.labels)
+    batch, expected = collate(opened[:3], pad_token_id=0), collate(make_sequences()[:3], pad_token_id=0)
+    assert torch.equal(batch.input_ids, expected.input_ids) and torch.equal(batch.labels, expected.labels)
     kept = keep_random_tokens(opened, 0.5, seed=0)
     assert all((s.kept & s.in_answer).sum() == 1 for s in kept)
     assert (kept.lengths == opened.lengths).all() and len(kept[2:5]) == 3
@@ -90,7 +90,7 @@ def test_megatron_core_itself_reads_the_tokens(store: Path) -> None:
 def test_the_digest_covers_tokens_and_supervision(store: Path, tmp_path: Path) -> None:
     digest = TokenStore(store).digest
 
-    def of(change) -> str:
+    def write_and_digest(change) -> str:
         sequences = make_sequences()
         change(sequences)
         folder = tmp_path / f"other{len(list(tmp_path.iterdir()))}"
@@ -112,8 +112,8 @@ def test_the_digest_covers_tokens_and_supervision(store: Path, tmp_path: Path) -
             TokenizedSequence(b.sequence_id, *(array[cut:] for array in both)),
         ]
 
-    assert of(lambda sequences: None) == digest
-    assert len({digest, *map(of, (change_token, change_target, move_border))}) == 4
+    assert write_and_digest(lambda sequences: None) == digest
+    assert len({digest, *map(write_and_digest, (change_token, change_target, move_border))}) == 4
 
 
 def test_a_tokenizers_settings_of_the_last_call_are_not_part_of_its_hash() -> None:
@@ -145,13 +145,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("breaks", "found"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_store_is_refused(store: Path, breaks, found: str) -> None:
+@pytest.mark.parametrize(("breaks", "reason"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_store_is_refused(store: Path, breaks, reason: str) -> None:
     breaks(store)
     with pytest.raises(UserError) as error:
         TokenStore(store)
     assert str(error.value).startswith(str(store))
-    assert found in str(error.value)
+    assert reason in str(error.value)
 
 
 def change_manifest(store: Path, **changes: object) -> None:
@@ -184,11 +184,11 @@ HEADER_BYTES = 34  # of an index, followed by lengths (int32), places (int64), d
 
 
 def overwrite(path: Path, offset: int, content: bytes) -> None:
-    """Keeps the file's size; a negative offset is counted from its end."""
-    whole = bytearray(path.read_bytes())
-    begin = offset % len(whole)
-    whole[begin : begin + len(content)] = content
-    path.write_bytes(whole)
+    """Overwrite bytes without changing the file's size; a negative offset counts from its end."""
+    content_bytes = bytearray(path.read_bytes())
+    begin = offset % len(content_bytes)
+    content_bytes[begin : begin + len(content)] = content
+    path.write_bytes(content_bytes)
 
 
 def exchange(first: Path, second: Path) -> None:
@@ -218,10 +218,10 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize(("offset", "content", "found"), INDICES.values(), ids=INDICES.keys())
-def test_an_index_that_was_damaged_at_equal_size_is_refused(store: Path, offset: int, content: bytes, found: str):
+@pytest.mark.parametrize(("offset", "content", "reason"), INDICES.values(), ids=INDICES.keys())
+def test_an_index_that_was_damaged_at_equal_size_is_refused(store: Path, offset: int, content: bytes, reason: str):
     overwrite(store / "tokens.idx", offset, content)
-    with pytest.raises(UserError, match=found):
+    with pytest.raises(UserError, match=reason):
         TokenStore(store)
 
 
@@ -255,9 +255,9 @@ def test_contents_that_were_damaged_at_equal_size_are_refused(store: Path, tmp_p
 @pytest.mark.parametrize("name", ["tokens", "marks"])
 def test_files_exchanged_with_those_of_another_store_are_refused(store: Path, tmp_path: Path, name: str) -> None:
     """Both have sequences of the same lengths, in another order or with other tokens."""
-    other = tmp_path / "other"
-    write_store(other, make_sequences()[::-1], make_tokenizer())
-    exchange(store / f"{name}.bin", other / f"{name}.bin")
+    other_store = tmp_path / "other"
+    write_store(other_store, make_sequences()[::-1], make_tokenizer())
+    exchange(store / f"{name}.bin", other_store / f"{name}.bin")
     with pytest.raises(UserError, match=f"store/{name}.bin: damaged, or of another store"):
         check_contents(store, tmp_path / "cache")
 

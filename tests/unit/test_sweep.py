@@ -50,13 +50,13 @@ def write(**changes: Any) -> Path:
     return path
 
 
-def load(**changes: Any) -> Sweep:
+def load_changed(**changes: Any) -> Sweep:
     return load_sweep(write(**changes))
 
 
-def problems(**changes: Any) -> tuple[str, ...]:
+def read_problems(**changes: Any) -> tuple[str, ...]:
     with pytest.raises(RecipeError) as error:
-        load(**changes)
+        load_changed(**changes)
     return error.value.problems
 
 
@@ -76,7 +76,7 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     assert np.mean(covered) == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / 4000))
 
 
-def test_cells_of_a_table() -> None:
+def test_table_cells_have_the_mean_and_its_interval() -> None:
     assert cell([1.0, 2.0], 2) == "1.50"
     assert cell([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
     assert cell([1.0, 1.1, 0.9], 2, difference=True) == "**+1.00 ± 0.25**"
@@ -88,7 +88,7 @@ def test_cells_of_a_table() -> None:
 
 
 def test_a_grid_is_the_product_of_its_axes(folder: Path) -> None:
-    sweep = load(cells=None, grid=GRID, reference="sft", common=["run.log_every=7"])
+    sweep = load_changed(cells=None, grid=GRID, reference="sft", common=["run.log_every=7"])
     names = ["sft,learning_rate=0.1", "sft,learning_rate=1e-05", "vcore,learning_rate=0.1", "vcore,learning_rate=1e-05"]
     assert list(sweep.references.items()) == [
         (names[0], None),
@@ -103,18 +103,18 @@ def test_a_grid_is_the_product_of_its_axes(folder: Path) -> None:
     assert last.run.output_dir == "out/runs/vcore,learning_rate=1e-05/seed_2"
 
 
-def test_a_list_may_stand_beside_a_grid(folder: Path) -> None:
-    sweep = load(cells={"sft": SFT}, grid={"method.kl_budget": [0.1, 0.2]}, reference="sft")
+def test_a_list_of_cells_may_be_combined_with_a_grid(folder: Path) -> None:
+    sweep = load_changed(cells={"sft": SFT}, grid={"method.kl_budget": [0.1, 0.2]}, reference="sft")
     assert sweep.references == {"kl_budget=0.1": "sft", "kl_budget=0.2": "sft", "sft": None}
 
 
-def test_a_recipe_in_the_place_of_a_sweep_is_told_so(folder: Path) -> None:
+def test_a_recipe_instead_of_a_sweep_is_refused(folder: Path) -> None:
     with pytest.raises(RecipeError, match="base.yaml: found a recipe; expected a sweep: .* line `recipe: base.yaml`"):
         load_sweep(Path("base.yaml"))
 
 
-def test_all_problems_of_the_file_are_said_at_once(folder: Path) -> None:
-    found = problems(
+def test_all_problems_of_the_file_are_reported_at_once(folder: Path) -> None:
+    reported = read_problems(
         recipe=3, output_dir=[], seeds=[1, 1], seed=4, reference="other", cells={"a b": None, "c": "run.seed=3"}
     )
     expected = [
@@ -126,18 +126,18 @@ def test_all_problems_of_the_file_are_said_at_once(folder: Path) -> None:
         "output_dir: found []",
         'reference: found "other"',
     ]
-    assert len(found) == len(expected)
+    assert len(reported) == len(expected)
     for part in expected:
-        assert sum(part in problem for problem in found) == 1, part
-    assert "mine.yaml:1: recipe" in "\n".join(found)
+        assert sum(part in problem for problem in reported) == 1, part
+    assert "mine.yaml:1: recipe" in "\n".join(reported)
 
 
 @pytest.mark.timeout(60)
 def test_a_sweep_without_end_is_refused(folder: Path) -> None:
     grid = {f"axis_{i}": dict.fromkeys("abcdefghij") for i in range(20)}
-    (problem,) = problems(cells=None, grid=grid)
+    (problem,) = read_problems(cells=None, grid=grid)
     assert "mine.yaml:" in problem and "grid: found more than 1,000 cells; expected at most 1,000 runs" in problem
-    (problem,) = problems(cells=dict.fromkeys(map(str, range(5000))), reference="other")
+    (problem,) = read_problems(cells=dict.fromkeys(map(str, range(5000))), reference="other")
     assert "seeds: found 10,000 runs; expected at most 1,000" in problem
     Path("mine.yaml").write_text("recipe: *nothing")
     with pytest.raises(
@@ -146,21 +146,21 @@ def test_a_sweep_without_end_is_refused(folder: Path) -> None:
         load_sweep(Path("mine.yaml"))
 
 
-def test_all_problems_of_all_cells_are_said_before_anything_starts(
+def test_all_problems_of_all_cells_are_reported_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = {"a": "optimizer.learning_rate=x", "b": ["method.kl_budgte=1", "absent.yaml"], "c": None}
-    found = problems(cells=cells)
-    assert len(found) == 2 and "mine.yaml: a: override optimizer.learning_rate=x" in found[0]
-    assert "mine.yaml: b: absent.yaml: found no such file" in "\n".join(found)
+    reported = read_problems(cells=cells)
+    assert len(reported) == 2 and "mine.yaml: a: override optimizer.learning_rate=x" in reported[0]
+    assert "mine.yaml: b: absent.yaml: found no such file" in "\n".join(reported)
     assert main(["sweep", str(write(cells=cells))]) == 2
     assert "absent.yaml" in capsys.readouterr().err and not Path("out").exists()
-    # What is wrong everywhere is said once, without the cells.
-    (common,) = problems(common=["optimizer.learning_rate=x"])
+    # A problem of all cells is reported once, without the cells.
+    (common,) = read_problems(common=["optimizer.learning_rate=x"])
     assert common.startswith("override optimizer.learning_rate=x")
 
 
-def test_ranks_that_share_a_row_need_not_divide_another_models_heads_or_a_number_of_ranks_that_is_not_known(
+def test_sequence_parallel_sizes_need_not_divide_unknown_heads_or_ranks(
     folder: Path,
 ) -> None:
     assert load_sweep(write(common=["batch.sequence_parallel=3"]), num_ranks=3).runs
@@ -171,8 +171,8 @@ def test_ranks_that_share_a_row_need_not_divide_another_models_heads_or_a_number
         load_sweep(write(common=[*packed, "batch.sequence_parallel=1"]), num_ranks=2)
 
 
-def test_two_names_of_one_recipe_are_a_mistake(folder: Path) -> None:
-    (problem,) = problems(cells={"a": None, "b": "method.kl_budget=0.05", "c": SFT})
+def test_two_names_of_one_recipe_are_refused(folder: Path) -> None:
+    (problem,) = read_problems(cells={"a": None, "b": "method.kl_budget=0.05", "c": SFT})
     assert "a, b: found two cells with the same recipe" in problem
 
 
@@ -223,11 +223,13 @@ def test_the_papers_numbers_are_in_the_shipped_sweeps() -> None:
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_can_be_taken_up_and_added_to(folder: Path) -> None:
-    first = begin_sweep(load())
-    assert begin_sweep(load()) == first == read_sweep_folder(Path("out"))
+def test_a_sweep_can_be_resumed_and_extended(folder: Path) -> None:
+    first = begin_sweep(load_changed())
+    assert begin_sweep(load_changed()) == first == read_sweep_folder(Path("out"))
     more = begin_sweep(
-        load(seeds=[0, 1, 2], cells={"dft": ["method.name=dft", "method.kl_budget=null"], "sft": SFT, "vcore": None})
+        load_changed(
+            seeds=[0, 1, 2], cells={"dft": ["method.name=dft", "method.kl_budget=null"], "sft": SFT, "vcore": None}
+        )
     )
     # The numbers of tasks that may be in a queue stay.
     assert more.runs[:4] == first.runs and len(more.runs) == 9
@@ -248,11 +250,11 @@ def test_a_sweep_can_be_taken_up_and_added_to(folder: Path) -> None:
         ({"cells": {"sft": SFT}}, "vcore/seed_1: found there, not in mine.yaml"),
     ],
 )
-def test_recipes_are_not_mixed(folder: Path, changes: dict[str, Any], line: str) -> None:
-    begin_sweep(load(common=KEEP if "data.keep" in line else []))
+def test_a_folder_with_other_runs_is_refused(folder: Path, changes: dict[str, Any], line: str) -> None:
+    begin_sweep(load_changed(common=KEEP if "data.keep" in line else []))
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="out: holds a sweep with other runs") as error:
-        begin_sweep(load(**changes))
+        begin_sweep(load_changed(**changes))
     assert f"\n  {line}\n" in str(error.value)
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
@@ -292,14 +294,14 @@ READING = [
         ("model.path", "model", "model/config.json"),
     ],
 )
-def test_cells_of_one_sweep_read_the_same(inputs: Path, key: str, path: str, file: str) -> None:
-    sweep = begin_sweep(load(common=READING))
+def test_inputs_that_changed_since_the_sweep_began_are_refused(inputs: Path, key: str, path: str, file: str) -> None:
+    sweep = begin_sweep(load_changed(common=READING))
     check_inputs(sweep)
-    assert begin_sweep(load(common=READING)) == sweep == read_sweep_folder(Path("out"))
+    assert begin_sweep(load_changed(common=READING)) == sweep == read_sweep_folder(Path("out"))
     line = f"{key}: {path}: contents have changed since the sweep first read them"
     before = Path(file).read_bytes() if Path(file).exists() else None
     Path(file).write_bytes((before or b"") + b"\n")
-    for again in (lambda: begin_sweep(load(common=READING, seeds=[1, 2, 3])), lambda: run_here(sweep, 1)):
+    for again in (lambda: begin_sweep(load_changed(common=READING, seeds=[1, 2, 3])), lambda: run_here(sweep, 1)):
         with pytest.raises(UserError, match=f"out: holds a sweep with other runs:\n  {line}\nexpected the same runs"):
             again()
     assert sweep.state(sweep.runs[0]) == State.WAITING and read_sweep_folder(Path("out")) == sweep
@@ -308,48 +310,48 @@ def test_cells_of_one_sweep_read_the_same(inputs: Path, key: str, path: str, fil
         Path(path).rename("moved")  # not here, as where a sweep is submitted from
     else:
         Path(file).write_bytes(before)
-    assert begin_sweep(load(common=READING)) == sweep
+    assert begin_sweep(load_changed(common=READING)) == sweep
 
 
-def test_inputs_that_come_later_are_known_from_then_on(inputs: Path) -> None:
-    begin_sweep(load(common=READING))
+def test_inputs_that_appear_later_are_recorded_then(inputs: Path) -> None:
+    begin_sweep(load_changed(common=READING))
     write_conversations(Path("absent.jsonl"), sums(range(2)))
-    later = begin_sweep(load(common=READING))
+    later = begin_sweep(load_changed(common=READING))
     assert set(later.inputs["data.validation_path"]) == {"held_out", "absent.jsonl"}
     write_conversations(Path("absent.jsonl"), sums(range(4)))
     with pytest.raises(UserError, match=r"data.validation_path: absent.jsonl: contents have changed"):
-        begin_sweep(load(common=READING))
+        begin_sweep(load_changed(common=READING))
 
 
-def test_a_model_that_is_not_all_here_yet_is_known_later(inputs: Path) -> None:
-    """As where a run of the sweep downloads the weights of a hub id whose tokenizer is there."""
+def test_a_model_that_is_incomplete_at_first_is_recorded_later(inputs: Path) -> None:
+    """A run of the sweep may download the weights of a hub id of which only the tokenizer is cached."""
     weights = Path("model/model.safetensors").rename("elsewhere")
-    sweep = begin_sweep(load(common=READING))
+    sweep = begin_sweep(load_changed(common=READING))
     assert "model.path" not in sweep.inputs
     weights.rename("model/model.safetensors")
     check_inputs(sweep)
-    assert "model.path" in begin_sweep(load(common=READING)).inputs
+    assert "model.path" in begin_sweep(load_changed(common=READING)).inputs
 
 
 def test_a_sweep_of_an_earlier_version_learns_its_inputs(inputs: Path) -> None:
-    sweep = begin_sweep(load(common=READING))
+    sweep = begin_sweep(load_changed(common=READING))
     path = Path("out/sweep.yaml")
     values = yaml.safe_load(path.read_text())
     del values["inputs"]
     path.write_text(yaml.safe_dump(values))
-    assert begin_sweep(load(common=READING)) == sweep
+    assert begin_sweep(load_changed(common=READING)) == sweep
 
 
-def test_what_changes_no_numbers_may_change(folder: Path) -> None:
-    begin_sweep(load())
-    begin_sweep(load(common=["checkpoint.every_steps=7", "model.gradient_checkpointing=true"]))
+def test_settings_that_change_no_numbers_may_change(folder: Path) -> None:
+    begin_sweep(load_changed())
+    begin_sweep(load_changed(common=["checkpoint.every_steps=7", "model.gradient_checkpointing=true"]))
 
 
 def test_another_folder_is_left_alone(folder: Path) -> None:
     Path("out").mkdir()
     Path("out/notes.txt").write_text("mine")
     with pytest.raises(UserError, match="out: is not a sweep's folder, and not empty"):
-        begin_sweep(load())
+        begin_sweep(load_changed())
     with pytest.raises(UserError, match="found no sweep.yaml there"):
         read_sweep_folder(Path("out"))
     Path("out/sweep.yaml").write_text("cells: [")
@@ -365,8 +367,8 @@ def set_state(sweep: SweepFolder, run: str, log: str, code: int | None) -> None:
         sweep.exit_path(run).write_text(f"{code}\n")
 
 
-def test_states_of_runs(folder: Path) -> None:
-    sweep = begin_sweep(load(seeds=[1, 2, 3]))
+def test_the_states_of_runs_are_read_from_their_logs(folder: Path) -> None:
+    sweep = begin_sweep(load_changed(seeds=[1, 2, 3]))
     done, failed, crashed, stopped, running, _ = sweep.runs
     (sweep.run_folder(done) / "model").mkdir(parents=True)
     set_state(sweep, failed, f"vcore-ds: an older message\n{ATTEMPT} 2\nvcore-ds: no such file\n=====\n", 2)
@@ -390,7 +392,7 @@ def test_tasks_of_an_array_are_written_as_ranges() -> None:
     assert _format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and _format_ranges([3]) == "3"
 
 
-def test_misuse_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--slurm"], "found no launch_scripts/slurm/sweep.slurm here; submit from the repository"),
         (["--sbatch=--nodes=2"], "--sbatch: found without --slurm"),
@@ -400,7 +402,7 @@ def test_misuse_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert message in capsys.readouterr().err
 
 
-def test_options_for_sbatch_are_words_of_a_shell(
+def test_malformed_options_for_sbatch_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "launch_scripts/slurm").mkdir(parents=True)
@@ -412,8 +414,8 @@ def test_options_for_sbatch_are_words_of_a_shell(
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_tables_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = begin_sweep(load(seeds=[1, 2, 3], reference="sft"))
+def test_report_writes_the_tables_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = begin_sweep(load_changed(seeds=[1, 2, 3], reference="sft"))
     tokenizer = make_tokenizer()
     losses = {"sft": [1.0, 2.0, 3.0], "vcore": [0.9, 1.8, 2.9]}
     for run in sweep.runs[:-1]:  # the last one is not done
@@ -451,6 +453,6 @@ def test_the_tables_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_report_of_nothing_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin_sweep(load())
+    begin_sweep(load_changed())
     assert main(["report", "out"]) == 2
     assert "out: found no finished run of this sweep" in capsys.readouterr().err

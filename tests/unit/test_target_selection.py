@@ -12,7 +12,7 @@ import pytest
 from tests.experiments import champ_scores, target_selection
 
 
-def expected_answer(task: str, question: str) -> str:
+def compute_answer(task: str, question: str) -> str:
     numbers = [int(number) for number in re.findall(r"\d+", question)]
     if task == "addition":
         return str(sum(numbers))
@@ -35,7 +35,7 @@ def test_answers_and_their_steps_are_right(task: str) -> None:
     draw = random.Random(0)
     for _ in range(200):
         question, answer = target_selection.TASKS[task](draw)
-        assert answer.split("Answer: ")[1] == expected_answer(task, question)
+        assert answer.split("Answer: ")[1] == compute_answer(task, question)
         for left, sign, right, result in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", answer):
             assert int(left) + int(f"{sign}{right}") == int(result)
 
@@ -49,7 +49,7 @@ def test_no_question_is_in_two_files(tmp_path: Path) -> None:
     assert {row["task"] for row in rows[6 * 40 :]} == {"weekday"}
 
 
-def test_auc_counts_pairs_of_the_same_problem_alone_where_it_shall() -> None:
+def test_auc_can_count_pairs_of_the_same_problem_only() -> None:
     values = np.array([3.0, 1.0, 2.0, 2.0])
     is_right = np.array([True, False, True, False])
     problems = np.array(["a", "a", "b", "b"])

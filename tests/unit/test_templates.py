@@ -16,9 +16,9 @@ THINKING = "<think>\nOkay, 2 and 2.\n\nThat is four.\n</think>\n\nIt is \\boxed{
 OPENED_BY_PROMPT = {"qwen3_5_think", "deepseek_r1_distill"}
 
 
-def tokenize(name: str, *messages: tuple[str, str], **of_last: str):
+def tokenize(name: str, *messages: tuple[str, str], **last_turn_fields: str):
     turns = [{"role": role, "content": content} for role, content in messages]
-    turns[-1] |= of_last
+    turns[-1] |= last_turn_fields
     (sequence,) = conversations.tokenize([Conversation(1, turns, "chat.jsonl")], make_template_tokenizer(name))
     return sequence
 
@@ -29,12 +29,12 @@ def test_thinking_and_the_end_of_turn_are_supervised_with_exactly_one_pair(name:
     (target,) = decode_supervised_spans(name, sequence)
     expected = THINKING + SPECIAL[name][1]
     assert target == (expected.removeprefix("<think>\n") if name in OPENED_BY_PROMPT else expected)
-    whole = make_template_tokenizer(name).decode(sequence.input_ids)
-    assert (whole.count("<think>"), whole.count("</think>")) == (1, 1)
+    text = make_template_tokenizer(name).decode(sequence.input_ids)
+    assert (text.count("<think>"), text.count("</think>")) == (1, 1)
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_thinking_in_a_field_of_its_own_is_the_same(name: str) -> None:
+def test_thinking_in_a_separate_field_is_the_same(name: str) -> None:
     thinking, _, answer = THINKING.removeprefix("<think>\n").partition("\n</think>\n\n")
     inside = tokenize(name, ("user", "2 + 2?"), ("assistant", THINKING))
     beside = tokenize(name, ("user", "2 + 2?"), ("assistant", answer), reasoning_content=thinking)
@@ -90,9 +90,9 @@ def test_a_system_message_reaches_the_prompt_in_training_as_in_evaluation(name: 
 
 def test_the_space_that_mistral_7b_puts_before_an_answer_is_kept() -> None:
     """Its template differs from Nemo's in two spaces; with a system message the turn is written by us."""
-    of_nemo = make_template_tokenizer("mistral_nemo")
-    template = of_nemo.chat_template.replace('{{- message["content"] + eos', '{{- " " + message["content"] + eos')
-    spaced = copy.deepcopy(of_nemo)
+    nemo = make_template_tokenizer("mistral_nemo")
+    template = nemo.chat_template.replace('{{- message["content"] + eos', '{{- " " + message["content"] + eos')
+    spaced = copy.deepcopy(nemo)
     spaced.chat_template = template.replace('"[INST]"', '"[INST] "')
     turns = [{"role": role, "content": text} for role, text in [("user", "2?"), ("assistant", "four")]]
     for messages in (turns, [{"role": "system", "content": "Be brief."}, *turns]):
@@ -106,7 +106,7 @@ def test_an_answer_without_thinking_gets_the_empty_block_of_its_template() -> No
     assert target == "<think>\n\n</think>\n\n4<|im_end|>"
 
 
-def test_an_answer_without_thinking_is_no_target_behind_a_prompt_that_opens_it() -> None:
+def test_an_answer_without_thinking_is_no_target_after_a_prompt_that_opens_thinking() -> None:
     assert not tokenize("deepseek_r1_distill", ("user", "2 + 2?"), ("assistant", "4")).supervised.any()
 
 

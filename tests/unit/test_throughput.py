@@ -34,9 +34,9 @@ def make_recipe(method: str, **sections: dict) -> Recipe:
     "method, settings, training, extra",
     [
         ("sft", SFT, 3 * (LINEAR + SQUARES), 0),
-        # What is computed again is not needed.
+        # Recomputed activations do not count as needed.
         ("sft", replace(SFT, is_checkpointed=True), 3 * (LINEAR + SQUARES), 0),
-        # Weights that are not trained have no gradient: one product less in the backward.
+        # Weights that are not trained have no gradient: one matrix multiplication less in the backward.
         ("sft", replace(SFT, adapters=LORA), 2 * LINEAR + 3 * SQUARES, 0),
         ("vcore", JVP, 3 * (LINEAR + SQUARES), 2 * (LINEAR + SQUARES) + 3 * (LINEAR_PROBE + SQUARES_PROBE)),
         (
@@ -58,8 +58,8 @@ def test_flops_by_hand(method: str, settings: MemorySettings, training: int, ext
     rates = Throughput(
         SHAPE, derive_needed_passes(derive_plan_settings(make_recipe(method, **lora)), settings), peak_flops=2e6
     )
-    found = rates.compute_rates(MAIN, PROBE if method == "vcore" else [], seconds=4.0)
-    assert found == {
+    measured = rates.compute_rates(MAIN, PROBE if method == "vcore" else [], seconds=4.0)
+    assert measured == {
         "tokens": 24,
         "tokens_per_second": 6.0,
         "flops_training": training,
@@ -76,7 +76,7 @@ def test_a_forward_of_the_base_model_is_extra(method: str) -> None:
     assert Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)["flops_extra"] == LINEAR + SQUARES
 
 
-def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
+def test_a_step_without_a_probe_counts_no_probe() -> None:
     """The mean over the steps that share a probe is what a plan says."""
     recipe = make_recipe("vcore", probe={"every": 2})
     passes = derive_needed_passes(derive_plan_settings(recipe), JVP)
@@ -88,7 +88,7 @@ def test_a_step_without_a_probe_of_its_own_counts_none() -> None:
     assert total / 2 == pytest.approx(model.needed_flops(passes, [MAIN], [PROBE]))
 
 
-def test_what_is_not_known_is_not_guessed() -> None:
+def test_unknown_rates_are_null() -> None:
     passes = derive_needed_passes(derive_plan_settings(make_recipe("sft")), SFT)
     on_cpu = Throughput(SHAPE, passes, None).compute_rates(MAIN, [], 1.0)
     assert on_cpu["flops_training"] == 3 * (LINEAR + SQUARES)

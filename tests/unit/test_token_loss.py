@@ -1,6 +1,7 @@
 """The token loss against PyTorch's cross-entropy in fp64, in reverse and forward mode, and what it allocates."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ NUM_TOKENS, HIDDEN, VOCABULARY = 23, 7, 11
 
 @pytest.fixture(params=[23, 8, 1], ids=lambda size: f"{size} tokens a block")
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """One block that holds all tokens, several of which the last is smaller, and one a token."""
+    """One block for all tokens, several blocks of which the last is smaller, or a block per token."""
     set_block(monkeypatch, request.param, VOCABULARY)
     return request.param
 
@@ -29,7 +30,7 @@ def set_block(monkeypatch: pytest.MonkeyPatch, num_tokens: int, vocabulary: int)
     monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * vocabulary * num_tokens + 3)
 
 
-def inputs(seed: int = 0, num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY, hidden: int = HIDDEN):
+def draw_inputs(seed: int = 0, num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABULARY, hidden: int = HIDDEN):
     """(hidden, weight, bias, targets) in fp64."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -41,11 +42,11 @@ def inputs(seed: int = 0, num_tokens: int = NUM_TOKENS, vocabulary: int = VOCABU
     return normal(num_tokens, hidden), normal(vocabulary, hidden), normal(vocabulary) - 30, targets
 
 
-def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+def compute_reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     return cross_entropy(linear(hidden, weight, bias), targets, reduction="none")
 
 
-def upstream(kind: str) -> Tensor:
+def draw_upstream(kind: str) -> Tensor:
     gradient = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     return {
         "both signs, some zero": torch.where(torch.arange(NUM_TOKENS) % 3 == 0, 0.0, gradient),
@@ -61,13 +62,13 @@ def upstream(kind: str) -> Tensor:
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("kind", ["both signs, some zero", "negative", "one token", "zero"])
 def test_losses_and_gradients_for_any_gradient_of_each_token(block: int, kind: str, with_bias: bool) -> None:
-    *tensors, targets = inputs()
+    *tensors, targets = draw_inputs()
     tensors = [t.requires_grad_() for t in (tensors if with_bias else tensors[:2])]
     hidden, weight, bias = (*tensors, None)[:3]
-    losses, expected = token_loss(hidden, weight, targets, bias), reference(hidden, weight, bias, targets)
+    losses, expected = token_loss(hidden, weight, targets, bias), compute_reference(hidden, weight, bias, targets)
     torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13)
-    gradients = torch.autograd.grad(losses, tensors, upstream(kind))
-    for gradient, right in zip(gradients, torch.autograd.grad(expected, tensors, upstream(kind)), strict=True):
+    gradients = torch.autograd.grad(losses, tensors, draw_upstream(kind))
+    for gradient, right in zip(gradients, torch.autograd.grad(expected, tensors, draw_upstream(kind)), strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
 
 
@@ -76,33 +77,33 @@ def test_blocks_are_larger_for_small_models_on_gpus(monkeypatch: pytest.MonkeyPa
     assert multiples == [4, 1, 1]
     set_block(monkeypatch, 2, VOCABULARY)
     monkeypatch.setattr(module, "loss_block_multiple", lambda hidden_size, *, on_gpu: 4)
-    hidden, weight, bias, targets = inputs()
+    hidden, weight, bias, targets = draw_inputs()
     assert module._block_size(weight) == 8
     tensors = [t.requires_grad_() for t in (hidden, weight, bias)]
-    losses, expected = token_loss(hidden, weight, targets, bias), reference(hidden, weight, bias, targets)
+    losses, expected = token_loss(hidden, weight, targets, bias), compute_reference(hidden, weight, bias, targets)
     for gradient, right in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (losses, expected)), strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_against_differences_of_losses(block: int) -> None:
-    hidden, weight, bias, targets = inputs()
+    hidden, weight, bias, targets = draw_inputs()
     tensors = [t.requires_grad_() for t in (hidden, weight, bias)]
     assert torch.autograd.gradcheck(lambda h, w, b: token_loss(h, w, targets, b), tensors)
 
 
 def test_huge_logits_stay_finite(block: int) -> None:
-    hidden, weight, bias, targets = inputs()
+    hidden, weight, bias, targets = draw_inputs()
     hidden = (hidden * 1e4).requires_grad_()
     losses = token_loss(hidden, weight, targets, bias)
-    torch.testing.assert_close(losses, reference(hidden, weight, bias, targets))
+    torch.testing.assert_close(losses, compute_reference(hidden, weight, bias, targets))
     losses.sum().backward()
     assert losses.isfinite().all() and hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
-def test_what_is_frozen_costs_no_gradient(frozen: str) -> None:
+def test_frozen_inputs_cost_no_gradient(frozen: str) -> None:
     # Few tokens, so that a tensor shaped like the weight or the bias can be nothing but its gradient.
-    hidden, weight, bias, targets = inputs(num_tokens=5)
+    hidden, weight, bias, targets = draw_inputs(num_tokens=5)
     named = {"hidden": hidden, "weight": weight, "bias": bias}
     for name, tensor in named.items():
         tensor.requires_grad_(name != frozen)
@@ -114,8 +115,8 @@ def test_what_is_frozen_costs_no_gradient(frozen: str) -> None:
         assert (tuple(tensor.shape) in backward.shapes) == (name != frozen)
 
 
-def test_no_tokens(block: int) -> None:
-    *tensors, targets = inputs(num_tokens=0)
+def test_no_tokens_give_no_losses_and_zero_gradients(block: int) -> None:
+    *tensors, targets = draw_inputs(num_tokens=0)
     losses = token_loss(*(t.requires_grad_() for t in tensors[:2]), targets, tensors[2].requires_grad_())
     assert losses.shape == (0,)
     losses.sum().backward()
@@ -127,9 +128,9 @@ def test_no_tokens(block: int) -> None:
 
 
 @pytest.mark.parametrize("moving", ["hidden", "weight", "bias", "hidden weight", "hidden weight bias"])
-def test_tangents(block: int, moving: str) -> None:
-    *tensors, targets = inputs()
-    directions = inputs(seed=1)[:3]
+def test_tangents_are_those_of_jvp(block: int, moving: str) -> None:
+    *tensors, targets = draw_inputs()
+    directions = draw_inputs(seed=1)[:3]
     moves = [name in moving.split() for name in ("hidden", "weight", "bias")]
     with torch.no_grad(), forward_ad.dual_level():
         duals = [
@@ -137,28 +138,29 @@ def test_tangents(block: int, moving: str) -> None:
         ]
         losses, tangents = forward_ad.unpack_dual(token_loss(duals[0], duals[1], targets, duals[2]))
     full = tuple(d if moved else torch.zeros_like(d) for d, moved in zip(directions, moves, strict=True))
-    expected = torch.func.jvp(lambda h, w, b: reference(h, w, b, targets), tuple(tensors), full)
+    expected = torch.func.jvp(lambda h, w, b: compute_reference(h, w, b, targets), tuple(tensors), full)
     torch.testing.assert_close(losses, expected[0], rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(tangents, expected[1], rtol=1e-12, atol=1e-12)
 
 
 def test_tangents_without_a_bias_and_without_tokens(block: int) -> None:
     for num_tokens in (NUM_TOKENS, 0):
-        hidden, weight, _, targets = inputs(num_tokens=num_tokens)
-        d_hidden, d_weight, *_ = inputs(seed=1, num_tokens=num_tokens)
+        hidden, weight, _, targets = draw_inputs(num_tokens=num_tokens)
+        d_hidden, d_weight, *_ = draw_inputs(seed=1, num_tokens=num_tokens)
         with torch.no_grad(), forward_ad.dual_level():
             dual = token_loss(forward_ad.make_dual(hidden, d_hidden), forward_ad.make_dual(weight, d_weight), targets)
             losses, tangents = forward_ad.unpack_dual(dual)
-        expected = torch.func.jvp(lambda h, w: reference(h, w, None, targets), (hidden, weight), (d_hidden, d_weight))  # noqa: B023
+        reference = partial(compute_reference, bias=None, targets=targets)
+        expected = torch.func.jvp(reference, (hidden, weight), (d_hidden, d_weight))
         torch.testing.assert_close((losses, tangents), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_plain_inputs_in_forward_mode_give_a_plain_result() -> None:
-    hidden, weight, bias, targets = inputs()
+    hidden, weight, bias, targets = draw_inputs()
     with torch.no_grad(), forward_ad.dual_level():
         losses, tangents = forward_ad.unpack_dual(token_loss(hidden, weight, targets, bias))
     assert tangents is None
-    torch.testing.assert_close(losses, reference(hidden, weight, bias, targets))
+    torch.testing.assert_close(losses, compute_reference(hidden, weight, bias, targets))
 
 
 # ---- scaled and capped logits ---------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ TRANSFORMS = {
 }
 
 
-def transformed(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+def transform_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
     logits = linear(hidden, weight, bias) * transform.scale
     return logits if transform.softcap is None else transform.softcap * torch.tanh(logits / transform.softcap)
 
@@ -183,7 +185,7 @@ def test_losses_gradients_tangents_and_entropies_of_transformed_logits(
 ) -> None:
     transform = TRANSFORMS[name]
     # Biases around 0: capped, logits that are all far below it would be one constant.
-    (hidden, weight, bias, targets), (d_hidden, d_weight, d_bias, _) = inputs(), inputs(seed=1)
+    (hidden, weight, bias, targets), (d_hidden, d_weight, d_bias, _) = draw_inputs(), draw_inputs(seed=1)
     values = [t.to(dtype) for t in (hidden, weight, bias + 30)[: 2 + with_bias]]
     directions = [d.to(dtype) for d in (d_hidden, d_weight, d_bias + 30)[: 2 + with_bias]]
 
@@ -191,24 +193,24 @@ def test_losses_gradients_tangents_and_entropies_of_transformed_logits(
         return token_loss(hidden, weight, targets, bias, transform=transform)
 
     def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return cross_entropy(transformed(hidden, weight, bias, transform), targets, reduction="none")
+        return cross_entropy(transform_logits(hidden, weight, bias, transform), targets, reduction="none")
 
-    def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-        return [float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
+    def errors(computed: list[Tensor], expected: list[Tensor]) -> list[float]:
+        return [float((f - e).norm() / e.norm()) for f, e in zip(computed, expected, strict=True)]
 
     exact = [v.double() for v in values]
     leaves, exact_leaves = ([t.clone().requires_grad_() for t in tensors] for tensors in (values, exact))
     losses, expected = ours(*leaves), plain(*exact_leaves)
-    gradients = torch.autograd.grad(losses, leaves, upstream("both signs, some zero").to(dtype))
-    right = torch.autograd.grad(expected, exact_leaves, upstream("both signs, some zero").to(dtype).double())
+    gradients = torch.autograd.grad(losses, leaves, draw_upstream("both signs, some zero").to(dtype))
+    right = torch.autograd.grad(expected, exact_leaves, draw_upstream("both signs, some zero").to(dtype).double())
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(v, d) for v, d in zip(values, directions, strict=True)]
         tangents = forward_ad.unpack_dual(ours(*duals)).tangent
     moved = torch.func.jvp(plain, tuple(exact), tuple(d.double() for d in directions))[1]
-    log_probabilities = transformed(*exact[:2], *(exact[2:] or [None]), transform).log_softmax(-1)
+    log_probabilities = transform_logits(*exact[:2], *(exact[2:] or [None]), transform).log_softmax(-1)
     entropies = token_entropy(*values, transform=transform)
-    found = [losses.detach(), *gradients, tangents, entropies]
-    worst = errors(found, [expected.detach(), *right, moved, -(log_probabilities.exp() * log_probabilities).sum(-1)])
+    computed = [losses.detach(), *gradients, tangents, entropies]
+    worst = errors(computed, [expected.detach(), *right, moved, -(log_probabilities.exp() * log_probabilities).sum(-1)])
     print(f"{name}, {dtype}: relative errors {', '.join(f'{e:.1e}' for e in worst)}")
     assert max(worst) < tolerance
 
@@ -216,33 +218,33 @@ def test_losses_gradients_tangents_and_entropies_of_transformed_logits(
 # ---- entropy -------------------------------------------------------------------------------------------------------
 
 
-def entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def compute_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     log_probabilities = linear(hidden, weight, bias).log_softmax(-1)
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
-def test_entropy(block: int, with_bias: bool) -> None:
-    hidden, weight, bias, _ = inputs()
+def test_entropies_are_those_of_plain_pytorch(block: int, with_bias: bool) -> None:
+    hidden, weight, bias, _ = draw_inputs()
     bias = bias if with_bias else None
-    found = token_entropy(hidden.requires_grad_(), weight, bias)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, entropy(hidden, weight, bias).detach(), rtol=1e-12, atol=1e-12)
+    entropies = token_entropy(hidden.requires_grad_(), weight, bias)
+    assert not entropies.requires_grad
+    torch.testing.assert_close(entropies, compute_entropy(hidden, weight, bias).detach(), rtol=1e-12, atol=1e-12)
     in_fp32 = token_entropy(hidden.float(), weight.float(), None if bias is None else bias.float())
     assert in_fp32.dtype == torch.float32
-    assert float((in_fp32 - found).abs().max()) < 1e-5
+    assert float((in_fp32 - entropies).abs().max()) < 1e-5
 
 
 def test_entropy_of_sure_and_of_uniform_predictions(block: int) -> None:
-    hidden, weight, _, _ = inputs()
-    found = token_entropy(hidden.float() * 1e4, weight.float())
-    assert found.isfinite().all() and (found >= 0).all() and float(found.median()) < 1e-6
+    hidden, weight, _, _ = draw_inputs()
+    entropies = token_entropy(hidden.float() * 1e4, weight.float())
+    assert entropies.isfinite().all() and (entropies >= 0).all() and float(entropies.median()) < 1e-6
     uniform = token_entropy(torch.zeros(NUM_TOKENS, HIDDEN), weight.float())
     torch.testing.assert_close(uniform, torch.full((NUM_TOKENS,), VOCABULARY).log())
     # Of a sure prediction, the normalizer and the mean logit agree in all digits: their difference would be wrong by
     # an ulp of the logit, 6e-5.
     sure, out = torch.tensor([[1.0]]), torch.tensor([[1000.0], [985.0]])
-    expected = entropy(sure.double(), out.double()).float()
+    expected = compute_entropy(sure.double(), out.double()).float()
     torch.testing.assert_close(token_entropy(sure, out), expected, rtol=0, atol=1e-6)
     assert token_entropy(hidden[:0], weight).shape == (0,)
 
@@ -250,11 +252,11 @@ def test_entropy_of_sure_and_of_uniform_predictions(block: int) -> None:
 def test_entropy_in_bf16_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     block_tokens, vocabulary = 8, 2000
     set_block(monkeypatch, block_tokens, vocabulary)
-    hidden, weight = (t.bfloat16() for t in inputs(num_tokens=64, vocabulary=vocabulary, hidden=16)[:2])
+    hidden, weight = (t.bfloat16() for t in draw_inputs(num_tokens=64, vocabulary=vocabulary, hidden=16)[:2])
     with Allocations() as allocations:
-        found = token_entropy(hidden, weight)
+        entropies = token_entropy(hidden, weight)
     assert allocations.largest_numel == block_tokens * vocabulary
-    assert float((found - entropy(hidden.double(), weight.double())).abs().max()) < 0.05
+    assert float((entropies - compute_entropy(hidden.double(), weight.double())).abs().max()) < 0.05
 
 
 # ---- half precision ------------------------------------------------------------------------------------------------
@@ -262,8 +264,8 @@ def test_entropy_in_bf16_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bf16_losses_gradients_and_tangents_are_within_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     set_block(monkeypatch, 50, 300)
-    exact = inputs(num_tokens=120, vocabulary=300, hidden=16)
-    directions = inputs(seed=1, num_tokens=120, vocabulary=300, hidden=16)[:2]
+    exact = draw_inputs(num_tokens=120, vocabulary=300, hidden=16)
+    directions = draw_inputs(seed=1, num_tokens=120, vocabulary=300, hidden=16)[:2]
     hidden, weight = (t.bfloat16().requires_grad_() for t in exact[:2])
     targets, gradient = exact[3], torch.randn(120, generator=torch.Generator().manual_seed(2))
     losses = token_loss(hidden, weight, targets)
@@ -277,15 +279,15 @@ def test_bf16_losses_gradients_and_tangents_are_within_its_rounding(monkeypatch:
     assert tangents.dtype == torch.float32
 
     same = [t.detach().double().requires_grad_() for t in (hidden, weight)]  # what bf16 holds, in fp64
-    expected = reference(*same, None, targets)
+    expected = compute_reference(*same, None, targets)
     expected.backward(gradient.double())
     primals, same_directions = tuple(t.detach() for t in same), tuple(d.bfloat16().double() for d in directions)
-    moved = torch.func.jvp(lambda h, w: reference(h, w, None, targets), primals, same_directions)[1]
-    # Where there are no products with fp32 results, two logits are rounded by half an ulp.
+    moved = torch.func.jvp(lambda h, w: compute_reference(h, w, None, targets), primals, same_directions)[1]
+    # Where bf16 matrix multiplications do not return fp32, two logits are rounded by half an ulp.
     largest_logit = float((primals[0] @ primals[1].t()).abs().max())
     assert float((losses - expected).detach().abs().max()) < 2 * 2**-9 * largest_logit
-    for found, right in [(hidden.grad, same[0].grad), (weight.grad, same[1].grad), (tangents, moved)]:
-        assert float((found - right).norm() / right.norm()) < 0.01
+    for computed, right in [(hidden.grad, same[0].grad), (weight.grad, same[1].grad), (tangents, moved)]:
+        assert float((computed - right).norm() / right.norm()) < 0.01
 
 
 def test_the_bf16_gradient_of_the_weight_is_summed_over_blocks_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +304,7 @@ def test_the_bf16_gradient_of_the_weight_is_summed_over_blocks_in_fp32(monkeypat
 
 def measure_allocations(num_tokens: int, vocabulary: int, transform: LogitTransform) -> tuple[Allocations, Allocations]:
     """Memory of forward + backward, and of the tangent pass, everything moving."""
-    tensors = [t.float() for t in inputs(num_tokens=num_tokens, vocabulary=vocabulary, hidden=4)[:3]]
+    tensors = [t.float() for t in draw_inputs(num_tokens=num_tokens, vocabulary=vocabulary, hidden=4)[:3]]
     targets = torch.zeros(num_tokens, dtype=torch.int64)
     leaves = [t.clone().requires_grad_() for t in tensors]
     with Allocations() as reverse:

@@ -29,7 +29,7 @@ def test_records_are_spread_evenly_on_a_log_scale() -> None:
     assert record_steps(7, 1) == [7] and record_steps(7, 0) == []
 
 
-def test_the_first_and_the_last_step_are_among_exactly_as_many_records() -> None:
+def test_the_requested_number_of_steps_is_recorded_with_the_first_and_the_last() -> None:
     for num_steps in range(1, 200):
         for num_records in range(2, 30):
             steps = record_steps(num_steps, num_records)
@@ -37,10 +37,10 @@ def test_the_first_and_the_last_step_are_among_exactly_as_many_records() -> None
             assert steps == sorted(steps) and steps[-1] == num_steps and (steps[0] == 1)
 
 
-def sequence(i: int, n: int, *, utilities: bool = True, share: float = 0.5) -> SequenceTokens:
-    drawn = np.random.default_rng(i)
-    values = [drawn.normal(size=n).astype(np.float32) for _ in range(3)]
-    ids = drawn.integers(0, 50, n, dtype=np.int32)
+def make_sequence(i: int, n: int, *, utilities: bool = True, share: float = 0.5) -> SequenceTokens:
+    random = np.random.default_rng(i)
+    values = [random.normal(size=n).astype(np.float32) for _ in range(3)]
+    ids = random.integers(0, 50, n, dtype=np.int32)
     places = np.arange(2, 2 + n, dtype=np.int32)
     return SequenceTokens(
         i,
@@ -58,37 +58,37 @@ def sequence(i: int, n: int, *, utilities: bool = True, share: float = 0.5) -> S
 
 @pytest.mark.parametrize("utilities", [True, False])
 @pytest.mark.parametrize("first_trusted_id", [None, 0, 4])
-def test_what_is_written_is_read(tmp_path: Path, utilities: bool, first_trusted_id: int | None) -> None:
+def test_written_records_are_read_back(tmp_path: Path, utilities: bool, first_trusted_id: int | None) -> None:
     record = TokenRecord(
-        12, first_trusted_id, 40, 4000, [sequence(i, n, utilities=utilities) for i, n in ((3, 5), (4, 1))]
+        12, first_trusted_id, 40, 4000, [make_sequence(i, n, utilities=utilities) for i, n in ((3, 5), (4, 1))]
     )
     path = write_record(tmp_path, record)
     assert path == tmp_path / "tokens" / "step_00000012.npz"
     again = read_record(path)
     assert (again.step, again.first_trusted_id, again.num_sequences_global) == (12, first_trusted_id, 40)
     assert again.num_supervised_tokens_global == 4000 and again.num_tokens == 6
-    for found, expected in zip(again.sequences, record.sequences, strict=True):
+    for sequence_read, expected in zip(again.sequences, record.sequences, strict=True):
         for name in (field.name for field in fields(SequenceTokens)):
-            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-        assert (found.utilities is not None) == utilities
-    trusted = [again.is_trusted(one) for one in again.sequences]
+            np.testing.assert_array_equal(getattr(sequence_read, name), getattr(expected, name))
+        assert (sequence_read.utilities is not None) == utilities
+    trusted = [again.is_trusted(item) for item in again.sequences]
     assert trusted == {None: [False, False], 0: [True, True], 4: [False, True]}[first_trusted_id]
     content = path.read_bytes()
     write_record(tmp_path, record)
     assert path.read_bytes() == content  # a resumed run writes the same file
-    assert [one.name for one in path.parent.iterdir()] == ["step_00000012.npz"]
+    assert [item.name for item in path.parent.iterdir()] == ["step_00000012.npz"]
 
 
 def test_records_are_read_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert read_records(tmp_path) == []
     for step in (100, 9, 10):
-        write_record(tmp_path, TokenRecord(step, None, 1, 3, [sequence(0, 3)]))
+        write_record(tmp_path, TokenRecord(step, None, 1, 3, [make_sequence(0, 3)]))
     (tmp_path / "tokens" / "step_00000011.npz.unfinished").write_bytes(b"half")  # of a run that was killed
     assert [record.step for record in read_records(tmp_path)] == [9, 10, 100]
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    path = write_record(tmp_path, TokenRecord(1, None, 1, 400, [sequence(0, 400)]))
+    path = write_record(tmp_path, TokenRecord(1, None, 1, 400, [make_sequence(0, 400)]))
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 0xFF
@@ -104,9 +104,9 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         arrays = dict(stored)
     without_prompts = {name: array for name, array in arrays.items() if "prompt" not in name}  # as of version 0.7
     np.savez(path.open("wb"), **without_prompts)
-    assert [one.prompt_ids.size for one in read_record(path).sequences] == [0]
+    assert [item.prompt_ids.size for item in read_record(path).sequences] == [0]
     for name in ("positions", "token_ids", "losses", "weights"):
-        np.savez(path.open("wb"), **{other: array for other, array in arrays.items() if other != name})
+        np.savez(path.open("wb"), **{key: array for key, array in arrays.items() if key != name})
         with pytest.raises(UserError, match=f"is damaged: '{name}'"):
             read_record(path)
     np.savez(path.open("wb"), format=np.array(2))
@@ -123,37 +123,37 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 def test_a_relative_weight_is_1_where_the_weight_is_uniform() -> None:
     tokens = dict.fromkeys(("positions", "token_ids", "losses", "utilities"), np.zeros(4))
     weights = np.array([0.25, 0.5, 0.0, 0.25], np.float32)
-    one = SequenceTokens(0, 0.25, 0.25, 0.3, **tokens, weights=weights)
-    assert one.relative_weights.tolist() == [1.0, 2.0, 0.0, 1.0]
+    uniform_sequence = SequenceTokens(0, 0.25, 0.25, 0.3, **tokens, weights=weights)
+    assert uniform_sequence.relative_weights.tolist() == [1.0, 2.0, 0.0, 1.0]
     batch_tokens = SequenceTokens(0, 0.375, 0.25, 0.3, **tokens, weights=weights)
     assert batch_tokens.relative_weights.tolist() == [1.5, 3.0, 0.0, 1.5]
 
 
-def test_a_record_holds_whole_sequences_up_to_its_size() -> None:
+def test_a_record_holds_complete_sequences_up_to_its_size() -> None:
     lengths = [10, 20, 30, 40, 50, 60]
 
-    def chosen(most_tokens: int, step: int = 1) -> list[int]:
+    def choose_positions(most_tokens: int, step: int = 1) -> list[int]:
         return choose_sequences(lengths, generator(Stream.TOKEN_RECORDS, 42, step), most_tokens)
 
-    assert sorted(chosen(210)) == [0, 1, 2, 3, 4, 5]
-    assert len(chosen(1)) == 1  # longer than a record, and whole
-    some = chosen(100)
-    order = chosen(210)
+    assert sorted(choose_positions(210)) == [0, 1, 2, 3, 4, 5]
+    assert len(choose_positions(1)) == 1  # longer than a record, but complete
+    some = choose_positions(100)
+    order = choose_positions(210)
     assert some == order[: len(some)] and sum(lengths[i] for i in some) <= 100
     assert sum(lengths[i] for i in order[: len(some) + 1]) > 100
-    assert chosen(100) == some and any(chosen(100, step) != some for step in range(2, 6))
+    assert choose_positions(100) == some and any(choose_positions(100, step) != some for step in range(2, 6))
     assert choose_sequences([], generator(Stream.TOKEN_RECORDS, 42, 1), 100) == []
 
 
 @pytest.mark.parametrize("alpha", [0.5, torch.tensor(0.5), torch.tensor([0.5, 0.5])])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_tokens_of_a_micro_batch_by_hand(packed: bool, alpha: float | torch.Tensor) -> None:
-    def tokenized(i: int, *ids: int, supervised: list[bool]) -> TokenizedSequence:
+    def make_tokenized(i: int, *ids: int, supervised: list[bool]) -> TokenizedSequence:
         return TokenizedSequence(i, np.array(ids, dtype=np.int32), np.array(supervised))
 
     made = [
-        tokenized(7, 1, 2, 3, 4, supervised=[False, True, False, True]),
-        tokenized(9, 5, 6, supervised=[False, True]),
+        make_tokenized(7, 1, 2, 3, 4, supervised=[False, True, False, True]),
+        make_tokenized(9, 5, 6, supervised=[False, True]),
     ]
     batch = pack([made], 0) if packed else collate(made, 0)
     tokens = batch.tokens(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0, 2.0, 3.0]))

@@ -104,7 +104,7 @@ def test_a_value_keeps_twelve_significant_bits() -> None:
     assert np.array_equal(token_tables.round_to_12_bits(np.array([0.0, 1.0, -2.5], np.float32)), [0.0, 1.0, -2.5])
 
 
-def test_bytes_of_a_token(tmp_path: Path) -> None:
+def test_a_token_takes_few_bytes(tmp_path: Path) -> None:
     """100,000 tokens of 200 traces, three quarters supervised; utilities over many orders of magnitude."""
     random, num_tokens = np.random.default_rng(2), 500
     offsets = np.arange(201) * num_tokens
@@ -155,11 +155,11 @@ def test_weights_reach_a_batch_and_the_step(weights: Path, store: TokenStore) ->
     tokens = batch.tokens(torch.zeros(int((batch.labels != IGNORED_LABEL).sum())))
     expected = [[w for w, label in zip(rows[i]["loss_weights"], rows[i]["labels"], strict=True) if label != -100]
                 for i in (3, 7, 1)]  # fmt: skip
-    found = token_weights(MethodConfig(name="stored"), tokens).weights
-    assert found.tolist() == pytest.approx([w / len(part) for part in expected for w in part], rel=1e-6)
+    step_weights = token_weights(MethodConfig(name="stored"), tokens).weights
+    assert step_weights.tolist() == pytest.approx([w / len(part) for part in expected for w in part], rel=1e-6)
 
 
-def test_a_part_of_the_traces(
+def test_weights_of_a_selection_cover_only_its_traces(
     scores: Path, tmp_path: Path, store: TokenStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "top.parquet"
@@ -175,7 +175,7 @@ def test_a_part_of_the_traces(
 Change = Callable[[pa.Table], pa.Table]
 
 
-def with_weight(value: float | None) -> Change:
+def replace_weight(value: float | None) -> Change:
     def change(table: pa.Table) -> pa.Table:
         lists = table.column("loss_weights").to_pylist()
         lists[4][-1] = value
@@ -184,7 +184,7 @@ def with_weight(value: float | None) -> Change:
     return change
 
 
-def shortened(table: pa.Table) -> pa.Table:
+def drop_a_weight(table: pa.Table) -> pa.Table:
     lists = table.column("loss_weights").to_pylist()
     return table.set_column(3, "loss_weights", pa.array([lists[0][1:], *lists[1:]], pa.list_(pa.float16())))
 
@@ -201,11 +201,11 @@ def change_manifest_hash(key: str) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_weight(math.nan), "negative, inf or NaN for the trace at position 4"),
-        (with_weight(math.inf), "negative, inf or NaN for the trace at position 4"),
-        (with_weight(-0.5), "negative, inf or NaN for the trace at position 4"),
-        (with_weight(None), "found missing values in column loss_weights"),
-        (shortened, "found another number of tokens for the trace at position 0"),
+        (replace_weight(math.nan), "negative, inf or NaN for the trace at position 4"),
+        (replace_weight(math.inf), "negative, inf or NaN for the trace at position 4"),
+        (replace_weight(-0.5), "negative, inf or NaN for the trace at position 4"),
+        (replace_weight(None), "found missing values in column loss_weights"),
+        (drop_a_weight, "found another number of tokens for the trace at position 0"),
         (change_manifest_hash("tokenizer"), "found weights for another tokenizer"),
         (change_manifest_hash("chat_template"), "found weights for another chat template"),
         (change_manifest_hash("digest"), "found weights for other tokens"),
@@ -222,7 +222,7 @@ def test_weights_that_cannot_be_used_are_refused(
         StoredWeights(tmp_path / "changed.parquet", store)
 
 
-def test_files_that_are_none(store: TokenStore, tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_refused(store: TokenStore, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.token_weights: .*none.parquet: found no such file"):
         StoredWeights(tmp_path / "none.parquet", store)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
@@ -230,7 +230,9 @@ def test_files_that_are_none(store: TokenStore, tmp_path: Path) -> None:
         StoredWeights(tmp_path / "bad.parquet", store)
 
 
-def test_what_keep_refuses(scores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_of_keep_are_refused(
+    scores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "refused.parquet"
 
     def message(*words: str, output: Path = output) -> str:
@@ -263,9 +265,9 @@ def test_the_loss_for_prime_rl_is_that_of_stored_weights(
     row = pq.read_table(weights).to_pylist()[0]
     labels, factors = torch.tensor(row["labels"]), torch.tensor(row["loss_weights"], dtype=torch.float32)
     losses = torch.rand(len(labels), generator=torch.Generator().manual_seed(0))
-    found = names["weighted_loss"](module.LossInputs(-losses, None, None, factors, labels != IGNORED_LABEL))
+    outputs = names["weighted_loss"](module.LossInputs(-losses, None, None, factors, labels != IGNORED_LABEL))
 
     sequence = StoredWeights(weights, store).add_to(0, store[0])
     tokens = pack([[sequence]], 0).tokens(losses[labels != IGNORED_LABEL])
     ours = (token_weights(MethodConfig(name="stored"), tokens).weights * tokens.losses).sum()
-    torch.testing.assert_close(found.loss, ours * len(tokens.losses))
+    torch.testing.assert_close(outputs.loss, ours * len(tokens.losses))

@@ -39,16 +39,16 @@ ASK = {"role": "user", "content": "How warm is Paris?"}
 FINAL = {"role": "assistant", "content": "It has 18 degrees."}
 
 
-def call(name: str = "weather", arguments: Any = None, **turn: Any) -> dict[str, Any]:
+def make_call(name: str = "weather", arguments: Any = None, **turn: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": {"city": "Paris"} if arguments is None else arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]} | turn
 
 
-def result(text: str = "18") -> dict[str, Any]:
+def make_result(text: str = "18") -> dict[str, Any]:
     return {"role": "tool", "content": text}
 
 
-def sequence_of(template: str, row: dict[str, Any], supervise: Any = "all") -> TokenizedSequence:
+def tokenize_row(template: str, row: dict[str, Any], supervise: Any = "all") -> TokenizedSequence:
     chat = read_chat_row(row)
     conversation = Conversation(1, chat.messages, "rows.jsonl", chat.tools, chat.context_turns)
     (sequence,) = tokenize_rendered(
@@ -58,7 +58,9 @@ def sequence_of(template: str, row: dict[str, Any], supervise: Any = "all") -> T
     return sequence
 
 
-def reference_ids(template: str, messages: list[dict[str, Any]], tools: Any = TOOLS, **options: Any) -> list[int]:
+def compute_reference_ids(
+    template: str, messages: list[dict[str, Any]], tools: Any = TOOLS, **options: Any
+) -> list[int]:
     """Token ids by transformers alone; of gpt-oss's, which prints today's date, with ours."""
     tokenizer = make_template_tokenizer(template)
     if template == "gpt_oss":
@@ -80,40 +82,44 @@ THOUGHT = {"reasoning_content": "Look it up."}
 
 # template, messages, the assistant's turns as the model generates them.
 RENDERED: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
-    "qwen3": ("qwen3", [ASK, call(), result(), FINAL], [QWEN3_CALL, EMPTY + QWEN3_FINAL]),
+    "qwen3": ("qwen3", [ASK, make_call(), make_result(), FINAL], [QWEN3_CALL, EMPTY + QWEN3_FINAL]),
     "qwen3, two steps": (
         "qwen3",
-        [SYSTEM, ASK, call(), result(), call("now", {}), result("12:00"), FINAL],
+        [SYSTEM, ASK, make_call(), make_result(), make_call("now", {}), make_result("12:00"), FINAL],
         [QWEN3_CALL, QWEN3_CALL.replace("weather", "now").replace('{"city": "Paris"}', "{}"), EMPTY + QWEN3_FINAL],
     ),
     "qwen3, thinking in both steps": (
         "qwen3",
-        [ASK, call(**THOUGHT), result(), FINAL | THOUGHT],
+        [ASK, make_call(**THOUGHT), make_result(), FINAL | THOUGHT],
         [f"<think>\nLook it up.\n</think>\n\n{turn}" for turn in (QWEN3_CALL, QWEN3_FINAL)],
     ),
-    "qwen3, a call at the end": ("qwen3", [ASK, call()], [EMPTY + QWEN3_CALL]),
-    "qwen3, text beside the call": ("qwen3", [ASK, call(content="Let me see.")], [f"{EMPTY}Let me see.\n{QWEN3_CALL}"]),
+    "qwen3, a call at the end": ("qwen3", [ASK, make_call()], [EMPTY + QWEN3_CALL]),
+    "qwen3, text beside the call": (
+        "qwen3",
+        [ASK, make_call(content="Let me see.")],
+        [f"{EMPTY}Let me see.\n{QWEN3_CALL}"],
+    ),
     "qwen3, a second question": (
         "qwen3",
-        [ASK, call(), result(), FINAL, ASK, call(), result(), FINAL],
+        [ASK, make_call(), make_result(), FINAL, ASK, make_call(), make_result(), FINAL],
         [QWEN3_CALL, QWEN3_FINAL, QWEN3_CALL, EMPTY + QWEN3_FINAL],
     ),
-    "llama3_1": ("llama3_1", [ASK, call(), result(), FINAL], [LLAMA_CALL, LLAMA_FINAL]),
-    "llama3_1, a call at the end": ("llama3_1", [SYSTEM, ASK, call()], [LLAMA_CALL]),
+    "llama3_1": ("llama3_1", [ASK, make_call(), make_result(), FINAL], [LLAMA_CALL, LLAMA_FINAL]),
+    "llama3_1, a call at the end": ("llama3_1", [SYSTEM, ASK, make_call()], [LLAMA_CALL]),
     "llama3_1, a second question": (
         "llama3_1",
-        [ASK, call(), result(), FINAL, ASK, FINAL],
+        [ASK, make_call(), make_result(), FINAL, ASK, FINAL],
         [LLAMA_CALL, LLAMA_FINAL, LLAMA_FINAL],
     ),
-    "gpt_oss": ("gpt_oss", [SYSTEM, ASK, call(), result(), FINAL], [GPT_OSS_CALL, GPT_OSS_FINAL]),
+    "gpt_oss": ("gpt_oss", [SYSTEM, ASK, make_call(), make_result(), FINAL], [GPT_OSS_CALL, GPT_OSS_FINAL]),
     "gpt_oss, thinking at the end": (
         "gpt_oss",
-        [ASK, call(), result(), {**FINAL, "thinking": "So 18."}],
+        [ASK, make_call(), make_result(), {**FINAL, "thinking": "So 18."}],
         [GPT_OSS_CALL, f"<|channel|>analysis<|message|>So 18.<|end|><|start|>assistant{GPT_OSS_FINAL}"],
     ),
     "gpt_oss, thinking before a call": (
         "gpt_oss",
-        [ASK, call(thinking="Look it up.")],
+        [ASK, make_call(thinking="Look it up.")],
         [f"<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant{GPT_OSS_CALL}"],
     ),
 }
@@ -123,23 +129,23 @@ RENDERED: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
 def test_tools_and_calls_are_rendered_as_by_transformers_and_calls_are_supervised(
     template: str, messages: list[dict[str, Any]], turns: list[str]
 ) -> None:
-    sequence = sequence_of(template, {"messages": copy.deepcopy(messages), "tools": TOOLS})
-    assert sequence.input_ids.tolist() == reference_ids(template, messages)
+    sequence = tokenize_row(template, {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    assert sequence.input_ids.tolist() == compute_reference_ids(template, messages)
     assert decode_supervised_spans(template, sequence) == turns
     # Each is predicted from the prompt that the model is given at inference.
     starts = np.flatnonzero(np.diff(sequence.supervised.astype(int)) == 1) + 1
     assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for start, turn in zip(starts, assistant, strict=True):
         if turn == assistant[-1] or template != "gpt_oss":
-            expected = reference_ids(template, messages[:turn], add_generation_prompt=True)
+            expected = compute_reference_ids(template, messages[:turn], add_generation_prompt=True)
             assert sequence.input_ids[:start].tolist() == expected
 
 
 def test_thinking_before_a_call_of_gpt_oss_is_context_of_its_answer_as_at_inference() -> None:
     """Its template drops such thinking once an answer follows, but not from the prompt of this answer."""
-    messages = [ASK, call(thinking="Look it up."), result(), FINAL]
-    sequence = sequence_of("gpt_oss", {"messages": copy.deepcopy(messages), "tools": TOOLS})
-    prompt = reference_ids("gpt_oss", messages[:-1], add_generation_prompt=True)
+    messages = [ASK, make_call(thinking="Look it up."), make_result(), FINAL]
+    sequence = tokenize_row("gpt_oss", {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    prompt = compute_reference_ids("gpt_oss", messages[:-1], add_generation_prompt=True)
     assert sequence.input_ids[: len(prompt)].tolist() == prompt
     analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
     assert decode_supervised_spans("gpt_oss", sequence) == [analysis + GPT_OSS_CALL, GPT_OSS_FINAL]
@@ -151,18 +157,18 @@ def test_thinking_of_gpt_oss_without_tools_goes_to_its_channel() -> None:
         {**FINAL, "thinking": "So 18."},
         {**FINAL, "content": f"<think>\nSo 18.\n</think>\n\n{FINAL['content']}"},
     ):
-        sequence = sequence_of("gpt_oss", {"messages": [ASK, turn]})
-        expected = reference_ids("gpt_oss", [ASK, {**FINAL, "thinking": "So 18."}], None)
+        sequence = tokenize_row("gpt_oss", {"messages": [ASK, turn]})
+        expected = compute_reference_ids("gpt_oss", [ASK, {**FINAL, "thinking": "So 18."}], None)
         assert sequence.input_ids.tolist() == expected
         (target,) = decode_supervised_spans("gpt_oss", sequence)
         assert target == f"<|channel|>analysis<|message|>So 18.<|end|><|start|>assistant{GPT_OSS_FINAL}"
     assert "Current date: 2024-07-26" in render_prompt([ASK], make_template_tokenizer("gpt_oss"))
 
 
-def test_a_question_that_follows_takes_thinking_out_of_calls_and_these_are_context() -> None:
-    messages = [ASK, call(**THOUGHT), result(), FINAL | THOUGHT, ASK, FINAL | THOUGHT]
-    sequence = sequence_of("qwen3", {"messages": copy.deepcopy(messages), "tools": TOOLS})
-    assert sequence.input_ids.tolist() == reference_ids("qwen3", messages)
+def test_calls_before_a_later_question_lose_their_thinking_and_are_context() -> None:
+    messages = [ASK, make_call(**THOUGHT), make_result(), FINAL | THOUGHT, ASK, FINAL | THOUGHT]
+    sequence = tokenize_row("qwen3", {"messages": copy.deepcopy(messages), "tools": TOOLS})
+    assert sequence.input_ids.tolist() == compute_reference_ids("qwen3", messages)
     assert decode_supervised_spans("qwen3", sequence) == [f"<think>\nLook it up.\n</think>\n\n{QWEN3_FINAL}"]
 
 
@@ -191,11 +197,16 @@ OTHER_FORMS: dict[str, tuple[list[dict[str, Any]], Any]] = {
         TOOLS,
     ),
     "no content, bare functions": (
-        [ASK, {"role": "assistant", "tool_calls": [FUNCTION]}, result(), FINAL],
+        [ASK, {"role": "assistant", "tool_calls": [FUNCTION]}, make_result(), FINAL],
         [tool["function"] for tool in TOOLS],
     ),
     "ms-swift: turns of calls, tools as text": (
-        [ASK, {"role": "tool_call", "content": json.dumps(FUNCTION)}, {**result(), "role": "tool_response"}, FINAL],
+        [
+            ASK,
+            {"role": "tool_call", "content": json.dumps(FUNCTION)},
+            {**make_result(), "role": "tool_response"},
+            FINAL,
+        ],
         json.dumps(TOOLS),
     ),
 }
@@ -204,13 +215,13 @@ OTHER_FORMS: dict[str, tuple[list[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1", "gpt_oss"])
 @pytest.mark.parametrize(("messages", "tools"), OTHER_FORMS.values(), ids=OTHER_FORMS)
 def test_forms_of_calls_and_tools_are_equivalent(template: str, messages: list[dict[str, Any]], tools: Any) -> None:
-    expected = sequence_of(template, {"messages": [ASK, call(), result(), FINAL], "tools": TOOLS})
-    sequence = sequence_of(template, {"messages": messages, "tools": tools})
+    expected = tokenize_row(template, {"messages": [ASK, make_call(), make_result(), FINAL], "tools": TOOLS})
+    sequence = tokenize_row(template, {"messages": messages, "tools": tools})
     np.testing.assert_array_equal(sequence.input_ids, expected.input_ids)
     np.testing.assert_array_equal(sequence.supervised, expected.supervised)
 
 
-def test_calls_in_sharegpt_and_several_calls_of_a_turn() -> None:
+def test_calls_in_sharegpt_and_several_calls_of_a_turn_are_read() -> None:
     turns = [
         {"from": "human", "value": ASK["content"]},
         {"from": "gpt", "value": "Let me see."},
@@ -220,34 +231,39 @@ def test_calls_in_sharegpt_and_several_calls_of_a_turn() -> None:
         {"from": "observation", "value": "12:00"},
         {"from": "gpt", "value": FINAL["content"]},
     ]
-    both = call(content="Let me see.")
-    both["tool_calls"].extend(call("now", {})["tool_calls"])
-    messages = [ASK, both, result(), result("12:00"), FINAL]
-    sequence = sequence_of("qwen3", {"conversations": turns, "tools": json.dumps(TOOLS)})
-    assert sequence.input_ids.tolist() == reference_ids("qwen3", messages)
+    turn_with_two_calls = make_call(content="Let me see.")
+    turn_with_two_calls["tool_calls"].extend(make_call("now", {})["tool_calls"])
+    messages = [ASK, turn_with_two_calls, make_result(), make_result("12:00"), FINAL]
+    sequence = tokenize_row("qwen3", {"conversations": turns, "tools": json.dumps(TOOLS)})
+    assert sequence.input_ids.tolist() == compute_reference_ids("qwen3", messages)
     first, _ = decode_supervised_spans("qwen3", sequence)
     assert first.startswith("Let me see.\n<tool_call>") and first.count("<tool_call>") == 2
 
 
 LEFT_OUT = {
-    "no calls in the template": ("smollm2", [ASK, call(), result(), FINAL], TOOLS, "the call of message 2 and `tools`"),
+    "no calls in the template": (
+        "smollm2",
+        [ASK, make_call(), make_result(), FINAL],
+        TOOLS,
+        "the call of message 2 and `tools`",
+    ),
     "no tools in the template": ("smollm2", [ASK, FINAL], TOOLS, "leaves out `tools`"),
-    "calls alone": ("deepseek_r1_distill", [ASK, call(), result(), FINAL], None, "the call of message 2"),
+    "calls alone": ("deepseek_r1_distill", [ASK, make_call(), make_result(), FINAL], None, "the call of message 2"),
     "text beside a call": (
         "llama3_1",
-        [ASK, call(content="Let me see."), result(), FINAL],
+        [ASK, make_call(content="Let me see."), make_result(), FINAL],
         TOOLS,
         "the text beside the call in message 2 (assistant)",
     ),
     "second call": (
         "gpt_oss",
-        [ASK, call(tool_calls=call()["tool_calls"] * 2), result(), FINAL],
+        [ASK, make_call(tool_calls=make_call()["tool_calls"] * 2), make_result(), FINAL],
         TOOLS,
         "the calls of message 2",
     ),
     "two calls": (
         "llama3_1",
-        [ASK, call(tool_calls=call()["tool_calls"] * 2), result(), FINAL],
+        [ASK, make_call(tool_calls=make_call()["tool_calls"] * 2), make_result(), FINAL],
         TOOLS,
         "refuses this conversation (roles user, assistant, tool, assistant): This model only supports single tool-c",
     ),
@@ -255,42 +271,46 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize(("template", "messages", "tools", "found"), LEFT_OUT.values(), ids=LEFT_OUT)
-def test_what_a_template_cannot_render_is_refused_with_the_row(
-    template: str, messages: list[dict[str, Any]], tools: Any, found: str
+@pytest.mark.parametrize(("template", "messages", "tools", "reason"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_rows_that_a_template_cannot_render_are_refused(
+    template: str, messages: list[dict[str, Any]], tools: Any, reason: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        sequence_of(template, {"messages": copy.deepcopy(messages), "tools": tools})
-    assert str(error.value).startswith("rows.jsonl:1: the chat template of ") and found in str(error.value)
+        tokenize_row(template, {"messages": copy.deepcopy(messages), "tools": tools})
+    assert str(error.value).startswith("rows.jsonl:1: the chat template of ") and reason in str(error.value)
 
 
 MALFORMED = {
-    "arguments": ([ASK, call(arguments="{city")], None, "message 2: `arguments` of the call of weather is no JSON"),
+    "arguments": (
+        [ASK, make_call(arguments="{city")],
+        None,
+        "message 2: `arguments` of the call of weather is no JSON",
+    ),
     "list": (
-        [ASK, call(arguments=[1])],
+        [ASK, make_call(arguments=[1])],
         None,
         "`arguments` of the call of weather is a list ([1]), expected an object",
     ),
-    "no name": ([ASK, call(name=None)], None, "message 2: a call is an object"),
-    "calls of the user": ([{**call(), "role": "user"}, FINAL], None, "found `tool_calls` in a turn of the user"),
+    "no name": ([ASK, make_call(name=None)], None, "message 2: a call is an object"),
+    "calls of the user": ([{**make_call(), "role": "user"}, FINAL], None, "found `tool_calls` in a turn of the user"),
     "tools": ([ASK, FINAL], "weather", "`tools` is no JSON (weather)"),
     "no schema": ([ASK, FINAL], [{"description": "x"}], "tool 1 is an object"),
 }
 
 
-@pytest.mark.parametrize(("messages", "tools", "found"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_calls_and_tools_say_what_was_found(messages: Any, tools: Any, found: str) -> None:
+@pytest.mark.parametrize(("messages", "tools", "reason"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_calls_and_tools_name_what_is_wrong(messages: Any, tools: Any, reason: str) -> None:
     with pytest.raises(Malformed) as malformed:
         read_chat_row({"messages": copy.deepcopy(messages), "tools": tools})
-    assert found in malformed.value.args[0]
+    assert reason in malformed.value.args[0]
 
 
 def test_tools_in_parquet_and_json_lines_are_the_same(tmp_path: Path) -> None:
     """Parquet gives every object the keys of all, with null where a row has none; in JSON a null is an argument."""
     make_template_tokenizer("qwen3").save_pretrained(tmp_path / "tokenizer")
     rows = [
-        {"messages": [ASK, call("weather", {"city": "Paris"}), result(), FINAL], "tools": TOOLS},
-        {"messages": [ASK, call("now", {"zone": "UTC"}), result("12:00"), FINAL], "tools": TOOLS[1:]},
+        {"messages": [ASK, make_call("weather", {"city": "Paris"}), make_result(), FINAL], "tools": TOOLS},
+        {"messages": [ASK, make_call("now", {"zone": "UTC"}), make_result("12:00"), FINAL], "tools": TOOLS[1:]},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -301,5 +321,5 @@ def test_tools_in_parquet_and_json_lines_are_the_same(tmp_path: Path) -> None:
         store = TokenStore(tmp_path / f"{source}.store")
         texts.append([make_template_tokenizer("qwen3").decode(sequence.input_ids) for sequence in store])
     assert texts[0] == texts[1] and '{"name": "now", "arguments": {"zone": "UTC"}}' in texts[0][1]
-    with_null = sequence_of("qwen3", {"messages": [ASK, call(arguments={"city": None}), result(), FINAL]})
+    with_null = tokenize_row("qwen3", {"messages": [ASK, make_call(arguments={"city": None}), make_result(), FINAL]})
     assert '"arguments": {"city": null}' in make_template_tokenizer("qwen3").decode(with_null.input_ids)

@@ -24,20 +24,20 @@ def attempt(output: Path, said: list[str], request: dict[str, Any], *, again: bo
     with suppress(KeyboardInterrupt), unfinished_work(output, said.append) as folder:
         resume_or_begin(folder, request, said.append, again=again)
         (folder / "pass_000").mkdir(exist_ok=True)
-        there = {path.name for path in (folder / "pass_000").iterdir()}
+        existing = {path.name for path in (folder / "pass_000").iterdir()}
         for number in range(parts):
-            (folder / "pass_000" / f"{len(there) + number}.npz").touch()
+            (folder / "pass_000" / f"{len(existing) + number}.npz").touch()
         raise KeyboardInterrupt
-    return there
+    return existing
 
 
-def test_parts_are_kept_for_the_same_request_alone(tmp_path: Path, said: list[str]) -> None:
+def test_parts_are_kept_only_for_the_same_request(tmp_path: Path, said: list[str]) -> None:
     output = tmp_path / "out"
     assert attempt(output, said, REQUEST) == set() and said == []
     assert attempt(output, said, REQUEST) == {"0.npz"} and "resuming" in said[-1]
-    other = REQUEST | {"seed": 2, "lora": {"rank": 4}, "sets": REQUEST["sets"][::-1], "betas": [0.9, 0.999]}
+    changed = REQUEST | {"seed": 2, "lora": {"rank": 4}, "sets": REQUEST["sets"][::-1], "betas": [0.9, 0.999]}
     with pytest.raises(UserError) as error:
-        attempt(output, said, other)
+        attempt(output, said, changed)
     assert str(error.value).splitlines() == [
         f"--output: {output}.unfinished: found unfinished work of another request:",
         "  betas.1: 0.99 there, 0.999 here",
@@ -49,11 +49,11 @@ def test_parts_are_kept_for_the_same_request_alone(tmp_path: Path, said: list[st
         "expected the same values, to resume it. Name another --output, or delete the unfinished work with --again",
     ]
     assert attempt(output, said, REQUEST, parts=0) == {"0.npz", "1.npz"}, "a refusal has deleted work"
-    assert attempt(output, said, other, again=True) == set() and "beginning again" in said[-1]
-    assert attempt(output, said, other) == {"0.npz"}
+    assert attempt(output, said, changed, again=True) == set() and "beginning again" in said[-1]
+    assert attempt(output, said, changed) == {"0.npz"}
 
 
-def test_a_request_that_cannot_be_read_is_another_one(tmp_path: Path, said: list[str]) -> None:
+def test_a_request_that_cannot_be_read_counts_as_another_one(tmp_path: Path, said: list[str]) -> None:
     attempt(tmp_path / "out", said, REQUEST)
     for damage in ("{", "[]"):
         (tmp_path / "out.unfinished" / "request.json").write_text(damage)
@@ -76,7 +76,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, said: list[str]) -> N
 
 
 class Second:
-    """Another process that does the same, as far as a lock sees: it opens files of its own."""
+    """Stands in for another process: locks treat it as one, since it opens the files itself."""
 
     def __init__(self, output: Path):
         self._output, self._held = output, ExitStack()
@@ -99,7 +99,7 @@ class Second:
 def test_a_second_process_that_begins_as_the_first_ends_has_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as the lock is free, before the first has removed anything after that."""
+    """The second begins as soon as the lock is free, before the first removes anything."""
     second, release = Second(tmp_path / "out"), FileLock.release
 
     def release_and_let_in(self: FileLock, force: bool = False) -> None:
@@ -113,7 +113,7 @@ def test_a_second_process_that_begins_as_the_first_ends_has_a_folder(
     second.check()
 
 
-def test_a_lock_on_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_removed_folder_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second has opened the first one's lock file, and gets the lock when the folder has lost its name."""
     second, lock, first = Second(tmp_path / "out"), fcntl.flock, ExitStack()
     first.enter_context(unfinished_work(tmp_path / "out", print))

@@ -38,7 +38,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return write
 
 
-def lists(name: str, driver: str) -> str:
+def list_gpu_lines(name: str, driver: str) -> str:
     return "\n".join([f"{name}, {driver}"] * 8)
 
 
@@ -55,7 +55,7 @@ def lists(name: str, driver: str) -> str:
         (H100, "600.1", "3.0.0", "14.0", ["Error 802: system not yet initialized"]),
     ],
 )  # fmt: skip
-def test_the_message_names_both_versions_and_what_fits(
+def test_the_message_names_both_versions_and_the_fitting_build(
     nvidia_smi: Callable[..., Path],
     name: str,
     driver: str,
@@ -63,7 +63,7 @@ def test_the_message_names_both_versions_and_what_fits(
     built_for: str | None,
     expected: list[str],
 ) -> None:
-    nvidia_smi(lists(name, driver))
+    nvidia_smi(list_gpu_lines(name, driver))
     with pytest.raises(UserError) as caught:
         refuse_unused_gpus(torch_version, built_for, "Error 802: system not yet initialized")
     start = f"GPUs: found 8 x {name} with driver {driver}, which PyTorch {torch_version} cannot use: "
@@ -73,10 +73,10 @@ def test_the_message_names_both_versions_and_what_fits(
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
-def test_hidden_gpus_are_no_mistake(
+def test_hidden_gpus_are_not_refused(
     nvidia_smi: Callable[..., Path], visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nvidia_smi(lists(H100, "570.86.15"))
+    nvidia_smi(list_gpu_lines(H100, "570.86.15"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     refuse_unused_gpus("2.13.0", "13.0")
     for chosen in ("0,1", "GPU-8932f937", "MIG-3"):
@@ -86,7 +86,7 @@ def test_hidden_gpus_are_no_mistake(
 
 
 @pytest.mark.parametrize("answer", [None, "Failed to initialize NVML: Driver/library version mismatch"])
-def test_without_an_answer_of_nvidia_smi_the_files_of_the_driver_count(
+def test_without_nvidia_smi_the_files_of_the_driver_are_read(
     nvidia_smi: Callable[..., Path], answer: str | None, tmp_path: Path
 ) -> None:
     if answer is not None:
@@ -109,10 +109,12 @@ def test_without_an_answer_of_nvidia_smi_the_files_of_the_driver_count(
     assert list_gpus(tmp_path) == ((B200, B200), "570.86.15")
 
 
-def test_pytorch_decides(nvidia_smi: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    nvidia_smi(lists(H100, "570.86.15"))
+def test_gpus_are_refused_only_where_pytorch_cannot_use_them(
+    nvidia_smi: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    nvidia_smi(list_gpu_lines(H100, "570.86.15"))
 
-    def answers(version: str, built_for: str | None, is_available: bool) -> tuple[int, str, str]:
+    def run_gpus_command(version: str, built_for: str | None, is_available: bool) -> tuple[int, str, str]:
         device._refuse_unused_gpus.cache_clear()
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
         monkeypatch.setattr(torch, "__version__", version)
@@ -120,21 +122,21 @@ def test_pytorch_decides(nvidia_smi: Callable[..., Path], monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
         return gpus.main(), *capfd.readouterr()
 
-    assert answers("2.13.0+cu130", "13.0", True) == (0, "cuda\n", "")
-    assert answers("2.13.0+rocm7.1", None, True) == (0, "cuda\n", "")
+    assert run_gpus_command("2.13.0+cu130", "13.0", True) == (0, "cuda\n", "")
+    assert run_gpus_command("2.13.0+rocm7.1", None, True) == (0, "cuda\n", "")
     for version, built_for in (("2.13.0+cpu", None), ("2.13.0", None), ("2.13.0+cu130", "13.0")):
-        code, printed, message = answers(version, built_for, False)
+        code, printed, message = run_gpus_command(version, built_for, False)
         assert (code, printed) == (2, "") and message.startswith("vcore-ds: GPUs: found 8 x NVIDIA H100 80GB HBM3")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert not device.uses_gpu()
     monkeypatch.delenv("DS_ACCELERATOR")
     nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver", code=9)
-    assert answers("2.13.0+cpu", None, False) == (0, "cpu\n", "")
+    assert run_gpus_command("2.13.0+cpu", None, False) == (0, "cpu\n", "")
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "wrong_traces.sh"])
-def test_launch_scripts_end_there(nvidia_smi: Callable[..., Path], script: str, tmp_path: Path) -> None:
-    folder = nvidia_smi(lists(H100, "470.82.01"))
+def test_launch_scripts_stop_with_the_message(nvidia_smi: Callable[..., Path], script: str, tmp_path: Path) -> None:
+    folder = nvidia_smi(list_gpu_lines(H100, "470.82.01"))
     environment = os.environ | {"PATH": f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"}
     line = ["bash", f"{REPOSITORY}/launch_scripts/{script}"]
     done = subprocess.run(line, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -21,17 +21,17 @@ from vcore_ds.method.weights import (
 from vcore_ds.train.weighting import sequence_weights
 
 LOG2, LOG3 = math.log(2), math.log(3)
-KL_ACCURACY = 1e-6  # nats, what is promised
+KL_ACCURACY = 1e-6  # nats, as documented
 
 
-def index_of(lengths: list[int]) -> Tensor:
+def make_index(lengths: list[int]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
 
 several = settings(max_examples=200 if IS_SOAK else 50)
 
 
-def kl_to_uniform(weights: Tensor, index: Tensor, num_sequences: int) -> Tensor:
+def compute_kl_to_uniform(weights: Tensor, index: Tensor, num_sequences: int) -> Tensor:
     """`KL(q || u)` from the weights: `sum q log(n q)`."""
     num_tokens = torch.bincount(index, minlength=num_sequences).to(weights)
     terms = torch.special.xlogy(weights, weights * num_tokens[index])
@@ -44,7 +44,7 @@ def ragged(draw: st.DrawFn, min_length: int = 0, scales: tuple[float, float] = (
     lengths = draw(st.lists(st.integers(min_length, 40), min_size=1, max_size=6))
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
-    index = index_of(lengths)
+    index = make_index(lengths)
     index = index[torch.randperm(len(index), generator=generator)]
     scale = 10.0 ** torch.empty(len(lengths), dtype=torch.float64).uniform_(*scales, generator=generator)
     offset = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
@@ -63,20 +63,20 @@ def ragged(draw: st.DrawFn, min_length: int = 0, scales: tuple[float, float] = (
 def test_weights_and_divergence_by_hand() -> None:
     # exp(1 * [0, log 2, log 3]) = 1, 2, 3 and exp(0.5 * [-2 log 3, 0]) = 1/3, 1, and one token alone.
     utilities = torch.tensor([0.0, LOG2, LOG3, -2 * LOG3, 0.0, 7.0], dtype=torch.float64)
-    found = gibbs_weights(utilities, index_of([3, 2, 1]), 3, torch.tensor([1.0, 0.5, 4.0], dtype=torch.float64))
+    result = gibbs_weights(utilities, make_index([3, 2, 1]), 3, torch.tensor([1.0, 0.5, 4.0], dtype=torch.float64))
     right = [1 / 6, 2 / 6, 3 / 6, 1 / 4, 3 / 4, 1.0]
-    torch.testing.assert_close(found.weights, torch.tensor(right, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(result.weights, torch.tensor(right, dtype=torch.float64), rtol=1e-14, atol=0)
     # 1/6 log(1/2) + 1/3 log 1 + 1/2 log(3/2) and 1/4 log(1/2) + 3/4 log(3/2)
     kl = [0.5 * math.log(1.5) - LOG2 / 6, 0.75 * math.log(1.5) - LOG2 / 4, 0.0]
     assert kl[:2] == pytest.approx([0.087208, 0.130812], abs=1e-6)
-    torch.testing.assert_close(found.kl, torch.tensor(kl, dtype=torch.float64), rtol=1e-13, atol=1e-15)
-    assert found.temperature.tolist() == [1.0, 0.5, 4.0]
-    assert found.saturated.tolist() == [False] * 3
+    torch.testing.assert_close(result.kl, torch.tensor(kl, dtype=torch.float64), rtol=1e-13, atol=1e-15)
+    assert result.temperature.tolist() == [1.0, 0.5, 4.0]
+    assert result.saturated.tolist() == [False] * 3
 
 
 def test_the_papers_temperature_and_the_released_codes_are_2e7_apart() -> None:
     # Utilities of 1 to 100, as measured; 5e3 multiplies in the paper and divides in the released code.
-    utilities, index = torch.tensor([1.0, 100.0]), index_of([2])
+    utilities, index = torch.tensor([1.0, 100.0]), make_index([2])
     assert gibbs_weights(utilities, index, 1, 5e3).weights.tolist() == [0.0, 1.0]
     low = 1 / (1 + math.exp(99 / 5e3))
     assert gibbs_weights(utilities, index, 1, 1 / 5e3).weights.tolist() == pytest.approx([low, 1 - low], rel=1e-6)
@@ -87,10 +87,10 @@ def test_a_budget_by_hand() -> None:
     # The temperature that gives 1/6, 2/6, 3/6 is 1, and its divergence is known.
     utilities = torch.tensor([0.0, LOG2, LOG3, 5.0, 5.0 + LOG3], dtype=torch.float64)
     for sequence, kl in [(0, 0.5 * math.log(1.5) - LOG2 / 6), (1, 0.75 * math.log(1.5) - LOG2 / 4)]:
-        found = gibbs_weights_for_budget(utilities, index_of([3, 2]), 2, kl)
-        assert float(found.temperature[sequence]) == pytest.approx(1.0, abs=1e-5)
-        of_sequence = found.weights[index_of([3, 2]) == sequence].tolist()
-        assert of_sequence == pytest.approx([[1 / 6, 2 / 6, 3 / 6], [1 / 4, 3 / 4]][sequence], abs=1e-5)
+        result = gibbs_weights_for_budget(utilities, make_index([3, 2]), 2, kl)
+        assert float(result.temperature[sequence]) == pytest.approx(1.0, abs=1e-5)
+        weights = result.weights[make_index([3, 2]) == sequence].tolist()
+        assert weights == pytest.approx([[1 / 6, 2 / 6, 3 / 6], [1 / 4, 3 / 4]][sequence], abs=1e-5)
 
 
 # ---- another base measure ------------------------------------------------------------------------------------------
@@ -98,14 +98,14 @@ def test_a_budget_by_hand() -> None:
 
 def test_a_base_measure_by_hand() -> None:
     # b = 1/2, 1/4, 1/4 from losses log 2, log 4, log 4 (any constant added); tilted by 1, 1, 2 it is 2, 1, 2 fifths.
-    losses, index = torch.tensor([LOG2, 2 * LOG2, 2 * LOG2], dtype=torch.float64) + 3.0, index_of([3])
+    losses, index = torch.tensor([LOG2, 2 * LOG2, 2 * LOG2], dtype=torch.float64) + 3.0, make_index([3])
     log_base = log_probability_base(losses, index, 1)
     assert log_base.exp().tolist() == pytest.approx([1 / 2, 1 / 4, 1 / 4], rel=1e-14)
     utilities = torch.tensor([0.0, 0.0, LOG2], dtype=torch.float64)
-    found = gibbs_weights(utilities, index, 1, 1.0, log_base)
-    assert found.weights.tolist() == pytest.approx([2 / 5, 1 / 5, 2 / 5], rel=1e-14)
+    result = gibbs_weights(utilities, index, 1, 1.0, log_base)
+    assert result.weights.tolist() == pytest.approx([2 / 5, 1 / 5, 2 / 5], rel=1e-14)
     kl = 0.4 * math.log(0.8) + 0.2 * math.log(0.8) + 0.4 * math.log(1.6)
-    assert float(found.kl) == pytest.approx(kl, rel=1e-12)
+    assert float(result.kl) == pytest.approx(kl, rel=1e-12)
     solved = gibbs_weights_for_budget(utilities, index, 1, kl, log_base)
     assert float(solved.temperature) == pytest.approx(1.0, abs=1e-5)
     assert solved.weights.tolist() == pytest.approx([2 / 5, 1 / 5, 2 / 5], abs=1e-5)
@@ -117,7 +117,7 @@ def test_a_base_measure_by_hand() -> None:
 
 @several
 @given(ragged(min_length=1, scales=(-4, 2)), st.floats(0.01, 120), st.floats(0.001, 2.0), st.integers(0, 2**31))
-def test_the_budget_to_any_base_measure(drawn, spread: float, budget: float, seed: int) -> None:
+def test_the_budget_is_met_relative_to_any_base_measure(drawn, spread: float, budget: float, seed: int) -> None:
     """Losses up to hundreds of nats, so that a token of large utility may have almost no base weight."""
     utilities, index, num_sequences = drawn
     losses = torch.rand(len(index), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
@@ -126,16 +126,16 @@ def test_the_budget_to_any_base_measure(drawn, spread: float, budget: float, see
     torch.testing.assert_close(segment_sum(log_base.exp(), index, num_sequences), ones)
     untilted = gibbs_weights(utilities, index, num_sequences, 0.0, log_base)
     torch.testing.assert_close(untilted.weights, log_base.exp(), rtol=1e-9, atol=1e-15)
-    found = gibbs_weights_for_budget(utilities, index, num_sequences, budget, log_base)
-    q = found.weights
+    result = gibbs_weights_for_budget(utilities, index, num_sequences, budget, log_base)
+    q = result.weights
     torch.testing.assert_close(segment_sum(q, index, num_sequences), ones)
     kl = segment_sum(torch.special.xlogy(q, q) - q * log_base, index, num_sequences)
     gain = segment_sum((q - log_base.exp()) * utilities, index, num_sequences)
     size = segment_sum(utilities.abs(), index, num_sequences)
     assert (gain >= -1e-9 * size).all()  # E_q[s] >= E_b[s]
     for i in range(num_sequences):
-        own = utilities[index == i]
-        if bool(found.saturated[i]) or float(own.max() - own.min()) == 0:
+        sequence_utilities = utilities[index == i]
+        if bool(result.saturated[i]) or float(sequence_utilities.max() - sequence_utilities.min()) == 0:
             assert float(kl[i]) <= budget + KL_ACCURACY
         else:
             assert abs(float(kl[i]) - budget) <= KL_ACCURACY
@@ -160,40 +160,40 @@ def test_sequence_weights_leave_a_budget_over_the_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_temperature_zero_is_uniform_bit_for_bit(dtype: torch.dtype) -> None:
-    index = index_of([1, 7, 0, 300, 49])[torch.randperm(357, generator=torch.Generator().manual_seed(0))]
+    index = make_index([1, 7, 0, 300, 49])[torch.randperm(357, generator=torch.Generator().manual_seed(0))]
     utilities = torch.randn(357, generator=torch.Generator().manual_seed(1), dtype=dtype) * 1e4
-    found = gibbs_weights(utilities, index, 5, 0.0)
+    result = gibbs_weights(utilities, index, 5, 0.0)
     uniform = uniform_weights(index, 5, dtype)
-    assert torch.equal(found.weights, uniform)
+    assert torch.equal(result.weights, uniform)
     assert torch.equal(uniform, (1.0 / torch.tensor([1, 7, 1, 300, 49], dtype=dtype))[index])
-    assert float(found.kl.max()) < 1e-5
+    assert float(result.kl.max()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [5e3, 1e12])
 def test_a_huge_temperature_is_finite_and_one_hot(temperature: float, dtype: torch.dtype) -> None:
     utilities = torch.linspace(1, 100, 64, dtype=dtype).flip(0)
-    found = gibbs_weights(torch.cat([utilities, -utilities * 1e20]), index_of([64, 64]), 2, temperature)
-    assert found.weights.tolist() == [1.0] + [0.0] * 126 + [1.0]
-    assert found.kl.tolist() == pytest.approx([math.log(64)] * 2, rel=1e-6)
+    result = gibbs_weights(torch.cat([utilities, -utilities * 1e20]), make_index([64, 64]), 2, temperature)
+    assert result.weights.tolist() == [1.0] + [0.0] * 126 + [1.0]
+    assert result.kl.tolist() == pytest.approx([math.log(64)] * 2, rel=1e-6)
 
 
-def test_sequences_without_tokens_and_of_one_token() -> None:
+def test_sequences_without_tokens_and_of_one_token_are_not_tilted() -> None:
     utilities, index = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1, 4, 4])
-    for found in (gibbs_weights(utilities, index, 6, 2.0), gibbs_weights_for_budget(utilities, index, 6, 0.1)):
-        assert found.weights[0] == 1.0
-        for values in (found.weights, found.temperature, found.kl):
+    for result in (gibbs_weights(utilities, index, 6, 2.0), gibbs_weights_for_budget(utilities, index, 6, 0.1)):
+        assert result.weights[0] == 1.0
+        for values in (result.weights, result.temperature, result.kl):
             assert values.isfinite().all()
-        assert found.kl[[0, 1, 2, 3, 5]].tolist() == [0.0] * 5
-        assert found.kl[4] > 0.09
-        assert not found.saturated.any()
+        assert result.kl[[0, 1, 2, 3, 5]].tolist() == [0.0] * 5
+        assert result.kl[4] > 0.09
+        assert not result.saturated.any()
 
 
-def test_no_tokens_at_all() -> None:
+def test_no_tokens_at_all_give_no_weights() -> None:
     nothing, index = torch.empty(0), torch.empty(0, dtype=torch.int64)
-    for found in (gibbs_weights(nothing, index, 2, 1.0), gibbs_weights_for_budget(nothing, index, 2, 0.1)):
-        assert found.weights.shape == (0,)
-        assert found.kl.tolist() == [0.0, 0.0]
+    for result in (gibbs_weights(nothing, index, 2, 1.0), gibbs_weights_for_budget(nothing, index, 2, 0.1)):
+        assert result.weights.shape == (0,)
+        assert result.kl.tolist() == [0.0, 0.0]
     assert uniform_weights(index, 2).shape == (0,)
 
 
@@ -201,9 +201,11 @@ def test_no_tokens_at_all() -> None:
 @given(ragged(min_length=1, scales=(-3, 1)), st.floats(0.01, 50))
 def test_each_sequence_sums_to_one_and_its_divergence_is_that_of_its_weights(drawn, temperature: float) -> None:
     utilities, index, num_sequences = drawn
-    found = gibbs_weights(utilities, index, num_sequences, temperature)
-    torch.testing.assert_close(segment_sum(found.weights, index, num_sequences), torch.ones(num_sequences).double())
-    torch.testing.assert_close(found.kl, kl_to_uniform(found.weights, index, num_sequences), rtol=1e-9, atol=1e-12)
+    result = gibbs_weights(utilities, index, num_sequences, temperature)
+    torch.testing.assert_close(segment_sum(result.weights, index, num_sequences), torch.ones(num_sequences).double())
+    torch.testing.assert_close(
+        result.kl, compute_kl_to_uniform(result.weights, index, num_sequences), rtol=1e-9, atol=1e-12
+    )
 
 
 @several
@@ -233,12 +235,12 @@ def test_a_shift_of_the_utilities_changes_nothing(drawn, shift: float, temperatu
         before = solve(utilities, index, num_sequences, strength).weights
         after = solve(shifted, index, num_sequences, strength).weights
         # The shift itself rounds utilities, by 1e-16 of its size: relative to the smallest gap for a budget.
-        gap = min_spread(utilities, index, num_sequences) if solve is gibbs_weights_for_budget else 1 / temperature
+        gap = find_min_spread(utilities, index, num_sequences) if solve is gibbs_weights_for_budget else 1 / temperature
         assume(gap > 1e-6)
         torch.testing.assert_close(before, after, rtol=0, atol=1e-5)
 
 
-def min_spread(utilities: Tensor, index: Tensor, num_sequences: int) -> float:
+def find_min_spread(utilities: Tensor, index: Tensor, num_sequences: int) -> float:
     """Smallest difference between two utilities of a sequence that differ."""
     gaps = [utilities[index == i].unique().diff() for i in range(num_sequences)]
     return float(torch.cat([torch.tensor([1.0], dtype=torch.float64), *gaps]).min())
@@ -251,50 +253,50 @@ def min_spread(utilities: Tensor, index: Tensor, num_sequences: int) -> float:
 @given(ragged(), st.floats(1e-4, 3.0))
 def test_the_budget_is_met_whatever_the_scale(drawn, budget: float) -> None:
     utilities, index, num_sequences = drawn
-    found = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
-    kl = kl_to_uniform(found.weights, index, num_sequences)
+    result = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
+    kl = compute_kl_to_uniform(result.weights, index, num_sequences)
     for sequence in range(num_sequences):
         mine = utilities[index == sequence]
         if mine.numel() == 0 or float(mine.max()) == float(mine.min()):
-            assert float(found.kl[sequence]) == 0.0 and not found.saturated[sequence]
+            assert float(result.kl[sequence]) == 0.0 and not result.saturated[sequence]
             continue
         reachable = math.log(len(mine) / int((mine == mine.max()).sum()))
         if budget >= reachable + 2 * KL_ACCURACY:
-            assert found.saturated[sequence]
+            assert result.saturated[sequence]
             assert float(kl[sequence]) == pytest.approx(reachable, abs=KL_ACCURACY)
         elif budget <= reachable - 2 * KL_ACCURACY:
-            assert not found.saturated[sequence]
+            assert not result.saturated[sequence]
             assert float(kl[sequence]) == pytest.approx(budget, abs=KL_ACCURACY)
-            assert float(found.kl[sequence]) == pytest.approx(budget, abs=KL_ACCURACY)
+            assert float(result.kl[sequence]) == pytest.approx(budget, abs=KL_ACCURACY)
 
 
 @several
 @given(ragged(min_length=1), st.floats(0.001, 1.0))
 def test_a_budgets_weights_are_those_of_its_temperature(drawn, budget: float) -> None:
     utilities, index, num_sequences = drawn
-    found = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
-    again = gibbs_weights(utilities, index, num_sequences, found.temperature)
-    torch.testing.assert_close(found.weights, again.weights, rtol=0, atol=1e-7)
+    result = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
+    again = gibbs_weights(utilities, index, num_sequences, result.temperature)
+    torch.testing.assert_close(result.weights, again.weights, rtol=0, atol=1e-7)
 
 
 def test_fp32_utilities_meet_the_budget_and_keep_their_dtype() -> None:
     generator = torch.Generator().manual_seed(0)
-    index = index_of([16_000, 500, 3])
+    index = make_index([16_000, 500, 3])
     for scale in (1e-8, 1.0, 1e6):
         utilities = torch.randn(16_503, generator=generator) ** 3 * scale
-        found = gibbs_weights_for_budget(utilities, index, 3, 0.05)
-        assert found.weights.dtype == found.temperature.dtype == found.kl.dtype == torch.float32
-        kl = kl_to_uniform(found.weights.double(), index, 3)
+        result = gibbs_weights_for_budget(utilities, index, 3, 0.05)
+        assert result.weights.dtype == result.temperature.dtype == result.kl.dtype == torch.float32
+        kl = compute_kl_to_uniform(result.weights.double(), index, 3)
         assert kl.tolist() == pytest.approx([0.05] * 3, abs=KL_ACCURACY)
 
 
 def test_constant_utilities_get_uniform_weights() -> None:
     for value in (0.0, 0.1, -3e7):
-        index = index_of([3, 7, 1])
-        found = gibbs_weights_for_budget(torch.full((11,), value), index, 3, 0.3)
-        assert torch.equal(found.weights, uniform_weights(index, 3))
-        assert (found.temperature.tolist(), found.kl.tolist()) == ([0.0] * 3, [0.0] * 3)
-        assert not found.saturated.any()
+        index = make_index([3, 7, 1])
+        result = gibbs_weights_for_budget(torch.full((11,), value), index, 3, 0.3)
+        assert torch.equal(result.weights, uniform_weights(index, 3))
+        assert (result.temperature.tolist(), result.kl.tolist()) == ([0.0] * 3, [0.0] * 3)
+        assert not result.saturated.any()
 
 
 @pytest.mark.parametrize("num_highest", [1, 2, 3])
@@ -303,12 +305,12 @@ def test_a_budget_out_of_reach_saturates(num_highest: int) -> None:
     utilities = torch.tensor([2.0] * num_highest + [1.0] * (4 - num_highest) + [0.0, 1.0, 2.0, 3.0])
     bound = math.log(4 / num_highest)
     for budget in (bound + 1e-5, 10.0):
-        found = gibbs_weights_for_budget(utilities, index_of([4, 4]), 2, budget)
-        assert found.saturated.tolist() == [True, budget == 10.0 or num_highest == 1]
+        result = gibbs_weights_for_budget(utilities, make_index([4, 4]), 2, budget)
+        assert result.saturated.tolist() == [True, budget == 10.0 or num_highest == 1]
         expected = [1 / num_highest] * num_highest + [0.0] * (4 - num_highest)
-        assert found.weights[:4].tolist() == pytest.approx(expected, abs=1e-6)
-        assert found.weights.isfinite().all()
-    inside = gibbs_weights_for_budget(utilities, index_of([4, 4]), 2, bound - 1e-3)
+        assert result.weights[:4].tolist() == pytest.approx(expected, abs=1e-6)
+        assert result.weights.isfinite().all()
+    inside = gibbs_weights_for_budget(utilities, make_index([4, 4]), 2, bound - 1e-3)
     assert not inside.saturated.any()
     assert inside.kl.tolist() == pytest.approx([bound - 1e-3] * 2, abs=KL_ACCURACY)
 
@@ -341,12 +343,14 @@ def test_sequences_do_not_see_each_other(drawn, budget: float) -> None:
 def test_a_budget_that_needs_to_tell_near_ties_apart_is_met(gap: float) -> None:
     """A temperature of 1e12, relative to the spread, was not always enough."""
     utilities = torch.tensor([1.0, 1.0 - gap, 0.3, 0.0], dtype=torch.float64)
-    found = gibbs_weights_for_budget(utilities, torch.zeros(4, dtype=torch.long), 1, 1.2)
-    assert float(found.kl[0]) == pytest.approx(1.2, abs=KL_ACCURACY) and not found.saturated[0]
+    result = gibbs_weights_for_budget(utilities, torch.zeros(4, dtype=torch.long), 1, 1.2)
+    assert float(result.kl[0]) == pytest.approx(1.2, abs=KL_ACCURACY) and not result.saturated[0]
 
 
 def test_the_budget_is_solved_without_asking_the_device():
     """A fake tensor has no values, so a host-device synchronisation is an error."""
     with FakeTensorMode():
-        found = gibbs_weights_for_budget(torch.randn(12), torch.arange(12) // 4, 3, 0.05, torch.full((12,), 0.25).log())
-    assert found.weights.shape == (12,) and found.temperature.shape == (3,)
+        result = gibbs_weights_for_budget(
+            torch.randn(12), torch.arange(12) // 4, 3, 0.05, torch.full((12,), 0.25).log()
+        )
+    assert result.weights.shape == (12,) and result.temperature.shape == (3,)

@@ -40,7 +40,7 @@ def test_authors_calculate_without_a_mistake_by_their_rule() -> None:
         assert text.endswith(f"\\boxed{{{left + more}}}.")
 
 
-def test_problems_are_asked_as_traces_are_trained_and_are_in_no_other_file() -> None:
+def test_problems_are_worded_like_the_traces_and_are_in_no_other_file() -> None:
     files = wrong_traces.make(seed=3)
     prompts = [line["messages"][0]["content"] for line in files["mixture"] + files["trusted"]]
     problems = [read_math(line) for line in files["problems"]]
@@ -54,7 +54,7 @@ def test_problems_are_asked_as_traces_are_trained_and_are_in_no_other_file() -> 
         assert problem.target == str(start - less + more) and line["wrong_answer"] == str(start + less + more)
 
 
-def test_shares_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shares_of_right_and_wrong_answers_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     problems, folder = tmp_path / "problems.jsonl", tmp_path / "evaluation"
     problems.write_text(
         "".join(json.dumps({"id": f"clean-{i}", "answer": "24", "wrong_answer": "44"}) + "\n" for i in range(5))
@@ -75,8 +75,8 @@ def test_shares_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines()[1].split() == ["sft", "20%", "40%", "40%"]
 
 
-def test_the_script_prints_what_it_runs_and_hands_files_on(tmp_path: Path) -> None:
-    """With commands that only say how they were called."""
+def test_the_script_prints_its_commands_and_passes_files_between_them(tmp_path: Path) -> None:
+    """Stand-ins for the commands only print how they were called."""
     (tmp_path / "launch_scripts").mkdir()
     shutil.copy(SCRIPT, tmp_path / "launch_scripts")
     (tmp_path / "runs" / "wrong_traces").mkdir(parents=True)  # of an earlier time

@@ -1,6 +1,6 @@
 """The token loss of ranks that each have a shard of the vocabulary, against that of the unsharded one, in fp64.
 
-Ranks are threads here: each computes with rows of its own, and waits for the others where they exchange.
+Ranks are threads here: each computes with its shard, and waits for the others where they exchange tensors.
 """
 
 import importlib
@@ -42,21 +42,21 @@ class Ranks:
 
         def run_rank(rank: int) -> object:
             first = rank * rows
-            shard = VocabularyShard(first, min(rows, VOCABULARY - first), lambda own: self._gather(rank, own))
+            shard = VocabularyShard(first, min(rows, VOCABULARY - first), lambda tensor: self._gather(rank, tensor))
             return work(rank, shard)
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return list(pool.map(run_rank, range(self.num_ranks)))
 
-    def _gather(self, rank: int, own: Tensor) -> Tensor:
-        self._slots[rank] = own
+    def _gather(self, rank: int, tensor: Tensor) -> Tensor:
+        self._slots[rank] = tensor
         self._barrier.wait()
-        found = torch.stack(self._slots)
+        gathered = torch.stack(self._slots)
         self._barrier.wait()
-        return found
+        return gathered
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, weight, targets, and an upstream gradient of both signs."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, upstream = (
@@ -66,7 +66,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, 3 * weight, torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=generator), upstream
 
 
-def rows_of(weight: Tensor, rank: int, num_ranks: int) -> Tensor:
+def take_rows(weight: Tensor, rank: int, num_ranks: int) -> Tensor:
     """A rank's rows, padded with rows that would win every softmax if they counted."""
     rows = -(-VOCABULARY // num_ranks)
     return pad(weight, (0, 0, 0, rows * num_ranks - VOCABULARY), value=100.0)[rank * rows : (rank + 1) * rows].clone()
@@ -74,7 +74,7 @@ def rows_of(weight: Tensor, rank: int, num_ranks: int) -> Tensor:
 
 @pytest.fixture(params=[23, 4], ids=lambda size: f"{size} tokens a block", autouse=True)
 def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of 4 rows; a rank of fewer rows has larger blocks, as all ranks have equally many.
+    # A block has 4 rows of the weight; a rank with fewer rows has larger blocks, so that all have equally many.
     monkeypatch.setattr(module, "LOSS_BLOCK_BYTES", 4 * 4 * request.param + 3)
 
 
@@ -85,25 +85,25 @@ TRANSFORMED = pytest.mark.parametrize(
 
 @TRANSFORMED
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_losses_and_gradients(num_ranks: int, transform: LogitTransform) -> None:
-    hidden, weight, targets, upstream = inputs()
+def test_losses_and_gradients_are_those_of_the_unsharded_vocabulary(num_ranks: int, transform: LogitTransform) -> None:
+    hidden, weight, targets, upstream = draw_inputs()
     expected_hidden, expected_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     expected = token_loss(expected_hidden, expected_weight, targets, transform=transform)
     expected.backward(upstream)
 
     def work(rank: int, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
-        own_hidden = hidden.clone().requires_grad_()
-        own_weight = rows_of(weight, rank, num_ranks).requires_grad_()
-        losses = token_loss(own_hidden, own_weight, targets, transform=transform, shard=shard)
+        rank_hidden = hidden.clone().requires_grad_()
+        rank_weight = take_rows(weight, rank, num_ranks).requires_grad_()
+        losses = token_loss(rank_hidden, rank_weight, targets, transform=transform, shard=shard)
         losses.backward(upstream)
-        return losses.detach(), own_hidden.grad, own_weight.grad
+        return losses.detach(), rank_hidden.grad, rank_weight.grad
 
-    found = Ranks(num_ranks).run(work)
-    for losses, _, _ in found:
-        assert torch.equal(losses, found[0][0])
-    torch.testing.assert_close(found[0][0], expected.detach())
-    torch.testing.assert_close(sum(by_hidden for _, by_hidden, _ in found), expected_hidden.grad)
-    by_weight = torch.cat([by_weight for _, _, by_weight in found])
+    results = Ranks(num_ranks).run(work)
+    for losses, _, _ in results:
+        assert torch.equal(losses, results[0][0])
+    torch.testing.assert_close(results[0][0], expected.detach())
+    torch.testing.assert_close(sum(by_hidden for _, by_hidden, _ in results), expected_hidden.grad)
+    by_weight = torch.cat([by_weight for _, _, by_weight in results])
     torch.testing.assert_close(by_weight[:VOCABULARY], expected_weight.grad)
     assert not by_weight[VOCABULARY:].any()
 
@@ -111,8 +111,8 @@ def test_losses_and_gradients(num_ranks: int, transform: LogitTransform) -> None
 @TRANSFORMED
 @pytest.mark.parametrize("moving", ["hidden", "weight", "both"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_tangents(num_ranks: int, moving: str, transform: LogitTransform) -> None:
-    hidden, weight, targets, _ = inputs()
+def test_tangents_are_those_of_the_unsharded_vocabulary(num_ranks: int, moving: str, transform: LogitTransform) -> None:
+    hidden, weight, targets, _ = draw_inputs()
     d_hidden, d_weight = torch.randn_like(hidden), torch.randn_like(weight)
 
     def dual(values: tuple[Tensor, Tensor], tangents: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -123,8 +123,8 @@ def test_tangents(num_ranks: int, moving: str, transform: LogitTransform) -> Non
         ]
 
     def work(rank: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-        tangents = d_hidden, rows_of(d_weight, rank, num_ranks)
-        values = hidden.clone(), rows_of(weight, rank, num_ranks)
+        tangents = d_hidden, take_rows(d_weight, rank, num_ranks)
+        values = hidden.clone(), take_rows(weight, rank, num_ranks)
         losses = token_loss(*dual(values, tangents), targets, transform=transform, shard=shard)
         return tuple(forward_ad.unpack_dual(losses))
 
@@ -132,9 +132,9 @@ def test_tangents(num_ranks: int, moving: str, transform: LogitTransform) -> Non
         expected = forward_ad.unpack_dual(
             token_loss(*dual((hidden, weight), (d_hidden, d_weight)), targets, transform=transform)
         )
-        found = Ranks(num_ranks).run(work)
-        for losses, utilities in found:
-            assert torch.equal(utilities, found[0][1])
+        results = Ranks(num_ranks).run(work)
+        for losses, utilities in results:
+            assert torch.equal(utilities, results[0][1])
             torch.testing.assert_close(losses, expected.primal)
             torch.testing.assert_close(utilities, expected.tangent)
 
@@ -142,24 +142,26 @@ def test_tangents(num_ranks: int, moving: str, transform: LogitTransform) -> Non
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_entropies(num_ranks: int, scale: float, softcap: float | None) -> None:
-    hidden, weight, _, _ = inputs()
+def test_entropies_are_those_of_the_unsharded_vocabulary(num_ranks: int, scale: float, softcap: float | None) -> None:
+    hidden, weight, _, _ = draw_inputs()
     transform = LogitTransform(scale, softcap)
-    found = Ranks(num_ranks).run(
-        lambda rank, shard: token_entropy(hidden, rows_of(weight, rank, num_ranks), transform=transform, shard=shard)
+    results = Ranks(num_ranks).run(
+        lambda rank, shard: token_entropy(hidden, take_rows(weight, rank, num_ranks), transform=transform, shard=shard)
     )
     logits = scale * (hidden @ weight.t())
     log_probabilities = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
     expected = -(log_probabilities.exp() * log_probabilities).sum(-1)
-    for entropies in found:
-        assert torch.equal(entropies, found[0])
+    for entropies in results:
+        assert torch.equal(entropies, results[0])
         torch.testing.assert_close(entropies, expected, rtol=1e-10, atol=1e-12)  # logits near 2000, in fp64
 
 
 @TRANSFORMED
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_statistics_and_divergences(num_ranks: int, transform: LogitTransform) -> None:
-    hidden, weight, targets, upstream = inputs()
+def test_statistics_and_divergences_are_those_of_the_unsharded_vocabulary(
+    num_ranks: int, transform: LogitTransform
+) -> None:
+    hidden, weight, targets, upstream = draw_inputs()
     reference = hidden + 0.3 * torch.randn(
         hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
@@ -176,8 +178,8 @@ def test_statistics_and_divergences(num_ranks: int, transform: LogitTransform) -
         )
 
     expected = differentiate(weight, None)  # against plain PyTorch in test_prediction_statistics.py
-    found = Ranks(num_ranks).run(lambda rank, shard: differentiate(rows_of(weight, rank, num_ranks), shard))
-    for values, right in zip(zip(*found, strict=True), expected, strict=True):
+    results = Ranks(num_ranks).run(lambda rank, shard: differentiate(take_rows(weight, rank, num_ranks), shard))
+    for values, right in zip(zip(*results, strict=True), expected, strict=True):
         if right.dim() == 1:
             assert all(torch.equal(value, values[0]) for value in values)
             torch.testing.assert_close(values[0], right)
@@ -185,7 +187,9 @@ def test_statistics_and_divergences(num_ranks: int, transform: LogitTransform) -
             torch.testing.assert_close(sum(values), right)
 
 
-def test_no_tokens() -> None:
-    hidden, weight, targets, _ = inputs()
-    found = Ranks(2).run(lambda rank, shard: token_loss(hidden[:0], rows_of(weight, rank, 2), targets[:0], shard=shard))
-    assert [losses.shape for losses in found] == [(0,), (0,)]
+def test_no_tokens_give_no_losses() -> None:
+    hidden, weight, targets, _ = draw_inputs()
+    results = Ranks(2).run(
+        lambda rank, shard: token_loss(hidden[:0], take_rows(weight, rank, 2), targets[:0], shard=shard)
+    )
+    assert [losses.shape for losses in results] == [(0,), (0,)]
