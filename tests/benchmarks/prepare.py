@@ -29,7 +29,7 @@ from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.sources import find_shards
-from vcore_ds.data.store import TokenStore, _indexed_dataset, write_store
+from vcore_ds.data.store import TokenStore, _import_indexed_dataset, write_store
 from vcore_ds.data.store_checks import check_contents
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 
@@ -96,7 +96,7 @@ def measure_parts(folder: Path, tokenizer_name: str) -> dict:
     started = time.perf_counter()
     sequences = tokenize(conversations, tokenizer)
     seconds["template and tokenizer"] = time.perf_counter() - started
-    _indexed_dataset()  # its imports take seconds, whatever the size of the data
+    _import_indexed_dataset()  # its imports take seconds, whatever the size of the data
     started = time.perf_counter()
     write_store(folder / "parts", sequences, tokenizer)
     seconds["writing"] = time.perf_counter() - started
@@ -135,7 +135,7 @@ def open_store(folder: Path) -> None:
         """Memory of this process without mapped files."""
         return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) * 1024
 
-    _indexed_dataset()  # its imports take seconds, whatever is opened
+    _import_indexed_dataset()  # its imports take seconds, whatever is opened
     before, started = count_private_bytes(), time.perf_counter()
     store = TokenStore(folder)
     opened, private = time.perf_counter() - started, count_private_bytes() - before
