@@ -42,6 +42,12 @@ def write_atomically(path: Path, *, several_writers: bool = False) -> Iterator[P
         raise
 
 
+def write_text(path: Path, text: str, *, several_writers: bool = False) -> None:
+    """Write a UTF-8 text file atomically; `several_writers` as in `write_atomically`."""
+    with write_atomically(path, several_writers=several_writers) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
 def unfinished_path(path: Path) -> Path:
     """The temporary path of `path` while it is written."""
     return path.with_name(path.name + SUFFIX)
@@ -259,6 +265,4 @@ def parse_json(text: bytes, contents: TypeAdapter[Contents], where: str, expecte
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON atomically."""
-    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    with write_atomically(path, several_writers=True) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", several_writers=True)

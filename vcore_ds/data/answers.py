@@ -2,7 +2,7 @@
 
 math-verify compares answers in a child process, because comparing can hang inside C code. The child is this file, run
 as a script, so that it imports math-verify only. For each line of JSON, expected answer and answer, it writes a line,
-`true` or `false`. The kernel's resource limits end it where a pair takes too much CPU time or memory.
+`true` or `false`. The kernel's resource limits end it if a pair takes too much CPU time or memory.
 """
 
 import json

@@ -35,7 +35,7 @@ class Batch:
     """int64 [b, T], index of each token's sequence in this batch, -1 for padding; None where row i is sequence i"""
     sequence_parallel: int = 1  # ranks that hold this batch and split its columns; divides T
     row_lengths: Sequence[int] | None = None
-    """[b], tokens of each row without padding; None where no row is padded"""
+    """[b], tokens of each row without padding; None if no row is padded"""
 
     @property
     def num_sequences(self) -> int:

@@ -200,10 +200,10 @@ def render_conversation(
     """Render a conversation, and its prefixes to find the characters that the model generates.
 
     A span is None where prompt and turn, rendered alone, are no prefix of the full text, because the template rewrites
-    earlier turns (Qwen3 removes their thinking). The last turn is appended to its generation prompt where the template
+    earlier turns (Qwen3 removes their thinking). The last turn is appended to its generation prompt if the template
     would render it differently; its thinking, in one `<think>` pair or as `reasoning_content`, is always kept.
 
-    In a conversation with tools, turns without thinking are supervised also where the template adds an empty `<think>`
+    In a conversation with tools, turns without thinking are supervised even if the template adds an empty `<think>`
     block to a last turn but not to an earlier one.
 
     Args:
@@ -325,7 +325,7 @@ def _find_ignored(template: _Template, messages: list[Message], text: str) -> li
 
 
 def _split_message(message: Message) -> tuple[str, str]:
-    """Return (thinking, answer); thinking is empty where there is none."""
+    """Split a message into (thinking, answer); thinking is empty if there is none."""
     if isinstance(message.get("reasoning_content"), str):
         parts: tuple[str, str] | None = (message["reasoning_content"].strip("\n"), message["content"].lstrip("\n"))
     else:

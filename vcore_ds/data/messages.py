@@ -195,9 +195,7 @@ def _read_thinking(message: Message, where: str) -> None:
 def _join_parts(content: Any) -> Any:
     """Join OpenAI's list of text parts; anything else is returned as it is."""
     if isinstance(content, list) and content:
-        texts: list[Any] = [
-            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
-        ]
+        texts: list[Any] = [p.get("text") for p in content if isinstance(p, dict) and p.get("type") == "text"]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
     return content

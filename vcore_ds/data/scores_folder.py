@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.paths import read_json, reading, write_atomically
+from vcore_ds.common.paths import read_json, reading, write_atomically, write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,8 +117,7 @@ def utility_columns(name: str) -> tuple[str, str, str, str]:
 def write_scores(folder: Path, scores: Scores) -> None:
     """Write scores.json. Raises OSError."""
     text = json.dumps({"format": scores.format, **asdict(scores)}, indent=2, ensure_ascii=False) + "\n"
-    with write_atomically(folder / SCORES) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    write_text(folder / SCORES, text)
 
 
 def write_traces(folder: Path, columns: Mapping[str, "np.ndarray | Sequence[str]"]) -> None:

@@ -31,14 +31,11 @@ _FILES = {*_DIGESTED, "marks.idx", "sequence_id.npy", "num_supervised_tokens.npy
 
 _LARGE_BYTES = 10**9  # checksums of larger stores take seconds, so they are announced
 
-_ENTRIES: dict[str, tuple[type, ...]] = {
-    "num_sequences": (int,),
-    "num_tokens": (int,),
-    "num_supervised_tokens": (int,),
-    "max_length": (int,),
-    "tokenizer": (dict,),
-    "digest": (str,),
-    "files": (dict,),
+_ENTRIES: dict[str, type] = {
+    **dict.fromkeys(("num_sequences", "num_tokens", "num_supervised_tokens", "max_length"), int),
+    "tokenizer": dict,
+    "digest": str,
+    "files": dict,
 }
 
 
@@ -63,9 +60,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _check_entries(manifest: dict[str, Any]) -> None:
     """Raise KeyError or ValueError for the first entry that is missing or of a wrong type."""
-    for key, types in _ENTRIES.items():
-        if type(manifest[key]) not in types:
-            raise ValueError(f"{key} is {type(manifest[key]).__name__}, expected {types[0].__name__}")
+    for key, expected in _ENTRIES.items():
+        if type(manifest[key]) is not expected:
+            raise ValueError(f"{key} is {type(manifest[key]).__name__}, expected {expected.__name__}")
     for key in ("name", "hash", "chat_template_hash"):
         if not isinstance(manifest["tokenizer"][key], str):
             raise ValueError(f"tokenizer.{key} is {type(manifest['tokenizer'][key]).__name__}, expected str")

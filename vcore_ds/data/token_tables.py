@@ -155,8 +155,7 @@ def _open_parquet(path: Path, expected: str) -> Iterator[Any]:
 def round_to_12_bits(values: np.ndarray) -> np.ndarray:
     """Round float32 to 12 significant bits, one more than float16 has: half of the bytes compress away."""
     step = np.uint32(1 << 12)
-    rounded = (values.astype(np.float32).view(np.uint32) + step // 2) & ~(step - 1)
-    return rounded.view(np.float32)
+    return ((values.astype(np.float32).view(np.uint32) + step // 2) & ~(step - 1)).view(np.float32)
 
 
 def split_rows(lengths: np.ndarray) -> Iterator[range]:

@@ -28,13 +28,13 @@ class TokenizedSequence:
     supervised: np.ndarray
     """bool [n]; supervised[t]: token t is a target, predicted from the tokens before it. supervised[0] is False."""
     in_answer: np.ndarray | None = None
-    """bool [n], supervised tokens inside `\\boxed{...}`; None where not computed"""
+    """bool [n], supervised tokens inside `\\boxed{...}`; None if not computed"""
     kept: np.ndarray | None = None
     """bool [n], the supervised tokens that carry loss; None for all of them (see `keep_random_tokens`)"""
     reference_log_probability: float | None = None
     """nats, summed over the supervised tokens, under the reference model (see `add_reference`)"""
     loss_weights: np.ndarray | None = None
-    """float16 [n], factor of each token's loss, 1 on average; None where not stored (see `StoredWeights`)"""
+    """float16 [n], factor of each token's loss, 1 on average; None if not stored (see `StoredWeights`)"""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -176,8 +176,7 @@ def _addmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: floa
 
 def _baddbmm(wide: Kernel, addend: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
     """`beta * addend + alpha * left @ right`, `[b, m, n]`, rounded once."""
-    operands = (addend.float(), left.float(), right.float())
-    return wide(_CPU, *operands, beta=beta, alpha=alpha).to(left.dtype)
+    return wide(_CPU, addend.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(left.dtype)
 
 
 def _write_out(out: Tensor, result: Tensor) -> Tensor:

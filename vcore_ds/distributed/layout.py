@@ -58,8 +58,7 @@ def arrange(tensor: int = 1, expert: int = 1, timeout_minutes: float = 30.0) -> 
     _meshes.update(job=DeviceMesh.from_group(_world(), device().type, mesh_dim_names=("job",)))
     if expert > 1:
         # `expert` is the outer axis: in a tensor sharded along both, each rank's block of experts is contiguous.
-        expert_ranks = torch.arange(num_ranks).view(-1, expert).t()
-        mesh = _make_mesh(expert_ranks, ("expert", "expert_shards"))
+        mesh = _make_mesh(torch.arange(num_ranks).view(-1, expert).t(), ("expert", "expert_shards"))
         _meshes.update(expert=mesh["expert"], expert_shards=mesh["expert_shards"])
     _sequence_groups.clear()
     _is_first = dist.get_rank() == 0

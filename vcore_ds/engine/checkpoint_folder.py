@@ -105,8 +105,7 @@ def finish(checkpoints: Path, step: int, world_size: int, records: Mapping[str, 
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     remove(final)  # one that failed verification, or is newer than the checkpoint from which the run resumed
     paths.finish_folder(final)
-    with paths.write_atomically(final / COMPLETE) as mark:
-        mark.write_text(hash_file(final / MANIFEST).sha256 + "\n", encoding="utf-8")
+    paths.write_text(final / COMPLETE, hash_file(final / MANIFEST).sha256 + "\n")
     return final
 
 

@@ -166,8 +166,7 @@ def _gather_weights(engine: Engine, keepers: Mapping[str, Collection[int]]) -> I
                 tensor = parameter.detach()
                 if is_expert_block(parameter):
                     tensor = layout.all_gather("expert", tensor).flatten(0, 1)
-                is_kept = layout.rank("job") in keepers[name]
-                yield name, tensor.to("cpu", copy=True) if is_kept else None
+                yield name, tensor.to("cpu", copy=True) if layout.rank("job") in keepers[name] else None
     for name, buffer in _persistent_buffers(engine).items():
         if name in keepers:
             yield name, buffer.cpu() if layout.rank("job") in keepers[name] else None

@@ -50,8 +50,7 @@ def check_architecture(
     """
     if estimator is not None:
         check_estimator(path, config, estimator)
-    name = resolve_attention(config, attention)
-    base = build_empty_model(path, config, attention=name)
+    base = build_empty_model(path, config, attention=resolve_attention(config, attention))
     # The batch plan refuses dense models, and numbers of experts that `expert` does not divide.
     if expert > 1 and _has_routing(config) and not any(can_replace_experts(module) for module in base.modules()):
         raise UserError(

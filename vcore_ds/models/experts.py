@@ -340,8 +340,7 @@ class _AdaptedGroupedMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inner, weight, up, offsets)
         ctx.is_transposed = is_transposed
-        joined = _join_adapter(weight, up, is_transposed)
-        return _grouped_mm(torch.cat([x, inner], 1), joined, offsets)
+        return _grouped_mm(torch.cat([x, inner], 1), _join_adapter(weight, up, is_transposed), offsets)
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, Tensor, None, Tensor | None, None, None]:

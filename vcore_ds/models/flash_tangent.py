@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import write_atomically
+from vcore_ds.common.paths import write_text
 from vcore_ds.distributed.device import local_cache_folder
 from vcore_ds.distributed.process_group import take_first_answer
 from vcore_ds.models.block_attention import Sinks
@@ -246,8 +246,8 @@ def _select_tuned_tile(
 
     text = take_first_answer(f"attention tile {digest}", choose)
     if file is not None:
-        with suppress(OSError), write_atomically(file, several_writers=True) as unfinished:
-            unfinished.write_text(text)
+        with suppress(OSError):
+            write_text(file, text, several_writers=True)
     _tiles[kind] = json.loads(text)
     return _tiles[kind]
 

@@ -235,8 +235,7 @@ class _RMSNorm(torch.autograd.Function):
         exact = x.to(inverse.dtype)
         d_x = d_weight = None
         if ctx.needs_input_grad[1]:
-            normalized = (exact * inverse).to(x.dtype)
-            d_weight = (grad * normalized).sum_to_size(weight.shape)
+            d_weight = (grad * (exact * inverse).to(x.dtype)).sum_to_size(weight.shape)
         if ctx.needs_input_grad[0]:
             by_normalized = (grad * weight).to(exact.dtype)
             by_inverse = (by_normalized * exact).sum(-1, keepdim=True)

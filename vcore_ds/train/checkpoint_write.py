@@ -42,7 +42,7 @@ class RunState:
     """Digest of the model whose adapters are trained: a checkpoint holds none of its weights. None where all parameters
     are trained, and in checkpoints of vcore_ds 0.7 and before."""
     held_out_loss: float | None = None
-    """Nats after this step, mean over the held-out sets; None where none was measured, or it was not finite."""
+    """Nats after this step, mean over the held-out sets; None if not measured, or not finite."""
     held_out_digest: str | None = None  # digest of these sets; None without a loss
 
 

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import parse_json, read_json, reading, write_atomically
+from vcore_ds.common.paths import parse_json, read_json, reading, write_text
 
 EVALUATION = "evaluation.json"
 RUN_EVALUATION = "evaluation"
@@ -89,16 +89,13 @@ def write_samples(folder: Path, task: str, samples: Iterable[SampleResult]) -> N
     """Write NAME.jsonl, sorted by problem, then sample. Raises OSError."""
     ordered = sorted(samples, key=lambda sample: (sample.problem_id, sample.sample))
     lines = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in ordered)
-    with write_atomically(samples_path(folder, task)) as unfinished:
-        unfinished.write_text(lines, encoding="utf-8")
+    write_text(samples_path(folder, task), lines)
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     """Write evaluation.json, once every NAME.jsonl is complete. Raises OSError."""
     contents = {"format": evaluation.format, **asdict(evaluation)}  # first in the file
-    text = json.dumps(contents, indent=2, ensure_ascii=False) + "\n"
-    with write_atomically(folder / EVALUATION) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    write_text(folder / EVALUATION, json.dumps(contents, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_evaluation(folder: Path, option: str = "") -> Evaluation:

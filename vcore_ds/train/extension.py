@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import discard, unfinished_path, write_atomically, writing
+from vcore_ds.common.paths import discard, unfinished_path, write_text, writing
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
@@ -86,8 +86,7 @@ def begin_branch(recipe: Recipe) -> None:
             texts[METRICS] = "".join(line for line in lines if run_folder.parse_line_step(line) in range(1, step + 1))
         # Last: a folder with a recipe is a run, which the same command resumes.
         for name, text in (texts | {RECIPE: (checkpoint / RECIPE).read_text()}).items():
-            with write_atomically(folder / name) as unfinished:
-                unfinished.write_text(text)
+            write_text(folder / name, text)
 
 
 def _link(source: str | Path, target: str | Path) -> None:

@@ -63,7 +63,7 @@ class Feed:
 
     @property
     def first_trusted_id(self) -> int | None:
-        """First sequence id of the pool in main batches; None where they do not draw from it."""
+        """First sequence id of the pool in main batches; None if they do not draw from it."""
         main = self.main_dataset
         return main.first_ids[1] if isinstance(main, JoinedDataset) else None
 

@@ -36,12 +36,10 @@ from vcore_ds.train.step_metrics import StepMetrics, StepRecorder, record_tokens
 from vcore_ds.train.token_records import record_steps
 from vcore_ds.utility.estimators import Estimator
 
-# Tokens a second, and the share of the devices' peak that a step uses (MFU).
-
 
 @dataclass(frozen=True)
 class Throughput:
-    """Converts the seconds of a step into rates."""
+    """Converts the seconds of a step into tokens/s and the share of the devices' peak (MFU)."""
 
     shape: ModelShape  # of the unsharded model
     passes: StepPasses | None  # the passes that a step needs; None for a model of unknown sizes
@@ -73,12 +71,9 @@ def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
     return Throughput(read_model_shape(model), passes, sum(peaks) if len(peaks) == layout.size("job") else None)
 
 
-# Optimizer steps; `vcore-ds fidelity` takes them too.
-
-
 @dataclass(frozen=True)
 class Trainer:
-    """An engine with its estimator, settings and schedule."""
+    """An engine with its estimator, settings and schedule; `vcore-ds fidelity` uses it too."""
 
     engine: Engine
     estimator: Estimator

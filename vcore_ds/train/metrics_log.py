@@ -16,14 +16,11 @@ from vcore_ds.common.text import count
 from vcore_ds.train.console import Console
 from vcore_ds.train.run_folder import LOST_METRICS, METRICS
 
-# Each sink works in a thread, so that it can neither fail nor slow the run.
-
-
 MOST_WAITING = 1000  # lines that may wait for a sink; further ones are dropped
 
 CLOSE_SECONDS = 20.0  # time to send the remaining lines at the end of a run
 
-DRAIN_SECONDS = 5.0  # the same where a run ends early, since another attempt may be waiting
+DRAIN_SECONDS = 5.0  # the same if a run ends early: another attempt may be waiting
 
 
 class Sink(Protocol):
@@ -37,8 +34,8 @@ class Sink(Protocol):
 
 
 class BackgroundSink:
-    """Runs a sink on a thread; its errors become one warning, printed by the caller's thread with the next line or at
-    the end."""
+    """Runs a sink in a thread, so that it can neither fail nor slow the run; its errors become one warning, printed by
+    the caller's thread with the next line or at the end."""
 
     def __init__(
         self, name: str, open_sink: Callable[[], Sink], console: Console, *, close_seconds: float = CLOSE_SECONDS

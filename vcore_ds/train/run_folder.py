@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import LOCK
-from vcore_ds.common.paths import check_folder, discard, read_json, reading, unfinished_path, write_atomically, writing
+from vcore_ds.common.paths import check_folder, discard, read_json, reading, unfinished_path, write_text, writing
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.train.evaluation_folder import RUN_EVALUATION
@@ -65,7 +65,7 @@ def begin(folder: Path, recipe_yaml: str, world_size: int, num_done: int, kept: 
     selected traces, for environment.json; None if all are used. Raises UserError if the folder cannot be written."""
     with writing("run.output_dir", folder):
         # First: a folder with a recipe counts as a run, so a run that is killed after this line can be resumed.
-        _write(folder / RECIPE, recipe_yaml)
+        write_text(folder / RECIPE, recipe_yaml)
         _record_environment(folder, world_size, num_done, kept)
         move_lost_tokens(folder, num_done)
         return move_lost_metrics(folder, num_done)
@@ -92,13 +92,13 @@ def add_start(folder: Path, num_done: int, text: str) -> None:
     with writing("run.output_dir", path):
         earlier = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
         now = time.strftime(STARTED_FORMAT, time.gmtime())
-        _write(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
+        write_text(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file of the folder. On rank 0. Raises UserError if it cannot be written."""
     with writing("run.output_dir", path.parent):
-        _write(path, json.dumps(value, indent=2) + "\n")
+        write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapp
     first = read_environment(folder)
     if first and num_done:  # a start whose steps are all repeated is recorded in start.txt only
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
-    _write(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
+    write_text(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
 
 
 def move_lost_metrics(folder: Path, step: int) -> int:
@@ -154,7 +154,7 @@ def move_lost_metrics(folder: Path, step: int) -> int:
             file.writelines(lost)
             file.flush()
             os.fsync(file.fileno())
-        _write(path, "".join(kept))
+        write_text(path, "".join(kept))
     return len(lost)
 
 
@@ -174,11 +174,6 @@ def move_lost_tokens(folder: Path, step: int) -> None:
         if parse_record_step(path) > step:
             (folder / LOST_TOKENS).mkdir(exist_ok=True)
             path.replace(folder / LOST_TOKENS / path.name)
-
-
-def _write(path: Path, text: str) -> None:
-    with write_atomically(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
 
 
 def parse_record_step(path: Path) -> int:
@@ -235,9 +230,6 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return described.stdout.strip() or None
-
-
-# Reading a run's files needs neither the model nor the data.
 
 
 @dataclass(frozen=True)

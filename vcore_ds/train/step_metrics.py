@@ -31,8 +31,6 @@ from vcore_ds.train.token_records import (
     write_record,
 )
 
-# Records of single tokens.
-
 
 def split_into_sequences(
     batch: Batch, tokens: Tokens, weights: Tensor, *, shares: Tensor, uniform_shares: Tensor, alpha: Tensor | float

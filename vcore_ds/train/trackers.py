@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vcore_ds.common.errors import first_line
-from vcore_ds.common.paths import write_atomically
+from vcore_ds.common.paths import write_text
 from vcore_ds.config.sections import TrackConfig, TrackerName
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.train.console import Console
@@ -129,8 +129,7 @@ def write_id(folder: Path, name: str, run_id: str) -> None:
     """Write the run's id at a tracker, for later attempts."""
     path = folder / TRACKERS / f"{name}_run_id"
     path.parent.mkdir(exist_ok=True)
-    with write_atomically(path) as unfinished:
-        unfinished.write_text(f"{run_id}\n", encoding="utf-8")
+    write_text(path, f"{run_id}\n")
 
 
 INIT_SECONDS = 60.0  # time to reach the server before the first step; after it the run continues offline

@@ -149,8 +149,7 @@ class Direction:
                     weights = dft_weights(losses, index, batch.num_sequences)
                 else:
                     weights = uniform_weights(index, batch.num_sequences)
-                coefficients = token_coefficients(weights, index, shares)
-                loss = (coefficients * losses).sum()
+                loss = (token_coefficients(weights, index, shares) * losses).sum()
                 engine.backward(loss)
                 parts.append(loss.detach().double())
         return float(torch.stack(parts).sum())

@@ -1,1 +1,1 @@
-"""Raw data to a token store: reading, curation, sampling, tokenization. No collectives; alone, before any training."""
+"""Preparation of token stores from raw data: reading, curation, sampling, tokenization. No collectives."""

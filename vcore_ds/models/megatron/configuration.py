@@ -229,8 +229,7 @@ def iter_runs(piece: WeightSlice, shapes: Mapping[str, Sequence[int]], start: in
         piece: the parameter's slice.
         shapes: of the Hugging Face weights.
     """
-    shape = shapes[piece.name]
-    width = math.prod(shape[1:])
+    width = math.prod(shapes[piece.name][1:])
     first_column, end_column, _ = piece.columns.indices(width)
     num_rows, num_columns = piece.num_rows, end_column - first_column
     if num_columns == width:  # as one long row
