@@ -9,8 +9,9 @@ import torch
 
 from tests.chaos import inject
 from tests.chaos.inject import Fault
+from tests.helpers.commands import drop_machine_keys
 from tests.helpers.jobs import ForkedJob, Job
-from tests.helpers.resumed_runs import drop_machine_keys, load_checkpoint_tensors, read_token_records
+from tests.helpers.resumed_runs import load_checkpoint_tensors, read_token_records
 from tests.helpers.setups import TinySetup, sums, write_conversations, write_model
 from vcore_ds.commands import cli
 

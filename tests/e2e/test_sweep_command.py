@@ -2,15 +2,14 @@
 and the same command finishes both. `slurm/test_sweep.py` adds seeds, kills and a job array, in `make soak`."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, count_finished_steps, read_metrics, run_command
+from tests.helpers.commands import read_metrics, run_command
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
-from tests.helpers.sweeps import write_sweep
+from tests.helpers.sweeps import wait_for_step, write_sweep
 from vcore_ds.commands.cli import main
 
 pytestmark = pytest.mark.e2e
@@ -47,10 +46,3 @@ def test_repeating_the_command_finishes_interrupted_and_failed_runs(
     assert f"2 of 2 runs are done. Tables and curves: vcore-ds report {sweep}" in finished.stdout
     assert main(["sweep", str(file), "--status"]) == 0
     assert [row.split()[1] for row in capsys.readouterr().out.splitlines()[:-1]] == ["done", "done"]
-
-
-def wait_for_step(job: Job, run: Path, step: int) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while count_finished_steps(run) < step:
-        assert job.launcher.poll() is None and time.monotonic() < deadline, job.output
-        time.sleep(0.02)

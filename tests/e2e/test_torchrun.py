@@ -2,15 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, REPOSITORY, free_port
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, free_port, is_listened_on, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -34,13 +32,6 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def one_node(num_ranks: int) -> tuple[str, ...]:
     return f"--nproc_per_node={num_ranks}", f"--master_port={free_port()}"
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path}"
-        time.sleep(0.1)
 
 
 def test_exit_codes_of_ranks_are_passed_on(tmp_path: Path):
@@ -71,7 +62,7 @@ time.sleep(600)
 """
     process = start(tmp_path / "rank.py", source, *one_node(2))
     for rank in (0, 1):
-        wait_for(tmp_path / f"rank_{rank}")
+        wait_until((tmp_path / f"rank_{rank}").exists, f"rank {rank}")
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 85 and "rank 0 saved" in output and "rank 1 saved" in output
@@ -79,7 +70,7 @@ time.sleep(600)
 
 def test_a_stop_request_before_the_ranks_listen_is_no_failure(tmp_path: Path):
     process = start(tmp_path / "rank.py", f"open('{tmp_path}/started', 'w').close()\ntime.sleep(600)", *one_node(1))
-    wait_for(tmp_path / "started")
+    wait_until((tmp_path / "started").exists, "rank")
     process.send_signal(signal.SIGUSR1)
     output = finish(process)
     assert process.returncode == 85 and output == ""
@@ -91,18 +82,8 @@ def test_nodes_that_end_seconds_apart_have_the_same_exit_code(tmp_path: Path):
     several = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}")
     source = "time.sleep(4 * int(os.environ['RANK']))\nsys.exit(85)"
     first = start(tmp_path / "rank.py", source, *several, "--local_addr=127.0.0.1")  # nodes are ranked by address
-    wait_until_listening(port)
+    wait_until(lambda: is_listened_on(port), f"server on port {port}")
     second = start(tmp_path / "rank.py", source, *several, "--local_addr=127.0.0.2")
     outputs = finish(first), finish(second)
     assert (first.returncode, second.returncode) == (85, 85), outputs
     assert "Traceback" not in "".join(outputs)
-
-
-def wait_until_listening(port: int) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while time.monotonic() < deadline:
-        with socket.socket() as connection:
-            if connection.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"nobody listens on port {port}")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.commands import REPOSITORY, command_environment, wait_for_port
+from tests.helpers.commands import REPOSITORY, command_environment, is_listened_on, wait_until
 from tests.helpers.jobs import ForkedJob
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.quickstart.session import DATA
@@ -131,7 +131,8 @@ def type_command(command: str, folder: Path) -> str:
         if f"port: {DEEPSPEED_PORT}" not in done.stdout or "EADDRINUSE" not in done.stdout:
             assert done.returncode == 0, done.stdout
             return done.stdout
-        wait_for_port(DEEPSPEED_PORT)  # another program's
+        # Another program uses the port.
+        wait_until(lambda: not is_listened_on(DEEPSPEED_PORT), f"free port {DEEPSPEED_PORT}", every_seconds=1)
 
 
 def fork(words: list[str], folder: Path, *, num_ranks: int = 1, text: str = "") -> str:

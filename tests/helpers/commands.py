@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def run_command(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # its own group, so that a timeout also ends the ranks
+        start_new_session=True,  # a new group, so that a timeout also ends the ranks
     )
     try:
         output, _ = process.communicate(timeout=timeout_seconds)
@@ -109,19 +110,38 @@ def free_port() -> int:
     raise AssertionError("100 ports, chosen at random, are all taken")
 
 
-def wait_for_port(port: int, timeout_seconds: float = HANG_SECONDS) -> None:
-    """Wait until nobody listens on `port`, such as the default port of the deepspeed launcher."""
+def wait_until(
+    holds: Callable[[], bool], what: str, timeout_seconds: float = HANG_SECONDS, *, every_seconds: float = 0.2
+) -> None:
+    """Wait until `holds()` is true; raises AssertionError after the timeout.
+
+    Args:
+        what: name of the awaited event, for the message.
+        every_seconds: time between polls; longer if a poll starts programs, which would take much of a core.
+    """
     deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
-        with socket.socket() as connection:
-            if connection.connect_ex(("127.0.0.1", port)) != 0:
-                return
-        time.sleep(1)
-    raise AssertionError(f"another program has held port {port} for {timeout_seconds} s")
+    while not holds():
+        assert time.monotonic() < deadline, f"no {what} after {timeout_seconds} s"
+        time.sleep(every_seconds)
+
+
+def is_listened_on(port: int) -> bool:
+    """Whether a server listens on a port of this machine."""
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def drop_machine_keys(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl without times, rates and bytes, which differ between machines and between runs."""
+    machine = (
+        "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
+        "checkpoint_bytes",
+    )  # fmt: skip
+    return {key: value for key, value in line.items() if not key.startswith(machine)}
 
 
 def count_finished_steps(folder: Path) -> int:

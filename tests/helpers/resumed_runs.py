@@ -1,7 +1,6 @@
 """Runs (`vcore_ds.train.run.train`) that stop after a given step, and the files that they leave; called through
 `run_ranks`."""
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.helpers.commands import drop_machine_keys, read_metrics
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
@@ -137,16 +137,7 @@ def load_state_tensors(state: Path) -> dict[str, torch.Tensor]:
 
 def read_deterministic_metrics(folder: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl without the keys that depend on the machine."""
-    return [drop_machine_keys(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def drop_machine_keys(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl without times, rates and bytes, which differ between machines and between runs."""
-    machine = (
-        "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
-        "checkpoint_bytes",
-    )  # fmt: skip
-    return {key: value for key, value in line.items() if not key.startswith(machine)}
+    return [drop_machine_keys(line) for line in read_metrics(folder)]
 
 
 def read_token_records(folder: Path, name: str = "tokens") -> dict[str, bytes]:

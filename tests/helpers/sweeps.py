@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from tests.helpers.commands import run_command
+from tests.helpers.commands import count_finished_steps, run_command, wait_until
+from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 
 
@@ -28,8 +29,19 @@ def write_sweep(
     return path
 
 
+def wait_for_step(job: Job, run: Path, step: int) -> None:
+    """Wait until a run of the sweep has finished a step; raises AssertionError if the sweep ends before."""
+
+    def has_finished() -> bool:
+        assert job.launcher.poll() is None, job.output
+        return count_finished_steps(run) >= step
+
+    wait_until(has_finished, f"step {step} of {run}", every_seconds=0.02)
+
+
 def report_losses(sweep: Path) -> list[list[str]]:
-    """Rows of the table of losses by `vcore-ds report`, header first, without costs, which differ in every run."""
+    """Rows of the table of losses by `vcore-ds report`, header first. Costs, which differ in every run, are left
+    out."""
     done = run_command(f"vcore-ds report {sweep}")
     assert done.returncode == 0, done.stdout
     lines = (sweep / "report.md").read_text().splitlines()

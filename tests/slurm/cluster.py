@@ -1,8 +1,8 @@
 """A SLURM cluster of two nodes on this machine: Debian's daemons, unchanged.
 
-Each node is a `slurmd` in namespaces of its own, with its host name (n1, n2), address (in 127/8), /etc/hosts, processes
-and a disk: names and addresses are as on a cluster, no setting of this machine is touched, and all processes of a node
-end with it.
+Each node is a `slurmd` in separate namespaces, with its host name (n1, n2), address (in 127/8), /etc/hosts, processes
+and a disk. So names and addresses are as on a cluster, no setting of this machine is changed, and all processes of a
+node end with it.
 """
 
 import os
@@ -10,11 +10,10 @@ import random
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.helpers.commands import HANG_SECONDS, REPOSITORY, free_port
+from tests.helpers.commands import HANG_SECONDS, REPOSITORY, free_port, wait_until
 
 NODES = ("n1", "n2")
 NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--fork")
@@ -29,8 +28,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-# A requeued job waits this long before it starts again (120 s by default), so that old credentials have expired; a node
-# that takes longer to look at those of a step refuses it.
+# A requeued job waits this long before it starts again (120 s by default), until old credentials have expired. A node
+# that takes longer to check a step's credentials refuses it.
 AuthInfo=socket={folder}/munge.socket,cred_expire=15
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool_%n
@@ -49,10 +48,10 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 JobRequeue=1
 KillWait=30
-# 10 s by default: a node that gets no core for so long counts as lost, and its job comes back as if requeued.
+# A node that gets no core for this long (10 s by default) counts as lost, and its job restarts as if requeued.
 MessageTimeout=100
 BatchStartTimeout=100
-# An ended job is known this long (300 s by default), however slow this machine is.
+# Ended jobs are remembered this long (300 s by default), for slow machines.
 MinJobAge=3600
 NodeName=n1 NodeAddr={n1} Port={port_n1} CPUs=1 RealMemory=4000
 NodeName=n2 NodeAddr={n2} Port={port_n2} CPUs=1 RealMemory=4000
@@ -62,18 +61,18 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 # --force: as root, below /tmp
 MUNGED = """exec munged --foreground --force --key-file={folder}/munge.key --socket={folder}/munge.socket \\
     --pid-file={folder}/munge.pid --log-file={folder}/munge.log --seed-file={folder}/munge.seed"""
-# The first process stays bash: orphans fall to it, and the daemons would not reap them.
+# The first process stays bash, which reaps orphans; the daemons would not.
 HOST = """hostname {name} && mount -t proc proc /proc && mount --bind {folder}/hosts /etc/hosts &&
-    mount -t tmpfs -o size=256k tmpfs {folder}/own_disk || exit
+    mount -t tmpfs -o size=256k tmpfs {folder}/node_disk || exit
 {daemons}
 wait"""
 SLURMD = "slurmd -D -N {name} &"
-# Keys and client settings are the cluster's; nobody's ~/.ssh is read.
+# Keys and client settings belong to the cluster; ~/.ssh is not read.
 SSHD = """mount --bind {folder}/ssh_config /etc/ssh/ssh_config && mount -t tmpfs tmpfs /run && mkdir /run/sshd &&
     $(command -v sshd) -D -e -f /dev/null -h {folder}/ssh_key -o ListenAddress={name} -o StrictModes=no \\
     -o AuthorizedKeysFile={folder}/ssh_key.pub{kernels} &"""
-# What keeps ranks on the CPU and chooses its kernels, and so the last bits: SLURM's jobs inherit it, and ssh hands
-# nothing on.
+# Variables that keep ranks on the CPU and choose its kernels, and so the last bits. SLURM's jobs inherit them, but ssh
+# does not pass them on.
 KERNELS = ("DS_ACCELERATOR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "VCORE_DS_CPU_BF16")
 SSH_CONFIG = """IdentityFile {folder}/ssh_key
 StrictHostKeyChecking no
@@ -83,7 +82,7 @@ LogLevel ERROR
 
 
 def find_missing_requirement(*programs: str) -> str | None:
-    """What this machine lacks for a cluster, and for `programs`; None where it has everything."""
+    """The requirement of a cluster, or of `programs`, that this machine lacks; None if it has all."""
     missing = [name for name in (*NEEDED, *programs) if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not found; apt-get install slurm-wlm munge openssh-server pdsh"
@@ -95,20 +94,23 @@ def find_missing_requirement(*programs: str) -> str | None:
 
 
 class Cluster:
-    """Starts with `with`. `folder` holds its configuration, state and logs; `folder / "own_disk"` is another disk, of
-    256 KiB, on every node."""
+    """A cluster that runs inside a `with` block.
+
+    `folder` holds its configuration, state and logs. `folder / "node_disk"` is a separate disk of 256 KiB on every
+    node.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
-        # Its own, as are ports and job ids (from which the jobs' ports come): two clusters here do not meet.
+        # Random, like ports and job ids (from which the jobs' ports derive), so that two clusters do not collide.
         network = f"127.{random.randrange(1, 255)}.{random.randrange(255)}"
         self.addresses = {name: f"{network}.{10 + i}" for i, name in enumerate(NODES, start=1)}
         self._hosts: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "Cluster":
         (self.folder / "state").mkdir()
-        (self.folder / "own_disk").mkdir()
+        (self.folder / "node_disk").mkdir()
         ports = {f"port_{name}": free_port() for name in ("controller", *NODES)}
         first_job = random.randrange(1, 40000)
         configuration = CONFIGURATION.format(folder=self.folder, first_job=first_job, **ports, **self.addresses)
@@ -137,7 +139,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The nodes first. --kill-child: all processes of a host end with the one that is ended here.
+        # The nodes first. All processes of a host end with the one that is killed here, because of --kill-child.
         for host in reversed(self._hosts):
             host.kill()
             host.wait()
@@ -147,7 +149,7 @@ class Cluster:
         self._start(name, [*NAMESPACES, "--kill-child", "bash", "-c", script])
 
     def _start(self, name: str, words: list[str]) -> None:
-        words = ["setpriv", "--pdeathsig", "KILL", *words]  # not even a killed test leaves a cluster behind
+        words = ["setpriv", "--pdeathsig", "KILL", *words]  # so that a killed test leaves no cluster behind
         with open(self.folder / f"{name}.log", "wb") as log:
             self._hosts.append(
                 subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, start_new_session=True)
@@ -161,7 +163,7 @@ class Cluster:
         *,
         check: bool = True,
     ) -> str:
-        """A command as from a login node. Returns what it prints."""
+        """Run a command as on a login node; returns what it prints."""
         done = subprocess.run(
             line.split(),
             env=self.environment | dict(environment or {}),
@@ -174,32 +176,22 @@ class Cluster:
         return done.stdout.strip()
 
     def run_on(self, node: str, line: str) -> str:
-        """`line` on a node, by ssh, from the repository with its environment. Returns what it prints."""
+        """Run `line` on a node by ssh, in the repository with its environment; returns what it prints."""
         bin_folder = Path(sys.executable).parent
         prepare = f"cd {REPOSITORY} && export OMP_NUM_THREADS=1 PATH={bin_folder}:$PATH &&"
         ssh = f"ssh -F {self.folder}/ssh_config {self.addresses[node]}"
         return self.run(f"{ssh} {prepare} {line}")
 
     def submit(self, script: str, folder: Path, *overrides: str, **environment: str) -> str:
-        """sbatch from `folder`, without GPUs, which the nodes do not have. Returns the job's id."""
+        """Submit a script by sbatch from `folder`, without GPUs, which the nodes lack; returns the job's id."""
         environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         return self.run(f"sbatch --parsable --gpus-per-node=0 {script} {' '.join(overrides)}", folder, environment)
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, ..."""
+        """State of a job: PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, ..."""
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:
-        """The output of `scontrol show job`."""
+        """Value of a field in `scontrol show job`."""
         words = self.run(f"scontrol show job {job}").split()
         return next(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
-
-
-def wait_until(
-    holds: Callable[[], bool], what: str, timeout_seconds: float = HANG_SECONDS, *, every_seconds: float = 0.2
-) -> None:
-    """`every_seconds`: longer where a poll starts programs of SLURM's, which would take a tenth of a core."""
-    deadline = time.monotonic() + timeout_seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"no {what} after {timeout_seconds} s"
-        time.sleep(every_seconds)

@@ -23,7 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder from which a user submits: the repository's files, and logs in this test's folder."""
+    """A folder from which a user submits: links to the repository's scripts, and logs in the test's folder."""
     for name in ("launch_scripts", "ds_configs"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     return tmp_path

@@ -6,35 +6,39 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import REPOSITORY, count_finished_steps, free_port, read_metrics, run_command
+from tests.helpers.commands import (
+    REPOSITORY,
+    count_finished_steps,
+    drop_machine_keys,
+    free_port,
+    read_metrics,
+    run_command,
+    wait_until,
+)
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import IS_SOAK, soak_only
-from tests.slurm.cluster import Cluster, find_missing_requirement, wait_until
+from tests.slurm.cluster import Cluster, find_missing_requirement
 from vcore_ds.config.load import load_recipe
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 32
-"""Between the steps that are waited for and the last one there is time for a request to arrive, on busy cores too."""
+"""Enough steps after the awaited ones that a request arrives before the last, even on busy cores."""
 ARRAY = "--array=0-2 launch_scripts/train_32b_lora.slurm sweep/%a.yaml run.seed=%a run.output_dir=runs/sweep_%a"
 TASKS = ("1", "2")
-"""Tasks of that array which are submitted here, one for each node."""
+"""Tasks of the array that are submitted here, one for each node."""
 CHANGES = ("methods/sft.yaml", f"schedule.num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
-"""Plain fine-tuning: which files a launcher starts, stops and requeues does not depend on the method."""
+"""Plain fine-tuning, since launching, stopping and requeueing do not depend on the method."""
 PARALLEL = ("model.provider=megatron", "parallel.tensor=2")
-TIMED = (
-    "seconds", "tokens_per_second", "supervised_tokens_per_second", "utilization", "peak_memory_bytes",
-    "checkpoint_bytes",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run on two ranks from its first step to its last, on the two nodes where they can be reached by ssh."""
+    """A run on two ranks from its first step to its last, on the two nodes if they can be reached by ssh."""
 
     folder: Path
     output: str
     without_hosts: str | None
-    """Why it ran on this machine."""
+    """Reason why it ran on this machine instead; None if it ran on the nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +51,8 @@ def undisturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.Tem
         assert done.returncode == 0, done.stdout
         return Undisturbed(folder / "run", done.stdout, missing)
     (folder / "hosts").write_text("# name, and ranks on it\nn1 slots=1\nn2 slots=1\n")
-    # The launcher hands the nodes nothing else. Without it each rank takes all cores of the machine that is both nodes,
-    # for threads that wait by spinning: steps of 15 s on busy cores.
+    # The only variable that the launcher passes to the nodes. Without it each rank would start a thread per core of
+    # this machine, which is both nodes, and waiting threads spin: steps would take 15 s on busy cores.
     (folder / "environment").write_text("OMP_NUM_THREADS=1\n")
     command = f"DS_ENV_FILE={folder}/environment deepspeed --master_port {free_port()} --hostfile {folder}/hosts"
     command += " launch_scripts/train_32b.sh"
@@ -57,17 +61,17 @@ def undisturbed(cluster: Cluster, setup: TinySetup, tmp_path_factory: pytest.Tem
 
 def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, checkout: Path, undisturbed: Undisturbed):
     run = checkout / "runs" / "it"
-    # A job submitted from within a task of an array inherits these, and yet requeues itself.
+    # A job submitted from a task of an array inherits these variables and must still requeue itself.
     inherited = {"SLURM_ARRAY_JOB_ID": "0", "SLURM_ARRAY_TASK_ID": "0"}
     overrides = setup.overrides(run, *CHANGES)
     job = cluster.submit("launch_scripts/train_32b.slurm", checkout, *overrides, **inherited)
     output = checkout / f"slurm-{job}.out"
 
-    # As an administrator does, or SLURM itself on preemption: SIGTERM everywhere, SIGKILL half a minute later.
+    # As by an administrator, or by SLURM on preemption: SIGTERM everywhere, SIGKILL half a minute later.
     wait_for(cluster, job, run, step=3, restarts=0)
     cluster.run(f"scontrol requeue {job}")
-    if IS_SOAK:  # without it, `test_the_last_task_of_an_array_is_requeued_alone` is sent the signal
-        # As SLURM does before the time limit (--signal); the job's script then requeues it.
+    if IS_SOAK:  # otherwise only `test_the_last_task_of_an_array_is_requeued_alone` sends this signal
+        # As by SLURM before the time limit (--signal); the job's script then requeues it.
         wait_for(cluster, job, run, step=8, restarts=1)
         cluster.run(f"scancel --signal=USR1 {job}")
     wait_until(lambda: cluster.state(job) == "COMPLETED", "end of the job", every_seconds=1)
@@ -89,8 +93,8 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
 
 
 @soak_only
-def test_ranks_that_share_layers_two_on_each_node(cluster: Cluster, setup: TinySetup, checkout: Path):
-    """That such a run goes on and ends like an undisturbed one is for `chaos/test_tensor_groups.py` to show."""
+def test_tensor_parallel_ranks_run_two_on_each_node(cluster: Cluster, setup: TinySetup, checkout: Path):
+    """`chaos/test_tensor_groups.py` tests that such a run resumes and ends like an undisturbed one."""
     run = checkout / "runs" / "it"
     job = cluster.submit(
         "launch_scripts/train_32b.slurm", checkout, *setup.overrides(run, *PARALLEL), RANKS_PER_NODE="2"
@@ -105,12 +109,12 @@ def test_ranks_that_share_layers_two_on_each_node(cluster: Cluster, setup: TinyS
 
 
 def wait_for(cluster: Cluster, job: str, run: Path, *, step: int, restarts: int) -> None:
-    """Until the job, restarted so often, has done this step."""
+    """Wait until the job, after this many restarts, has finished this step."""
 
     num_polls = itertools.count()
 
     def holds() -> bool:
-        if next(num_polls) % 20 == 0:  # the job is looked at less often than the file
+        if next(num_polls) % 20 == 0:  # check the job less often than the file
             output = run.parents[1] / f"slurm-{job}.out"
             assert cluster.state(job) in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED"}, output.read_text()
         return count_finished_steps(run) >= step and cluster.field(job, "Restarts") == str(restarts)
@@ -119,18 +123,15 @@ def wait_for(cluster: Cluster, job: str, run: Path, *, step: int, restarts: int)
 
 
 def check_equal(run: Path, undisturbed: Path) -> None:
-    """Nothing lost, nothing twice, nothing different."""
+    """Assert that no step is lost, repeated or different."""
     lines, expected = read_metrics(run), read_metrics(undisturbed)
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
-    assert [without_times(line) for line in lines] == [without_times(line) for line in expected]
-
-
-def without_times(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith(TIMED)}
+    assert [drop_machine_keys(line) for line in lines] == [drop_machine_keys(line) for line in expected]
 
 
 def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: TinySetup, checkout: Path):
-    """Its job id is the array's own. A node to each task; task 1 is there throughout, and then continues on both."""
+    """The last task has the job id of the array. Each task has a node; task 1 exists throughout, and then continues on
+    both nodes."""
     assert f"\nsbatch {ARRAY}\n" in (REPOSITORY / "docs" / "slurm.md").read_text()
     (checkout / "sweep").mkdir()
     for task in TASKS:
@@ -146,7 +147,7 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
 
     try:
         wait_until(lambda: count_finished_steps(runs[0]) > 0, "step of task 1")
-        cluster.run(f"scontrol suspend {first}")  # it only has to be there
+        cluster.run(f"scontrol suspend {first}")  # it only has to exist
         wait_until(lambda: count_finished_steps(runs[1]) > 0, "step of task 2")
         assert cluster.field(last, "JobId") == array
         cluster.run(f"scancel --signal=USR1 {last}")
@@ -162,9 +163,9 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
 
 
 def check_other_number_of_nodes(cluster: Cluster, checkout: Path, job: str, run: Path, *overrides: str) -> None:
-    """The line of docs/slurm.md, on two nodes: the job saves and is gone, and another one takes more steps. Its steps
-    are for `make soak`: that a run resumes on other numbers of ranks is tested in `dist/test_resume.py`, and here
-    SLURM only checks that it would run the job."""
+    """Run the line of docs/slurm.md for two nodes: the job saves and ends, and another one takes more steps. Only
+    `make soak` takes these: `dist/test_resume.py` tests resuming on other numbers of ranks, so here SLURM only checks
+    that it would run the job."""
     page = (REPOSITORY / "docs" / "slurm.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("scontrol update JobId=JOB Requeue=0 && "))
     for word, ours in {"JOB": job, "--nodes=4": "--nodes=2", "train_32b.slurm": "train_32b_lora.slurm"}.items():
@@ -194,10 +195,10 @@ def check_other_number_of_nodes(cluster: Cluster, checkout: Path, job: str, run:
 
 
 def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):
-    own = cluster.folder / "own_disk"
-    cluster.run(f"srun --nodelist=n1 cp {setup.train} {own}/train.jsonl")
-    changes = (f"run.output_dir={own}/run", f"data.train_path={own}/train.jsonl", *PARALLEL)
-    job = cluster.submit("--nodes=2 launch_scripts/train_32b_lora.slurm", checkout, *setup.overrides(own), *changes)
+    disk = cluster.folder / "node_disk"
+    cluster.run(f"srun --nodelist=n1 cp {setup.train} {disk}/train.jsonl")
+    changes = (f"run.output_dir={disk}/run", f"data.train_path={disk}/train.jsonl", *PARALLEL)
+    job = cluster.submit("--nodes=2 launch_scripts/train_32b_lora.slurm", checkout, *setup.overrides(disk), *changes)
     wait_until(lambda: cluster.state(job) in {"COMPLETED", "FAILED"}, "end of the job", every_seconds=1)
     text = (checkout / f"slurm-{job}.out").read_text()
     assert (cluster.field(job, "ExitCode"), cluster.field(job, "Restarts")) == ("2:0", "0"), text
@@ -205,16 +206,16 @@ def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: T
     problems = text.partition("the nodes are not ready for this run:\n")[2].splitlines()
     for part in (
         "n1: free disk: found 0.2",
-        f"n2: data.train_path: found nothing to read at {own}/train.jsonl.",
-        f"n2: run.output_dir: found no file that n1 made in {own}, expected a folder that all nodes share",
+        f"n2: data.train_path: found nothing to read at {disk}/train.jsonl.",
+        f"n2: run.output_dir: found no file that n1 made in {disk}, expected a folder that all nodes share",
         "n1: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
         "n2: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
     ):
         assert sum(line.strip().startswith(part) for line in problems) == 1, f"{part}\n{text}"
 
 
-def test_deepspeed_with_a_hostfile(cluster: Cluster, undisturbed: Undisturbed):
-    """The launcher itself, through ssh and pdsh, without SLURM."""
+def test_deepspeed_trains_on_the_nodes_of_a_hostfile(cluster: Cluster, undisturbed: Undisturbed):
+    """The launcher works through ssh and pdsh, without SLURM."""
     if undisturbed.without_hosts is not None:
         pytest.skip(f"deepspeed --hostfile IS NOT TESTED HERE: {undisturbed.without_hosts}")
     last = f"step {NUM_STEPS}/{NUM_STEPS}  loss "

@@ -1,22 +1,21 @@
-"""`vcore-ds sweep` on real runs: 2 methods x 2 seeds of a tiny model on this machine, killed, failing, interrupted and
-taken up again, end with the table of the same sweep as a job array."""
+"""`vcore-ds sweep` on real runs: 2 methods x 2 seeds of a tiny model, killed, failing, interrupted and resumed on this
+machine, end with the same table as a job array."""
 
 import os
 import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import HANG_SECONDS, count_finished_steps, read_metrics, run_command
+from tests.helpers.commands import count_finished_steps, read_metrics, run_command, wait_until
 from tests.helpers.jobs import Job
 from tests.helpers.setups import TinySetup
 from tests.helpers.soak import soak_only
-from tests.helpers.sweeps import report_losses, write_sweep
-from tests.slurm.cluster import Cluster, wait_until
+from tests.helpers.sweeps import report_losses, wait_for_step, write_sweep
+from tests.slurm.cluster import Cluster
 from vcore_ds.commands.sweep.folder import State, begin_sweep, read_sweep_folder
 from vcore_ds.planning.sweep import load_sweep
 
@@ -40,10 +39,10 @@ def disturbed(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Pat
     # Killed with all its processes in the middle of the second run.
     with Job(line, folder / "killed.log") as job:
         wait_for_step(job, sweep / "runs" / RUNS[1], 27)
-    assert states(line) == ["done", "stopped", "waiting", "waiting"]
+    assert read_states(line) == ["done", "stopped", "waiting", "waiting"]
     assert not (sweep / "runs" / RUNS[1] / "adapter").exists()
 
-    # Two runs fail one after another, and the others are not held up.
+    # Two runs fail one after the other without stopping the others.
     failed = run_command(line)
     assert failed.returncode == 1 and "Traceback" not in failed.stdout, failed.stdout
     assert failed.stdout.startswith(f"[1/4] {RUNS[0]}: done already\n")
@@ -52,7 +51,7 @@ def disturbed(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Pat
     for run, text in zip(RUNS[2:], end[1:3], strict=True):
         assert text.startswith(f"  {run}: exit code 2: vcore-ds: {probes}: there is no such file")
     assert "Resumed after step " in (sweep / "logs" / f"{RUNS[1]}.log").read_text()
-    assert states(line) == ["done"] * 2 + ["failed"] * 2
+    assert read_states(line) == ["done"] * 2 + ["failed"] * 2
 
     # Ctrl-C in the middle of a run.
     probes.write_bytes(setup.validation.read_bytes())
@@ -62,7 +61,7 @@ def disturbed(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Pat
         job.launcher.send_signal(signal.SIGINT)
         assert job.wait() == 85, job.output
         assert "vcore-ds: stopped by SIGINT: 2 of 4 runs are done, 1 failed, 1 stopped. The same command" in job.output
-    assert states(line)[2:] == ["stopped", "failed"]
+    assert read_states(line)[2:] == ["stopped", "failed"]
 
     finished = run_command(line)
     assert finished.returncode == 0, finished.stdout
@@ -73,7 +72,7 @@ def disturbed(setup: TinySetup, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return here
 
 
-def test_a_disturbed_sweep_is_whole(disturbed: Path) -> None:
+def test_a_disturbed_sweep_finishes_all_runs(disturbed: Path) -> None:
     sweep, file = disturbed / "sweep", disturbed / "sweep_file.yaml"
     table = report_losses(sweep)
     assert [row[:3] for row in table[1:]] == [["sft", "2", ""], ["vcore", "2", "sft"]]
@@ -81,7 +80,7 @@ def test_a_disturbed_sweep_is_whole(disturbed: Path) -> None:
     for run in RUNS:
         assert [step["step"] for step in read_metrics(sweep / "runs" / run)] == list(range(1, NUM_STEPS + 1))
 
-    # Nothing of this is another recipe's.
+    # The runs do not count for another recipe.
     text = file.read_text()
     try:
         file.write_text(text.replace(CHANGES[0], f"schedule.num_steps={NUM_STEPS + 1}"))
@@ -94,7 +93,7 @@ def test_a_disturbed_sweep_is_whole(disturbed: Path) -> None:
 def test_a_job_array_gives_the_same_table(
     cluster: Cluster, setup: TinySetup, checkout: Path, disturbed: Path, tmp_path: Path
 ) -> None:
-    """A node to each run that is not done. The last task is stopped and comes back alone."""
+    """Each unfinished run has a node. The last task is stopped and requeued alone."""
     file = write_sweep(
         tmp_path / "there", setup, SEEDS, CHANGES, vcore=[f"data.probe_path={disturbed / 'probe.jsonl'}"]
     )
@@ -117,7 +116,7 @@ def test_a_job_array_gives_the_same_table(
         wait_until(lambda: count_finished_steps(last) >= 5, "step 5 of the last task", 900)
         assert cluster.field(tasks[-1], "JobId") == array
         cluster.run(f"scancel --signal=USR1 {tasks[-1]}")
-        # A run is done where its result is there, a little before its job ends.
+        # A run is done once its result exists, shortly before its job ends.
         wait_until(lambda: {cluster.state(task) for task in tasks} == {"COMPLETED"}, "end of all tasks")
         assert "4 done" in sweep("--status")
     finally:
@@ -128,15 +127,8 @@ def test_a_job_array_gives_the_same_table(
     assert report_losses(folder) == report_losses(disturbed / "sweep")
 
 
-def wait_for_step(job: Job, run: Path, step: int) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while count_finished_steps(run) < step:
-        assert job.launcher.poll() is None and time.monotonic() < deadline, job.output
-        time.sleep(0.02)
-
-
-def states(line: str) -> list[str]:
-    """The second column of --status."""
+def read_states(line: str) -> list[str]:
+    """States of the runs, by --status."""
     shown = run_command(f"{line} --status")
     assert shown.returncode == 0, shown.stdout
     return [row.split()[1] for row in shown.stdout.splitlines()[:-1]]
