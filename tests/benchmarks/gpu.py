@@ -45,7 +45,7 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.planning.hardware import peak_flops
-from vcore_ds.train.run_folder import environment
+from vcore_ds.train.run_folder import describe_environment
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.step import take_direction
 from vcore_ds.train.step_metrics import StepMetrics
@@ -294,7 +294,7 @@ def main() -> None:
     if arguments.layers is not None:
         sizes["num_hidden_layers"] = min(arguments.layers, sizes["num_hidden_layers"])
     num_tokens = arguments.tokens or (128 if arguments.shape == "tiny" else 16_384)
-    where = environment(layout.size("job"))
+    where = describe_environment(layout.size("job"))
     steps, fidelity = {}, {"skipped": "attention only"}
     if not arguments.attention_only:
         for file in arguments.deepspeed_config:

@@ -10,7 +10,7 @@ import torch
 from tests.helpers import conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import answer_spans
+from vcore_ds.data.answers import find_answer_spans
 from vcore_ds.data.batches import collate
 from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.dataset import add_reference, keep_random_tokens, write_reference
@@ -32,7 +32,7 @@ from vcore_ds.data.store import TokenStore
     ],
 )
 def test_answer_spans_are_the_contents_of_boxes(text: str, answers: list[str]) -> None:
-    assert [text[start:end] for start, end in answer_spans(text)] == answers
+    assert [text[start:end] for start, end in find_answer_spans(text)] == answers
 
 
 @pytest.fixture

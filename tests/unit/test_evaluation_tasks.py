@@ -11,7 +11,14 @@ from tests.helpers.benchmark_rows import ROWS, write_rows
 from vcore_ds.commands.evaluate.tasks import BENCHMARKS, choose_tasks, supergpqa_1k
 from vcore_ds.commands.quickstart.traces import HELD_OUT
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import AnswerChecker, choice_prompt, final_answer, is_right, last_code_block, math_prompt
+from vcore_ds.data.answers import (
+    AnswerChecker,
+    choice_prompt,
+    final_answer,
+    find_last_code_block,
+    is_right,
+    math_prompt,
+)
 from vcore_ds.data.prepare import sources
 
 
@@ -85,8 +92,8 @@ def test_final_answers_are_extracted(output: str, kind, answer: str | None) -> N
 
 
 def test_the_last_code_block_is_extracted() -> None:
-    assert last_code_block("```cpp\nold\n```\nbetter:\n```cpp\nint main() {}\n```\nDone.") == "int main() {}"
-    assert last_code_block("```cpp\ncut off") is None
+    assert find_last_code_block("```cpp\nold\n```\nbetter:\n```cpp\nint main() {}\n```\nDone.") == "int main() {}"
+    assert find_last_code_block("```cpp\ncut off") is None
 
 
 def test_the_subset_of_supergpqa_is_fixed_and_keeps_the_disciplines() -> None:

@@ -18,7 +18,7 @@ from tests import conftest
 from vcore_ds.data import batches
 from vcore_ds.data.batches import IGNORED_LABEL, supervised_tokens
 from vcore_ds.distributed import process_group
-from vcore_ds.train.run_folder import environment
+from vcore_ds.train.run_folder import describe_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -40,9 +40,9 @@ def test_a_run_that_was_kept_on_the_cpu_names_no_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA H200")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert environment(world_size=1)["devices"] == [platform.machine()]
+    assert describe_environment(world_size=1)["devices"] == [platform.machine()]
     monkeypatch.delenv("DS_ACCELERATOR")
-    assert environment(world_size=1)["devices"] == ["NVIDIA H200"] * 2
+    assert describe_environment(world_size=1)["devices"] == ["NVIDIA H200"] * 2
 
 
 @pytest.mark.parametrize(

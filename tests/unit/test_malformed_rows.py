@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.setups import make_tokenizer
 from vcore_ds.commands.cli import parse
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import _BOXED, _BRACE, answer_spans
+from vcore_ds.data.answers import _BOXED, _BRACE, find_answer_spans
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
@@ -182,8 +182,8 @@ def test_code_row_with_an_endless_index_is_malformed(tmp_path: Path, tokenizer_f
 def test_unclosed_boxes_are_searched_in_one_pass() -> None:
     """Seconds with one pass, hours with one for each box."""
     text = "\\boxed{" * 10**6
-    assert answer_spans(text) == []
-    assert answer_spans(text + "a}}") == [(len(text) - 7, len(text) + 2), (len(text), len(text) + 1)]
+    assert find_answer_spans(text) == []
+    assert find_answer_spans(text + "a}}") == [(len(text) - 7, len(text) + 2), (len(text), len(text) + 1)]
 
 
 def test_answer_spans_are_those_of_each_box_alone() -> None:
@@ -192,7 +192,7 @@ def test_answer_spans_are_those_of_each_box_alone() -> None:
     num_spans = 0
     for _ in range(2000):
         text = "".join(random.choice(pieces, 12))
-        spans = answer_spans(text)
+        spans = find_answer_spans(text)
         assert spans == find_spans_one_by_one(text), text
         num_spans += len(spans)
     assert num_spans > 1000

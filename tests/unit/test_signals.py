@@ -153,14 +153,14 @@ def test_the_end_of_the_launcher_stops_its_ranks(launcher: str, tmp_path: Path):
                 time.sleep(0.01)
             generation == 0 or child.wait()
             os._exit(0)
-        look_up = signals._launchers
+        look_up = signals._find_launchers
 
         def look_up_and_say():
             launchers = look_up()
             open(ready, "w").close()  # the launcher may end now
             return launchers
 
-        signals._launchers = look_up_and_say
+        signals._find_launchers = look_up_and_say
         stop_signals.listen()
         with stop_signals.deferred():
             deadline = time.monotonic() + (2 if launcher == "a shell" else 200)

@@ -92,7 +92,7 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/[1-9]\d*)
 _TEXT_MACRO = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
-def answer_spans(text: str) -> list[tuple[int, int]]:
+def find_answer_spans(text: str) -> list[tuple[int, int]]:
     r"""Return the character ranges inside every closed `\boxed{...}`, in linear time also with unclosed ones."""
     boxes = {boxed.end() for boxed in _BOXED.finditer(text)}
     if not boxes:
@@ -108,7 +108,7 @@ def answer_spans(text: str) -> list[tuple[int, int]]:
 
 def final_answer(output: str, kind: Kind) -> str | None:
     """Extract the final answer of an output, thinking included; None if there is none."""
-    spans = answer_spans(output)
+    spans = find_answer_spans(output)
     boxed = output[slice(*spans[-1])].strip() if spans else ""
     if boxed and kind == "choice":
         # Accept `(B)`, `\text{B}` and `B.` as B.
@@ -126,7 +126,7 @@ def is_right(answer: str | None, expected: str, kind: Kind, checker: AnswerCheck
     return checker.check(expected, answer) == "equivalent"
 
 
-def last_code_block(text: str) -> str | None:
+def find_last_code_block(text: str) -> str | None:
     """Return the text between the last two lines of backticks, as LiveCodeBench does; None with fewer than two."""
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]

@@ -121,9 +121,9 @@ class JoinedStores(JoinedDataset):
         names, rows = zip(*(store.origins() for store in self.parts), strict=True)
         return list(chain(*names)), np.concatenate(rows)
 
-    def dropped_rows(self) -> tuple[int | None, dict[str, int]]:
-        """`TokenStore.dropped_rows` of all stores together."""
-        rows, dropped = zip(*(store.dropped_rows() for store in self.parts), strict=True)
+    def count_dropped_rows(self) -> tuple[int | None, dict[str, int]]:
+        """`TokenStore.count_dropped_rows` of all stores together."""
+        rows, dropped = zip(*(store.count_dropped_rows() for store in self.parts), strict=True)
         total: dict[str, int] = {}
         for rule, number in chain(*(counts.items() for counts in dropped)):
             total[rule] = total.get(rule, 0) + number

@@ -112,7 +112,7 @@ class TokenStore(TokenizedSequences):
         numbers = np.searchsorted(starts, self.sequence_ids, side="right") - 1
         return [names[i] for i in numbers], self.sequence_ids - np.array(starts, dtype=np.int64)[numbers]
 
-    def dropped_rows(self) -> tuple[int | None, dict[str, int]]:
+    def count_dropped_rows(self) -> tuple[int | None, dict[str, int]]:
         """Number of rows read to make the store (None if unknown), and of rows dropped for each reason."""
         counts = self.manifest.get("counts", {})
         return counts.get("rows"), counts.get("dropped", {})

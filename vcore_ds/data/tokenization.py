@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.data.answers import answer_spans
+from vcore_ds.data.answers import find_answer_spans
 from vcore_ds.data.conversations import RenderedConversation
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def tokenize_rendered(
         offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         supervised = _mark_within([span for span in item.spans if span is not None], offsets)
         supervised[:1] = False
-        in_answer = supervised & _mark_touching(answer_spans(item.text), offsets)
+        in_answer = supervised & _mark_touching(find_answer_spans(item.text), offsets)
         sequences.append(
             TokenizedSequence(item.conversation.row - 1, np.array(ids, dtype=np.int32), supervised, in_answer)
         )

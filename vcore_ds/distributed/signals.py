@@ -113,13 +113,13 @@ class StopSignals:
 
     def _listen(self) -> None:
         assert self._pipe is not None
-        launchers = _launchers()
+        launchers = _find_launchers()
         while True:
             if select.select([self._pipe[0]], [], [], LAUNCHER_POLL_SECONDS)[0]:
                 for number in os.read(self._pipe[0], 64):
                     if number in STOPPING:
                         self.request(signal.Signals(number).name)
-            elif launchers and _ancestors(len(launchers)) != launchers:
+            elif launchers and _list_ancestors(len(launchers)) != launchers:
                 launchers = []
                 self.request("the end of its launcher")
 
@@ -151,19 +151,19 @@ def _stderr() -> int:
     return os.dup(2)
 
 
-def _launchers() -> list[int]:
+def _find_launchers() -> list[int]:
     """Process ids of the launcher's processes above this one, nearest first; empty without a known launcher. Without
     this, ranks would survive a `kill` of the `deepspeed` command, which ends only that command, or a SIGKILL of
     torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _ancestors(1)
-    above = _ancestors(2)
+        return _list_ancestors(1)
+    above = _list_ancestors(2)
     if above and b"deepspeed.launcher.launch" in _read(above[0], "cmdline"):
         return above[: 1 + (b"deepspeed" in _read(above[1], "cmdline"))]
     return []
 
 
-def _ancestors(count: int) -> list[int]:
+def _list_ancestors(count: int) -> list[int]:
     pids = [os.getppid()]
     while len(pids) < count:
         # "pid (name) state parent ..."; the name may hold spaces and brackets.

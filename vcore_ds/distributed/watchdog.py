@@ -218,7 +218,7 @@ class Watchdog:
         same code. If the launcher sent the request because a rank died, print that rank instead."""
         for rank, process in self._local.items():
             if not is_alive(process) and not self._positions[rank].left:
-                _say(f"{self._where(rank)}: its process is dead")
+                _say(f"{self._locate(rank)}: its process is dead")
                 return
         self.broadcast(Verdict(f"{request} ended {self._identities[self._rank]}", EXIT_STOPPED))
 
@@ -226,7 +226,7 @@ class Watchdog:
         """Tell the others before this rank exits because of a UserError. If only some ranks have it, such as a file
         that is missing on one node, the others would hang, and no launcher ends the ranks of another node."""
         self._quiet.set()
-        self.broadcast(Verdict(f"{self._where(self._rank)}: {error}", error.EXIT_CODE))
+        self.broadcast(Verdict(f"{self._locate(self._rank)}: {error}", error.EXIT_CODE))
 
     def explain(self, error: BaseException) -> str | None:
         """Find the lost rank that caused an error in this rank's main thread; without one, tell the others about the
@@ -240,7 +240,7 @@ class Watchdog:
                 self.broadcast(verdict)
                 return verdict.text
             time.sleep(0.2)
-        self.broadcast(Verdict(f"{self._where(self._rank)}: {type(error).__name__}: {first_line(error)}"))
+        self.broadcast(Verdict(f"{self._locate(self._rank)}: {type(error).__name__}: {first_line(error)}"))
         return None
 
     def _exchange(self) -> None:
@@ -303,7 +303,7 @@ class Watchdog:
             self._changed_at = dict.fromkeys(self._watched, now)
         self._judged_at = now
         if self._store_error is not None:
-            return Verdict(f"{self._where(0)}: it is dead: its store is gone")
+            return Verdict(f"{self._locate(0)}: it is dead: its store is gone")
 
         for rank, process in self._local.items():
             if rank not in self._dead_since_exchange and not is_alive(process):
@@ -311,16 +311,16 @@ class Watchdog:
             # Its sign-off may not have arrived yet.
             is_long_dead = self._num_exchanges > self._dead_since_exchange.get(rank, self._num_exchanges) + 1
             if is_long_dead and not self._positions[rank].left:
-                return Verdict(f"{self._where(rank)}: its process is dead")
+                return Verdict(f"{self._locate(rank)}: its process is dead")
 
         if get_position().step == 0:
             patience_seconds = max(patience_seconds, LOADING_PATIENCE_SECONDS)
         if now - self._exchanged_at > patience_seconds:
-            return Verdict(f"{self._where(0)}: no answer for {now - self._exchanged_at:.0f} s from its store", 1, 0)
+            return Verdict(f"{self._locate(0)}: no answer for {now - self._exchanged_at:.0f} s from its store", 1, 0)
         for rank, position in self._positions.items():
             silent = now - self._changed_at[rank]
             if silent > patience_seconds and not position.left:
-                return Verdict(f"{self._where(rank)}: no sign of life for {silent:.0f} s", 1, rank)
+                return Verdict(f"{self._locate(rank)}: no sign of life for {silent:.0f} s", 1, rank)
         return self._judge_progress(now) if self._rank == 0 else None
 
     def _judge_progress(self, now: float) -> Verdict | None:
@@ -334,10 +334,10 @@ class Watchdog:
             if marks != position.num_marks:
                 self._behind[rank] = (position.num_marks, now)
             elif now - since > self._stuck_seconds:
-                return Verdict(f"{self._where(rank)}: stuck there for {now - since:.0f} s; others wait at: {furthest}")
+                return Verdict(f"{self._locate(rank)}: stuck there for {now - since:.0f} s; others wait at: {furthest}")
         return None
 
-    def _where(self, rank: int) -> str:
+    def _locate(self, rank: int) -> str:
         position = get_position() if rank == self._rank else self._positions.get(rank, Position())
         return f"{self._identities[rank]}, last seen at: {position}"
 

@@ -271,15 +271,15 @@ def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> Peft
             reason = first_line(error)
             if isinstance(error, RuntimeError) and "size mismatch" in str(error):
                 reason = next(line.strip() for line in str(error).splitlines() if "size mismatch" in line)
-            raise UserError(_wrong_base_message(folder, base, reason)) from None
+            raise UserError(_describe_wrong_base(folder, base, reason)) from None
     differing = sorted(stored ^ set(get_peft_model_state_dict(adapted)))
     if differing:
-        raise UserError(_wrong_base_message(folder, base, f"{differing[0]} is in one of them only"))
+        raise UserError(_describe_wrong_base(folder, base, f"{differing[0]} is in one of them only"))
     round_adapters_once(adapted)
     return adapted
 
 
-def _wrong_base_message(folder: Path, base: str, reason: str) -> str:
+def _describe_wrong_base(folder: Path, base: str, reason: str) -> str:
     return (
         f"adapter: {folder}: does not fit the model {base}: {reason:.300}; expected an adapter of this model. "
         "Name the model that it was trained from"

@@ -72,14 +72,14 @@ def begin_branch(recipe: Recipe) -> None:
         target = folder / "checkpoints" / checkpoint.name
         discard(target)
         discard(unfinished_path(target))
-        shutil.copytree(checkpoint, unfinished_path(target), copy_function=_link)
+        shutil.copytree(checkpoint, unfinished_path(target), copy_function=_link_or_copy)
         unfinished_path(target).rename(target)
         tokens = folder / run_folder.TOKENS
         tokens.mkdir(exist_ok=True)
         for path in (run / run_folder.TOKENS).glob("*.npz"):
             if run_folder.parse_record_step(path) <= step:
                 (tokens / path.name).unlink(missing_ok=True)
-                _link(path, tokens / path.name)
+                _link_or_copy(path, tokens / path.name)
         texts = {name: (run / name).read_text() for name in (METRICS, ENVIRONMENT) if (run / name).is_file()}
         if METRICS in texts:
             lines = texts[METRICS].splitlines(keepends=True)
@@ -89,7 +89,7 @@ def begin_branch(recipe: Recipe) -> None:
             write_text(folder / name, text)
 
 
-def _link(source: str | Path, target: str | Path) -> None:
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links

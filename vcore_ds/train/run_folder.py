@@ -130,7 +130,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapping[str, Any] | None) -> None:
-    now = {"started": time.strftime(STARTED_FORMAT, time.gmtime()), **environment(world_size)}
+    now = {"started": time.strftime(STARTED_FORMAT, time.gmtime()), **describe_environment(world_size)}
     if kept is not None:
         now |= {"kept": kept}
     first = read_environment(folder)
@@ -190,7 +190,7 @@ def parse_line_step(line: str) -> int | None:
         return None
 
 
-def environment(world_size: int) -> dict[str, Any]:
+def describe_environment(world_size: int) -> dict[str, Any]:
     """Describe command, versions, commit and devices, as needed to repeat a run."""
     import torch  # takes seconds, and `vcore-ds check` only checks the folder
 

@@ -49,7 +49,7 @@ def describe_data(path: str, dataset: Dataset) -> str:
     if isinstance(dataset, KeptDataset) and dataset.description:
         size = dataset.description
     else:
-        num_rows, dropped = find_token_store(dataset).dropped_rows()
+        num_rows, dropped = find_token_store(dataset).count_dropped_rows()
         is_partial = num_rows is not None and (dropped or num_trusted)
         size = f"{len(dataset):,} of {num_rows:,} rows kept" if is_partial else count(len(dataset), "sequence")
     if num_trusted:

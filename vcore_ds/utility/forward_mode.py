@@ -314,13 +314,13 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
     """
     named = layer.keywords.values() if isinstance(layer, partial) else ()
     if any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *named)):
-        raise _recompute_error()
+        raise _make_recompute_error()
     value, tangent = forward_ad.unpack_dual(x)
     with torch.no_grad():
         start = value.detach()
         result = layer(start if tangent is None else forward_ad.make_dual(start, tangent.detach()), *others)
         if isinstance(result, tuple) and any(isinstance(x, Tensor) and x.is_floating_point() for x in result[1:]):
-            raise _recompute_error()
+            raise _make_recompute_error()
         y, d_y = forward_ad.unpack_dual(_extract_hidden_states(result))
     # .data: a view of the dual result would keep its tangent alive.
     y = _Recomputed.apply(value, y.data, lambda again: _extract_hidden_states(layer(again, *others)))
@@ -328,7 +328,7 @@ def checkpoint_with_tangent(layer: Layer, x: Tensor, *others: Any) -> Any:
     return (y, *result[1:]) if isinstance(result, tuple) else y
 
 
-def _recompute_error() -> UserError:
+def _make_recompute_error() -> UserError:
     return UserError(
         "utility.fused: the layers of this architecture exchange activations in addition to their input and output, "
         "which the fused forward cannot recompute; expected false (utility.fused=false)"

@@ -32,7 +32,7 @@ from vcore_ds.common.locks import LOCK, lock_folder
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
-from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, is_right, last_code_block
+from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, find_last_code_block, is_right
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import compute_model_digest
@@ -234,7 +234,7 @@ def _read_samples(log: EvalLog) -> list[SampleResult]:
     results = []
     for sample in read_eval_log(log.location, exclude_fields={"messages", "events"}).samples or ():
         output, score = sample.output, (sample.scores or {}).get("final_answer")
-        answer = score.answer if score is not None else last_code_block(output.completion)
+        answer = score.answer if score is not None else find_last_code_block(output.completion)
         assert output.usage is not None  # both APIs set it
         results.append(
             SampleResult(

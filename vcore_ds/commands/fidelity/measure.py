@@ -48,7 +48,7 @@ from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, Feed, build_feed
 from vcore_ds.train.loop import Trainer
-from vcore_ds.train.run_folder import environment
+from vcore_ds.train.run_folder import describe_environment
 from vcore_ds.train.settings import (
     Schedule,
     StepSettings,
@@ -129,7 +129,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     deque(islice(training, options.after_steps), maxlen=0)
     report = FidelityReport(
         recipe=recipe.model_dump(mode="json"),
-        environment=environment(layout.size("job")),
+        environment=describe_environment(layout.size("job")),
         precision=recipe.model.precision,
         reference_precision=bench.reference_precision,
         steps_before=options.after_steps,

@@ -21,7 +21,7 @@ from vcore_ds.common.text import GIB, gib
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.distributed.unused_gpus import run_nvidia_smi
-from vcore_ds.train.run_folder import environment
+from vcore_ds.train.run_folder import describe_environment
 
 TEMPORARY_BYTES = 2 * GIB
 """Required free space in the temporary folder, for compiled kernels and files of the processes."""
@@ -211,7 +211,7 @@ def _refuse(what: str, problems: Sequence[str], is_first: bool) -> None:
 
 def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
     """Report on this node; `mark` is the file that rank 0 has made in the output folder."""
-    facts = environment(world_size=1)
+    facts = describe_environment(world_size=1)
     gpus: tuple[str, ...] = ()
     unused_gpus = None
     try:

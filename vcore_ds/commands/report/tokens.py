@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import answer_spans
+from vcore_ds.data.answers import find_answer_spans
 from vcore_ds.train.token_records import MOST_PROMPT_TOKENS, RecordedTokens, TokenRecord
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class TokenTexts:
         commands = _within(visible, [match.span() for match in _LATEX.finditer(text)])
         kinds[commands & (visible < ends)] = KINDS.index("LaTeX command")
         in_answer = np.zeros(len(ids), dtype=np.bool_)
-        for begin, end in answer_spans(text):
+        for begin, end in find_answer_spans(text):
             in_answer |= (starts < end) & (ends > begin)
 
         spans = [match.span() for match in _WORD.finditer(text)]

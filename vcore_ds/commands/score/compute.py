@@ -44,7 +44,7 @@ from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
-from vcore_ds.train.run_folder import STARTED_FORMAT, environment, read_environment, read_run_recipe
+from vcore_ds.train.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
@@ -236,7 +236,7 @@ class Scoring:
         hardware."""
         recipe, is_checked = self.request.recipe, False
         if self.request.checkpoints and layout.is_first():
-            is_checked = passed_checks(Path(recipe.run.output_dir), recipe, environment(layout.size("job")))
+            is_checked = passed_checks(Path(recipe.run.output_dir), recipe, describe_environment(layout.size("job")))
         return layout.gather_objects("job", is_checked)[0]
 
     def _take_direction(self, direction: Direction, one: ScoringPass) -> None:
@@ -333,7 +333,7 @@ class Scoring:
         """scores.json without the measured `sets`."""
         request, store = self.request, self.store
         recipe, manifest = request.recipe, store.manifest
-        num_rows, dropped = store.dropped_rows()
+        num_rows, dropped = store.count_dropped_rows()
         return Scores(
             data=ScoredData(
                 recipe.data.train_name(),

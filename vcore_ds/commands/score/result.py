@@ -118,7 +118,7 @@ def write_result(
     for name, inputs in sets.items():
         total, mean, rank, _ = (columns[column] for column in scores_folder.utility_columns(name))
         loss, gradient_norm = inputs.passes[-1][1].read_set()
-        num_rows, dropped = inputs.store.dropped_rows()
+        num_rows, dropped = inputs.store.count_dropped_rows()
         measured[name] = scores_folder.TrustedSet(
             inputs.path,
             inputs.store.digest,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.text import shorten
-from vcore_ds.data.answers import answer_spans, code_prompt, math_prompt
+from vcore_ds.data.answers import code_prompt, find_answer_spans, math_prompt
 from vcore_ds.data.conversations import Supervise
 from vcore_ds.data.messages import Message, split_thinking
 from vcore_ds.data.prepare.rows import Malformed, check_object, find_texts, list_names
@@ -57,7 +57,7 @@ def convert_math_row(row: Any, check_answer: Callable[[str, str], str]) -> list[
     _keep_only(row, "generation_model", "DeepSeek-R1", OTHER_MODEL)
     fields = find_texts(row, "problem", "generated_solution", "expected_answer")
     thinking, answer = _split_trace(fields["generated_solution"])
-    spans = answer_spans(answer)
+    spans = find_answer_spans(answer)
     if not spans:
         raise Dropped(NOT_BOXED)
     verdict = check_answer(fields["expected_answer"], answer[slice(*spans[-1])])
@@ -132,7 +132,7 @@ def find_statement(folder: str | None, dataset: str, split: str, index: int) -> 
     row = rows[index]
     if dataset in ("taco", "apps"):
         return row["question"]
-    return _codeforces_statement(row) if dataset == "open-r1/codeforces" else row["description"]
+    return _join_codeforces_statement(row) if dataset == "open-r1/codeforces" else row["description"]
 
 
 @cache
@@ -151,7 +151,7 @@ def _load_rows(folder: str | None, dataset: str, split: str) -> Any:
         ) from None
 
 
-def _codeforces_statement(row: dict[str, Any]) -> str | None:
+def _join_codeforces_statement(row: dict[str, Any]) -> str | None:
     parts = [row["description"]]
     if not parts[0]:
         return None

@@ -145,7 +145,7 @@ def prepare(
 
         with Pool(processes, [work.__name__]) as pool:
             reports = _curate(request, raw_shards, folder / "curated", pool, say)
-            first_rows = _first_row_numbers(raw_shards, reports)
+            first_rows = _number_first_rows(raw_shards, reports)
             report = selection.PrepareReport(request.kind, request.sample, request.cutoff_length, request.overlong)
             report.count_shards(reports)
             faults = [
@@ -244,7 +244,7 @@ def _curate(
     return [work.read_report(folder, i) for i in range(len(raw_shards))]
 
 
-def _first_row_numbers(raw_shards: Sequence[Shard], reports: Sequence[ShardReport]) -> list[FirstRow]:
+def _number_first_rows(raw_shards: Sequence[Shard], reports: Sequence[ShardReport]) -> list[FirstRow]:
     first_rows, in_source, overall = [], 0, 0
     for shard, report in zip(raw_shards, reports, strict=True):
         in_source = 0 if shard.is_first else in_source
