@@ -3,6 +3,8 @@
 import argparse
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
 
 LARGEST_COUNT = 2**31 - 1
 
@@ -25,49 +27,30 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_again(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--again", action="store_true", help="start over: delete the unfinished work of an earlier attempt at --output"
-    )
+    parser.add_argument("--again", action="store_true", help="start over: delete unfinished work of an earlier attempt")
 
 
-def positive(word: str) -> int:
-    try:
-        number = int(word)
-    except ValueError:  # raised for too many digits, too
-        raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected a whole number of at least 1") from None
-    if not 1 <= number <= LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected 1 to {LARGEST_COUNT:,}")
-    return number
+Number = TypeVar("Number", int, float)
 
 
-def positive_number(word: str) -> float:
-    return _parse_number(word, "a number above 0", lambda number: 0 < number < math.inf)
+def _parser(kind: type[Number], expected: str, is_valid: Callable[[Number], bool]) -> Callable[[str], Number]:
+    """An argument type for the numbers that are valid."""
+
+    def parse(word: str) -> Number:
+        with suppress(ValueError):  # raised for too many digits, too
+            if is_valid(number := kind(word)):
+                return number
+        shown = word if len(word) <= 20 else f"a word of {len(word):,} characters"
+        raise argparse.ArgumentTypeError(f"found {shown}, expected {expected}")
+
+    return parse
 
 
-def temperature(word: str) -> float:
-    return _parse_number(word, "a number of at least 0", lambda number: 0 <= number < math.inf)
-
-
-def share(word: str) -> float:
-    return _parse_number(word, "a number above 0, at most 1", lambda number: 0 < number <= 1)
-
-
-def share_or_none(word: str) -> float:
-    return _parse_number(word, "a number from 0 to 1", lambda number: 0 <= number <= 1)
-
-
-def _parse_number(word: str, expected: str, is_valid: Callable[[float], bool]) -> float:
-    try:
-        number = float(word)
-    except ValueError:
-        number = math.nan
-    if not is_valid(number):
-        raise argparse.ArgumentTypeError(f"found {_shown(word)}, expected {expected}")
-    return number
-
-
-def _shown(word: str) -> str:
-    return word if len(word) <= 20 else f"a word of {len(word):,} characters"
+positive = _parser(int, f"a whole number from 1 to {LARGEST_COUNT:,}", lambda number: 1 <= number <= LARGEST_COUNT)
+positive_number = _parser(float, "a number above 0", lambda number: 0 < number < math.inf)
+temperature = _parser(float, "a number of at least 0", lambda number: 0 <= number < math.inf)
+share = _parser(float, "a number above 0, at most 1", lambda number: 0 < number <= 1)
+share_or_none = _parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 
 
 def take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple:

@@ -5,7 +5,8 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from vcore_ds.commands.arguments import share
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import refuse_existing, writing
+from vcore_ds.common.paths import refuse_existing, write_atomically, writing
 from vcore_ds.config.problems import RecipeError, field_problems
 from vcore_ds.config.sections import KeepConfig
 
@@ -41,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--weights",
         metavar="KEY=NUMBER",
-        help="write tokens with their Gibbs weights instead of rows, to a Parquet file: kl_budget=NUMBER or "
-        "temperature=NUMBER as in a recipe's section `method`; of all traces unless --top or --above is given. Needs "
+        help="write tokens with Gibbs weights instead of rows, to a Parquet file: kl_budget=NUMBER or "
+        "temperature=NUMBER as in a recipe's section `method`; of all traces without --top or --above. Needs scores by "
         "`vcore-ds score --tokens all`",
     )
     add("--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl; .parquet with --weights)")
@@ -52,15 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--within",
         choices=["all", "source"],
         default="all",
-        help="apply --top to all traces together or to each source (default all)",
+        help="take --top of all traces, or of each source (default all)",
     )
     add("--with-utility", action="store_true", help=f"add the keys {', '.join(UTILITY_KEYS)} to each row")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for scores that cannot be used, sources that have changed since they were scored, or an output
-    that exists or cannot be written."""
-    from vcore_ds.common.paths import write_atomically
+    """Raises UserError for scores that cannot be used, sources that have changed since, or an output that exists or
+    cannot be written."""
     from vcore_ds.train.selection import read_selection  # imports torch: seconds
 
     if arguments.top is None and arguments.above is None:
@@ -69,52 +69,45 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.top = 1.0
     if arguments.above is not None and arguments.within == "source":
         raise UserError("--within: found source together with --above; expected it with --top")
+    output = arguments.output
+    origin = output.with_name(f"{output.name}.origin.json")
     if arguments.weights is not None:
-        _write_weights(arguments)
-        return
-    origin = arguments.output.with_name(f"{arguments.output.name}.origin.json")
-    for path in (arguments.output, origin):
+        from vcore_ds.commands.token_weights import parse_sharpness, write_weights
+
+        if output.suffix != ".parquet" or arguments.with_utility:
+            wrong = f"{output} with --weights" if output.suffix != ".parquet" else "--with-utility with --weights"
+            raise UserError(f"--output: found {wrong}; expected a .parquet file of tokens, without --with-utility")
+        sharpness = parse_sharpness(arguments.weights)
+    for path in (output,) if arguments.weights is not None else (output, origin):
         refuse_existing(path, NEW_FILE)
     selection = read_selection(read_keep(arguments), name_argument)
+    with writing("--output", output, NEW_FILE):
+        if arguments.weights is not None:
+            write_weights(selection, sharpness, output)
+            rest = f"train on it with: method.name=stored data.token_weights={output}"
+        else:
+            _write_rows(selection, output, origin, arguments.with_utility)
+            rest = f"how the rows were selected: {origin}"
+    print(f"{selection.describe()}\nWritten: {output}; {rest}")
+
+
+def _write_rows(selection: "Selection", output: Path, origin: Path, with_utility: bool) -> None:
     scores = selection.scores
     entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
-    with (
-        writing("--output", arguments.output, NEW_FILE),
-        write_atomically(origin) as unfinished_origin,
-        write_atomically(arguments.output) as unfinished,
-    ):
-        with unfinished.open("w", encoding="utf-8") as file:
-            for line in kept_lines(selection, arguments.with_utility):
-                file.write(line + "\n")
+    with write_atomically(origin) as unfinished_origin, write_atomically(output) as unfinished:
+        # Half of a surrogate pair has no UTF-8; its backslash escape is the one of JSON.
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(f"{line}\n" for line in kept_lines(selection, with_utility))
         unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"{selection.describe()}\nWritten: {arguments.output}; how the rows were selected: {origin}")
-
-
-def _write_weights(arguments: argparse.Namespace) -> None:
-    from vcore_ds.commands.token_weights import parse_sharpness, write_weights
-    from vcore_ds.train.selection import read_selection
-
-    output = arguments.output
-    if output.suffix != ".parquet" or arguments.with_utility:
-        wrong = f"{output} with --weights" if output.suffix != ".parquet" else "--with-utility with --weights"
-        raise UserError(f"--output: found {wrong}; expected a .parquet file of tokens, without --with-utility")
-    sharpness = parse_sharpness(arguments.weights)
-    refuse_existing(output, NEW_FILE)
-    selection = read_selection(read_keep(arguments), name_argument)
-    with writing("--output", output, NEW_FILE):
-        write_weights(selection, sharpness, output)
-    print(
-        f"{selection.describe()}\nWritten: {output}; train on it with: method.name=stored data.token_weights={output}"
-    )
 
 
 def name_argument(key: str) -> str:
-    """The command's argument for a key of `data.keep`."""
+    """Name the command's argument for a key of `data.keep`."""
     return "SCORES" if key == "scores" else f"--{key}"
 
 
 def read_keep(arguments: argparse.Namespace) -> KeepConfig:
-    """`data.keep` from the command's arguments. Raises UserError for values that it cannot have."""
+    """Make `data.keep` from the command's arguments. Raises UserError for values that it cannot have."""
     values = {key: getattr(arguments, key) for key in KeepConfig.model_fields}
     try:
         return KeepConfig(**values)
@@ -124,8 +117,8 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
 
 
 def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
-    """The rows of the selected traces as JSON, in the order of the data. Raises UserError where a source is missing,
-    has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
+    """Yield the rows of the selected traces as JSON, in the order of the data. Raises UserError where a source is
+    missing, has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
     from vcore_ds.common.text import Progress
     from vcore_ds.data.scores_folder import read_traces, utility_columns
 
@@ -170,23 +163,18 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
     shards = find_shards([source], "train")
     if fingerprint != describe_source(shards)[0]["fingerprint"]:
         refuse_changed(source)
-    wanted = iter(numbers)
-    next_number = next(wanted, None)
-    num_rows = 0
-    for number, (_, row) in enumerate(chain.from_iterable(shard.rows() for shard in shards)):
-        num_rows = number + 1
-        if number == next_number:
+    rows = chain.from_iterable(shard.rows() for shard in shards)
+    wanted, num_rows = set(numbers), 0
+    for num_rows, (_, row) in enumerate(islice(rows, numbers[-1] + 1), start=1):
+        if num_rows - 1 in wanted:
             if isinstance(row, Broken):
                 refuse_changed(source)
             yield row
-            next_number = next(wanted, None)
-            if next_number is None:
-                return
-    assert next_number is not None  # at least one is wanted
-    raise UserError(
-        f"SCORES: found row {next_number + 1:,} of {source}, which has {num_rows:,}; expected rows of the file. "
-        "Prepare and score again"
-    )
+    if missing := [number for number in numbers if number >= num_rows]:
+        raise UserError(
+            f"SCORES: found row {missing[0] + 1:,} of {source}, which has {num_rows:,}; expected rows of the file. "
+            "Prepare and score again"
+        )
 
 
 def refuse_changed(source: str) -> NoReturn:
@@ -199,33 +187,22 @@ def refuse_changed(source: str) -> NoReturn:
 
 def write_row(row: Mapping[str, Any], where: str) -> str:
     """Write a row as a line of JSON, with dates and times in ISO 8601. Raises UserError, which begins with `where`, for
-    a value that JSON cannot represent."""
-    try:
-        text = write_json(row)
-        text.encode()
-        return text
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can hold only as an escape
-        return write_json(row, ensure_ascii=True)
-    except (TypeError, ValueError, RecursionError):
-        pass
-    for key, value in row.items():
-        try:
-            write_json({key: value})
-        except (TypeError, ValueError, RecursionError):
-            raise UserError(
-                f"{where}: {key}: found {reprlib.repr(value)}, which JSON cannot represent; expected text, finite "
-                "numbers, dates, lists and objects. Select the rows by number instead: scores.parquet in SCORES has "
-                "source, row and rank of each"
-            ) from None
-    raise AssertionError  # one of the values must have failed
-
-
-def write_json(value: Any, ensure_ascii: bool = False) -> str:
-    """Raises TypeError or ValueError for what JSON cannot represent: bytes, decimals, durations, NaN and infinity."""
+    a value that JSON cannot represent: bytes, decimals, durations, NaN and infinity."""
 
     def write_time(value: Any) -> str:
         if isinstance(value, date | time):
             return value.isoformat()
         raise TypeError
 
-    return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False, default=write_time)
+    write = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=write_time)
+    items = []
+    for key, value in row.items():
+        try:
+            items.append(f"{write(key)}: {write(value)}")
+        except (TypeError, ValueError, RecursionError):
+            raise UserError(
+                f"{where}: {key}: found {reprlib.repr(value)}, which JSON cannot represent; expected text, finite "
+                "numbers, dates, lists and objects. Select the rows by number instead: scores.parquet in SCORES has "
+                "source, row and rank of each"
+            ) from None
+    return f"{{{', '.join(items)}}}"

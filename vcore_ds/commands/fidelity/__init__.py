@@ -15,9 +15,9 @@ from vcore_ds.config.load import load_recipe
 
 HELP = "measure how accurate the utilities are"
 DESCRIPTION = (
-    "Compare the utilities of jvp and of finite differences with a reference in higher precision, and small probes and "
-    "stale directions with a large probe, on the recipe's model, data, precision and parallelism. Lists are numbers "
-    "separated by spaces; 0 leaves a part out."
+    "Compare the utilities of jvp and of finite differences with a reference in higher precision, and those of small "
+    "probes and stale directions with those of a large probe, on the recipe's model, data, precision and parallelism. "
+    "Lists are numbers separated by spaces; 0 leaves a part out. Example: vcore-ds fidelity RECIPE.yaml --large-probe 0"
 )
 
 
@@ -27,35 +27,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     numbers: dict[str, Any] = dict(nargs="+", metavar="N")
     add("--output", type=Path, metavar="DIR", help="write fidelity.json there")
     add("--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)")
-    add("--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="default 1 1e-1 ... 1e-5")
+    add("--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="(default 1 1e-1 ... 1e-5)")
     add(
-        "--ranks", **numbers, default="16 64 128".split(), help="values of probe.rank, default 16 64 128; not with LoRA"
-    )
-    add("--probe-sizes", **numbers, default="1 4 8 32".split(), help="|B'|, default 1 4 8 32")
-    add(
-        "--large-probe",
-        type=int,
-        default=64,
-        metavar="N",
-        help="|B'| that these and stale directions are compared with (default 64; 0 measures neither)",
-    )
-    add(
-        "--stale-steps",
+        "--ranks",
         **numbers,
-        default="1 2 4 8".split(),
-        help="ages of stale directions, in optimizer steps (default 1 2 4 8)",
+        default=["16", "64", "128"],
+        help="values of probe.rank (default 16 64 128; not with LoRA)",
     )
+    add("--probe-sizes", **numbers, default=["1", "4", "8", "32"], help="small probes, sequences (default 1 4 8 32)")
+    add("--large-probe", type=int, default=64, metavar="N", help="large probe, sequences (default 64)")
+    add("--stale-steps", **numbers, default=["1", "2", "4", "8"], help="ages of directions, steps (default 1 2 4 8)")
     add("--after-steps", type=int, default=0, metavar="N", help="train N steps before measuring (default 0)")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    lists = {
-        name: take_numbers(arguments, name, kind)
-        for name, kind in (("epsilons", float), ("ranks", int), ("probe_sizes", int), ("stale_steps", int))
-    }
+    kinds = {"epsilons": float, "ranks": int, "probe_sizes": int, "stale_steps": int}
+    lists = {name: take_numbers(arguments, name, kind) for name, kind in kinds.items()}
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     options = FidelityOptions(
-        num_sequences=arguments.sequences,
+        arguments.sequences,
         large_probe_size=arguments.large_probe,
         after_steps=arguments.after_steps,
         output=arguments.output,
@@ -108,12 +98,17 @@ class Choice:
 
 def check_options(options: FidelityOptions) -> None:
     """Raise UserError for numbers out of range."""
-    wrong = [f"--epsilons {epsilon:g}" for epsilon in options.epsilons if not 0 < epsilon < math.inf]
-    wrong += [f"--ranks {rank}" for rank in options.ranks if rank < 0]
-    wrong += [f"--probe-sizes {size}" for size in options.probe_sizes if size < 0]
-    wrong += [f"--stale-steps {steps}" for steps in options.stale_steps if steps < 0]
-    single = {"--large-probe": options.large_probe_size, "--after-steps": options.after_steps}
-    wrong += [f"{option} {number}" for option, number in single.items() if number < 0]
+    numbers = {
+        "--epsilons": options.epsilons,
+        "--ranks": options.ranks,
+        "--probe-sizes": options.probe_sizes,
+        "--stale-steps": options.stale_steps,
+        "--large-probe": [options.large_probe_size],
+        "--after-steps": [options.after_steps],
+    }
+    wrong = [
+        f"{name} {number:g}" for name, values in numbers.items() for number in values if not 0 <= number < math.inf
+    ]
     if wrong:
         raise UserError(f"{', '.join(wrong)}: expected positive numbers, or 0 to leave a part out")
     if options.num_sequences < 1:
@@ -157,18 +152,16 @@ def choose_sequences(
 
     drawn, notes = generator(Stream.FIDELITY, seed), []
     order = drawn.permutation(num_training).tolist()
-    num_measured = min(options.num_sequences, num_training if num_trusted is not None else num_training - 2)
-    measured, others = order[: max(0, num_measured)], order[max(0, num_measured) :]
+    num_measured = max(0, min(options.num_sequences, num_training if num_trusted is not None else num_training - 2))
+    measured, others = order[:num_measured], order[num_measured:]
     if num_trusted is not None:
         others = drawn.permutation(num_trusted).tolist()
     if not measured or len(others) < 2:
-        key, expected = ("train_path", 3) if num_trusted is None else ("probe_path", 2)
-        num_sequences = num_training if num_trusted is None else num_trusted
+        key, expected = ("train_path", "3: one to measure,") if num_trusted is None else ("probe_path", "2:")
+        found = count(num_training if num_trusted is None else num_trusted, "sequence")
         raise UserError(
-            f"data.{key}: found {count(num_sequences, 'sequence')} within data.cutoff_length; "
-            f"expected at least {expected}: "
-            + ("one to measure, " if num_trusted is None else "")
-            + "one as probe, one as the probe that this is compared with"
+            f"data.{key}: found {found} within data.cutoff_length; expected at least {expected} one as probe, one as "
+            "the probe that this is compared with"
         )
     if num_measured < options.num_sequences:
         notes.append(f"{num_measured} instead of {options.num_sequences} sequences are measured: there are no more")
