@@ -16,15 +16,15 @@ from vcore_ds.commands.preflight.inspection import (
     REMEDIES,
     Node,
     Requirements,
+    compute_output_bytes,
     describe,
     describe_machine,
+    find_missing_compiler,
     find_problems,
     find_split_groups,
     find_unreadable,
-    missing_for_kernels,
-    output_bytes,
 )
-from vcore_ds.commands.preflight.interconnect import network_of_nccl
+from vcore_ds.commands.preflight.interconnect import parse_nccl_network
 from vcore_ds.common.paths import is_readable
 from vcore_ds.config.schema import Recipe
 from vcore_ds.models.architecture_check import count_parameters
@@ -140,11 +140,11 @@ def test_a_missing_compiler_or_header_is_reported(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert missing_for_kernels() == "no gcc or clang"
+    assert find_missing_compiler() == "no gcc or clang"
     monkeypatch.setenv("CC", "mycc")
-    assert missing_for_kernels() == f"no {tmp_path}/Python.h"
+    assert find_missing_compiler() == f"no {tmp_path}/Python.h"
     (tmp_path / "Python.h").touch()
-    assert missing_for_kernels() is None
+    assert find_missing_compiler() is None
 
 
 def test_a_node_without_gpus_is_reported_once() -> None:
@@ -180,12 +180,12 @@ def test_the_needed_space_counts_checkpoints_and_result(model: Path, tmp_path: P
     full = make_recipe(model, tmp_path / "run", checkpoint={"keep_last": 2})
     assert count_parameters(full.model.path, full.lora) == ParameterCounts(num_all, num_all)
     # Three checkpoints of master, two moments and direction, then the result.
-    assert output_bytes(full) == 3 * num_all * (12 + 4) + num_all * 4
+    assert compute_output_bytes(full) == 3 * num_all * (12 + 4) + num_all * 4
     for step in (1, 2):
         folder = tmp_path / "run" / "checkpoints" / f"step_{step:08d}"
         folder.mkdir(parents=True)
         (folder / "COMPLETE").touch()
-    assert output_bytes(full) == num_all * (12 + 4) + num_all * 4
+    assert compute_output_bytes(full) == num_all * (12 + 4) + num_all * 4
 
     adapters = make_recipe(model, tmp_path / "other", lora={"rank": 4, "alpha": 8})
     num_trained = sum(p.numel() for p in tiny.with_lora(tiny.qwen3()).parameters() if p.requires_grad)
@@ -194,14 +194,14 @@ def test_the_needed_space_counts_checkpoints_and_result(model: Path, tmp_path: P
 
 def test_the_needed_space_counts_the_shards_of_all_tensor_parallel_ranks(model: Path, tmp_path: Path) -> None:
     unsharded = make_recipe(model, tmp_path / "run")
-    needed = output_bytes(unsharded)
+    needed = compute_output_bytes(unsharded)
     sharded = unsharded.model_copy(
         update={
             "model": unsharded.model.model_copy(update={"provider": "megatron"}),
             "parallel": unsharded.parallel.model_copy(update={"tensor": 2}),
         }
     )
-    assert needed < output_bytes(sharded) < 1.05 * needed  # each part has whole norms
+    assert needed < compute_output_bytes(sharded) < 1.05 * needed  # each part has whole norms
 
 
 def test_the_network_is_read_from_nccls_log() -> None:
@@ -209,12 +209,12 @@ def test_the_network_is_read_from_nccls_log() -> None:
         "n1:71:71 [0] NCCL INFO NCCL version 2.28.3+cuda13.0\n"
         "n1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB ib0:10.0.0.1<0>\n"
     )
-    assert network_of_nccl(infiniband) == "IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]"
+    assert parse_nccl_network(infiniband) == "IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]"
     sockets = (
         "n1:71 [0] NCCL INFO NET/IB : No device found.\nn1:71 [0] NCCL INFO NET/Socket : Using [0]eth0:10.1.0.1<0>\n"
     )
-    assert network_of_nccl(sockets) == "Socket [0]eth0:10.1.0.1<0>"
-    assert network_of_nccl("nothing of the kind") is None
+    assert parse_nccl_network(sockets) == "Socket [0]eth0:10.1.0.1<0>"
+    assert parse_nccl_network("nothing of the kind") is None
 
 
 def test_tensor_parallel_groups_must_be_on_one_node() -> None:

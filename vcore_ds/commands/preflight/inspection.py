@@ -8,7 +8,7 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,40 +84,43 @@ def find_problems(nodes: Sequence[Node], needed: Requirements) -> list[str]:
         compare(name, nodes, [node.machine.get(name) for node in nodes], remedy)
     commits = [node.commit for node in nodes]
     compare("commit", nodes, commits, "Use one checkout on a shared disk, or the same commit in each")
-    problems += [
-        f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi "
-        f"there, or leave the node out with sbatch --exclude={node.host}"
-        for node in nodes
-        if node.unused_gpus is None and len(node.gpus) != needed.num_gpus
-    ]
-    problems += [f"{node.host}: {node.unused_gpus}" for node in nodes if node.unused_gpus is not None]
     with_gpus = [node for node in nodes if node.gpus]
-    problems += [
-        f"{node.host}: compiling kernels: found {node.cannot_compile}, expected a C compiler and Python's headers, "
-        "which Triton needs for attention in JVP passes. Install them in the image (apt-get install gcc python3-dev)"
-        for node in with_gpus
-        if node.cannot_compile is not None
-    ]
     kinds = [" + ".join(sorted(set(node.gpus))) for node in with_gpus]
     compare("kind of GPU", with_gpus, kinds, "Request one kind (--constraint)")
-    for node in nodes:
-        problems += [f"{node.host}: {key}: {problem}" for key, problem in node.unreadable.items()]
-        if not node.sees_output:
-            problems.append(
-                f"{node.host}: run.output_dir: found no file that {nodes[0].host} made in {needed.output_folder}, "
-                "expected a folder that all nodes share. Set run.output_dir"
-            )
-        elif node.free_output_bytes < needed.output_bytes:
-            problems.append(
-                f"{node.host}: free disk: found {_space(node.free_output_bytes)} in {needed.output_folder}, expected "
-                f"{_space(needed.output_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
-            )
-        if node.free_temporary_bytes < needed.temporary_bytes:
-            problems.append(
-                f"{node.host}: free disk: found {_space(node.free_temporary_bytes)} in {needed.temporary_folder}, "
-                f"expected {_space(needed.temporary_bytes)}. Free some, or set TMPDIR to another disk of the node"
-            )
-    return problems
+    return problems + [
+        f"{node.host}: {problem}" for node in nodes for problem in _find_node_problems(node, needed, nodes[0].host)
+    ]
+
+
+def _find_node_problems(node: Node, needed: Requirements, first_host: str) -> Iterator[str]:
+    if node.unused_gpus is not None:
+        yield node.unused_gpus
+    elif len(node.gpus) != needed.num_gpus:
+        yield (
+            f"GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi there, or "
+            f"leave the node out with sbatch --exclude={node.host}"
+        )
+    if node.gpus and node.cannot_compile is not None:
+        yield (
+            f"compiling kernels: found {node.cannot_compile}, expected a C compiler and Python's headers, which Triton "
+            "needs for attention in JVP passes. Install them in the image (apt-get install gcc python3-dev)"
+        )
+    yield from (f"{key}: {problem}" for key, problem in node.unreadable.items())
+    if not node.sees_output:
+        yield (
+            f"run.output_dir: found no file that {first_host} made in {needed.output_folder}, expected a folder that "
+            "all nodes share. Set run.output_dir"
+        )
+    elif node.free_output_bytes < needed.output_bytes:
+        yield (
+            f"free disk: found {_space(node.free_output_bytes)} in {needed.output_folder}, expected "
+            f"{_space(needed.output_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
+        )
+    if node.free_temporary_bytes < needed.temporary_bytes:
+        yield (
+            f"free disk: found {_space(node.free_temporary_bytes)} in {needed.temporary_folder}, expected "
+            f"{_space(needed.temporary_bytes)}. Free some, or set TMPDIR to another disk of the node"
+        )
 
 
 def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[str]:
@@ -133,17 +136,16 @@ def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[st
 
 def describe(nodes: Sequence[Node], needed: Requirements) -> str:
     first = nodes[0]
+    packages = ", ".join(f"{name} {version}" for name, version in first.packages.items())
+    output, temporary = _space(needed.output_bytes), _space(needed.temporary_bytes)
     lines = [
-        f"preflight: {len(nodes)} nodes; on {first.host}: commit {first.commit}, "
-        + ", ".join(f"{name} {version}" for name, version in first.packages.items()),
-        f"  needed: {_space(needed.output_bytes)} in {needed.output_folder}, "
-        f"{_space(needed.temporary_bytes)} in {needed.temporary_folder}",
+        f"preflight: {len(nodes)} nodes; on {first.host}: commit {first.commit}, {packages}",
+        f"  needed: {output} in {needed.output_folder}, {temporary} in {needed.temporary_folder}",
     ]
     for node in nodes:
         gpus = ", ".join(f"{count} x {name}" for name, count in Counter(node.gpus).items()) or "no GPU"
-        lines.append(
-            f"  {node.host}: {gpus}; free: {_space(node.free_output_bytes)} and {_space(node.free_temporary_bytes)}"
-        )
+        free = f"{_space(node.free_output_bytes)} and {_space(node.free_temporary_bytes)}"
+        lines.append(f"  {node.host}: {gpus}; free: {free}")
     return "\n".join(lines)
 
 
@@ -167,7 +169,7 @@ def preflight(recipe: Recipe) -> None:
             _preflight(recipe, host)
     except ConnectionError as error:
         raise UserError(
-            f"preflight: {host}: found {error} on {interconnect.network_of_gloo()}, expected all ranks to reach each "
+            f"preflight: {host}: found {error} on {interconnect.find_gloo_network()}, expected all ranks to reach each "
             "other over TCP. Set GLOO_SOCKET_IFNAME to the interface of the network between the nodes (`ip -br "
             "address`)"
         ) from None
@@ -186,12 +188,11 @@ def _preflight(recipe: Recipe, host: str) -> None:
     if is_first:
         mark.unlink(missing_ok=True)
 
-    num_bytes = interconnect.gather(output_bytes(recipe) if is_first else None)[0]
+    num_bytes = interconnect.gather(compute_output_bytes(recipe) if is_first else None)[0]
     # One GPU per rank; none if no node has any, unless SLURM has allocated some.
     needs_gpu = any(node.gpus for node in nodes) or "SLURM_GPUS_ON_NODE" in os.environ
     ranks_of_hosts = Counter(interconnect.gather(host))
-    num_ranks_per_node = max(ranks_of_hosts.values())
-    needed = Requirements(num_ranks_per_node if needs_gpu else 0, num_bytes, folder)
+    needed = Requirements(max(ranks_of_hosts.values()) if needs_gpu else 0, num_bytes, folder)
     if is_first:
         print(describe(nodes, needed), flush=True)
     problems = [*find_problems(nodes, needed), *find_split_groups(ranks_of_hosts, recipe.parallel.tensor)]
@@ -201,19 +202,16 @@ def _preflight(recipe: Recipe, host: str) -> None:
 
 def _refuse(what: str, problems: Sequence[str], is_first: bool) -> None:
     """End all ranks if there are problems, which are the same on all ranks; rank 0 prints them."""
-    if not problems:
-        return
-    if is_first:
-        raise UserError(f"preflight: {what}:\n" + "\n".join(f"  {problem}" for problem in problems))
-    time.sleep(3.0)  # the launcher kills all ranks once one exits; give rank 0 time to print
-    sys.exit(UserError.EXIT_CODE)
+    if problems and is_first:
+        raise UserError("\n  ".join([f"preflight: {what}:", *problems]))
+    if problems:
+        time.sleep(3.0)  # the launcher kills all ranks once one exits; give rank 0 time to print
+        sys.exit(UserError.EXIT_CODE)
 
 
 def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
     """Report on this node; `mark` is the file that rank 0 has made in the output folder."""
-    facts = describe_environment(world_size=1)
-    gpus: tuple[str, ...] = ()
-    unused_gpus = None
+    facts, gpus, unused_gpus = describe_environment(world_size=1), (), None
     try:
         gpus = tuple(facts["devices"]) if uses_gpu() else ()
     except UserError as error:  # a line of the report, beside those of other nodes
@@ -228,7 +226,7 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
         sees_output=_appears(mark),
         free_output_bytes=shutil.disk_usage(output_folder).free if output_folder.exists() else 0,
         free_temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
-        cannot_compile=missing_for_kernels() if recipe.method.uses_utilities else None,
+        cannot_compile=find_missing_compiler() if recipe.method.uses_utilities else None,
         machine=describe_machine(),
         unused_gpus=unused_gpus,
     )
@@ -237,7 +235,7 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
 def describe_machine() -> dict[str, str | None]:
     """This node's values for `REMEDIES`; None for what it does not have or tell."""
     nccl = None if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()))
-    ports = Counter(port.partition(" ")[2] for port in interconnect.infiniband_ports())
+    ports = Counter(port.partition(" ")[2] for port in interconnect.find_infiniband_ports())
     values = (
         query_gpus("driver_version"),
         nccl,
@@ -256,7 +254,7 @@ def query_gpus(fields: str) -> str | None:
     return "; ".join(dict.fromkeys(done.stdout.splitlines())) or None
 
 
-def missing_for_kernels() -> str | None:
+def find_missing_compiler() -> str | None:
     """Return what Triton lacks to compile its kernel launchers (`triton/runtime/build.py`), or None. Python packages
     do not install these, and slim images lack them."""
     compiler = os.environ.get("CC") or "gcc or clang"
@@ -266,8 +264,8 @@ def missing_for_kernels() -> str | None:
     return None if headers.exists() else f"no {headers}"
 
 
-def output_bytes(recipe: Recipe) -> int:
-    """Free bytes that the run still needs for its result and its checkpoints, one more than it keeps."""
+def compute_output_bytes(recipe: Recipe) -> int:
+    """Free bytes that the run still needs, for its result and its checkpoints, one more than it keeps."""
     from vcore_ds.models.architecture_check import count_parameters
     from vcore_ds.models.loading import DTYPES  # takes seconds to import, and only rank 0 needs it
 
@@ -296,8 +294,7 @@ def find_unreadable(recipe: Recipe) -> dict[str, str]:
         problems["model.path"] = f"found {problem}. Give a folder that all nodes share"
     for key, path in recipe.data.paths().items():
         # A data set on the hub is read when the run starts. A path whose parent folder exists here is not a hub id.
-        on_hub = can_be_hub_id(path) and not Path(path).parent.is_dir()
-        if not on_hub and not is_readable(path):
+        if not is_readable(path) and (not can_be_hub_id(path) or Path(path).parent.is_dir()):
             problems[f"data.{key}"] = f"found nothing to read at {path}. Give a file that all nodes share"
     return problems
 
@@ -327,7 +324,7 @@ def _time_all_reduce(host: str, is_first: bool, needs_gpu: bool) -> None:
     num_bytes = ALL_REDUCE_BYTES["cuda" if needs_gpu else "cpu"]
     with interconnect.nccl_log() as log:
         try:
-            seconds = interconnect.all_reduce_seconds(num_bytes, MEET_SECONDS)
+            seconds = interconnect.time_all_reduce(num_bytes, MEET_SECONDS)
         except (TimeoutError, RuntimeError) as error:
             print(
                 f"vcore-ds: preflight: {host}: rank {interconnect.rank()}: found {first_line(error)}, expected the sum "
@@ -337,16 +334,15 @@ def _time_all_reduce(host: str, is_first: bool, needs_gpu: bool) -> None:
                 flush=True,
             )
             os._exit(UserError.EXIT_CODE)  # a normal exit would wait for the thread that hangs
-        chosen = interconnect.network_of_nccl(log.read_text()) if log is not None and log.exists() else None
-    network = chosen or interconnect.network_of_gloo()
-    reports = interconnect.gather((host, network, interconnect.infiniband_ports() if needs_gpu else []))
-    num_ranks = len(reports)
+        chosen = interconnect.parse_nccl_network(log.read_text()) if log is not None and log.exists() else None
+    network = chosen or interconnect.find_gloo_network()
+    reports = interconnect.gather((host, network, interconnect.find_infiniband_ports() if needs_gpu else []))
     if is_first:
         # The bus bandwidth of nccl-tests, which does not depend on the number of ranks.
-        bandwidth = 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
+        bandwidth = 2 * (1 - 1 / len(reports)) * num_bytes / seconds
         print(
-            f"  all-reduce of {num_bytes / 2**20:g} MiB over {num_ranks} ranks: {seconds * 1e3:.3g} ms, "
-            f"bus bandwidth {bandwidth / 1e9:.3g} GB/s"
+            f"  all-reduce of {num_bytes / 2**20:g} MiB over {len(reports)} ranks: {seconds * 1e3:.3g} ms, bus "
+            f"bandwidth {bandwidth / 1e9:.3g} GB/s"
         )
         for i, (name, used, ports) in enumerate(reports):
             print(f"    rank {i} on {name}: {used}" + (f" (ports: {', '.join(ports)})" if ports else ""), flush=True)

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -55,26 +56,22 @@ def gather(value: Any) -> list[Any]:
     return gathered
 
 
-def all_reduce_seconds(num_bytes: int, timeout_seconds: float) -> float:
+def time_all_reduce(num_bytes: int, timeout_seconds: float) -> float:
     """Median seconds of an all-reduce over all ranks: by NCCL with one GPU per rank, else by gloo. Raises TimeoutError:
     NCCL hangs without an error on a network that drops its packets."""
-    result: list[float | BaseException] = []
+    result: Future[float] = Future()
 
     def measure() -> None:
         try:
-            result.append(_measure(num_bytes, timeout_seconds))
-        except BaseException as error:  # raised again below, in the waiting thread
-            result.append(error)
+            result.set_result(_measure(num_bytes, timeout_seconds))
+        except BaseException as error:  # raised again by `result`, in the waiting thread
+            result.set_exception(error)
 
     # In a thread: building a communicator blocks in C, beyond the reach of torch's timeouts.
-    thread = threading.Thread(target=measure, daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    if not result:
+    threading.Thread(target=measure, daemon=True).start()
+    if not wait([result], timeout_seconds).done:
         raise TimeoutError(f"no all-reduce of {num_bytes} bytes in {timeout_seconds:g} s")
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
+    return result.result()
 
 
 def _measure(num_bytes: int, timeout_seconds: float) -> float:
@@ -102,10 +99,10 @@ def _measure(num_bytes: int, timeout_seconds: float) -> float:
 @contextmanager
 def nccl_log() -> Iterator[Path | None]:
     """A log file for NCCL in which it names the network that it chose; None if the user has enabled NCCL's log."""
-    if "NCCL_DEBUG" in os.environ and os.environ["NCCL_DEBUG"] not in ("WARN", "VERSION"):
+    before = os.environ.get("NCCL_DEBUG")
+    if before not in (None, "WARN", "VERSION"):
         yield None
         return
-    before = os.environ.get("NCCL_DEBUG")
     with tempfile.TemporaryDirectory(prefix="nccl_") as folder:
         path = Path(folder, "log")
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
@@ -116,17 +113,16 @@ def nccl_log() -> Iterator[Path | None]:
             os.environ["NCCL_DEBUG"] = before
 
 
-def network_of_nccl(log: str) -> str | None:
+def parse_nccl_network(log: str) -> str | None:
     """The network in NCCL's log (the line `NET/IB : Using ...` or `NET/Socket : Using ...` of NCCL_DEBUG=INFO), such as
     `IB [0]mlx5_0:1/IB [1]mlx5_1:1/IB`; None if it is missing."""
     match = re.search(r"NET/(\w+)\s*:\s*Using\s+(.+?)(?:\s*;\s*OOB.*)?$", log, re.MULTILINE)
     return f"{match[1]} {match[2].strip()}" if match else None
 
 
-def network_of_gloo() -> str:
+def find_gloo_network() -> str:
     """Interface and address that gloo binds: GLOO_SOCKET_IFNAME, or the one to which the host's name resolves."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen:
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return chosen
     try:
         address = socket.gethostbyname(socket.gethostname())
@@ -138,7 +134,7 @@ def network_of_gloo() -> str:
     return address
 
 
-def infiniband_ports() -> list[str]:
+def find_infiniband_ports() -> list[str]:
     """Active InfiniBand ports of this node and their rates, such as `mlx5_0 400 Gb/sec (4X NDR)`."""
     return [
         f"{port.parts[-3]} {(port / 'rate').read_text().strip()}"

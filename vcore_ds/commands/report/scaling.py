@@ -7,9 +7,8 @@ intervals that were too narrow (arXiv:2404.10102).
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,107 +61,86 @@ def fit_laws(sizes: Sequence[Sequence[float]], losses: Sequence[float], columns:
     laws: dict[str, Terms] = {product: (tuple(range(len(columns))),)}
     if len(columns) > 1:
         laws["A N^-n + B D^-d + E"] = tuple((i,) for i in range(len(columns)))
-    fits = []
-    for law, terms in laws.items():
-        if len(points) > len(terms) + len(columns):
-            fits.append(_fit_law(law, terms, columns, table, values, largest))
+    fits = [
+        _fit_law(law, terms, columns, table, values, largest)
+        for law, terms in laws.items()
+        if len(points) > len(terms) + len(columns)
+    ]
     return sorted(fits, key=lambda fit: abs(fit.error))
 
 
 def _fit_law(
     law: str, terms: Terms, columns: Sequence[str], table: np.ndarray, values: np.ndarray, largest: np.ndarray
 ) -> Fit:
-    center = table[~largest].mean(0)
-    x, y = table[~largest] - center, values[~largest]
-    generator = np.random.default_rng(0)
-    draws = generator.integers(len(y), size=(NUM_RESAMPLES, len(y)))
+    features, y = _make_features(table - table[~largest].mean(0), terms), values[~largest]
+    fitted = features[:, ~largest]
+    draws = np.random.default_rng(0).integers(len(y), size=(NUM_RESAMPLES, len(y)))
     counts = np.stack([np.ones(len(y)), *(np.bincount(draw, minlength=len(y)) for draw in draws)])
-    fit = _minimise(x, y, terms, counts[:1], _starts(x, y, terms))
+    fit = _minimise(fitted, y, counts[:1], _choose_starts(y, len(terms), len(columns)))
     # A resample differs little: its fits start from the best of all runs, with that E and with each start's, instead of
     # from every start again, which takes ten times as long.
     near = np.repeat(fit, 1 + len(START_SHARES), axis=0)
     near[1:, -1] = np.log(START_SHARES) + y.min()
-    best = np.concatenate([fit, _minimise(x, y, terms, counts[1:], near)])
-    at_largest = np.exp(_predict(table[largest][:1] - center, terms, best)[0][:, 0])
-    fitted = np.concatenate([best[:, _exponent_indices(terms)], np.exp(best[:, -1:])], axis=1)
-    low, high = np.quantile(fitted[1:], [0.025, 0.975], axis=0)
-    return Fit(
-        law,
-        [*(name.lower() for name in columns), "E"],
-        fitted[0].tolist(),
-        list(zip(low.tolist(), high.tolist(), strict=True)),
-        float(at_largest[0]),
-        (float(np.quantile(at_largest[1:], 0.025)), float(np.quantile(at_largest[1:], 0.975))),
-        float(np.exp(values[largest]).mean()),
-    )
+    best = np.concatenate([fit, _minimise(fitted, y, counts[1:], near)])
+    at_largest = np.exp(_predict(features[:, largest][:, :1], best)[0])
+    shown = np.hstack([best[:, len(terms) : -1], np.exp(best[:, -1:]), at_largest])
+    intervals = [(low, high) for low, high in np.quantile(shown[1:], [0.025, 0.975], axis=0).T.tolist()]
+    *numbers, predicted = shown[0].tolist()
+    names, measured = [*(name.lower() for name in columns), "E"], float(np.exp(values[largest]).mean())
+    return Fit(law, names, numbers, intervals[:-1], predicted, intervals[-1], measured)
 
 
-def _exponent_indices(terms: Terms) -> list[int]:
-    """Indices of the exponents in the parameters: log A and the exponents of each term, then log E."""
-    indices: list[int] = []
-    start = 0
-    for term in terms:
-        indices += range(start + 1, start + 1 + len(term))
-        start += 1 + len(term)
-    return indices
+def _make_features(x: np.ndarray, terms: Terms) -> np.ndarray:
+    """Factors of the parameters (log A of each term, the exponents, log E) in the log of each term at each point, the
+    last term being E: `[terms + 1, points, parameters]`."""
+    num_terms = len(terms)
+    features = np.zeros((num_terms + 1, len(x), num_terms + x.shape[1] + 1))
+    for number, term in enumerate(terms):
+        features[number, :, number] = 1.0
+        features[number][:, [num_terms + column for column in term]] = -x[:, list(term)]
+    features[-1, :, -1] = 1.0
+    return features
 
 
-def _starts(x: np.ndarray, y: np.ndarray, terms: Terms) -> np.ndarray:
+def _choose_starts(y: np.ndarray, num_terms: int, num_exponents: int) -> np.ndarray:
     """Start parameters: [starts, parameters]."""
-    num_exponents = sum(map(len, terms))
-    starts = []
-    for share, *exponents in itertools.product(START_SHARES, *[START_EXPONENTS] * num_exponents):
-        start = np.empty(len(terms) + num_exponents + 1)
-        start[:] = np.log((np.exp(y).mean() - share * np.exp(y).min()) / len(terms))
-        start[_exponent_indices(terms)] = exponents
-        start[-1] = np.log(share) + y.min()
-        starts.append(start)
-    return np.array(starts)
+    grid = np.array(list(itertools.product(START_SHARES, *[START_EXPONENTS] * num_exponents)))
+    shares = grid[:, :1]
+    factors = np.log((np.exp(y).mean() - shares * np.exp(y).min()) / num_terms)
+    return np.hstack([np.repeat(factors, num_terms, axis=1), grid[:, 1:], np.log(shares) + y.min()])
 
 
-def _predict(x: np.ndarray, terms: Terms, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _predict(features: np.ndarray, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """log(loss) at the points and its derivative: [fits, points] and [fits, points, parameters]."""
-    logs, features, start = [], [], 0
-    num_points = len(x)
-    for term in terms:
-        feature = np.concatenate([np.ones((num_points, 1)), -x[:, list(term)]], axis=1)
-        logs.append(parameters[:, start : start + feature.shape[1]] @ feature.T)
-        features.append(feature)
-        start += feature.shape[1]
-    logs.append(np.repeat(parameters[:, -1:], num_points, axis=1))
-    features.append(np.ones((num_points, 1)))
-    stacked = np.stack(logs)
-    top = stacked.max(0)
-    shares = np.exp(stacked - top)
+    logs = np.einsum("tnp,fp->tfn", features, parameters)
+    top = logs.max(0)
+    shares = np.exp(logs - top)
     total = shares.sum(0)
-    derivative = [share[..., None] * feature for share, feature in zip(shares / total, features, strict=True)]
-    return top + np.log(total), np.concatenate(derivative, axis=2)
+    return top + np.log(total), np.einsum("tfn,tnp->fnp", shares / total, features)
 
 
-def _minimise(x: np.ndarray, y: np.ndarray, terms: Terms, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def _minimise(features: np.ndarray, y: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Minimise the Huber loss with Levenberg-Marquardt, reweighting iteratively, from each start for each row of counts
     `[fits, runs]`; return the best parameters of each row."""
     weights = np.repeat(counts, len(starts), axis=0)
     parameters = np.tile(starts, (len(counts), 1))
-    damping = np.full(len(parameters), 1e-2)
-    cost = _huber(_predict(x, terms, parameters)[0] - y, weights)
+    damping = np.full((len(parameters), 1, 1), 1e-2)
+    cost = _huber(_predict(features, parameters)[0] - y, weights)
     identity = np.eye(parameters.shape[1])
     for _ in range(NUM_STEPS):
-        predicted, derivative = _predict(x, terms, parameters)
+        predicted, derivative = _predict(features, parameters)
         residuals = predicted - y
-        reweighted = weights * np.minimum(1.0, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-300))
-        weighted = derivative * reweighted[..., None]
-        normal = np.einsum("bnp,bnq->bpq", weighted, derivative)
+        weighted = weights * np.minimum(1.0, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-300))
+        normal = np.einsum("bn,bnp,bnq->bpq", weighted, derivative, derivative, optimize=True)
+        gradient = np.einsum("bn,bn,bnp->bp", weighted, residuals, derivative, optimize=True)
         scale = np.trace(normal, axis1=1, axis2=2)[:, None, None] / len(identity) + 1e-30
-        step = np.linalg.solve(
-            normal + damping[:, None, None] * scale * identity, np.einsum("bnp,bn->bp", weighted, residuals)[..., None]
-        )[..., 0]
+        step = np.linalg.solve(normal + damping * scale * identity, gradient[..., None])[..., 0]
         tried = parameters - np.clip(step, -1.0, 1.0)
-        tried_cost = _huber(_predict(x, terms, tried)[0] - y, weights)
+        tried_cost = _huber(_predict(features, tried)[0] - y, weights)
         better = tried_cost < cost
         parameters = np.where(better[:, None], tried, parameters)
         cost = np.where(better, tried_cost, cost)
-        damping = np.clip(np.where(better, damping / 3, damping * 4), 1e-12, 1e6)
+        damping = np.clip(damping * np.where(better, 1 / 3, 4)[:, None, None], 1e-12, 1e6)
     best = cost.reshape(len(counts), len(starts)).argmin(1)
     return parameters.reshape(len(counts), len(starts), -1)[np.arange(len(counts)), best]
 
@@ -212,37 +190,28 @@ def _fit_cells(
     cells: Mapping[str, list[ReportedRun]], value_of: Callable[[ReportedRun], float | None]
 ) -> tuple[list[Fit], list[str]]:
     """The fits, best first, and the names of their sizes; no fits if no size differs or there are too few points."""
-    sizes: dict[str, dict[str, float]] = {"N": {}, "D": {}}
-    for name, runs in cells.items():
-        num_parameters = _num_parameters(runs[0])
-        if num_parameters is not None:
-            sizes["N"][name] = num_parameters
-        sizes["D"][name] = float(np.mean([_num_tokens(run) for run in runs]))
-    if len({run.recipe.model.path for runs in cells.values() for run in runs}) > 1 and len(sizes["N"]) < len(cells):
+    sizes: dict[str, dict[str, float | None]] = {
+        "N": {name: _count_parameters(runs[0]) for name, runs in cells.items()},
+        "D": {name: float(np.mean([run.total("supervised_tokens") for run in runs])) for name, runs in cells.items()},
+    }
+    if None in sizes["N"].values() and len({run.recipe.model.path for runs in cells.values() for run in runs}) > 1:
         return [], []  # models differ in unknown sizes
-    columns = [name for name, values in sizes.items() if len(values) == len(cells) and _varies(list(values.values()))]
-    points, losses = [], []
-    for name, runs in cells.items():
-        for run in runs:
-            loss = value_of(run)
-            if loss is not None and loss > 0:
-                points.append([sizes[column][name] for column in columns])
-                losses.append(loss)
+    columns = [name for name, by_cell in sizes.items() if _varies(by_cell.values())]
+    losses = [(name, value_of(run) or 0.0) for name, runs in cells.items() for run in runs]
+    points = [([sizes[column][name] or 0.0 for column in columns], loss) for name, loss in losses if loss > 0]
     titles = {"N": "N model parameters", "D": "D supervised tokens"}
-    return (fit_laws(points, losses, columns) if columns and losses else []), [titles[column] for column in columns]
+    fits = fit_laws(*zip(*points, strict=True), columns) if columns and points else []
+    return fits, [titles[column] for column in columns]
 
 
-def _varies(values: list[float]) -> bool:
-    return min(values) > 0 and max(values) >= SMALLEST_RANGE * min(values)
+def _varies(values: Collection[float | None]) -> bool:
+    known = [value for value in values if value]
+    return len(known) == len(values) and max(known) >= SMALLEST_RANGE * min(known)
 
 
-def _num_parameters(run: ReportedRun) -> float | None:
+def _count_parameters(run: ReportedRun) -> float | None:
     known = find_shape(run.recipe.model.path)
     return None if known is None or not known[0].hidden_size else float(parameter_counts(known[0]).all)
-
-
-def _num_tokens(run: ReportedRun) -> float:
-    return sum(line.get("supervised_tokens") or 0.0 for line in run.metrics)
 
 
 def _format_fit(fit: Fit) -> list[str]:
@@ -333,19 +302,16 @@ Measure = Callable[[ReportedRun], float | None]
 
 def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
     """Title -> value of a run: each held-out loss that any run has, then the training loss."""
+
+    def measure_held_out(name: str) -> Measure:
+        return lambda run: run.held_out.after.get(name)
+
     names = dict.fromkeys(name for run in runs for name in run.held_out.after)
-    measures: dict[str, Measure] = {}
-    for name in names:
-        measures[f"held-out loss{name and f', {name}'}"] = partial(_held_out_loss, name)
-    measures[f"training loss, last {LAST_SHARE:.0%} of the steps"] = _last_loss
-    return measures
+    held_out = {f"held-out loss{name and f', {name}'}": measure_held_out(name) for name in names}
+    return {**held_out, f"training loss, last {LAST_SHARE:.0%} of the steps": _average_last_losses}
 
 
-def _held_out_loss(name: str, run: ReportedRun) -> float | None:
-    return run.held_out.after.get(name)
-
-
-def _last_loss(run: ReportedRun) -> float | None:
+def _average_last_losses(run: ReportedRun) -> float | None:
     """Mean uniform cross-entropy of the last steps, at least one."""
     losses = [loss for line in run.metrics if (loss := line.get("loss")) is not None]
     return float(np.mean(losses[-max(1, round(LAST_SHARE * len(losses))) :])) if losses else None
