@@ -284,7 +284,7 @@ def read_refusal(capsys, *arguments: object) -> str:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
-    assert "found no recipe.yaml; expected the folder of a run" in read_refusal(capsys, tmp_path)
+    assert "found no recipe.yaml there; expected a run's folder" in read_refusal(capsys, tmp_path)
 
 
 def test_a_run_without_the_checkpoint_is_refused(full_run, capsys):

@@ -91,7 +91,7 @@ def test_a_second_push_needs_update_and_uses_the_existing_export(
     assert json.loads(hub.files["me/result"]["adapter_config.json"])["base_model_name_or_path"] == "base"
 
     num_requests = len(hub.requests)
-    assert "there is a repository of that name" in read_refusal(capsys, run, "--push", "me/result")
+    assert "me/result: exists already" in read_refusal(capsys, run, "--push", "me/result")
     assert not any("POST" in request for request in hub.requests[num_requests:])
 
     evaluation = write_answers(tmp_path / "evaluation", {"aime": [[k % 2] for k in range(60)]}, truncated=6)

@@ -50,7 +50,7 @@ positive = _parser(int, f"a whole number from 1 to {LARGEST_COUNT:,}", lambda nu
 positive_number = _parser(float, "a number above 0", lambda number: 0 < number < math.inf)
 temperature = _parser(float, "a number of at least 0", lambda number: 0 <= number < math.inf)
 share = _parser(float, "a number above 0, at most 1", lambda number: 0 < number <= 1)
-share_or_none = _parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
+fraction = _parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 
 
 def take_numbers(arguments: argparse.Namespace, name: str, kind: type) -> tuple:

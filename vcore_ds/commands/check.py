@@ -13,24 +13,13 @@ from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import WRITTEN_BY_COMMANDS
+from vcore_ds.planning import run_plan
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.memory_plan import describe_memory, plan_memory
 from vcore_ds.planning.model_shape import is_on_disk
-from vcore_ds.planning.run_plan import (
-    RunPlan,
-    describe_plan,
-    describe_refusal,
-    find_cheapest_ways,
-    find_longest_sequence,
-    find_model,
-    find_or_assume_shape,
-    find_shape,
-    plan_run,
-    require_gpu,
-    warn_of_positions,
-)
+from vcore_ds.planning.run_plan import RunPlan, find_shape
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.planning.spread import LengthModel
 from vcore_ds.train.run_folder import FinishedRun, can_resume, check_output_folder
@@ -47,24 +36,11 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser)
-    add(
-        "--ranks",
-        type=positive,
-        metavar="N",
-        help="number of ranks, one per GPU, over all nodes of 8 GPUs (default: parallel.tensor * parallel.expert, "
-        "usually 1)",
-    )
-    add(
-        "--gpu",
-        metavar="NAME",
-        help=f"also estimate memory and time on this kind of GPU, and fail if the run does not fit: {', '.join(GPUS)}",
-    )
-    add(
-        "--recipe",
-        dest="prints_recipe",
-        action="store_true",
-        help="print the recipe with all defaults instead (YAML that every command takes as a recipe)",
-    )
+    add("--ranks", type=positive, metavar="N", help="number of ranks, one per GPU, in nodes of 8 (default: the fewest)")
+    fit = "also estimate memory and time on GPUs of this kind, and fail if the run does not fit: "
+    add("--gpu", metavar="NAME", help=fit + ", ".join(GPUS))
+    shown = "print the recipe with all defaults instead (YAML that every command takes as a recipe)"
+    add("--recipe", dest="prints_recipe", action="store_true", help=shown)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -77,27 +53,27 @@ def main(arguments: argparse.Namespace) -> None:
 
         check_configuration(settings)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
-    plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
+    plan = plan_batch(settings, num_ranks, run_plan.find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
-    finished = []
     try:
+        warnings = []
         can_resume(recipe)
     except FinishedRun as error:
-        finished = [f"Warning: {error}"]
+        warnings = [f"Warning: {error}"]
     check_output_folder(Path(recipe.run.output_dir))
     if arguments.prints_recipe:
         print(dump_recipe(recipe), end="")
         return
     lengths = find_lengths(recipe)
-    run_plan = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
+    on_gpus = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
     lines = [
         f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)",
-        *([] if run_plan is None else [describe_plan(run_plan)]),
-        *finished,
+        *([] if on_gpus is None else [run_plan.describe_plan(on_gpus)]),
+        *warnings,
         f"Batch: {plan.describe()}",
         *describe_data(recipe, lengths),
         *describe_trusted(recipe),
-        *describe_ranks(recipe, plan, ds_config, lengths, run_plan),
+        *describe_ranks(recipe, plan, ds_config, lengths, on_gpus),
         *describe_rows(recipe),
         *describe_missing(recipe),
     ]
@@ -107,30 +83,28 @@ def main(arguments: argparse.Namespace) -> None:
 def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> RunPlan:
     """Plan the run on the GPUs of --gpu. Raises UserError if it does not fit, with the cheapest changes that make it
     fit; not with `engine.memory_check: false`."""
-    shape, _ = find_model(recipe.model.path)
-    cluster = Cluster(require_gpu(arguments.gpu), num_ranks)
-    plan = plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
+    shape, _ = run_plan.find_model(recipe.model.path)
+    cluster = Cluster(run_plan.require_gpu(arguments.gpu), num_ranks)
+    plan = run_plan.plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
     if plan.fits or not recipe.engine.memory_check:
         return plan
 
     def reload(extra: Sequence[str]) -> PlanSettings:
         return with_num_steps(load_recipe(arguments.recipe, [*arguments.overrides, *extra]), lengths)
 
-    raise UserError(describe_refusal(plan, find_cheapest_ways(plan, reload)))
+    raise UserError(run_plan.describe_refusal(plan, run_plan.find_cheapest_ways(plan, reload)))
 
 
 def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
     settings = with_num_steps(recipe, lengths)
     takes = "" if settings.num_steps is None else f"; the run takes {count(settings.num_steps, 'step')}"
-    if recipe.data.keep is None:
-        if lengths.sampled:
-            yield f"Data: {lengths.source}{takes}"
-        return
-    from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
+    if recipe.data.keep is not None:
+        from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
 
-    selection = read_selection_on_disk(recipe.data.keep)
-    if selection is not None:
-        yield f"Training data: {selection.describe()}{takes}"
+        if (selection := read_selection_on_disk(recipe.data.keep)) is not None:
+            yield f"Training data: {selection.describe()}{takes}"
+    elif lengths.sampled:
+        yield f"Data: {lengths.source}{takes}"
 
 
 def describe_trusted(recipe: Recipe) -> Iterator[str]:
@@ -139,8 +113,7 @@ def describe_trusted(recipe: Recipe) -> Iterator[str]:
         return
     from vcore_ds.data.overlap import count_shared_on_disk  # imports torch: seconds
 
-    number = count_shared_on_disk([file.path for file in data.train_files()], data.probe_path)
-    if number:
+    if number := count_shared_on_disk([file.path for file in data.train_files()], data.probe_path):
         does = "leaves out" if data.trusted_overlap == "drop" else "trains on"
         yield (
             f"Trusted data: {number:,} of the training traces are in data.probe_path too, which the run {does} "
@@ -164,15 +137,14 @@ def describe_rows(recipe: Recipe) -> Iterator[str]:
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:
     """A line on data paths that are not on this machine: a typo, or data that only the cluster has."""
-    missing = [f"data.{key} {path}" for key, path in recipe.data.paths().items() if not is_readable(path)]
-    if missing:
+    if missing := [f"data.{key} {path}" for key, path in recipe.data.paths().items() if not is_readable(path)]:
         yield f"Not on this machine, but needed where the recipe runs: {', '.join(missing)}"
 
 
 def describe_ranks(
-    recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel, run_plan: RunPlan | None
+    recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel, on_gpus: RunPlan | None
 ) -> Iterator[str]:
-    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank. `run_plan`: the plan on
+    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank. `on_gpus`: the plan on
     the GPUs of --gpu."""
     longest, settings = recipe.data.cutoff_length, derive_plan_settings(recipe)
     if recipe.parallel.tensor > 1:
@@ -192,17 +164,16 @@ def describe_ranks(
             "name (download its config.json and set model.path to it)"
         )
         return
-    if (warning := warn_of_positions(settings, shape[0])) is not None:
+    if (warning := run_plan.warn_of_positions(settings, shape[0])) is not None:
         yield warning
     utilizations = plan.simulate(longest, lengths)
     for part, utilization in utilizations.items():
         yield f"Balance of the {part} batch: {utilization.describe(plan.member)}"
         if utilization.is_low:
             yield f"Warning: {plan.describe_warning(part)}"
-    if (most := find_longest_sequence(plan, run_plan)) is not None:
-        yield most.describe() + ("" if run_plan is not None else "; with --gpu, memory counts too")
-    memory = plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)
-    if memory is not None:
+    if (most := run_plan.find_longest_sequence(plan, on_gpus)) is not None:
+        yield most.describe() + ("" if on_gpus is not None else "; with --gpu, memory counts too")
+    if (memory := plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)) is not None:
         yield describe_memory(memory)
     if utilizations and not lengths.sampled:
         yield f"{lengths.describe(longest)} and 8 GPUs per node; a run prints these lines for its data"

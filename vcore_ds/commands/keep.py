@@ -39,13 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--top", type=share, metavar="SHARE", help="keep this share of the traces, such as 0.25")
     which.add_argument("--above", type=float, metavar="UTILITY", help="keep traces with a higher utility, such as 0")
-    add(
-        "--weights",
-        metavar="KEY=NUMBER",
-        help="write tokens with Gibbs weights instead of rows, to a Parquet file: kl_budget=NUMBER or "
-        "temperature=NUMBER as in a recipe's section `method`; of all traces without --top or --above. Needs scores by "
-        "`vcore-ds score --tokens all`",
+    weights = (
+        "write tokens with Gibbs weights instead of rows, to a Parquet file: kl_budget=NUMBER or temperature=NUMBER as "
+        "in a recipe's section `method`; of all traces without --top or --above. Needs scores with --tokens all"
     )
+    add("--weights", metavar="KEY=NUMBER", help=weights)
     add("--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl; .parquet with --weights)")
     add("--set", metavar="NAME", help="rank by the influence on this trusted (target) set (default: the only one)")
     add("--by", choices=["mean", "sum"], default="mean", help="rank by mean or sum over tokens (default mean)")

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from vcore_ds.commands.arguments import add_again, positive, share_or_none
+from vcore_ds.commands.arguments import add_again, fraction, positive
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
 
@@ -20,51 +20,33 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("kind", choices=["math", "code", "chat"], help="format of the raw data: sets filters, prompt and columns")
-    add(
-        "sources",
-        nargs="*",
-        metavar="SOURCE",
-        help="files (.jsonl, .json, .parquet), folders, glob patterns or hub ids (default for math "
-        "nvidia/OpenMathReasoning, for code nvidia/OpenCodeReasoning-2)",
+    sources = (
+        "files (.jsonl, .json, .parquet), folders, glob patterns or hub ids (default for math "
+        "nvidia/OpenMathReasoning, for code nvidia/OpenCodeReasoning-2)"
     )
+    add("sources", nargs="*", metavar="SOURCE", help=sources)
     add("--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model to train")
     add("--output", required=True, type=Path, metavar="DIR", help="folder of the new token store")
-    add(
-        "--sample",
-        type=positive,
-        metavar="N",
-        help="keep a random sample of N sequences (the paper: 3200 or 32000; default: all)",
-    )
-    add("--seed", type=int, default=42, help="random seed of --sample (default 42)")
-    add(
-        "--cutoff-length",
-        type=positive,
-        default=16384,
-        metavar="N",
-        help="maximum tokens of a sequence (default 16384)",
-    )
+    add("--sample", type=positive, metavar="N", help="keep N random sequences (the paper: 3200 or 32000; default: all)")
+    add("--seed", type=int, default=42, metavar="N", help="random seed of --sample (default 42)")
+    add("--cutoff-length", type=positive, default=16384, metavar="N", help="most tokens of a sequence (default 16384)")
     add("--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)")
     add(
         "--supervise",
         choices=["all", "last"],
         default="all",
-        help="chat: learn all turns of the assistant, or the last one alone (default all)",
+        help="chat: turns of the assistant to learn",
     )
-    add("--split", help="split of hub data (default: math cot, code cpp, chat train)")
+    add("--split", metavar="NAME", help="split of hub data (default: math cot, code cpp, chat train)")
     add("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
     add("--answer-seconds", type=positive, default=5, metavar="N", help="CPU seconds per answer to verify (default 5)")
-    add(
-        "--statements",
-        metavar="DIR",
-        help="code: folder with local copies of the data sets that contain the problem statements (taco, apps, "
-        "code_contests, codeforces; default: download them from the hub)",
-    )
+    add("--statements", metavar="DIR", help="code: folder of taco, apps, code_contests, codeforces (default: the hub)")
     add(
         "--max-malformed",
-        type=share_or_none,
+        type=fraction,
         default=0.01,
         metavar="SHARE",
-        help="fail if a larger share of the rows is malformed (default 0.01)",
+        help="malformed rows to accept (default 0.01)",
     )
     add_again(parser)
     parser.set_defaults(overrides=[])
@@ -77,25 +59,13 @@ def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.data.prepare.curation import HUB_IDS, SPLITS, PrepareRequest
     from vcore_ds.data.prepare.pipeline import prepare
 
+    names = "tokenizer sample seed cutoff_length overlong supervise answer_seconds statements".split()
     request = PrepareRequest(
         kind=kind,
         sources=tuple(sources or [HUB_IDS[kind]]),
-        tokenizer=arguments.tokenizer,
         split=arguments.split or SPLITS[kind],
-        sample=arguments.sample,
-        seed=arguments.seed,
-        cutoff_length=arguments.cutoff_length,
-        overlong=arguments.overlong,
-        supervise=arguments.supervise,
-        answer_seconds=arguments.answer_seconds,
-        statements=arguments.statements,
+        **{name: getattr(arguments, name) for name in names},
     )
-    processes = arguments.processes or os.cpu_count() or 1
+    settings = {"max_malformed_share": arguments.max_malformed, "again": arguments.again}
     with writing("--output", arguments.output, "a folder that can be written, with room for the store"):
-        prepare(
-            request,
-            arguments.output,
-            processes=processes,
-            max_malformed_share=arguments.max_malformed,
-            again=arguments.again,
-        )
+        prepare(request, arguments.output, processes=arguments.processes or os.cpu_count() or 1, **settings)

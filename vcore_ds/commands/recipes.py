@@ -39,15 +39,10 @@ _FRAGMENTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpus", type=positive, metavar="N", help="instead, say which recipes fit on N GPUs (docs/planning.md)"
-    )
-    parser.add_argument(
-        "--gpu",
-        "--device",
-        metavar="NAME",
-        help=f"with --gpus: kind of GPU: {', '.join(GPUS)} (default H100), in nodes of 8",
-    )
+    add = parser.add_argument
+    add("--gpus", type=positive, metavar="N", help="instead, say which recipes fit on N GPUs (docs/planning.md)")
+    kinds = f"with --gpus: kind of GPU: {', '.join(GPUS)} (default H100), in nodes of 8"
+    add("--gpu", "--device", metavar="NAME", help=kinds)
 
 
 def main(arguments: argparse.Namespace) -> None:

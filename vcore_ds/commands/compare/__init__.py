@@ -18,29 +18,16 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "evaluations",
-        nargs="*",
-        metavar="EVAL",
-        help="folder of an evaluation (vcore-ds eval --output); the others are compared with the first",
+    add("evaluations", nargs="*", metavar="EVAL", help="folders of evaluations; the others are compared with the first")
+    group = (
+        "instead of EVAL: a method's evaluations, one per seed, three or more, in the same order in every group "
+        "(--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval)"
     )
-    add(
-        "--group",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("NAME", "EVAL"),
-        help="instead of EVAL: a method's evaluations, one per seed, three or more, in the same order in every group "
-        "(--group sft runs/sft/seed_*/eval --group vcore runs/vcore/seed_*/eval)",
-    )
+    add("--group", nargs="+", action="append", default=[], metavar=("NAME", "EVAL"), help=group)
     add("--tasks", nargs="+", default=[], metavar="TASK", help="tasks to compare (default: all)")
     add("--two-way", action="store_true", help="with --group: also intervals for other problems like these")
-    add(
-        "--power",
-        type=positive_number,
-        metavar="POINTS",
-        help="also print how many problems, samples or seeds it takes to detect a difference of POINTS in accuracy",
-    )
+    power = "also print how many problems, samples or seeds it takes to detect a difference of POINTS in accuracy"
+    add("--power", type=positive_number, metavar="POINTS", help=power)
     add("--json", action="store_true", help="print the comparison as JSON")
     parser.set_defaults(overrides=[])
 

@@ -34,35 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="RUN|MODEL", help="a model's folder or hub id, an adapter's folder, or the folder of a run")
     add("--output", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished evaluation's")
-    add(
-        "--tasks",
-        nargs="+",
-        default=["arithmetic", "champ"],
-        metavar="NAME[=FILE]",
-        help="tasks, each with a file (.jsonl, .parquet), folder or hub id to read instead of its data set (default: "
-        "arithmetic champ)",
-    )
+    tasks = "tasks, each with a file, folder or hub id to read instead of its data set (default: arithmetic champ)"
+    add("--tasks", nargs="+", default=["arithmetic", "champ"], metavar="NAME[=FILE]", help=tasks)
     add("--base", metavar="MODEL", help="base model of an adapter (default: the one it names)")
-    add(
-        "--preset",
-        choices=["paper"],
-        help="paper: greedy, one answer, 8,192 new tokens (default: what generation_config.json recommends)",
-    )
+    add("--preset", choices=["paper"], help="greedy, 8,192 new tokens (default: as generation_config.json recommends)")
     add("--samples", type=positive, metavar="N", help="answers per problem (default: 16 for AIME, else 1)")
     add("--limit", type=positive, metavar="N", help="evaluate the first N problems of each task")
-    add("--max-new-tokens", type=positive, metavar="N", help="(default: 32,768; arithmetic 96, champ 256)")
-    add("--temperature", type=temperature, metavar="T", help="0 is greedy")
-    add("--top-p", type=share, metavar="P")
-    add("--top-k", type=int, metavar="K", help="-1 for all tokens")
+    add("--max-new-tokens", type=positive, metavar="N", help="of an answer (default 32,768; arithmetic 96, champ 256)")
+    add("--temperature", type=temperature, metavar="T", help="0 for greedy decoding")
+    add("--top-p", type=share, metavar="P", help="sample from the most likely tokens with this total probability")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; -1 for all")
     add("--seed", type=int, metavar="N", help="seed of the evaluation (default 42)")
     add("--precision", choices=["bf16", "fp32"], default="bf16", help="precision without --url (default bf16)")
-    add(
-        "--batch-size",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="answers generated together, or concurrent requests to a server (default 16)",
-    )
+    add("--batch-size", type=positive, default=16, metavar="N", help="answers, or requests, at a time (default 16)")
     add("--url", metavar="URL", help="OpenAI-compatible server of the model, such as http://localhost:8000/v1")
     add("--served-name", metavar="NAME", help="the model's name on the server (default: the only one)")
 
@@ -94,10 +78,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def check_packages() -> None:
     """Raise UserError where the extra `eval` is not installed."""
-    missing = [
-        name for name in ("inspect_ai", "reasoning_gym", "math_verify") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
+    packages = ("inspect_ai", "reasoning_gym", "math_verify")
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"eval: {sys.executable} does not find {' and '.join(missing)}; expected the extra `eval`. Install it with "
             "pip install 'vcore_ds[eval]' (a checkout: make .venv)"

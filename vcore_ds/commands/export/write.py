@@ -13,7 +13,6 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HTTPError  # the HTTP library's own
 from peft.utils import CONFIG_NAME
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import (
@@ -25,7 +24,6 @@ from vcore_ds.common.paths import (
     write_atomically,
     writing,
 )
-from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder
@@ -39,6 +37,7 @@ from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.train.model_card import Kind, make_model_card
+from vcore_ds.train.run_folder import read_run_recipe
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
 
@@ -143,10 +142,7 @@ def export_run(
         In either case, no folder `output` remains.
     """
     started = time.perf_counter()
-    with reading("RUN", run, "the folder of a run"):
-        if not (run / checkpoint_folder.RECIPE).is_file():
-            raise UserError(f"{run}: found no {checkpoint_folder.RECIPE}; expected the folder of a run")
-        recipe = read_resolved_recipe(run / checkpoint_folder.RECIPE, accept_retired=True)
+    recipe = read_run_recipe(run)
     if merge and recipe.lora is None:
         raise UserError(f"{run}: found --merge with a run that trained all parameters; expected no --merge")
     check_base_model(recipe)
@@ -169,14 +165,13 @@ def export_run(
         return folder
     refuse_existing(folder, NEW_FOLDER)
     print(f"{kind} of {trained.name}", flush=True)
-    tokenizer = load_tokenizer(recipe.model.path)
+    wanted = DTYPES[dtype or ("fp32" if kind == "adapter" else recipe.model.precision)]
     try:
         with writing("--output", folder, NEW_FOLDER):
             if kind == "adapter":
-                num_bytes = write_adapter(recipe, trained, folder, tokenizer, card, DTYPES[dtype or "fp32"])
+                num_bytes = write_adapter(recipe, trained, folder, card, wanted)
             else:
-                wanted = DTYPES[dtype or recipe.model.precision]
-                num_bytes = write_model(recipe, trained, folder, tokenizer, card, wanted, max_file_bytes)
+                num_bytes = write_model(recipe, trained, folder, card, wanted, max_file_bytes)
     except BaseException:
         discard(unfinished_path(folder))
         raise
@@ -189,10 +184,7 @@ def check_earlier_export(folder: Path, kind: Kind) -> None:
     """Raises UserError unless `folder` is an earlier export of this kind, which alone may be pushed unchanged."""
     is_adapter = (folder / CONFIG_NAME).is_file()
     if CARD_TAG not in (read_card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
-        raise UserError(
-            f"{folder}: exists already, and is not an earlier export ({kind}); expected one, or a new folder (--output "
-            "DIR)"
-        )
+        raise UserError(f"{folder}: exists already, and is not an earlier export ({kind}). Name a new --output")
 
 
 def check_base_model(recipe: Recipe) -> None:
@@ -212,9 +204,8 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
     checkpoints = checkpoint_folder.list_checkpoints(run / "checkpoints")
     candidates = [folder for folder in checkpoints if name in (None, folder.name)]
     say = partial(print, flush=True)
-    usable, problems = checkpoint_folder.find_newest_usable(
-        candidates, lambda f: checkpoint_folder.find_problem(f, say)
-    )
+    find_problem = partial(checkpoint_folder.find_problem, say=say)
+    usable, problems = checkpoint_folder.find_newest_usable(candidates, find_problem)
     if usable is not None:
         for skipped in problems:
             say(f"skipped checkpoint {skipped}")
@@ -229,15 +220,10 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
 
 
 def write_model(
-    recipe: Recipe,
-    trained: TrainedWeights,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    card: str,
-    dtype: torch.dtype,
-    max_file_bytes: int,
+    recipe: Recipe, trained: TrainedWeights, folder: Path, card: str, dtype: torch.dtype, max_file_bytes: int
 ) -> int:
     """Write all weights, with the adapter merged in; return their bytes."""
+    tokenizer = load_tokenizer(recipe.model.path)
     stored = FolderWeights(recipe.model.path, describe_weights(recipe.model.path, dtype))
     stream = merge_weights(recipe, trained, stored)
     split = model_folder.plan_files(stored.stored, max_file_bytes)
@@ -254,18 +240,18 @@ def write_model(
 def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights) -> Iterator[tuple[str, Tensor]]:
     """Each stored tensor with its trained value, or else the base model's value in the run's precision. Raises
     UserError before the first tensor, if the trained parameters do not match the model."""
-    adapted = None
+    adapters = {}
     if recipe.lora is not None:
         adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
         check_fit(recipe, trained, {name: p.shape for name, p in adapted.named_parameters() if p.requires_grad})
+        adapters = find_adapters(adapted)
+        covered = {name for adapter in adapters.values() for name in (adapter.lora_a, adapter.lora_b)}
+        if others := sorted(trained.shapes.keys() - covered):
+            raise UserError(f"--merge: found {others[0]}; expected only adapters of linear layers and experts")
     else:
         check_fit(recipe, trained, {n: like.shape for n, like in stored.weights.items() if n in trained.shapes})
-    adapters = find_adapters(adapted) if adapted is not None else {}
-    covered = {name for adapter in adapters.values() for name in (adapter.lora_a, adapter.lora_b)}
-    if adapted is not None and (others := sorted(trained.shapes.keys() - covered)):
-        raise UserError(f"--merge: found {others[0]}; expected only adapters of linear layers and experts")
-    untrained = adapted is not None or any(set(group.names) - trained.shapes.keys() for group in stored.groups)
-    base = model_folder.WeightFiles(recipe.model.path) if untrained else None
+    is_complete = all(set(part.names) <= trained.shapes.keys() for part in stored.groups)
+    base = None if is_complete else model_folder.WeightFiles(recipe.model.path)
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for group in stored.groups:
@@ -305,21 +291,14 @@ def check_fit(recipe: Recipe, trained: TrainedWeights, expected: Mapping[str, to
         )
 
 
-def write_adapter(
-    recipe: Recipe,
-    trained: TrainedWeights,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    card: str,
-    dtype: torch.dtype,
-) -> int:
+def write_adapter(recipe: Recipe, trained: TrainedWeights, folder: Path, card: str, dtype: torch.dtype) -> int:
     """Write the adapter in peft's format; return the bytes of its weights."""
     assert recipe.lora is not None
     adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     check_fit(recipe, trained, expected)
     adapter = {name: trained.read(name).to(dtype) for name in expected}
-    return model_folder.write_adapter(adapted, adapter, folder, tokenizer, card)
+    return model_folder.write_adapter(adapted, adapter, folder, load_tokenizer(recipe.model.path), card)
 
 
 def check_repository(repository: str, *, update: bool) -> HfApi:
@@ -332,10 +311,7 @@ def check_repository(repository: str, *, update: bool) -> HfApi:
         api.whoami()
         exists = api.repo_exists(repository)
     if exists and not update:
-        raise UserError(
-            f"--push: {repository}: there is a repository of that name; name another one, or add --update to commit to "
-            "it"
-        )
+        raise UserError(f"--push: {repository}: exists already; name another one, or add --update to commit to it")
     return api
 
 

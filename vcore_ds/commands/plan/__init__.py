@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.text import check_picture, gib
+from vcore_ds.common.text import GIB, check_picture, gib
 from vcore_ds.planning.hardware import GPUS
 from vcore_ds.planning.memory_plan import find_shortage
 from vcore_ds.planning.spread import SIMULATED_MEAN
@@ -22,6 +22,16 @@ DESCRIPTION = (
 )
 
 
+GPU_OPTIONS = {
+    "gpu_memory": ("memory_bytes", GIB, "GIB", "usable memory of a GPU, GiB"),
+    "tflops": ("flops", 1e12, "N", "dense bf16 TFLOP/s of the data sheet"),
+    "bandwidth": ("memory_bandwidth", 1e12, "TB/S", "memory bandwidth, TB/s"),
+    "nvlink": ("node_bandwidth", 1e9, "GB/S", "bandwidth between GPUs of a node, GB/s per direction"),
+    "nic": ("network_bandwidth", 1e9 / 8, "GBIT/S", "network bandwidth per GPU, Gbit/s"),
+}
+"""Option -> field of `Gpu` and its unit, metavar, help."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser)
@@ -29,43 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="H100", metavar="NAME", help=f"kind of GPU: {', '.join(GPUS)} (default H100)")
     add("--gpus-per-node", type=positive, default=8, metavar="N", help="GPUs of a node (default 8)")
     changed = parser.add_argument_group("other GPUs", "each option replaces a value of --gpu")
-    changed.add_argument("--gpu-memory", type=positive_number, metavar="GIB", help="usable memory of a GPU, GiB")
-    changed.add_argument("--tflops", type=positive_number, metavar="N", help="dense bf16 TFLOP/s of the data sheet")
-    changed.add_argument("--bandwidth", type=positive_number, metavar="TB/S", help="memory bandwidth, TB/s")
-    changed.add_argument(
-        "--nvlink", type=positive_number, metavar="GB/S", help="bandwidth between GPUs of a node, GB/s per direction"
-    )
-    changed.add_argument("--nic", type=positive_number, metavar="GBIT/S", help="network bandwidth per GPU, Gbit/s")
-    add(
-        "--host-memory",
-        type=positive_number,
-        default=2048.0,
-        metavar="GIB",
-        help="memory of a node, GiB (default 2048)",
-    )
-    add(
-        "--storage",
-        type=positive_number,
-        default=20.0,
-        metavar="GB/S",
-        help="speed at which all nodes together read or write checkpoints, GB/s (default 20)",
-    )
-    add(
-        "--mean-tokens",
-        type=positive_number,
-        metavar="N",
-        help="mean tokens of simulated sequences, before truncation (default: the lengths of the recipe's data where "
-        f"they are on this machine, else {SIMULATED_MEAN:,})",
-    )
-    add(
-        "--compare",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="SETTING",
-        help="instead, a column per setting: an override or fragment, or several in quotes ('lora.rank=64 "
-        "lora.alpha=128')",
-    )
+    for option, (_, _, metavar, meaning) in GPU_OPTIONS.items():
+        changed.add_argument(f"--{option.replace('_', '-')}", type=positive_number, metavar=metavar, help=meaning)
+    add("--host-memory", type=positive_number, default=2048.0, metavar="GIB", help="of a node, GiB (default 2048)")
+    storage = "speed at which all nodes together read or write checkpoints, GB/s (default 20)"
+    add("--storage", type=positive_number, default=20.0, metavar="GB/S", help=storage)
+    mean = f"mean tokens of simulated sequences, uncut (default: as the data on this machine, else {SIMULATED_MEAN:,})"
+    add("--mean-tokens", type=positive_number, metavar="N", help=mean)
+    compare = "instead, a column per setting: overrides or fragments, several in quotes ('lora.rank=64 lora.alpha=128')"
+    add("--compare", nargs="+", action="extend", default=[], metavar="SETTING", help=compare)
     add("--calibrate", metavar="RUN", help="use the speed achieved by this run, from its metrics.jsonl")
     add("--picture", metavar="FILE", help="also plot memory and seconds over the number of GPUs (.png, .pdf, .svg)")
     add("--json", action="store_true", help="print the plan as JSON")

@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from vcore_ds.commands.plan import GPU_OPTIONS
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable, writing
 from vcore_ds.common.text import GIB, new_figure
@@ -90,10 +92,8 @@ def calibrate(run: str) -> Calibration:
         return statistics.median(sum(line[f"seconds_{phase}"] for phase in phases) for line in lines)
 
     def predict(achieved: Achieved) -> StepCost:
-        plan = run_plan.plan_run(
-            derive_plan_settings(recipe), replace(cluster, achieved=achieved), shape, lengths=LengthModel(mean_tokens)
-        )
-        return plan.cost
+        settings, changed = derive_plan_settings(recipe), replace(cluster, achieved=achieved)
+        return run_plan.plan_run(settings, changed, shape, lengths=LengthModel(mean_tokens)).cost
 
     measured, update = median("probe", "utility", "main"), median("step")
     achieved = Achieved()
@@ -149,10 +149,7 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
     return replace(settings, num_steps=derive_schedule(recipe, num_sequences).num_steps)
 
 
-_KL_BUDGET = 0.005
-"""Nats, for the `vcore` column of a recipe with another method; the cost of a step does not depend on it."""
-
-
+_KL_BUDGET = 0.005  # nats, for the `vcore` column of a recipe with another method; no cost depends on it
 RARER_PROBE = 8  # steps per probe batch of the plan that is shown beside one with a probe in every step
 
 
@@ -203,16 +200,12 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     gpu = choose_gpu(arguments)
     shape, model = run_plan.find_model(recipe.model.path)
     calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)
-    cluster = Cluster(
-        gpu,
-        arguments.gpus,
-        arguments.gpus_per_node,
-        Achieved() if calibration is None else calibration.achieved,
-        int(arguments.host_memory * GIB),
-        arguments.storage * 1e9,
-    )
+    achieved = Achieved() if calibration is None else calibration.achieved
+    host_bytes, storage = int(arguments.host_memory * GIB), arguments.storage * 1e9
+    cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node, achieved, host_bytes, storage)
 
-    def column(title: str, recipe: Recipe, reload: Callable[[Sequence[str]], Recipe]) -> Column:
+    def column(title: str, reload: Callable[[Sequence[str]], Recipe]) -> Column:
+        recipe = reload(())
         column_shape, _ = run_plan.find_shape(recipe.model.path) or (shape, model)
         lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
         plan = run_plan.plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
@@ -228,24 +221,17 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
             title, plan, run_plan.find_smallest_cluster(plan), ways, run_plan.plan_other_expert_sizes(plan), rarer_probe
         )
 
-    columns = []
-    if arguments.compare:
-        columns.append(column("recipe", recipe, reload))
-        for setting in arguments.compare:
-            overrides = split_setting(setting)
+    def with_setting(setting: str, extra: Sequence[str]) -> Recipe:
+        return reload([*split_setting(setting), *extra])
 
-            def with_setting(extra: Sequence[str], overrides: Sequence[str] = overrides) -> Recipe:
-                return reload([*overrides, *extra])
+    def with_method(name: str, extra: Sequence[str]) -> Recipe:
+        return change_method(reload(extra), name)
 
-            columns.append(column(setting, with_setting(()), with_setting))
-    else:
-        for name in dict.fromkeys(["sft", recipe.method.name, "vcore"]):
-
-            def with_method(extra: Sequence[str], name: str = name) -> Recipe:
-                return change_method(reload(extra), name)
-
-            columns.append(column(name, with_method(()), with_method))
     recipe_title = "recipe" if arguments.compare else recipe.method.name
+    reloads: dict[str, Callable[[Sequence[str]], Recipe]] = {"recipe": reload} if arguments.compare else {}
+    reloads |= {setting: partial(with_setting, setting) for setting in arguments.compare}
+    reloads = reloads or {name: partial(with_method, name) for name in ("sft", recipe_title, "vcore")}
+    columns = [column(title, load) for title, load in reloads.items()]
     return Columns(arguments.recipe, model, columns, calibration, recipe_title, recipe.engine.memory_check)
 
 
@@ -268,20 +254,10 @@ def split_setting(setting: str) -> list[str]:
 def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     """The GPU of `--gpu`, with the values of the options that replace some. Raises UserError for an unknown name."""
     gpu = run_plan.require_gpu(arguments.gpu)
-    options = {
-        "memory_bytes": ("gpu_memory", GIB),
-        "flops": ("tflops", 1e12),
-        "memory_bandwidth": ("bandwidth", 1e12),
-        "node_bandwidth": ("nvlink", 1e9),
-        "network_bandwidth": ("nic", 1e9 / 8),
-    }
-    changed = {
-        field: getattr(arguments, option) * unit
-        for field, (option, unit) in options.items()
-        if getattr(arguments, option) is not None
-    }
-    if not changed:
+    given = {option: value for option in GPU_OPTIONS if (value := getattr(arguments, option)) is not None}
+    if not given:
         return gpu
+    changed = {GPU_OPTIONS[option][0]: value * GPU_OPTIONS[option][1] for option, value in given.items()}
     if "flops" in changed:
         changed["attention_flops"] = gpu.attention_flops * changed["flops"] / gpu.flops
     if "memory_bytes" in changed:
@@ -322,8 +298,6 @@ def draw(columns: Columns, path: Path) -> None:
 
 def plans_by_size(plan: run_plan.RunPlan, most: int) -> Iterator[run_plan.RunPlan]:
     """The plan on 1, 2, 4, ... GPUs, without numbers on which the recipe's packs are impossible."""
-    size = 1
-    while size <= most:
+    for exponent in range(most.bit_length()):
         with suppress(RecipeError):
-            yield plan.replan(size)
-        size *= 2
+            yield plan.replan(2**exponent)

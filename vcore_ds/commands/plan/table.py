@@ -6,38 +6,30 @@ from typing import Any
 
 from vcore_ds.commands.plan.columns import RARER_PROBE, Column, Columns
 from vcore_ds.common.text import align_columns, count, gib
+from vcore_ds.planning import run_plan
 from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.hardware import FAST, SLOW
 from vcore_ds.planning.memory import Phase, active_parameters
-from vcore_ds.planning.run_plan import (
-    BEST_GPU_HOURS,
-    GPU_HOURS_BETWEEN_FAILURES,
-    WORST_GPU_HOURS,
-    RunPlan,
-    Way,
-    describe_range,
-    describe_verdict,
-    warn_of_positions,
-)
+from vcore_ds.planning.run_plan import RunPlan, Way, describe_range, describe_verdict
 
 _PHASES: dict[Phase, str] = {"probe": "probe", "utility": "utilities", "main": "main", "step": "update"}
 
 
 def describe(columns: Columns) -> str:
     plan = columns.columns[0].plan
-    warning = warn_of_positions(columns.recipe_column.plan.settings, plan.shape)
+    warning = run_plan.warn_of_positions(columns.recipe_column.plan.settings, plan.shape)
     routed = f" ({active_parameters(plan.shape):,} active for each token)" if plan.shape.experts is not None else ""
     lines = [
         f"Plan: {columns.recipe_name} on {columns.cluster.describe()}",
         *_verdict(columns.columns),
-        *(line for column in columns.columns for line in _ways(column)),
+        *(line for column in columns.columns for line in _describe_ways(column)),
         "",
         f"Model: {columns.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
         f"Batch: {columns.columns[-1].plan.batch.describe()}",
         *([] if warning is None else [warning]),
         "",
         *_table(columns.columns),
-        *(line for column in columns.columns for line in _expert_sizes(column)),
+        *(line for column in columns.columns for line in _describe_expert_sizes(column)),
         "",
         *_assumptions(columns),
     ]
@@ -69,18 +61,15 @@ def _verdict(columns: list[Column]) -> list[str]:
         name += f" ({count(min(steps), 'step')})"
     rows = [["", "verdict", "GiB of a GPU", "seconds of a step", name, "fewest GPUs"]]
     for column in columns:
-        plan = column.plan
-        memory = f"{gib(plan.memory.estimate.peak_bytes, 1)} of {gib(plan.available.device, 0)}"
+        memory = f"{gib(column.plan.memory.estimate.peak_bytes, 1)} of {gib(column.plan.available.device, 0)}"
         smallest = "none" if column.smallest is None else f"{column.smallest.cluster.num_gpus:,}"
-        hours = f"{plan.gpu_hours(plan.costed_steps):,.1f}"
-        seconds = _seconds(plan.cost.seconds_step) + describe_range(plan)
-        rows.append([column.title, describe_verdict(plan), memory, seconds, hours, smallest])
-        if (rarer := column.rarer_probe) is not None:
-            seconds = _seconds(rarer.cost.seconds_step) + describe_range(rarer)
-            hours = f"{rarer.gpu_hours(rarer.costed_steps):,.1f}"
-            rows.append(
-                [f"{column.title} probe.every={RARER_PROBE}", describe_verdict(rarer), memory, seconds, hours, ""]
-            )
+        shown = [(column.title, column.plan, smallest)]
+        if column.rarer_probe is not None:
+            shown.append((f"{column.title} probe.every={RARER_PROBE}", column.rarer_probe, ""))
+        for title, plan, fewest in shown:
+            seconds = _seconds(plan.cost.seconds_step) + describe_range(plan)
+            hours = f"{plan.gpu_hours(plan.costed_steps):,.1f}"
+            rows.append([title, describe_verdict(plan), memory, seconds, hours, fewest])
     return [f"  {line}" for line in align_columns(rows, left=("verdict",))]
 
 
@@ -140,24 +129,19 @@ def _plan_rows(plans: list[RunPlan]) -> Iterator[Row]:
     yield row("Tokens per day, millions", lambda plan: f"{plan.tokens_per_day / 1e6:,.0f}")
     yield row("Model FLOPs utilization (MFU)", lambda plan: f"{plan.utilization:.1%}")
     if plans[0].cluster.num_nodes > 1:
-        yield from _goodput_rows(row)
+
+        def share(plan: RunPlan, minutes: float | None) -> str:
+            return "-" if minutes is None else f"{plan.goodput.share(minutes):.1%}"
+
+        yield "Failures and checkpoints", []
+        yield row("  hours between failures", lambda plan: f"{plan.goodput.hours_between_failures():,.1f}")
+        name = "  seconds for which a checkpoint stops training"
+        yield row(name, lambda plan: f"{plan.goodput.seconds_checkpoint:,.1f}")
+        name = "  share of the time that trains, as in the recipe"
+        yield row(name, lambda plan: share(plan, plan.settings.checkpoint_minutes))
+        yield row("  checkpoint.every_minutes that loses least", lambda plan: f"{plan.goodput.best_minutes:,.0f}")
+        yield row("  share of the time that trains, with that", lambda plan: share(plan, plan.goodput.best_minutes))
     yield row("GPU hours of scoring 10,000 traces", lambda plan: f"{plan.scoring_gpu_hours(10_000):,.1f}")
-
-
-def _goodput_rows(row: Callable[[str, Callable[[RunPlan], str]], Row]) -> Iterator[Row]:
-    def share(plan: RunPlan) -> str:
-        minutes = plan.settings.checkpoint_minutes
-        return "-" if minutes is None else f"{plan.goodput.share(minutes):.1%}"
-
-    def best(plan: RunPlan) -> str:
-        return f"{plan.goodput.share(plan.goodput.best_minutes):.1%}"
-
-    yield "Failures and checkpoints", []
-    yield row("  hours between failures", lambda plan: f"{plan.goodput.hours_between_failures():,.1f}")
-    yield row("  seconds for which a checkpoint stops training", lambda plan: f"{plan.goodput.seconds_checkpoint:,.1f}")
-    yield row("  share of the time that trains, as in the recipe", share)
-    yield row("  checkpoint.every_minutes that loses least", lambda plan: f"{plan.goodput.best_minutes:,.0f}")
-    yield row("  share of the time that trains, with that", best)
 
 
 def _sharing(plan: RunPlan, part: Part) -> str:
@@ -173,23 +157,18 @@ def _kinds(bytes_by_kind: list[dict[str, int]], prefix: str = "") -> Iterator[Ro
             yield f"  {prefix}{kind}", [gib(value) if value else "-" for value in values]
 
 
-def _ways(column: Column) -> Iterator[str]:
-    if column.plan.fits:
-        return
-    yield ""
-    if not column.ways:
-        yield f"{column.title} does not fit, and no recipe setting makes it fit on these GPUs"
-        return
-    yield f"{column.title} does not fit. The changes with the fewest GPU hours that make it fit"
-    yield from map(_describe_way, column.ways)
+def _describe_ways(column: Column) -> Iterator[str]:
+    if not column.plan.fits and not column.ways:
+        yield from ("", f"{column.title} does not fit, and no recipe setting makes it fit on these GPUs")
+    if column.ways:
+        yield from ("", f"{column.title} does not fit. The changes with the fewest GPU hours that make it fit")
+        yield from map(_describe_way, column.ways)
 
 
-def _expert_sizes(column: Column) -> Iterator[str]:
-    if not column.expert_sizes:
-        return
-    yield ""
-    yield f"{column.title} with other expert-parallel sizes"
-    yield from map(_describe_way, column.expert_sizes)
+def _describe_expert_sizes(column: Column) -> Iterator[str]:
+    if column.expert_sizes:
+        yield from ("", f"{column.title} with other expert-parallel sizes")
+        yield from map(_describe_way, column.expert_sizes)
 
 
 def _describe_way(way: Way) -> str:
@@ -217,21 +196,16 @@ def _assumptions(columns: Columns) -> Iterator[str]:
         f"{achieved.hidden:.0%} of the computation"
     )
     if cluster.num_nodes > 1:
-        goodput = first.goodput
-        ends = [f"{goodput.hours_between_failures(hours):,.1f}" for hours in (WORST_GPU_HOURS, BEST_GPU_HOURS)]
+        goodput, worst, best = first.goodput, run_plan.WORST_GPU_HOURS, run_plan.BEST_GPU_HOURS
+        ends = [f"{goodput.hours_between_failures(hours):,.1f}" for hours in (worst, best)]
         yield (
-            f"Assumed: a failure in {GPU_HOURS_BETWEEN_FAILURES:,.0f} GPU hours (clusters have had one in "
-            f"{WORST_GPU_HOURS:,.0f} to {BEST_GPU_HOURS:,.0f}: here {' to '.join(ends)} hours apart), "
+            f"Assumed: a failure in {run_plan.GPU_HOURS_BETWEEN_FAILURES:,.0f} GPU hours (clusters have had one in "
+            f"{worst:,.0f} to {best:,.0f}: here {' to '.join(ends)} hours apart), "
             f"{goodput.seconds_restart:,.0f} s until the next step, checkpoints at "
             f"{cluster.storage_bandwidth / 1e9:,.0f} GB/s (--storage)"
         )
-    if columns.calibration is not None:
-        yield columns.calibration.describe()
-    else:
-        yield (
-            "No speed was measured: these are those of other trainers (docs/planning.md); --calibrate RUN takes them "
-            "from a run"
-        )
+    unmeasured = "No speed was measured: these are other trainers' (docs/planning.md); --calibrate RUN takes a run's"
+    yield unmeasured if columns.calibration is None else columns.calibration.describe()
     targets = {plan.settings.lora.target_modules for plan in plans if plan.settings.lora is not None}
     if targets - {"all-linear"}:
         yield "Assumed: adapters on all linear layers but no experts, although lora.target_modules lists some"

@@ -97,8 +97,8 @@ def _find_node_problems(node: Node, needed: Requirements, first_host: str) -> It
         yield node.unused_gpus
     elif len(node.gpus) != needed.num_gpus:
         yield (
-            f"GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi there, or "
-            f"leave the node out with sbatch --exclude={node.host}"
+            f"GPUs: found {len(node.gpus)} that PyTorch can use, expected {needed.num_gpus}. Check nvidia-smi there, "
+            f"or leave the node out with sbatch --exclude={node.host}"
         )
     if node.gpus and node.cannot_compile is not None:
         yield (

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,9 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.train.run_folder import REPORT
 
 if TYPE_CHECKING:
-    from vcore_ds.commands.report.read import ReportedRun
-    from vcore_ds.commands.report.scaling import SweepTables
+    from typing import Unpack
+
+    from vcore_ds.commands.report.read import TokenOptions
 
 HELP = "show what runs learnt, token weights, curves and costs, as HTML or text"
 DESCRIPTION = (
@@ -32,26 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a sweep's")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print the tables, and write no HTML file")
-    form.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"the HTML file to write, the only one besides --png (default: {REPORT} in the folder of the first RUN)",
-    )
+    page = f"the HTML file to write, the only one besides --png (default: {REPORT} in the folder of the first RUN)"
+    form.add_argument("--output", type=Path, metavar="FILE", help=page)
     add("--png", type=Path, metavar="FOLDER", help="also write each curve there as PNG and PDF (needs matplotlib)")
-    add(
-        "--top",
-        type=positive,
-        default=15,
-        metavar="N",
-        help="length of the lists of tokens and phrases; a third of it for those that rose or fell (default 15)",
-    )
-    add(
-        "--min-count",
-        type=positive,
-        metavar="N",
-        help="omit tokens and phrases with fewer occurrences (default: 1 in 5,000 recorded tokens, at least 5)",
-    )
+    top = "length of the lists of tokens and phrases; a third of it for those that rose or fell (default 15)"
+    add("--top", type=positive, default=15, metavar="N", help=top)
+    rare = "omit tokens and phrases with fewer occurrences (default: 1 in 5,000 recorded tokens, at least 5)"
+    add("--min-count", type=positive, metavar="N", help=rare)
     add("--step", type=positive, metavar="N", help="show only the tokens recorded at optimizer step N (default: all)")
     add("--tokenizer", metavar="PATH", help="folder or hub id (default: the run's result, else its model.path)")
     parser.set_defaults(overrides=[])
@@ -60,17 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     # argparse ends the list of runs at the first option; cli.parse collects the rest.
     runs = [Path(run) for run in [*arguments.runs, *arguments.overrides]]
-    paths = write_report(
-        runs,
-        as_text=arguments.text,
-        output=arguments.output,
-        png=arguments.png,
-        top=arguments.top,
-        min_count=arguments.min_count,
-        step=arguments.step,
-        tokenizer_path=arguments.tokenizer,
-    )
-    for path in paths:
+    tokens = {"top": arguments.top, "min_count": arguments.min_count, "step": arguments.step}
+    output = {"as_text": arguments.text, "output": arguments.output, "png": arguments.png}
+    for path in write_report(runs, **output, **tokens, tokenizer_path=arguments.tokenizer):
         print(path)
 
 
@@ -80,10 +59,7 @@ def write_report(
     as_text: bool = False,
     output: Path | None = None,
     png: Path | None = None,
-    top: int = 15,
-    min_count: int | None = None,
-    step: int | None = None,
-    tokenizer_path: str | None = None,
+    **options: "Unpack[TokenOptions]",
 ) -> list[Path]:
     """Write the page, or print the text, of runs or of a sweep; return the written paths, the page's first. A sweep's
     tables are printed, and without `output` also written beside the page as Markdown; with it no other file is written,
@@ -91,11 +67,22 @@ def write_report(
     run or a damaged one, or a file cannot be written."""
     from vcore_ds.commands.report.curves import write_pictures
     from vcore_ds.commands.report.page import write_page
+    from vcore_ds.commands.report.read import read_runs
+    from vcore_ds.commands.report.scaling import finished_runs, sweep_tables
     from vcore_ds.commands.report.tables import format_text
     from vcore_ds.common.paths import write_atomically, writing
 
-    runs, tables = _read_runs_or_sweep(folders, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
-    if tables is not None:
+    tables, sweeps = None, [folder for folder in folders if is_sweep(folder)]
+    if not sweeps:
+        runs = read_runs(folders, **options)
+    elif len(folders) > 1:
+        raise UserError(
+            f"RUN: {sweeps[0]}: found a sweep among {len(folders)} folders; expected it alone, or runs only"
+        )
+    else:
+        sweep, names = finished_runs(sweeps[0])
+        runs = read_runs([sweep.run_folder(run) for run in names], names, **options)
+        tables = sweep_tables(sweep, runs)
         print(tables.markdown())
     pictures = write_pictures(runs, png) if png is not None else []
     if as_text:
@@ -108,25 +95,6 @@ def write_report(
     with writing("--output", markdown, "a file that can be written"), write_atomically(markdown) as unfinished:
         unfinished.write_text(tables.markdown(), encoding="utf-8")
     return [page, markdown, *pictures]
-
-
-def _read_runs_or_sweep(
-    folders: Sequence[Path], *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
-) -> "tuple[list[ReportedRun], SweepTables | None]":
-    from vcore_ds.commands.report.read import read_runs
-    from vcore_ds.commands.report.scaling import finished_runs, sweep_tables
-
-    sweeps = [folder for folder in folders if is_sweep(folder)]
-    read = partial(read_runs, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
-    if not sweeps:
-        return read(folders), None
-    if len(folders) > 1:
-        raise UserError(
-            f"RUN: {sweeps[0]}: found a sweep among {len(folders)} folders; expected it alone, or runs only"
-        )
-    sweep, done = finished_runs(sweeps[0])
-    runs = read([sweep.run_folder(run) for run in done], names=done)
-    return runs, sweep_tables(sweep, runs)
 
 
 def after_training(recipe: str, overrides: Sequence[str]) -> None:

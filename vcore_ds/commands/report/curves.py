@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,12 +167,17 @@ def _metric_series(group: Group, place: int, measure: _Measure) -> Series:
         if _omits_first_step(run, measure.key):
             values.pop(1, None)
         by_run.append({step: value * measure.scale for step, value in values.items() if value is not None})
-    steps = sorted(set.intersection(*map(set, by_run)))
-    if not steps:
+    steps, table = _join_runs(by_run)
+    if not len(steps):
         return Series(place, [], [])
-    table = np.array([[values[step] for step in steps] for values in by_run])
     edges = [(table.min(0), table.max(0))] if len(by_run) > 1 else []
-    return _make_series(place, np.array(steps), table.mean(0), edges)
+    return _make_series(place, steps, table.mean(0), edges)
+
+
+def _join_runs(by_run: Sequence[Mapping[int, float | np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps that all runs have, and the values `[runs, steps, ...]` there."""
+    steps = sorted(set.intersection(*map(set, by_run)))
+    return np.array(steps), np.array([[values[step] for step in steps] for values in by_run])
 
 
 def _utility_charts(groups: Sequence[Group]) -> Iterator[Chart]:
@@ -180,13 +185,10 @@ def _utility_charts(groups: Sequence[Group]) -> Iterator[Chart]:
 
     def series(key: str, measure: Callable[[np.ndarray], np.ndarray]) -> Iterator[Series]:
         for place, group in enumerate(groups):
-            by_run = [_measure_records(run, key, measure) for run in group.runs]
-            steps = sorted(set.intersection(*map(set, by_run)))
-            if steps:
-                table = np.array([[values[step] for step in steps] for values in by_run])
+            steps, table = _join_runs([_measure_records(run, key, measure) for run in group.runs])
+            if len(steps):
                 middle, *edges = np.moveaxis(table.mean(0), 1, 0)
-                pairs = list(zip(edges[::2], edges[1::2], strict=True))
-                yield _make_series(place, np.array(steps), middle, pairs)
+                yield _make_series(place, steps, middle, list(zip(edges[::2], edges[1::2], strict=True)))
 
     shares = list(series("negative", lambda utilities: np.array([100 * np.mean(utilities < 0)])))
     if shares:
@@ -215,12 +217,8 @@ def _make_series(
     def means(numbers: np.ndarray) -> list[float]:
         return [float(f"{numbers[begin:end].mean():.6g}") for begin, end in parts]
 
-    return Series(
-        place,
-        [int(steps[end - 1]) for _, end in parts],
-        means(values),
-        [(means(low), means(high)) for low, high in edges],
-    )
+    bands = [(means(low), means(high)) for low, high in edges]
+    return Series(place, [int(steps[end - 1]) for _, end in parts], means(values), bands)
 
 
 DASHES = ("-", "--", ":", "-.")

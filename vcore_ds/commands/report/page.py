@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from vcore_ds.commands.report import tables, traces
 from vcore_ds.commands.report.curves import make_charts
-from vcore_ds.commands.report.read import Group, ReportedRun, group_runs
+from vcore_ds.commands.report.read import ReportedRun, group_runs
 from vcore_ds.commands.report.scaling import SweepTables
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.common.statistics import rank_correlation
@@ -62,46 +62,31 @@ def render(runs: Sequence[ReportedRun], folder: Path, sweep: SweepTables | None 
         for name, descriptions in (("tokens", tokens), ("followed", followed))
         for place, (_, blob) in enumerate(descriptions)
     }
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    if sweep is not None:
+        title = sweep.name[0].lower() + sweep.name[1:]
     return render_page(
         SOURCES,
         "report.html",
         SCRIPTS,
         report,
         blobs,
+        title=f"Report on {title}",
+        summary=tables.summary(runs),
+        sweep=sweep,
+        has_seeds=any(len(group.runs) > 1 for group in groups),
+        runs=runs,
+        recipes=[dump_recipe(run.recipe) for run in runs],
+        results=tables.results_table(runs),
+        about_results=tables.explain_results(runs),
+        phases=tables.make_phases(runs),
         constants=[(chart.title, chart.format_values(labels)) for chart in charts if chart.is_constant()],
+        comparisons=tables.compare_tables(runs),
+        gained=[tables.make_token_tables(run, run.tables) for run in runs if run.tables is not None],
+        differences=tables.difference_table(runs),
+        environment=tables.environment_table(runs),
         profiles=tables.make_profiles(runs, folder),
-        **_template_variables(runs, groups, sweep),
     )
-
-
-def _template_variables(
-    runs: Sequence[ReportedRun], groups: Sequence[Group], sweep: SweepTables | None
-) -> dict[str, Any]:
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    if sweep is not None:
-        title = sweep.name[0].lower() + sweep.name[1:]
-    return {
-        "title": f"Report on {title}",
-        "summary": tables.summary(runs),
-        "sweep": sweep,
-        "has_seeds": any(len(group.runs) > 1 for group in groups),
-        "runs": [
-            {
-                "name": run.name,
-                "notes": run.notes,
-                "why_no_tables": run.why_no_tables,
-                "recipe": dump_recipe(run.recipe),
-            }
-            for run in runs
-        ],
-        "results": tables.results_table(runs),
-        "about_results": tables.explain_results(runs),
-        "phases": tables.make_phases(runs),
-        "comparisons": tables.compare_tables(runs),
-        "gained": [tables.make_token_tables(run, run.tables) for run in runs if run.tables is not None],
-        "differences": tables.difference_table(runs),
-        "environment": tables.environment_table(runs),
-    }
 
 
 def weight_range(runs: Sequence[ReportedRun]) -> float:
@@ -119,14 +104,11 @@ def correlate_with_losses(run: ReportedRun) -> float | None:
     """Rank correlation of utility and loss over the tokens of a record: mean over the records where it is defined."""
     correlations = []
     for record in run.records:
-        utilities, losses = (
-            traces.join_utilities(record),
-            np.concatenate([sequence.losses for sequence in record.sequences]),
-        )
-        correlation = None if utilities is None else rank_correlation(utilities, losses)
-        if correlation is not None:
-            correlations.append(correlation)
-    return float(np.mean(correlations)) if correlations else None
+        losses = np.concatenate([sequence.losses for sequence in record.sequences])
+        if (utilities := traces.join_utilities(record)) is not None:
+            correlations.append(rank_correlation(utilities, losses))
+    defined = [correlation for correlation in correlations if correlation is not None]
+    return float(np.mean(defined)) if defined else None
 
 
 STYLE, BASE = "style.css", "base.js"

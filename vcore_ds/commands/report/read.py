@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, are_uniform, make_tables
 from vcore_ds.common.errors import UserError
@@ -58,43 +57,43 @@ class Group:
     runs: list[ReportedRun]
 
 
+class TokenOptions(TypedDict, total=False):
+    """Options of the tables of tokens."""
+
+    top: int
+    """Maximum length of the lists of tokens and phrases."""
+    min_count: int | None
+    """Minimum occurrences of a listed token or phrase; None for 1 in 5,000 tokens, at least 5."""
+    step: int | None
+    """Read only the record of this optimizer step; None for all records."""
+    tokenizer_path: str | None
+    """Folder or hub id; None for each run's tokenizer."""
+
+
 def read_runs(
-    folders: Sequence[Path],
-    *,
-    top: int,
-    tokenizer_path: str | None,
-    min_count: int | None = None,
-    step: int | None = None,
-    names: Sequence[str] | None = None,
+    folders: Sequence[Path], names: Sequence[str] | None = None, **options: Unpack[TokenOptions]
 ) -> list[ReportedRun]:
-    """Read the runs, one per distinct folder.
-
-    Args:
-        top: maximum length of the lists of tokens and phrases.
-        min_count: minimum occurrences of a listed token or phrase; None for 1 in 5,000 tokens, at least 5.
-        step: read only the record of this optimizer step; None for all records.
-        tokenizer_path: folder or hub id; None for each run's tokenizer.
-        names: names of a sweep's runs, `CELL/seed_N`, one per folder.
-
-    Raises:
-        UserError: a folder holds no run, a file in it is missing or damaged, or `step` has no record.
-    """
-    read = partial(_read_run, top=top, min_count=min_count, step=step, tokenizer_path=tokenizer_path)
+    """Read the runs, one per distinct folder. `names`: of a sweep's runs, `CELL/seed_N`, one per folder. Raises
+    UserError where a folder holds no run, a file in it is missing or damaged, or `step` has no record."""
     if names is not None:
-        return [
-            replace(read(folder, name), cell=name.rpartition("/")[0])
-            for folder, name in zip(folders, names, strict=True)
-        ]
+        runs = [_read_run(folder, name, **options) for folder, name in zip(folders, names, strict=True)]
+        return [replace(run, cell=run.name.rpartition("/")[0]) for run in runs]
     distinct = list({folder.resolve(): folder for folder in folders}.values())
-    folder_names = [folder.resolve().name for folder in distinct]
+    names = [folder.resolve().name for folder in distinct]
     return [
-        read(folder, name if folder_names.count(name) == 1 else str(folder))
-        for folder, name in zip(distinct, folder_names, strict=True)
+        _read_run(folder, name if names.count(name) == 1 else str(folder), **options)
+        for folder, name in zip(distinct, names, strict=True)
     ]
 
 
 def _read_run(
-    folder: Path, name: str, *, top: int, min_count: int | None, step: int | None, tokenizer_path: str | None
+    folder: Path,
+    name: str,
+    *,
+    top: int = 15,
+    min_count: int | None = None,
+    step: int | None = None,
+    tokenizer_path: str | None = None,
 ) -> ReportedRun:
     recipe = run_folder.read_run_recipe(folder)
     environment, metrics = run_folder.read_environment(folder), run_folder.read_run_metrics(folder)
@@ -109,11 +108,8 @@ def _read_run(
         notes.append(f"Trained by an earlier version of vcore_ds, with keys that have since been removed: {listed}.")
     texts, tables, why = None, None, None
     if not records:
-        cause = (
-            "run.num_token_records is 0"
-            if recipe.run.num_token_records == 0
-            else f"{run_folder.TOKENS}/ is empty or missing"
-        )
+        is_off = recipe.run.num_token_records == 0
+        cause = "run.num_token_records is 0" if is_off else f"{run_folder.TOKENS}/ is empty or missing"
         why = f"No tokens were recorded: {cause}."
     else:
         try:

@@ -197,10 +197,10 @@ def _fit_cells(
     if None in sizes["N"].values() and len({run.recipe.model.path for runs in cells.values() for run in runs}) > 1:
         return [], []  # models differ in unknown sizes
     columns = [name for name, by_cell in sizes.items() if _varies(by_cell.values())]
-    losses = [(name, value_of(run) or 0.0) for name, runs in cells.items() for run in runs]
-    points = [([sizes[column][name] or 0.0 for column in columns], loss) for name, loss in losses if loss > 0]
+    losses = [(name, loss) for name, runs in cells.items() for run in runs if (loss := value_of(run) or 0.0) > 0]
+    points = [[sizes[column][name] or 0.0 for column in columns] for name, _ in losses]
     titles = {"N": "N model parameters", "D": "D supervised tokens"}
-    fits = fit_laws(*zip(*points, strict=True), columns) if columns and points else []
+    fits = fit_laws(points, [loss for _, loss in losses], columns) if columns and losses else []
     return fits, [titles[column] for column in columns]
 
 

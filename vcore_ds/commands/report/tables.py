@@ -43,25 +43,20 @@ def make_phases(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     names = [*PHASES, "saving", "rest"]
     seconds = [_mean_seconds(run) for run in runs]
     slowest = max(sum(one) for one in seconds) or 1.0
-    rows = [
-        [run.name, *map(_format_number, one), _format_number(sum(one)), _median_speed(run)]
-        for run, one in zip(runs, seconds, strict=True)
-    ]
+    rows, bars = [], []
+    for run, phases in zip(runs, seconds, strict=True):
+        numbers = [_format_number(value) for value in phases]
+        rows.append([run.name, *numbers, _format_number(sum(phases)), _median_speed(run)])
+        label = ", ".join(f"{name} {number} s" for name, number in zip(names, numbers, strict=True))
+        widths = [f"{100 * value / slowest:.2f}" for value in phases]
+        bars.append({"name": run.name, "widths": widths, "label": f"{run.name}: {label}"})
     return {
         "note": "Mean over all steps but the first, which allocates and compiles. Saving is the time of checkpoints, "
         "averaged over the steps; rest is the remaining time of a step. Utilities that are computed in the main pass "
         "(utility.fused) are part of its time.",
         "names": names,
         "table": Table("Seconds of a step", ["", *names, "total", "supervised tokens/s"], rows),
-        "runs": [
-            {
-                "name": run.name,
-                "widths": [f"{100 * value / slowest:.2f}" for value in one],
-                "label": f"{run.name}: "
-                + ", ".join(f"{name} {_format_number(value)} s" for name, value in zip(names, one, strict=True)),
-            }
-            for run, one in zip(runs, seconds, strict=True)
-        ],
+        "runs": bars,
     }
 
 
@@ -97,12 +92,9 @@ def make_token_tables(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
     if tables.sources:
         titles.append(("By source of the sequence", tables.sources))
     if tables.first_third:
-        more += [
-            ("Tokens whose weight rose most over the run", tables.tokens.rose),
-            ("Tokens whose weight fell most over the run", tables.tokens.fell),
-            ("Phrases whose weight rose most over the run", tables.phrases.rose),
-            ("Phrases whose weight fell most over the run", tables.phrases.fell),
-        ]
+        for title, extremes in (("Tokens", tables.tokens), ("Phrases", tables.phrases)):
+            more.append((f"{title} whose weight rose most over the run", extremes.rose))
+            more.append((f"{title} whose weight fell most over the run", extremes.fell))
     steps, first, last = map(_join_steps, (tables.steps, tables.first_third, tables.last_third))
     heading = f"{count(tables.num_tokens, 'token')} of {count(tables.num_sequences, 'sequence')}, at step"
     heading += f"{'s' if len(tables.steps) > 1 else ''} {steps}"
@@ -125,20 +117,11 @@ def _join_steps(steps: Sequence[int]) -> str:
 
 def _token_table(caption: str, rows: Sequence[Row]) -> Table:
     head = ["", "weight", "count", "of weight", "of tokens", "utility", "loss", "first third", "last third"]
-    cells = [
-        [
-            row.name,
-            _format_number(row.relative_weight),
-            f"{row.count:,}",
-            f"{row.share_of_weight:.2%}",
-            f"{row.share_of_tokens:.2%}",
-            _format_number(row.utility),
-            _format_number(row.loss),
-            _format_number(row.first_third),
-            _format_number(row.last_third),
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        counts = [f"{row.count:,}", f"{row.share_of_weight:.2%}", f"{row.share_of_tokens:.2%}"]
+        means = map(_format_number, (row.utility, row.loss, row.first_third, row.last_third))
+        cells.append([row.name, _format_number(row.relative_weight), *counts, *means])
     return Table(caption, head, cells)
 
 
@@ -148,15 +131,12 @@ def compare_tables(runs: Sequence[ReportedRun]) -> list[Table]:
     if len(with_tables) < 2:
         return []
     compared = []
-    for caption, rows_by_run in (
-        ("Relative weight by kind of token", [tables.kinds for _, tables in with_tables]),
-        ("Relative weight by position in the trace", [tables.positions for _, tables in with_tables]),
-        ("Relative weight by source of the sequence", [tables.sources for _, tables in with_tables]),
-    ):
-        weights = [{row.name: row.relative_weight for row in rows} for rows in rows_by_run]
+    titles = {"kinds": "kind of token", "positions": "position in the trace", "sources": "source of the sequence"}
+    for key, title in titles.items():
+        weights = [{row.name: row.relative_weight for row in getattr(tables, key)} for _, tables in with_tables]
         names = list(dict.fromkeys(name for by_name in weights for name in by_name))
         cells = [[name, *(_format_number(by_name.get(name)) for by_name in weights)] for name in names]
-        compared.append(Table(caption, ["", *(name for name, _ in with_tables)], cells))
+        compared.append(Table(f"Relative weight by {title}", ["", *(name for name, _ in with_tables)], cells))
     return [table for table in compared if table.rows]
 
 
@@ -172,10 +152,8 @@ def make_profiles(runs: Sequence[ReportedRun], folder: Path) -> list[ProfileTabl
     profiles = []
     for run in runs:
         for profile in run.profiles:
-            files = [
-                (_PROFILE_FILES[path.suffix], os.path.relpath(path.resolve(), folder.resolve()))
-                for path in profile.files
-            ]
+            paths = [(path.suffix, os.path.relpath(path.resolve(), folder.resolve())) for path in profile.files]
+            files = [(_PROFILE_FILES[suffix], path) for suffix, path in paths]
             prefix = f"{run.name}: " if len(runs) > 1 else ""
             caption = f"{prefix}operations of step {profile.step:,} on rank {profile.rank}, by phase"
             rows = [

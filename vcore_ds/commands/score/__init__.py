@@ -24,48 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "target",
         metavar="RECIPE | RUN",
-        help="a recipe (YAML file or shipped name), to score with its base model; or a run's folder, to score with its "
-        "checkpoint",
+        help="a recipe, to score with its base model, or a run, with its checkpoint",
     )
     add_overrides(parser)
-    add(
-        "--set",
-        dest="sets",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="a named trusted set, instead of data.probe_path, whose name is `trusted`; repeat the option for several "
-        "sets: each adds its columns and one pass over the data",
+    sets = "a named trusted set instead of data.probe_path (named `trusted`); each of several adds a pass over the data"
+    add("--set", dest="sets", action="append", default=[], metavar="NAME=PATH", help=sets)
+    checkpoint = (
+        "for a RUN: a checkpoint such as step_00000100, or `all`: sum over all, each weighted by the mean learning "
+        "rate of the steps since the one before, as TracInCP (default: the newest)"
     )
-    add(
-        "--checkpoint",
-        metavar="NAME",
-        help="for a RUN: a checkpoint of it, such as step_00000100, or `all`: sum the utilities over all checkpoints, "
-        "each weighted by the mean learning rate of the steps since the one before, as TracInCP (default: the newest)",
-    )
+    add("--checkpoint", metavar="NAME", help=checkpoint)
     add("--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME, of the recipe or the run)")
-    add(
-        "--tokens",
-        choices=["shown", "all"],
-        default="shown",
-        help="write the utilities of tokens of the best and worst traces, or also of all tokens, for `vcore-ds keep "
-        "--weights` (default shown)",
-    )
+    tokens = "also write utilities of all tokens, for `keep --weights` (default shown: of the best and worst traces)"
+    add("--tokens", choices=["shown", "all"], default="shown", help=tokens)
     add_again(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
     from vcore_ds.commands.score.request import make_request
 
-    request = make_request(
-        arguments.target,
-        arguments.overrides,
-        arguments.sets,
-        arguments.checkpoint,
-        arguments.output,
-        arguments.again,
-        arguments.tokens == "all",
-    )
+    named = (arguments.target, arguments.overrides, arguments.sets, arguments.checkpoint, arguments.output)
+    request = make_request(*named, again=arguments.again, all_tokens=arguments.tokens == "all")
     with lasting_imports():
         from vcore_ds.commands.score.compute import score
 

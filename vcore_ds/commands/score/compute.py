@@ -24,10 +24,8 @@ from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
 from vcore_ds.common.text import count
 from vcore_ds.config.schema import Recipe
-from vcore_ds.data.dataset import Store
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
-from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
@@ -36,7 +34,7 @@ from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.planning.batch_plan import BatchPlan, Part
+from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory_plan import MemoryPlan, plan_memory
 from vcore_ds.planning.settings import derive_plan_settings
@@ -51,42 +49,6 @@ from vcore_ds.train.start_checks import check_derivatives, check_memory, check_s
 from vcore_ds.train.start_screen import describe_data, describe_training
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, compute_jvp_losses_and_utilities
-
-
-def plan_scoring_memory(
-    recipe: Recipe,
-    plan: BatchPlan,
-    deepspeed_config: Mapping[str, Any],
-    store: Store,
-    longest: Sequence[int],
-    trusted: Sequence[TokenStore],
-) -> MemoryPlan | None:
-    """Plan the memory of a rank: a backward over the trusted sets, a JVP pass over the data.
-
-    Args:
-        recipe: a `ScoreRequest`'s.
-        deepspeed_config: the resolved configuration.
-        store: the data.
-        longest: positions in `store` of the first chunk, which has the longest sequences.
-        trusted: the trusted sets.
-
-    Returns None for a model of unknown size.
-    """
-    main = plan.spread_main(longest, store.lengths[list(longest)].tolist(), plan.utility_micro_batch_size_per_rank)
-    probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in trusted]
-    passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
-    counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    on_gpu = device().type == "cuda"
-    memory = plan_memory(derive_plan_settings(recipe), plan, deepspeed_config, passes, counts, on_gpu=on_gpu)
-    if memory is None:
-        return None
-    in_training = memory.settings
-    # Only the pass over a trusted set has a backward; the one over the data has none.
-    settings = replace(
-        in_training, is_fused=False, main_tokens=in_training.probe_tokens, utility_tokens=in_training.main_tokens
-    )
-    return replace(memory, settings=settings)
-
 
 CHUNK_TOKENS_PER_RANK = 16_384
 """Tokens per rank and file of results: about a second on a GPU, and enough to balance the ranks."""
@@ -184,13 +146,27 @@ class Scoring:
         remaining = layout.gather_objects("job", self._list_remaining() if layout.is_first() else None)[0]
         if any(remaining):
             longest = next(self._split_into_chunks(next(filter(None, remaining))))
-            trusted = list(self.sets.values())
-            memory = plan_scoring_memory(recipe, self.plan, ds_config, self.store, longest, trusted)
-            check_memory(memory, recipe.engine, self.console)
+            check_memory(self._plan_memory(ds_config, longest), recipe.engine, self.console)
             engine = build_engine(derive_engine_settings(recipe), ds_config)
             self._compute(engine, remaining)
             engine.close()
         run_on_first_rank(self._write)
+
+    def _plan_memory(self, ds_config: Mapping[str, Any], longest: Sequence[int]) -> MemoryPlan | None:
+        """Plan the memory of a rank; None for a model of unknown size. `longest`: positions of the first chunk."""
+        recipe, plan, lengths = self.request.recipe, self.plan, self.store.lengths[list(longest)].tolist()
+        main = plan.spread_main(longest, lengths, plan.utility_micro_batch_size_per_rank)
+        probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in self.sets.values()]
+        passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
+        counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
+        on_gpu = device().type == "cuda"
+        memory = plan_memory(derive_plan_settings(recipe), plan, ds_config, passes, counts, on_gpu=on_gpu)
+        if memory is None:
+            return None
+        # Only the pass over a trusted set has a backward; the one over the data has none.
+        main_tokens, utility_tokens = memory.settings.probe_tokens, memory.settings.main_tokens
+        settings = replace(memory.settings, is_fused=False, main_tokens=main_tokens, utility_tokens=utility_tokens)
+        return replace(memory, settings=settings)
 
     def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
         """On rank 0: prepare the folder of unfinished work, keeping what the same request has left there."""
@@ -203,10 +179,8 @@ class Scoring:
         """On rank 0: for each pass, the positions of the sequences not yet scored, longest first: a pass that does not
         fit in memory fails at once."""
         by_length = sorted(range(len(self.store)), key=lambda i: -self.store.lengths[i])
-        remaining = []
-        for one in self.passes:
-            done = self._files(one).read_positions()
-            remaining.append([i for i in by_length if i not in done])
+        done = [self._files(one).read_positions() for one in self.passes]
+        remaining = [[i for i in by_length if i not in finished] for finished in done]
         total = len(by_length) * len(remaining)
         if (num_done := total - sum(map(len, remaining))) > 0:
             self.console.say(f"{num_done:,} of {total:,} sequences were scored before")
@@ -304,27 +278,15 @@ class Scoring:
         return [ScoredSequence(i, *scored[i]) for i in chunk]
 
     def _write(self) -> None:
-        inputs = {
-            name: SetInputs(
-                self.request.sets[name],
-                trusted,
-                [(self._weight(one), self._files(one)) for one in self.passes if one.set_name == name],
-            )
-            for name, trusted in self.sets.items()
-        }
-        with writing("--output", self.request.output, NEW_FOLDER):
-            scores = write_result(
-                self.folder,
-                self.request.output,
-                self.store,
-                inputs,
-                self._description(),
-                all_tokens=self.request.all_tokens,
-            )
-        self.console.say(describe(self.request.output, scores))
-
-    def _weight(self, one: ScoringPass) -> float:
-        return 1.0 if one.checkpoint is None else one.checkpoint.weight
+        inputs, request = {}, self.request
+        for name, trusted in self.sets.items():
+            passes = [one for one in self.passes if one.set_name == name]
+            weighted = [(one.checkpoint.weight if one.checkpoint else 1.0, self._files(one)) for one in passes]
+            inputs[name] = SetInputs(request.sets[name], trusted, weighted)
+        description, all_tokens = self._description(), request.all_tokens
+        with writing("--output", request.output, NEW_FOLDER):
+            scores = write_result(self.folder, request.output, self.store, inputs, description, all_tokens=all_tokens)
+        self.console.say(describe(request.output, scores))
 
     def _files(self, one: ScoringPass) -> PassFiles:
         return PassFiles(self.folder, one.number)

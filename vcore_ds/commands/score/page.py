@@ -10,6 +10,7 @@ import numpy as np
 from vcore_ds.commands.report.page import render_page
 from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import index_type, loss_levels, nearest, pack_arrays, rounded, utility_levels
+from vcore_ds.commands.score.result import group_by_source
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
 from vcore_ds.data import scores_folder
@@ -44,41 +45,36 @@ def encode_traces(
     total, mean, rank, _ = scores_folder.utility_columns(name)
     rows = sorted((row for row in shown if row["set"] == name), key=lambda row: columns[rank][row["sequence"]])
     most = max(1, MOST_TOKENS // max(1, len(shown)))
+    supervised = [np.array(row["supervised"][:most], dtype=np.bool_) for row in rows]
+    is_supervised = np.concatenate(supervised)
+    losses, utilities = np.zeros((2, len(is_supervised)))
+    for values, key in ((losses, "losses"), (utilities, "utilities")):
+        parts = [row[key][: int(flags.sum())] for row, flags in zip(rows, supervised, strict=True)]
+        values[is_supervised] = np.concatenate(parts)
     names: dict[str, int] = {}
-    sequences: list[dict[str, Any]] = []
-    places: list[np.ndarray] = []
-    flags: list[np.ndarray] = []
-    losses: list[np.ndarray] = []
-    utilities: list[np.ndarray] = []
-    for row in rows:
-        trace, place = ShownTrace.from_row(row, most), row["sequence"]
-        supervised = np.array(row["supervised"][:most], dtype=np.bool_)
-        places.append(np.array([names.setdefault(piece, len(names)) for piece in texts.read_pieces(trace)]))
-        flags.append(supervised.astype(np.uint8) * SUPERVISED)
-        for arrays, values in ((losses, row["losses"]), (utilities, row["utilities"])):
-            per_token = np.zeros(len(supervised))
-            per_token[supervised] = values[: int(supervised.sum())]
-            arrays.append(per_token)
-        sequences.append(
-            {
-                "step": "",
-                "tokens": len(supervised),
-                "wholeTokens": len(row["tokens"]),
-                "title": f"{columns['source'][place]}, row {columns['row'][place]:,}",
-                "rank": int(columns[rank][place]),
-                "mean": float(f"{columns[mean][place]:.4g}"),
-                "sum": float(f"{columns[total][place]:.4g}"),
-                "loss": float(f"{columns['loss'][place]:.4g}"),
-            }
-        )
-    all_losses, all_utilities, all_flags = (np.concatenate(parts) for parts in (losses, utilities, flags))
-    levels = {"loss": loss_levels(all_losses), "utility": utility_levels(all_utilities[all_flags == SUPERVISED])}
+    pieces = [piece for row in rows for piece in texts.read_pieces(ShownTrace.from_row(row, most))]
+    places = np.array([names.setdefault(piece, len(names)) for piece in pieces])
+    levels = {"loss": loss_levels(losses), "utility": utility_levels(utilities[is_supervised])}
     text_type = index_type(len(names))
     arrays = [
-        np.concatenate(places).astype(text_type),
-        nearest(levels["loss"], all_losses),
-        nearest(levels["utility"], all_utilities),
-        all_flags,
+        places.astype(text_type),
+        nearest(levels["loss"], losses),
+        nearest(levels["utility"], utilities),
+        is_supervised.astype(np.uint8) * SUPERVISED,
+    ]
+    sequences = [
+        {
+            "step": "",
+            "tokens": len(flags),
+            "wholeTokens": len(row["tokens"]),
+            "title": f"{columns['source'][place]}, row {columns['row'][place]:,}",
+            "rank": int(columns[rank][place]),
+            "mean": float(f"{columns[mean][place]:.4g}"),
+            "sum": float(f"{columns[total][place]:.4g}"),
+            "loss": float(f"{columns['loss'][place]:.4g}"),
+        }
+        for row, flags in zip(rows, supervised, strict=True)
+        for place in [row["sequence"]]
     ]
     description = {
         "name": name,
@@ -160,11 +156,9 @@ def _describe_weights(scores: scores_folder.Scores) -> str:
     if scores.checkpoints:
         steps = ", ".join(f"{one.step:,}" for one in scores.checkpoints)
         model = f"{scores.checkpoints[0].run} after step {steps}"
-    optimizer = scores.direction.capitalize()
-    direction = "gradient"
-    if scores.direction != "sgd":
-        direction = f"gradient, multiplied by the Jacobian of {optimizer}'s update,"
-    return f"Computed with the weights of {model}, along the {direction} of each set's loss."
+    jacobian = f", multiplied by the Jacobian of {scores.direction.capitalize()}'s update,"
+    gradient = f"gradient{'' if scores.direction == 'sgd' else jacobian}"
+    return f"Computed with the weights of {model}, along the {gradient} of each set's loss."
 
 
 def _describe_dropped(scores: scores_folder.Scores) -> list[str]:
@@ -236,12 +230,9 @@ def _sets_table(scores: scores_folder.Scores) -> list[list[str]]:
 def _sources_table(columns: dict[str, np.ndarray], name: str) -> list[list[str]]:
     """A row for all sources together, if there are several, then one per source, the one with the most traces first."""
     mean = columns[scores_folder.utility_columns(name)[1]].astype(np.float64)
-    sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
-    by_size = np.argsort(-np.bincount(index), kind="stable")[:MOST_SOURCES]
-    groups = [("all", np.isfinite(mean))] * (len(sources) > 1)
-    groups += [(str(sources[i]), (index == i) & np.isfinite(mean)) for i in by_size]
     rows = []
-    for label, chosen in groups:
+    for label, members in group_by_source(columns["source"], MOST_SOURCES):
+        chosen = members & np.isfinite(mean)
         values, tokens = mean[chosen], columns["num_supervised_tokens"][chosen]
         quartiles = np.quantile(values, [0.25, 0.5, 0.75]) if len(values) else np.full(3, np.nan)
         share = f"{(values > 0).mean():.0%}" if len(values) else "–"

@@ -92,14 +92,8 @@ def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
     gets a fixed value, because the recipe is part of the request's identity (`describe_request`)."""
     has_moments = run is not None and recipe.probe.direction != "sgd"
     probe = {"batch_size": "all", "every": 1}
-    data = {
-        "trusted_share": 0.0,
-        "reference_log_probabilities": None,
-        "token_weights": None,
-        "keep": None,
-        "validation_path": None,
-        "trusted_overlap": "drop",
-    }
+    unused = ("reference_log_probabilities", "token_weights", "keep", "validation_path")
+    data = {"trusted_share": 0.0, "trusted_overlap": "drop", **dict.fromkeys(unused)}
     changes = {
         "method": sections.MethodConfig(name="vcore", kl_budget=0.05, normalization=recipe.method.normalization),
         "utility": sections.UtilityConfig(micro_batch_size_per_rank=recipe.utility.micro_batch_size_per_rank),
@@ -150,15 +144,9 @@ BY_DIGEST = frozenset(
     {"model.path", "data.train_path", "data.probe_path", "data.cache_dir", "run.output_dir", "engine.deepspeed_config"}
 )
 """Keys of files, which are compared by content."""
-WITHOUT_EFFECT = frozenset(
-    {
-        "model.gradient_checkpointing",
-        "model.activation_offload",
-        "engine.memory_check",
-        "engine.timeout_minutes",
-        "engine.lost_rank_seconds",
-    }
-)
+WITHOUT_EFFECT = {f"model.{key}" for key in ("gradient_checkpointing", "activation_offload")} | {
+    f"engine.{key}" for key in ("memory_check", "timeout_minutes", "lost_rank_seconds")
+}
 """Keys that may differ when a scoring is resumed, such as after a rank ran out of memory: they change no number."""
 
 
@@ -169,16 +157,8 @@ def describe_request(
     passes: Sequence[tuple[str, TokenStore, ScoredCheckpoint | None]],
 ) -> dict[str, Any]:
     """The identity of a scoring, for JSON: all that its losses and utilities depend on. Unfinished work is resumed only
-    for the same identity.
-
-    It includes every key of the recipe except those listed above, so a new key cannot be forgotten.
-
-    Args:
-        recipe: a `ScoreRequest`'s.
-        description: describes the data and the model.
-        deepspeed_config: the resolved configuration.
-        passes: name and data of the trusted set, and the checkpoint, in the order of the passes' numbers.
-    """
+    for the same identity. It includes every key of the recipe except those above, so that no new key can be forgotten.
+    `passes`: name and data of the trusted set, and the checkpoint, in the order of the passes' numbers."""
     data = description.data
     return {
         "version": description.version,

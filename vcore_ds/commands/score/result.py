@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vcore_ds.commands.report.traces import ranks
 from vcore_ds.common.paths import flush, write_json
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import align_columns, count
@@ -131,19 +132,15 @@ def write_result(
             dropped=dropped,
         )
         by_rank = np.argsort(rank)
-        shown = list(
-            dict.fromkeys([*by_rank[: scores_folder.NUM_SHOWN].tolist(), *by_rank[-scores_folder.NUM_SHOWN :].tolist()])
-        )
-        rows += _make_token_rows(store, name, inputs, shown)
+        ends = [*by_rank[: scores_folder.NUM_SHOWN].tolist(), *by_rank[-scores_folder.NUM_SHOWN :].tolist()]
+        rows += _make_token_rows(store, name, inputs, list(dict.fromkeys(ends)))
     scores = replace(description, sets=measured)
     scores_folder.write_traces(staged, columns)
     scores_folder.write_tokens(staged, rows)
     scores_folder.write_scores(staged, scores)
     if all_tokens:
-        groups = _all_token_rows(folder, store, sets, num_tokens)
-        token_tables.write_token_table(
-            staged / token_tables.UTILITIES, groups, token_tables.describe_tokens(scores.data)
-        )
+        groups, described = _all_token_rows(folder, store, sets, num_tokens), token_tables.describe_tokens(scores.data)
+        token_tables.write_token_table(staged / token_tables.UTILITIES, groups, described)
     write_page(staged)
     for path in staged.iterdir():
         flush(path)
@@ -165,9 +162,7 @@ def _make_columns(store: Store, sets: Mapping[str, SetInputs]) -> tuple[dict[str
                 loss[sequence.position] = sequence.losses.sum(dtype=np.float64)
                 total[sequence.position] += weight * sequence.utilities.sum(dtype=np.float64)
         mean = total / np.maximum(num_tokens, 1)  # 0 where only the first token is a target: nothing predicts it
-        order = np.argsort(-mean, kind="stable")
-        rank = np.empty(num_sequences, dtype=np.int64)
-        rank[order] = np.arange(1, num_sequences + 1)
+        rank = 1 + ranks(mean)
         percentile = 100.0 * (num_sequences - rank) / max(1, num_sequences - 1)
         if num_sequences == 1:
             percentile[:] = 100.0
@@ -240,6 +235,13 @@ def _make_token_rows(store: Store, name: str, inputs: SetInputs, shown: Sequence
     return rows
 
 
+def group_by_source(sources: np.ndarray, most: int) -> list[tuple[str, np.ndarray]]:
+    """Name and members (bool) of all sources together, if there are several, then of the `most` largest."""
+    names, index = np.unique(sources.astype(str), return_inverse=True)
+    groups = [("all", np.ones(len(index), dtype=np.bool_))] * (len(names) > 1)
+    return groups + [(str(names[i]), index == i) for i in np.argsort(-np.bincount(index), kind="stable")[:most]]
+
+
 def describe(output: Path, scores: scores_folder.Scores) -> str:
     """The lines at the end: for each set and source the number of traces, mean utility and share of positive ones."""
     lines = []
@@ -247,18 +249,14 @@ def describe(output: Path, scores: scores_folder.Scores) -> str:
         mean_column = scores_folder.utility_columns(name)[1]
         columns = scores_folder.read_traces(output, ["source", mean_column])
         mean = columns[mean_column].astype(np.float64)
-        sources, index = np.unique(columns["source"].astype(str), return_inverse=True)
         lines += ["", f"Along {name} ({count(trusted.num_sequences, 'trace')}, loss {trusted.loss:.4f} nats):"]
         table = [("source", "traces", "mean utility", "positive")]
-        by_size = np.argsort(-np.bincount(index), kind="stable")[:MAX_SOURCES]
-        for label, chosen in [("all", np.ones(len(mean), dtype=bool))] * (len(sources) > 1) + [
-            (str(sources[i]), index == i) for i in by_size
-        ]:
-            values = mean[chosen]
+        for label, members in group_by_source(columns["source"], MAX_SOURCES):
+            values = mean[members]
             table.append((label, f"{len(values):,}", f"{values.mean():.3g}", f"{(values > 0).mean():.0%}"))
         lines += [f"  {line}" for line in align_columns(table)]
-        if len(sources) > MAX_SOURCES:
-            lines.append(f"  and {len(sources) - MAX_SOURCES:,} more sources")
+        if (num_sources := len(set(columns["source"]))) > MAX_SOURCES:
+            lines.append(f"  and {num_sources - MAX_SOURCES:,} more sources")
         correlations = [
             "none" if value is None else f"{value:+.2f}"
             for value in (trusted.length_correlation_sum, trusted.length_correlation_mean)

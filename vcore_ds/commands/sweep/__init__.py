@@ -3,14 +3,13 @@
 import argparse
 import ctypes
 import getpass
+import itertools
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -67,22 +66,16 @@ JOBS = "slurm_jobs.txt"  # file in the sweep's folder with the ids of its job ar
 
 def submit(sweep: SweepFolder, options: str) -> str:
     """Submit a job array of the runs that are not done, running or queued; return a line for the screen. Raises
-    UserError where the repository or sbatch is missing, `options` (of sbatch) has unbalanced quotes, or sbatch
-    fails."""
+    UserError where the repository or sbatch is missing, `options` have unbalanced quotes, or sbatch fails."""
     if not SCRIPT.is_file():
-        raise UserError(
-            f"--slurm: found no {SCRIPT} here; submit from the repository: cd REPOSITORY && vcore-ds sweep ..."
-        )
+        raise UserError(f"--slurm: found no {SCRIPT} here; submit from the repository: cd REPOSITORY")
     try:
         words = shlex.split(options)
     except ValueError as error:
         raise UserError(f"--sbatch: found {options!r}: {error}; expected options in balanced quotes") from None
     queued = queued_tasks(sweep)
-    tasks = [
-        task
-        for task, run in enumerate(sweep.runs)
-        if task not in queued and sweep.state(run) not in (State.DONE, State.RUNNING)
-    ]
+    left = (task for task, run in enumerate(sweep.runs) if sweep.state(run) not in (State.DONE, State.RUNNING))
+    tasks = [task for task in left if task not in queued]
     if not tasks:
         return f"nothing to submit: all {len(sweep.runs)} runs are done, running or queued"
     command = ["sbatch", "--parsable", f"--array={_format_ranges(tasks)}", *words, str(SCRIPT), str(sweep.folder)]
@@ -112,12 +105,8 @@ def queued_tasks(sweep: SweepFolder) -> set[int]:
 
 def _format_ranges(tasks: list[int]) -> str:
     """`0-2,5` for 0, 1, 2, 5: a list of a thousand numbers could exceed the limit of a command line."""
-    parts: list[list[int]] = []
-    for task in tasks:
-        if parts and parts[-1][-1] == task - 1:
-            parts[-1].append(task)
-        else:
-            parts.append([task])
+    groups = itertools.groupby(enumerate(tasks), lambda pair: pair[1] - pair[0])  # consecutive numbers
+    parts = [[task for _, task in group] for _, group in groups]
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
@@ -128,8 +117,7 @@ def describe(sweep: SweepFolder) -> str:
         state = str(sweep.state(run))
         if state not in (State.DONE, State.RUNNING) and task in queued:
             state = "queued"
-        num_steps = sweep.num_steps(run)
-        progress = f"{num_steps:,} steps" if num_steps else ""
+        progress = f"{num_steps:,} steps" if (num_steps := sweep.num_steps(run)) else ""
         rows.append((run, state, describe_failure(sweep, run) if state == State.FAILED else progress))
     counts = Counter(state for _, state, _ in rows)
     numbers = ", ".join(f"{counts[state]} {state}" for state in [*State, "queued"] if counts[state])
@@ -188,10 +176,9 @@ def _conclude(sweep: SweepFolder, stopped_by: str | None) -> None:
     counts = Counter(states.values())
     done = f"{counts[State.DONE]} of {len(states)} runs are done"
     again = "The same command skips finished runs, resumes stopped ones and retries failed ones"
-    failed = [f"  {run}: {describe_failure(sweep, run)}" for run, state in states.items() if state == State.FAILED]
+    failed = [f"  {run}: {describe_failure(sweep, run)}\n" for run, state in states.items() if state == State.FAILED]
     if stopped_by is None and failed:
-        listed = "\n".join(failed)
-        raise RunFailed(f"{done}, {len(failed)} failed:\n{listed}\n{again}. Logs: {sweep.folder / 'logs'}")
+        raise RunFailed(f"{done}, {len(failed)} failed:\n{''.join(failed)}{again}. Logs: {sweep.folder / 'logs'}")
     if counts[State.DONE] < len(states):
         others = ", ".join(f"{counts[state]} {state}" for state in State if state != State.DONE and counts[state])
         cause = "" if stopped_by is None else f"stopped by {stopped_by}: "
@@ -218,7 +205,8 @@ class _Children:
 
     def run(self, command: list[str], log: BinaryIO) -> int:
         """Run a command and return its exit code; after a stop request, start nothing and return EXIT_STOPPED."""
-        with _blocked():  # a request between the check and the start would be lost
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)  # a request between check and start would be lost
+        try:
             if self.stopped_by is not None:
                 return EXIT_STOPPED
             # The child inherits the open log and its lock, which lasts until the last process of the run ends.
@@ -230,21 +218,14 @@ class _Children:
                 start_new_session=True,  # else Ctrl-C would reach the run twice
                 preexec_fn=_begin_child,
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
         return self._process.wait()
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or signal.Signals(number).name
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-
-@contextmanager
-def _blocked() -> Iterator[None]:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
 
 def _begin_child() -> None:

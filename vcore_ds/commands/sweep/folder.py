@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
@@ -43,8 +43,7 @@ def digest_inputs(recipes: Iterable[Recipe]) -> dict[str, dict[str, str]]:
     must not share a table. Raises UserError where a path exists and holds no data."""
     digests: dict[str, dict[str, str]] = {}
     for key, path in sorted({(key, path) for recipe in recipes for key, path in _paths(recipe)}):
-        digest = _digest(key, path)
-        if digest is not None:
+        if (digest := _digest(key, path)) is not None:
             digests.setdefault(key, {})[path] = digest
     return digests
 
@@ -222,11 +221,8 @@ def read_sweep_folder(folder: Path) -> SweepFolder:
         values = parse_yaml(read_text(path)).value
         references, runs = values["cells"], values["runs"]
         inputs = values.get("inputs", {})  # missing up to vcore_ds 0.7
-        if (
-            not isinstance(references, dict)
-            or not isinstance(inputs, dict)
-            or not all(run.rpartition("/")[0] in references for run in runs)
-        ):
+        is_valid = isinstance(references, dict) and isinstance(inputs, dict)
+        if not is_valid or not all(run.rpartition("/")[0] in references for run in runs):
             raise TypeError
         return SweepFolder(folder, references, list(runs), inputs)
     except FileNotFoundError:
@@ -250,19 +246,15 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
                 f"output_dir: {folder}: is not a sweep's folder, and not empty; expected a new folder. Set output_dir"
             )
         _check_recipes(sweep, before, wanted)
-        inputs = digest_inputs(wanted.values())
-        begun = replace(
-            before,
-            references=dict(sweep.references),
-            runs=[*before.runs, *(name for name in wanted if name not in before.runs)],
-            inputs={key: {**inputs.get(key, {}), **before.inputs.get(key, {})} for key in {**before.inputs, **inputs}},
-        )
-        for name in begun.runs[len(before.runs) :]:
-            with write_atomically(begun.recipe_path(name)) as unfinished:
-                unfinished.write_text(dump_recipe(wanted[name]), encoding="utf-8")
-        values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": begun.inputs}
-        for name, text in ((RUN_NAMES, "".join(f"{run}\n" for run in begun.runs)), (SWEEP, dump_yaml(values))):
-            with write_atomically(folder / name) as unfinished:
+        added, inputs = [name for name in wanted if name not in before.runs], digest_inputs(wanted.values())
+        for key, by_path in before.inputs.items():
+            inputs[key] = {**inputs.get(key, {}), **by_path}
+        begun = SweepFolder(folder, dict(sweep.references), [*before.runs, *added], inputs)
+        values = {"file": str(sweep.file), "cells": begun.references, "runs": begun.runs, "inputs": inputs}
+        texts = {begun.recipe_path(name): dump_recipe(wanted[name]) for name in added}
+        texts |= {folder / RUN_NAMES: "".join(f"{run}\n" for run in begun.runs), folder / SWEEP: dump_yaml(values)}
+        for path, text in texts.items():
+            with write_atomically(path) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
     return begun
 
