@@ -91,10 +91,10 @@ class InProcessAPI(ModelAPI):
         super().__init__(model.name)
         self._model = load_to_answer(model, DTYPES[precision])
         self.device = self._model.device
-        ends = end_token_ids(self._model.generation_config, tokenizer)
+        ends, penalty = end_token_ids(self._model.generation_config, tokenizer), sampling.repetition_penalty
         self._model.generation_config = GenerationConfig()  # its fields would fill in for unset ones
         self._settings = GenerationConfig(
-            eos_token_id=ends, pad_token_id=ends[0], use_cache=True, repetition_penalty=sampling.repetition_penalty
+            eos_token_id=ends, pad_token_id=ends[0], use_cache=True, repetition_penalty=penalty
         )
         if not sampling.is_greedy:
             drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
@@ -204,9 +204,8 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         prompt, ids = encode_prompt(input[0].text, self._tokenizer)
         metadata = {"prompt_token_ids": ids} if self.software != "transformers" else None  # which takes text only
         config = config.model_copy(update={"extra_body": self._extra_body(config.max_tokens)})
-        answer = await super().generate(
-            [ChatMessageUser(content=prompt, metadata=metadata)], tools, tool_choice, config
-        )
+        message = ChatMessageUser(content=prompt, metadata=metadata)
+        answer = await super().generate([message], tools, tool_choice, config)
         output = answer[0] if isinstance(answer, tuple) else answer
         if isinstance(output, Exception):
             raise output
@@ -262,5 +261,4 @@ def _get(url: str) -> dict[str, Any] | None:
 
 
 def _api_key() -> str:
-    """Return the user's key, or any text for servers that need none."""
-    return os.environ.get("OPENAI_API_KEY") or "none"
+    return os.environ.get("OPENAI_API_KEY") or "none"  # any text, for servers that need none

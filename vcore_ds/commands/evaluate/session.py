@@ -36,15 +36,8 @@ from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, find_last_c
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.train.evaluation_folder import (
-    EVALUATION,
-    Evaluation,
-    SampleResult,
-    TaskResult,
-    summarize,
-    write_evaluation,
-    write_samples,
-)
+from vcore_ds.train import evaluation_folder
+from vcore_ds.train.evaluation_folder import EVALUATION, Evaluation, SampleResult, TaskResult
 
 LOGS = "inspect_logs"  # subfolder of inspect's logs, from which it resumes
 MAX_RETRIES = 4
@@ -203,13 +196,13 @@ def _write_result(
     rows = [("task", "problems", "samples", "accuracy", "std. error", "truncated", "no answer", "mean tokens")]
     for task in settings.tasks:
         samples = _read_samples(logs[task.name])
-        result = summarize(samples)
+        result = evaluation_folder.summarize(samples)
         share, error = "graded elsewhere", ""
         if task.kind is None:
             numbers = {name: value for name, value in asdict(result).items() if name != "accuracy"}
             generations[task.name] = {"file": _write_generations(settings.output, task, samples), **numbers}
         else:
-            write_samples(settings.output, task.name, samples)
+            evaluation_folder.write_samples(settings.output, task.name, samples)
             results[task.name] = result
             scores = logs[task.name].results
             assert scores is not None
@@ -224,7 +217,7 @@ def _write_result(
         "prompts": {task.name: _digest(_describe_problems(task)) for task in settings.tasks},  # for `vcore-ds compare`
     }
     evaluation = Evaluation(model, settings.preset, sampling, versions, results, generations)
-    write_evaluation(settings.output, evaluation)
+    evaluation_folder.write_evaluation(settings.output, evaluation)
     print("\n".join(["", *align_columns(rows)]), flush=True)
     return evaluation
 
@@ -236,18 +229,17 @@ def _read_samples(log: EvalLog) -> list[SampleResult]:
         output, score = sample.output, (sample.scores or {}).get("final_answer")
         answer = score.answer if score is not None else find_last_code_block(output.completion)
         assert output.usage is not None  # both APIs set it
-        results.append(
-            SampleResult(
-                problem_id=str(sample.id),
-                sample=sample.epoch - 1,
-                correct=score is not None and score.value == CORRECT,
-                answered=answer is not None,
-                truncated=output.stop_reason in ("max_tokens", "model_length"),
-                num_tokens=output.usage.output_tokens,
-                answer=answer,
-                output=output.completion,
-            )
+        result = SampleResult(
+            problem_id=str(sample.id),
+            sample=sample.epoch - 1,
+            correct=score is not None and score.value == CORRECT,
+            answered=answer is not None,
+            truncated=output.stop_reason in ("max_tokens", "model_length"),
+            num_tokens=output.usage.output_tokens,
+            answer=answer,
+            output=output.completion,
         )
+        results.append(result)
     return sorted(results, key=lambda result: (result.problem_id, result.sample))
 
 

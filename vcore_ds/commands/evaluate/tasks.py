@@ -67,9 +67,8 @@ def choose_tasks(
         if task.make is not None and files:
             raise UserError(f"--tasks: {word}: found a file for a task that makes its own problems")
         problems = task.make() if task.make is not None else task.select(_read_problems(name, task, files))
-        chosen[name] = ChosenTask(
-            name, task.kind, problems[:limit], num_samples or task.num_samples, max_new_tokens or task.max_new_tokens
-        )
+        limits = num_samples or task.num_samples, max_new_tokens or task.max_new_tokens
+        chosen[name] = ChosenTask(name, task.kind, problems[:limit], *limits)
     return list(chosen.values())
 
 

@@ -15,20 +15,8 @@ import torch
 from torch import Tensor
 
 from vcore_ds.commands.fidelity import Choice, FidelityOptions, choose_sequences, limit_to_recipe
-from vcore_ds.commands.fidelity.report import (
-    Agreement,
-    Estimate,
-    FidelityReport,
-    LowRankDirection,
-    ProbeLoss,
-    ProbeSize,
-    StaleDirection,
-    describe,
-    mean,
-    measure_agreement,
-    show,
-    write_report,
-)
+from vcore_ds.commands.fidelity import report as reports
+from vcore_ds.commands.fidelity.report import Agreement, Estimate, FidelityReport, ProbeLoss, ProbeSize, StaleDirection
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import duration
 from vcore_ds.config.schema import Recipe
@@ -101,13 +89,9 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     feed = build_feed(settings, plan, dataset, reader.pad_token_id, seed=seed, probe_dataset=trusted)
     schedule = derive_schedule(recipe, len(dataset))
     options, notes = limit_to_recipe(options, schedule.num_steps)
-    choice = choose_sequences(
-        len(dataset),
-        None if trusted is None else len(trusted),
-        len(feed.probe_dataset) if plan.probe_batch_size_global is None else plan.probe_batch_size_global,
-        options,
-        seed,
-    )
+    probe_size = len(feed.probe_dataset) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
+    num_trusted = None if trusted is None else len(trusted)
+    choice = choose_sequences(len(dataset), num_trusted, probe_size, options, seed)
     notes += choice.notes
     if not recipe.method.uses_utilities:
         notes.append(f"method {recipe.method.name} has no utilities; measured with method.name=vcore")
@@ -148,9 +132,9 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         bench.measure_probe_sizes(report)
         report.stale_directions = list(bench.measure_staleness(training, options.stale_steps))
     engine.close()
-    console.say("\n" + describe(report))
+    console.say("\n" + reports.describe(report))
     if options.output is not None and layout.is_first():
-        write_report(report, options.output)
+        reports.write_report(report, options.output)
         console.say(f"\nWritten to {options.output}")
     return report
 
@@ -172,9 +156,8 @@ class Bench:
         self.direction = Direction(engine, rank_passes=recipe.probe.rank_passes)
         self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
         self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
-        self.takes_fp8_tangents = (
-            recipe.model.precision == "bf16" and recipe.model.provider == "huggingface" and has_fp8_units()
-        )
+        can_be_fp8 = recipe.model.precision == "bf16" and recipe.model.provider == "huggingface"
+        self.takes_fp8_tangents = can_be_fp8 and has_fp8_units()
         self.batches = feed.batches(choice.measured, feed.plan.utility_micro_batch_size_per_rank)
         ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
         self.index = torch.unique(self.gather(ids), return_inverse=True)[1]
@@ -193,13 +176,13 @@ class Bench:
         agreement, recipe_utility = self.agreement(self.jvp(), reference), self.recipe.utility
         is_of_recipe = recipe_utility.estimator == "jvp" and recipe_utility.tangent_precision is None
         report.estimators.append(Estimate("jvp", None, agreement, of_recipe=is_of_recipe))
-        self.say(f"jvp: Spearman {show(agreement.spearman)}")
+        self.say(f"jvp: Spearman {reports.show(agreement.spearman)}")
         if self.takes_fp8_tangents:
             fp8 = self.direction.with_rank(None, fp8_tangents=True)
             agreement = self.agreement(self.jvp(fp8), reference)
             is_of_recipe = recipe_utility.tangent_precision == "fp8"
             report.estimators.append(Estimate("jvp, FP8 tangents", None, agreement, of_recipe=is_of_recipe))
-            self.say(f"jvp with FP8 tangents: Spearman {show(agreement.spearman)}")
+            self.say(f"jvp with FP8 tangents: Spearman {reports.show(agreement.spearman)}")
         recipe_epsilon = recipe_utility.epsilon
         if recipe_epsilon == "auto":
             recipe_epsilon = choose_epsilon(self.engine, self.direction, self.batches, self._rounding_seed)
@@ -207,9 +190,9 @@ class Bench:
         for epsilon in sorted({*epsilons, *({recipe_epsilon} if recipe_epsilon is not None else ())}, reverse=True):
             estimate = self.estimate_finite_difference(epsilon, base, reference)
             report.estimators.append(replace(estimate, of_recipe=epsilon == recipe_epsilon))
-            self.say(f"finite difference, epsilon {epsilon:g}: Spearman {show(estimate.agreement.spearman)}")
+            self.say(f"finite difference, epsilon {epsilon:g}: Spearman {reports.show(estimate.agreement.spearman)}")
 
-    def measure_low_ranks(self, ranks: Sequence[int]) -> Iterator[LowRankDirection]:
+    def measure_low_ranks(self, ranks: Sequence[int]) -> Iterator[reports.LowRankDirection]:
         """Compare utilities along low-rank approximations of `self.direction` with those along itself."""
         if not ranks:
             return
@@ -217,10 +200,9 @@ class Bench:
         for rank in sorted(ranks):
             low_rank = self.direction.with_rank(rank)
             energy, agreement = low_rank.measure_energy()["total"], self.agreement(self.jvp(low_rank), full)
-            self.say(f"direction of rank {rank}: Spearman {show(agreement.spearman)}")
-            yield LowRankDirection(
-                rank, energy, agreement.spearman, agreement.spearman_within_sequences, agreement.weight_overlap
-            )
+            self.say(f"direction of rank {rank}: Spearman {reports.show(agreement.spearman)}")
+            correlations = agreement.spearman, agreement.spearman_within_sequences
+            yield reports.LowRankDirection(rank, energy, *correlations, agreement.weight_overlap)
 
     def measure_probe_sizes(self, report: FidelityReport) -> None:
         """Compare utilities along small probes with those along the large one; for both losses at the recipe's size."""
@@ -236,17 +218,12 @@ class Bench:
                 self.take_direction(ids, loss)
                 draws.append(self.agreement(self.jvp(), along_large))
                 label = f"probe of {size}, draw {len(draws)}" + (f", loss {loss}" if loss != recipe_loss else "")
-                self.say(f"{label}: Spearman {show(draws[-1].spearman)}")
+                self.say(f"{label}: Spearman {reports.show(draws[-1].spearman)}")
             known = [draw.spearman for draw in draws if draw.spearman is not None]
-            return ProbeSize(
-                size,
-                len(draws),
-                mean(known),
-                min(known) if len(known) == len(draws) else None,
-                mean([draw.weight_overlap for draw in draws]),
-                of_recipe=size == report.probe_batch_size and loss == recipe_loss,
-                loss=loss,
-            )
+            lowest = min(known) if len(known) == len(draws) else None
+            overlap = reports.mean([draw.weight_overlap for draw in draws])
+            of_recipe = size == report.probe_batch_size and loss == recipe_loss
+            return ProbeSize(size, len(draws), reports.mean(known), lowest, overlap, of_recipe, loss)
 
         report.probe_sizes = [measure(size, recipe_loss) for size in self.choice.probe_sizes]
         report.other_probe_loss = measure(report.probe_batch_size, other_loss)
@@ -264,7 +241,7 @@ class Bench:
             stale = self.jvp(old)
             self.take_direction(self.choice.large_probe)
             agreement = self.agreement(stale, self.jvp())
-            self.say(f"direction of {steps} steps ago: Spearman {show(agreement.spearman)}")
+            self.say(f"direction of {steps} steps ago: Spearman {reports.show(agreement.spearman)}")
             yield StaleDirection(steps, agreement.spearman, agreement.weight_overlap)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
@@ -311,7 +288,7 @@ class Bench:
             token_weights(self.recipe.method, Tokens(losses.double(), self.index, num_sequences, s.double())).weights
             for s in (utilities, reference)
         )
-        return measure_agreement(utilities, reference, weights, reference_weights, self.index)
+        return reports.measure_agreement(utilities, reference, weights, reference_weights, self.index)
 
 
 def train_steps(engine: Engine, settings: StepSettings, feed: Feed, schedule: Schedule, say: Say) -> Iterator[None]:

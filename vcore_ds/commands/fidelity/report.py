@@ -176,12 +176,11 @@ def _estimators(report: FidelityReport) -> Iterator[str]:
         ["", "", "", "sequence", "error", "overlap", "changed", "to noise", "in nats"],
     ]
     for one in report.estimators:
-        agreement = one.agreement
-        cells = [("*" if one.of_recipe else " ") + one.estimator, show(one.epsilon, "g")]
-        cells += [show(agreement.spearman), show(agreement.spearman_within_sequences)]
-        cells += [show(agreement.relative_error, ".3g"), show(agreement.weight_overlap, ".2%")]
-        cells += [show(one.changed_fraction, ".2%"), show(one.signal_to_noise, ".3g")]
-        rows.append([*cells, show(one.rounding_floor_nats, ".3g")])
+        name, agreement = ("*" if one.of_recipe else " ") + one.estimator, one.agreement
+        correlations = [show(agreement.spearman), show(agreement.spearman_within_sequences)]
+        errors = [show(agreement.relative_error, ".3g"), show(agreement.weight_overlap, ".2%")]
+        errors += [show(one.changed_fraction, ".2%"), show(one.signal_to_noise, ".3g")]
+        rows.append([name, show(one.epsilon, "g"), *correlations, *errors, show(one.rounding_floor_nats, ".3g")])
     yield from align_columns(rows)
     yield f"* the recipe's. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
 
@@ -227,9 +226,7 @@ def judge(report: FidelityReport) -> Iterator[str]:
         reliable = " ".join(f"{one.epsilon:g}" for one in differences if _is_reliable(one.agreement)) or "none"
         yield f"utility.epsilon: {reliable} of those tried; best {best.epsilon:g}, {show(best.agreement.spearman)}"
     if report.low_ranks:
-        ranks = [
-            one.rank for one in report.low_ranks if (one.spearman_within_sequences or 0.0) >= LEAST_RANK_CORRELATION
-        ]
+        ranks = [low.rank for low in report.low_ranks if (low.spearman_within_sequences or 0) >= LEAST_RANK_CORRELATION]
         yield f"probe.rank: {f'at least {min(ranks)}' if ranks else 'none of those tried'}"
     if report.probe_sizes:
         sizes = [one.batch_size for one in report.probe_sizes if _is_reliable(one)]
