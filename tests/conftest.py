@@ -1,4 +1,4 @@
-"""Settings of all tests: Ctrl-C works as on a terminal, each process has one thread and sees no GPU, properties have no
+"""Settings of all tests: Ctrl-C works as on a terminal, each process has one thread and sees no GPU, Hypothesis has no
 deadlines, the number of workers fits the machine, and the longest files run first."""
 
 import gc
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 BYTES_PER_WORKER = int(3.5e9)
-"""Memory of a worker and of four ranks at about 0.7 GB each."""
+"""Memory of a worker and its four ranks, at about 0.7 GB each."""
 
 FIRST = (
     "tests/slurm/test_slurm.py",
@@ -66,10 +66,11 @@ starts last would delay the end of the run."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: one worker per core and one more, for the time that others spend waiting, as far as memory allows."""
+    """Number of workers for `-n auto`: one per core and one more, for the time that others wait, as far as memory
+    allows."""
     num_cores = float(len(os.sched_getaffinity(0)))
     num_bytes = psutil.virtual_memory().available
-    # The limits of a container, which neither of the two calls above reports.
+    # The two calls above do not report the limits of a container.
     quota, _, period = _control_group("cpu.max").partition(" ")
     if quota.isdecimal():
         num_cores = min(num_cores, int(quota) / int(period))
@@ -86,8 +87,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not IS_SOAK:
-        left_out = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=left_out)
+        deselected = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
 
     def place(item: pytest.Item) -> int:

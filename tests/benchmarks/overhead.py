@@ -5,7 +5,7 @@
 Each ratio is measured in two new processes with only the two engines that it needs: with all engines in two processes,
 a step's time depended on which engine had run before it. The two take turns, step by step over the same batches, so
 that other load affects both. The numbers to quote are the ratios, taken round by round. |B| = 32, |B'| = 4, a Qwen3 of
-16.9M parameters, bf16. Batches are drawn and dealt by a run's own feed and plan, with default keys.
+16.9M parameters, bf16. A run's feed and plan make the batches, with default keys.
 
 The bare loop is `deepspeed.initialize` around the Hugging Face model, tuned like ours: the same ZeRO-3
 buckets, the same fused AdamW, one gradient reduction per step, the loss over the supervised tokens of the whole batch.

@@ -29,7 +29,7 @@ from vcore_ds.train.token_records import read_records
 pytestmark = pytest.mark.e2e
 
 NUM_LAYERS = 2
-"""Of 30: tokens and weights are real, and steps are cheap. `test_quickstart.py` trains the full model."""
+"""Layers of the model, of 30: tokens and weights are real, and steps are cheap. `test_quickstart.py` trains all."""
 FRAGMENTS = {
     name: f"methods/{name}.yaml" for name in ("sft", "dft", "asft", "eaft", "deft", "profit", "iw_sft", "random")
 }

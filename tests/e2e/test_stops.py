@@ -181,7 +181,7 @@ def test_a_signal_before_the_first_step_saves_nothing(run: SharedRun):
 
 
 def test_the_stopped_run_can_be_finished(run: SharedRun):
-    """With fewer steps than it was started with, which a constant learning rate allows."""
+    """It may have fewer steps than it was started with, since the learning rate is constant."""
     num_steps = run.saved_steps()[-1] + 2
     with run.fork(f"schedule.num_steps={num_steps}") as job:
         assert job.wait() == 0, job.output

@@ -91,7 +91,7 @@ for `make gpu ONLY="waits runs"`."""
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended."""
+    """Result of a part."""
 
     name: str
     commit: str

@@ -71,11 +71,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors_in(one)
+        for item in value:
+            yield from _tensors_in(item)
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors_in(one)
+        for item in value.values():
+            yield from _tensors_in(item)
 
 
 def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:
@@ -97,7 +97,7 @@ def _received(name: str, args: tuple[Any, ...]) -> tuple[str, float] | None:
 
 class ReceivedBytes(TorchDispatchMode):
     """Counts the bytes that this rank receives by collectives inside the block. All-gathers and reduce-scatters count
-    without the rank's own part, all-to-alls with the part that stays.
+    without the part of the rank itself, all-to-alls with the part that stays.
 
     Attributes:
         received: bytes by kind: `gathers` (all-gather), `reductions` (reduce-scatter), `exchanges` (all-to-all).

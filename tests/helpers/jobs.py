@@ -98,7 +98,7 @@ class Job(AnyJob):
         for process in self._processes_left():
             with suppress(psutil.Error):
                 environment = process.environ()
-                # A rank's own children have its environment too.
+                # The children of a rank inherit its environment.
                 if environment.get("RANK") == str(rank) and process.parent().environ().get("RANK") != str(rank):
                     return process
         raise AssertionError(f"no rank {rank}:\n{self.output}")
@@ -107,7 +107,7 @@ class Job(AnyJob):
         return self.launcher.poll()
 
     def _processes_left(self) -> list[psutil.Process]:
-        """Also those that outlive the launcher."""
+        """Processes of the job, including those that outlive the launcher."""
         with suppress(psutil.NoSuchProcess):
             self._seen |= {psutil.Process(self.launcher.pid), *self.launcher.children(recursive=True)}
         return [process for process in self._seen if _is_running(process)]

@@ -29,7 +29,7 @@ from vcore_ds.train.step_metrics import StepRecorder
 from vcore_ds.utility.direction import Direction
 
 
-def warm_up(case: Case) -> tuple[int, int]:
+def choose_warm_up(case: Case) -> tuple[int, int]:
     """Number of warm-up steps, in which ZeRO-3 records the order of the layers, and the factor by which their sequences
     are shorter than the measured ones.
 
@@ -77,7 +77,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         )
 
     batches, settings = make_batches(case.lengths), derive_step_settings(recipe)
-    num_steps, factor = warm_up(case)
+    num_steps, factor = choose_warm_up(case)
     short_batches = make_batches([n // factor for n in case.lengths])
     for _ in range(num_steps):
         train_step(engine, settings, short_batches, estimator, StepRecorder(engine.device), learning_rate=1e-5)
@@ -87,7 +87,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     with received, allocations:
         metrics = train_step(engine, settings, batches, estimator, recorder, learning_rate=1e-5)
     measured = {
-        "kept": kept_bytes(engine, estimator.direction),
+        "kept": count_persistent_bytes(engine, estimator.direction),
         "peaks": {phase: peak for phase, peak in recorder.peaks.items() if peak},
         "received": received.received,
         "loads": {key: value for key, value in metrics.values.items() if key.startswith("expert")},
@@ -101,7 +101,7 @@ def random_sequence(sequence_id: int, num_tokens: int) -> TokenizedSequence:
     return TokenizedSequence(sequence_id, ids, np.arange(num_tokens) > 0)
 
 
-def kept_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
+def count_persistent_bytes(engine: Engine, direction: Direction | None) -> dict[str, int]:
     """Bytes that the engine and the direction keep between steps, by kind."""
 
     def total(tensors: Iterable[Tensor]) -> int:

@@ -77,10 +77,10 @@ class _NormKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         x, inverse = ctx.saved_tensors
-        normalized, by_y = x.float() * inverse, gradient.float()
-        by_n = by_y * ctx.module.weight.float()
-        by_x = inverse * (by_n - normalized * (by_n * normalized).mean(-1, keepdim=True))
-        return by_x.to(x.dtype), None, (by_y * normalized).flatten(0, -2).sum(0).to(x.dtype)
+        normalized, d_y = x.float() * inverse, gradient.float()
+        d_normalized = d_y * ctx.module.weight.float()
+        d_x = inverse * (d_normalized - normalized * (d_normalized * normalized).mean(-1, keepdim=True))
+        return d_x.to(x.dtype), None, (d_y * normalized).flatten(0, -2).sum(0).to(x.dtype)
 
 
 class _PlainKernelNorm(RMSNorm):
@@ -229,17 +229,17 @@ def count_exchanged_elements(
     model, batch = make_parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.make_batch(3)
     gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
 
-    def counted_gather(axis: str, part: Tensor, *others: int) -> Tensor:
+    def count_and_gather(axis: str, part: Tensor, *others: int) -> Tensor:
         gathered = gather(axis, part, *others)
         seen.append(gathered.numel())
         return gathered
 
-    def counted_scatter(axis: str, parts: Tensor) -> Tensor:
+    def count_and_scatter(axis: str, parts: Tensor) -> Tensor:
         seen.append(parts.numel())
         return scatter(axis, parts)
 
     numels = {}
-    layout.all_gather, layout.reduce_scatter = counted_gather, counted_scatter
+    layout.all_gather, layout.reduce_scatter = count_and_gather, count_and_scatter
     try:
         losses = model(*tiny.inputs(batch))
         numels["forward"] = list(seen)

@@ -87,12 +87,12 @@ def write_deepspeed_config(
 
 
 def sums(numbers: Sequence[int]) -> list[tuple[str, str]]:
-    """Questions and answers of many lengths."""
+    """Questions and answers of different lengths."""
     return [(f"what is {n} plus {n}?", f"{n} and {n} " * (1 + n % 5) + f"is {2 * n}.") for n in numbers]
 
 
 def prepare_pretrained_model() -> Path:
-    """The quickstart's model; the folder is kept between runs of the tests."""
+    """Download the quickstart's model unless an earlier run of the tests did; returns its folder."""
     return prepare_model(REPOSITORY / "runs" / "quickstart_data")
 
 

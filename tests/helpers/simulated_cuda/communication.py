@@ -30,7 +30,7 @@ def install(on_cpu: Callable[[Tensor], Tensor]) -> None:
 
     def shared(tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
-            raise RuntimeError("No backend type associated with device type cpu")  # in NCCL's own words
+            raise RuntimeError("No backend type associated with device type cpu")  # NCCL's message
         return on_cpu(tensor)
 
     class Nccl(dist.ProcessGroup):

@@ -1,5 +1,5 @@
-// Simulated CUDA devices for a CPU build of PyTorch: their memory, which is the host's, and what PyTorch asks of
-// devices and streams. Whatever is launched on a stream is done at once.
+// Simulated CUDA devices for a CPU build of PyTorch: their memory, which is host memory, and the hooks that PyTorch
+// needs for devices and streams. Operations on a stream run immediately.
 
 #include "device.h"
 
@@ -20,7 +20,7 @@ thread_local DeviceIndex simulated::current = 0;
 
 namespace {
 
-constexpr int FRESH = 0xFF;  // bytes of memory that nobody has written: nan in every floating-point format
+constexpr int FRESH = 0xFF;  // bytes of uninitialised memory: NaN in every floating-point format
 constexpr size_t ALIGNMENT = 512;
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
@@ -33,10 +33,10 @@ void* fresh_memory(size_t bytes) {
   if (bytes == 0) {
     return nullptr;
   }
-  const size_t whole = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  void* memory = std::aligned_alloc(ALIGNMENT, whole);
+  const size_t padded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  void* memory = std::aligned_alloc(ALIGNMENT, padded);
   TORCH_CHECK(memory != nullptr, "the simulated device is out of memory: ", bytes, " bytes");
-  return std::memset(memory, FRESH, whole);
+  return std::memset(memory, FRESH, padded);
 }
 
 struct DeviceMemory final : Allocator {
@@ -129,7 +129,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
     return getStream(stream.device());
   }
   void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override {
-    *event = &current;  // autograd asks whether it is there
+    *event = &current;  // autograd checks that it is not null
   }
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override {
@@ -152,7 +152,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
 namespace at {
 
-// PyTorch looks for the name of the class.
+// PyTorch looks up the class by this name.
 struct CUDAHooks : CUDAHooksInterface {
   explicit CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}

@@ -1,4 +1,4 @@
-// What operators have to know of the simulated devices.
+// Interface of the simulated devices for the operators.
 
 #pragma once
 
@@ -11,7 +11,7 @@ constexpr c10::DeviceIndex NUM_DEVICES = 2;
 
 extern thread_local c10::DeviceIndex current;
 
-// Its memory is filled with nan.
+// Allocator of memory that is filled with NaN.
 c10::Allocator* device_memory();
 
 bool is_pinned(const void* memory);
