@@ -31,23 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=42, metavar="N", help="random seed of --sample (default 42)")
     add("--cutoff-length", type=positive, default=16384, metavar="N", help="most tokens of a sequence (default 16384)")
     add("--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)")
-    add(
-        "--supervise",
-        choices=["all", "last"],
-        default="all",
-        help="chat: turns of the assistant to learn",
-    )
+    supervise = "chat: learn all turns of the assistant, or the last one alone (default all)"
+    add("--supervise", choices=["all", "last"], default="all", help=supervise)
     add("--split", metavar="NAME", help="split of hub data (default: math cot, code cpp, chat train)")
     add("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
     add("--answer-seconds", type=positive, default=5, metavar="N", help="CPU seconds per answer to verify (default 5)")
-    add("--statements", metavar="DIR", help="code: folder of taco, apps, code_contests, codeforces (default: the hub)")
-    add(
-        "--max-malformed",
-        type=fraction,
-        default=0.01,
-        metavar="SHARE",
-        help="malformed rows to accept (default 0.01)",
-    )
+    statements = "code: folder with copies of taco, apps, code_contests and codeforces (default: download them)"
+    add("--statements", metavar="DIR", help=statements)
+    malformed = "fail if a larger share of the rows is malformed (default 0.01)"
+    add("--max-malformed", type=fraction, default=0.01, metavar="SHARE", help=malformed)
     add_again(parser)
     parser.set_defaults(overrides=[])
 

@@ -93,14 +93,14 @@ def read_sides(groups: Mapping[str, Sequence[Path]], tasks: Sequence[str]) -> Si
     if not names:
         raise UserError(f"{next(iter(read))}: found no graded task; expected one. Evaluate it with a task")
     sides = {name: [_read(folder, read[folder], names) for folder in members] for name, members in groups.items()}
-    first, *others = (one for seeds in sides.values() for one in seeds)
-    for one in others:
-        _check_comparable(one, first)
+    first, *others = (evaluated for seeds in sides.values() for evaluated in seeds)
+    for evaluated in others:
+        _check_comparable(evaluated, first)
     return sides
 
 
 def _read(folder: Path, evaluation: Evaluation, tasks: Sequence[str]) -> Evaluated:
-    one = Evaluated(folder, evaluation, {}, {})
+    evaluated = Evaluated(folder, evaluation, {}, {})
     for task in tasks:
         if task not in evaluation.tasks:
             raise UserError(
@@ -108,7 +108,7 @@ def _read(folder: Path, evaluation: Evaluation, tasks: Sequence[str]) -> Evaluat
                 "in every evaluation. Evaluate it there too, or name the tasks to compare with --tasks"
             )
         samples = sorted(read_samples(folder, task), key=lambda sample: (sample.problem_id, sample.sample))
-        problems = one.problems[task] = list(dict.fromkeys(sample.problem_id for sample in samples))
+        problems = evaluated.problems[task] = list(dict.fromkeys(sample.problem_id for sample in samples))
         num_problems, num_samples = evaluation.tasks[task].num_problems, evaluation.tasks[task].num_samples_per_problem
         complete = [(problem, k) for problem in problems for k in range(num_samples)]
         if len(problems) != num_problems or [(sample.problem_id, sample.sample) for sample in samples] != complete:
@@ -118,8 +118,8 @@ def _read(folder: Path, evaluation: Evaluation, tasks: Sequence[str]) -> Evaluat
                 "Evaluate again"
             )
         correct = np.array([sample.correct for sample in samples], dtype=np.float64)
-        one.correct[task] = correct.reshape(num_problems, num_samples)
-    return one
+        evaluated.correct[task] = correct.reshape(num_problems, num_samples)
+    return evaluated
 
 
 def _sampling(one: Evaluated, task: str) -> dict[str, Any]:

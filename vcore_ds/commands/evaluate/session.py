@@ -29,7 +29,7 @@ from vcore_ds.commands.evaluate.tasks import ChosenTask
 from vcore_ds.commands.named_model import NamedModel
 from vcore_ds.common.errors import RunStopped, UserError, first_line
 from vcore_ds.common.locks import LOCK, lock_folder
-from vcore_ds.common.paths import write_atomically, writing
+from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
 from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, find_last_code_block, is_right
@@ -257,8 +257,7 @@ def _write_generations(folder: Path, task: ChosenTask, samples: Sequence[SampleR
     else:
         rows = [{**row, "content": sample.output} for row, given in answers for sample in given]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with write_atomically(folder / name) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    write_text(folder / name, text)
     return name
 
 

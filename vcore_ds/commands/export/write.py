@@ -15,15 +15,7 @@ from peft.utils import CONFIG_NAME
 from torch import Tensor
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import (
-    check_folder,
-    discard,
-    reading,
-    refuse_existing,
-    unfinished_path,
-    write_atomically,
-    writing,
-)
+from vcore_ds.common.paths import check_folder, discard, reading, refuse_existing, unfinished_path, write_text, writing
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder
@@ -159,8 +151,8 @@ def export_run(
     card = make_model_card(run, recipe, kind, step=step, base=base, evaluations=evaluations)
     if reuse and folder.is_dir():
         check_earlier_export(folder, kind)
-        with writing("--output", folder, NEW_FOLDER), write_atomically(folder / CARD) as unfinished:
-            unfinished.write_text(card, encoding="utf-8")
+        with writing("--output", folder, NEW_FOLDER):
+            write_text(folder / CARD, card)
         print(f"{folder}: exists already; only its model card was rewritten")
         return folder
     refuse_existing(folder, NEW_FOLDER)

@@ -27,16 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     numbers: dict[str, Any] = dict(nargs="+", metavar="N")
     add("--output", type=Path, metavar="DIR", help="write fidelity.json there")
     add("--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)")
-    add("--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="(default 1 1e-1 ... 1e-5)")
-    add(
-        "--ranks",
-        **numbers,
-        default=["16", "64", "128"],
-        help="values of probe.rank (default 16 64 128; not with LoRA)",
-    )
-    add("--probe-sizes", **numbers, default=["1", "4", "8", "32"], help="small probes, sequences (default 1 4 8 32)")
-    add("--large-probe", type=int, default=64, metavar="N", help="large probe, sequences (default 64)")
-    add("--stale-steps", **numbers, default=["1", "2", "4", "8"], help="ages of directions, steps (default 1 2 4 8)")
+    add("--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="step sizes (default 1 ... 1e-5)")
+    add("--ranks", **numbers, default=["16", "64", "128"], help="values of probe.rank (default 16 64 128; no LoRA)")
+    add("--probe-sizes", **numbers, default=["1", "4", "8", "32"], help="sizes of small probes (default 1 4 8 32)")
+    add("--large-probe", type=int, default=64, metavar="N", help="size of the probe to compare with (default 64)")
+    add("--stale-steps", **numbers, default=["1", "2", "4", "8"], help="ages of directions in steps (default 1 2 4 8)")
     add("--after-steps", type=int, default=0, metavar="N", help="train N steps before measuring (default 0)")
 
 

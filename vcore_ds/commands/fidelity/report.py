@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vcore_ds.commands.fidelity import JSON_NAME
-from vcore_ds.common.paths import write_atomically, writing
+from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.statistics import rank_correlation, rank_correlations_within
 from vcore_ds.common.text import align_columns
 from vcore_ds.method.weights import segment_sum
@@ -142,8 +142,8 @@ def write_report(report: FidelityReport, folder: Path) -> None:
     for estimate in values["estimators"]:
         estimate |= estimate.pop("agreement")
     text = json.dumps(_replace_nan(values), indent=2, allow_nan=False) + "\n"
-    with writing("--output", folder), write_atomically(folder / JSON_NAME) as unfinished:
-        unfinished.write_text(text)
+    with writing("--output", folder):
+        write_text(folder / JSON_NAME, text)
 
 
 def _replace_nan(value: Any) -> Any:

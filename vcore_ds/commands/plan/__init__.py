@@ -41,10 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     changed = parser.add_argument_group("other GPUs", "each option replaces a value of --gpu")
     for option, (_, _, metavar, meaning) in GPU_OPTIONS.items():
         changed.add_argument(f"--{option.replace('_', '-')}", type=positive_number, metavar=metavar, help=meaning)
-    add("--host-memory", type=positive_number, default=2048.0, metavar="GIB", help="of a node, GiB (default 2048)")
+    host = "memory of a node, GiB (default 2048)"
+    add("--host-memory", type=positive_number, default=2048.0, metavar="GIB", help=host)
     storage = "speed at which all nodes together read or write checkpoints, GB/s (default 20)"
     add("--storage", type=positive_number, default=20.0, metavar="GB/S", help=storage)
-    mean = f"mean tokens of simulated sequences, uncut (default: as the data on this machine, else {SIMULATED_MEAN:,})"
+    mean = f"mean tokens of sequences before truncation (default: those of local data, else {SIMULATED_MEAN:,})"
     add("--mean-tokens", type=positive_number, metavar="N", help=mean)
     compare = "instead, a column per setting: overrides or fragments, several in quotes ('lora.rank=64 lora.alpha=128')"
     add("--compare", nargs="+", action="extend", default=[], metavar="SETTING", help=compare)

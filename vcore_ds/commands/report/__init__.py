@@ -70,7 +70,7 @@ def write_report(
     from vcore_ds.commands.report.read import read_runs
     from vcore_ds.commands.report.scaling import finished_runs, sweep_tables
     from vcore_ds.commands.report.tables import format_text
-    from vcore_ds.common.paths import write_atomically, writing
+    from vcore_ds.common.paths import write_text, writing
 
     tables, sweeps = None, [folder for folder in folders if is_sweep(folder)]
     if not sweeps:
@@ -92,8 +92,8 @@ def write_report(
     if tables is None or output is not None:
         return [page, *pictures]
     markdown = page.with_suffix(".md")
-    with writing("--output", markdown, "a file that can be written"), write_atomically(markdown) as unfinished:
-        unfinished.write_text(tables.markdown(), encoding="utf-8")
+    with writing("--output", markdown, "a file that can be written"):
+        write_text(markdown, tables.markdown())
     return [page, markdown, *pictures]
 
 

@@ -20,7 +20,7 @@ from vcore_ds.commands.report import tables, traces
 from vcore_ds.commands.report.curves import make_charts
 from vcore_ds.commands.report.read import ReportedRun, group_runs
 from vcore_ds.commands.report.scaling import SweepTables
-from vcore_ds.common.paths import write_atomically, writing
+from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.config.load import dump_recipe
 
@@ -32,8 +32,8 @@ def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | Non
     """Write the report of the runs, at least one, and of their sweep, if any. Raises UserError where the file cannot be
     written."""
     page = render(runs, path.parent, sweep)
-    with writing("--output", path, "a file that can be written"), write_atomically(path) as unfinished:
-        unfinished.write_text(page, encoding="utf-8")
+    with writing("--output", path, "a file that can be written"):
+        write_text(path, page)
     return path
 
 

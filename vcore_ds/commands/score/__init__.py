@@ -21,16 +21,12 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "target",
-        metavar="RECIPE | RUN",
-        help="a recipe, to score with its base model, or a run, with its checkpoint",
-    )
+    add("target", metavar="RECIPE | RUN", help="a recipe, to score with its base model, or a run, with its checkpoint")
     add_overrides(parser)
-    sets = "a named trusted set instead of data.probe_path (named `trusted`); each of several adds a pass over the data"
+    sets = "a named trusted set instead of data.probe_path; repeat it for several: each adds a pass over the data"
     add("--set", dest="sets", action="append", default=[], metavar="NAME=PATH", help=sets)
     checkpoint = (
-        "for a RUN: a checkpoint such as step_00000100, or `all`: sum over all, each weighted by the mean learning "
+        "for a RUN: a checkpoint such as step_00000100, or `all`: the sum over all, each weighted by the mean learning "
         "rate of the steps since the one before, as TracInCP (default: the newest)"
     )
     add("--checkpoint", metavar="NAME", help=checkpoint)

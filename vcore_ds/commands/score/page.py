@@ -12,7 +12,7 @@ from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import index_type, loss_levels, nearest, pack_arrays, rounded, utility_levels
 from vcore_ds.commands.score.result import group_by_source
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import write_atomically
+from vcore_ds.common.paths import write_text
 from vcore_ds.data import scores_folder
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import find_local_folder
@@ -104,8 +104,7 @@ def write_page(folder: Path) -> None:
     scores = scores_folder.read_scores(folder)
     names = [*COLUMNS, *(column for name in scores.sets for column in scores_folder.utility_columns(name))]
     page = render(scores, scores_folder.read_traces(folder, names), scores_folder.read_tokens(folder))
-    with write_atomically(folder / scores_folder.PAGE) as unfinished:
-        unfinished.write_text(page, encoding="utf-8")
+    write_text(folder / scores_folder.PAGE, page)
 
 
 def render(scores: scores_folder.Scores, columns: dict[str, np.ndarray], shown: list[dict[str, Any]]) -> str:

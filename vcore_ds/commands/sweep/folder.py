@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
-from vcore_ds.common.paths import is_readable, reading, write_atomically, writing
+from vcore_ds.common.paths import is_readable, reading, write_text, writing
 from vcore_ds.config.files import UnreadableFile, dump_yaml, parse_yaml, read_text
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
@@ -254,8 +254,7 @@ def begin_sweep(sweep: Sweep) -> SweepFolder:
         texts = {begun.recipe_path(name): dump_recipe(wanted[name]) for name in added}
         texts |= {folder / RUN_NAMES: "".join(f"{run}\n" for run in begun.runs), folder / SWEEP: dump_yaml(values)}
         for path, text in texts.items():
-            with write_atomically(path) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
+            write_text(path, text)
     return begun
 
 
