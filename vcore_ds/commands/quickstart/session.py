@@ -71,7 +71,7 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
         data = prepare_quickstart_data(DATA)
         values |= {"model.path": data.model, "data.train_path": data.train}
         values["data.validation_path"] = {"correct": str(data.correct), "incorrect": str(data.incorrect)}
-        return [make_override(key, value) for key, value in values.items() if key not in chosen]
+        return without_chosen(values, recipe, overrides)
     for file in recipe.data.train_files():
         check_source(file.path)  # before anything that takes long
     if "model.path" not in chosen:
@@ -79,12 +79,12 @@ def prepare_files(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     if "schedule.num_steps" not in chosen:
         values |= {"schedule.num_steps": None, "schedule.num_epochs": 1}
     values["data.cutoff_length"] = OWN_CUTOFF_LENGTH
-    values = {key: value for key, value in values.items() if key not in chosen}
+    split: dict[str, Any] = {}
     if "data.validation_path" not in chosen:
         # Scores and reference log-probabilities are of all rows.
-        has_row_data = recipe.data.keep is not None or recipe.data.reference_log_probabilities is not None
-        values |= {"data.validation_path": None} if has_row_data else split_rows(recipe.data.train_name())
-    return [make_override(key, value) for key, value in values.items()]
+        is_whole = recipe.data.keep is not None or recipe.data.reference_log_probabilities is not None
+        split = {"data.validation_path": None} if is_whole else split_rows(recipe.data.train_name())
+    return without_chosen(values, recipe, overrides) + [make_override(key, value) for key, value in split.items()]
 
 
 def find_chosen(recipe: Recipe, overrides: Sequence[str]) -> set[str]:
@@ -92,6 +92,12 @@ def find_chosen(recipe: Recipe, overrides: Sequence[str]) -> set[str]:
     shipped, wanted = flat_values(load_recipe(RECIPE)), flat_values(recipe)
     changed = {key for key, value in wanted.items() if key not in shipped or value != shipped[key]}
     return changed | {word.partition("=")[0] for word in overrides}
+
+
+def without_chosen(values: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Turn `values` into overrides, leaving out keys that the user has set."""
+    chosen = find_chosen(recipe, overrides)
+    return [make_override(key, value) for key, value in values.items() if key not in chosen]
 
 
 def split_rows(source: str) -> dict[str, Any]:
