@@ -20,7 +20,7 @@ LONGER_UNITS := \
 	provider push report signals slurm_scripts stops store sweep weighted_files
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test soak static chaos gpu gpu8 .venv clean
+.PHONY: help quickstart check test tests soak lint types chaos gpu gpu8 .venv clean
 
 help:
 	@echo "make quickstart   train a real small model on real reasoning traces (minutes, no GPU needed)"
@@ -36,19 +36,24 @@ help:
 quickstart: $(BIN)/installed
 	bash launch_scripts/quickstart.sh
 
-check: static
+check: lint types
 	python -m pytest tests/unit -n auto --dist loadfile $(LONGER_UNITS:%=--ignore=tests/unit/test_%.py)
 
-test:
-	$(MAKE) --jobs 2 --output-sync static $(BIN)/bytecode
+# mypy takes a minute of one core, beside the tests: a mistake in the types is printed then, and fails the whole.
+test: lint
+	$(MAKE) --jobs 2 types tests
+
+tests: $(BIN)/bytecode
 	python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-soak: static
+soak: lint types
 	VCORE_DS_SOAK=1 python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-static: .venv
+lint: .venv
 	ruff format --check .
 	ruff check .
+
+types: .venv
 	mypy
 
 chaos: .venv
@@ -67,7 +72,7 @@ gpu8:
 .venv: $(BIN)/installed-tests
 
 # Bytecode of everything that the tests import. In a fresh clone each of pytest's workers would compile it, in 18 s of
-# CPU time; here one process does, while mypy takes a minute of another core.
+# CPU time.
 $(BIN)/bytecode: $(BIN)/installed-tests
 	-python -m pytest --collect-only -q >/dev/null
 	touch $@

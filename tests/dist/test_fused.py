@@ -262,7 +262,7 @@ def test_other_attention_and_dropout_need_a_separate_pass(results_on_one_rank) -
 def measure_peaks(case: Pass, **changes: int) -> dict[str, int]:
     """Peak bytes of a main pass without utilities and with fused ones; `changes`: sizes of the model."""
     recipe = step_runs.make_recipe(model={"path": "none", "precision": case.precision})
-    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=16, head_dim=16)
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=8, head_dim=16)
     # Prefetched parameters take the same memory in both, but by default they would be half of this small model.
     engine = step_runs.make_engine(
         case.make_model(**sizes | changes), recipe, zero={"stage3_prefetch_bucket_size": 50_000}
@@ -294,7 +294,7 @@ def measure_all_peaks() -> dict[Pass, dict[str, int]]:
 
 
 def test_a_fused_pass_takes_at_most_five_percent_more_memory() -> None:
-    """16 layers of 62 thousand parameters, 1,024 tokens: where activations weigh more than a layer's parameters."""
+    """8 layers of 62 thousand parameters, 1,024 tokens: where activations weigh more than a layer's parameters."""
     for case, peaks in run_ranks(measure_all_peaks, 2)[0].items():
         print(case, peaks, peaks["fused"] / peaks["plain"])
         assert peaks["fused"] <= 1.05 * peaks["plain"]

@@ -1,6 +1,7 @@
 """Runs (`vcore_ds.train.run.train`) that stop after a given step, and the files that they leave; called through
 `run_ranks`."""
 
+import gc
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
 def train(recipe: Recipe) -> Path:
     """Train without a model card, and without the start checks if an earlier run of this process made them with the
     same model: together a tenth of a short run. Returns the run's folder."""
+    gc.freeze()  # DeepSpeed collects garbage at each start of an engine, which would traverse those of earlier runs
     sections = recipe.model_dump_json(include={"model", "lora", "parallel", "batch", "utility"})
     replaced = run.check_start, run.check_derivatives, run.make_model_card
     run.make_model_card = lambda *_: ""
