@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
-from tests.helpers.measured_bytes import kept_bytes
+from tests.helpers.measured_bytes import count_persistent_bytes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.schema import Recipe
@@ -82,7 +82,10 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     precision = recipe.model.precision
     engine = build_engine(derive_engine_settings(recipe), tiny.deepspeed_config(bf16=precision == "bf16"))
     estimator, batch = step_runs.make_estimator(recipe, engine), make_row()
-    num_bytes: dict[str, Any] = {"sft": kept_bytes(engine, None), "vcore": kept_bytes(engine, estimator.direction)}
+    num_bytes: dict[str, Any] = {
+        "sft": count_persistent_bytes(engine, None),
+        "vcore": count_persistent_bytes(engine, estimator.direction),
+    }
     # DeepSpeed makes its traces and hooks in the first pass.
     take_direction(estimator.direction, derive_step_settings(recipe), [batch])
 
