@@ -48,7 +48,7 @@ SCALE = 0.37
 def draw_inputs(
     num_tokens: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, seed: int = 0, dtype=torch.float64
 ):
-    """(query, key, value) and their tangents, two rows."""
+    """(query, key, value) and their tangents, of two sequences or packs."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, num_heads, num_tokens, head_dim) for num_heads in (heads, kv_heads, kv_heads)]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes * 2]
@@ -187,11 +187,11 @@ def test_a_token_does_not_depend_on_later_ones() -> None:
         assert torch.equal(x[:, :, :20], y[:, :, :20])
 
 
-# ---- the interface: sequences of a row, with a gradient and with a tangent ------------------------------------------
+# ---- the interface: sequences of a pack, with a gradient and with a tangent ------------------------------------------
 
 LAYOUTS = {
-    "a sequence a row": [[60], [60]],
-    "one row of two": [[20, 40], [60]],
+    "unpacked": [[60], [60]],
+    "one pack of two": [[20, 40], [60]],
     "short ones": [[16, 16, 28], [1, 58, 1]],
     "many": [[1] * 60, [17, 3, 33, 7]],
 }
@@ -252,7 +252,7 @@ def test_all_attentions_keep_sequences_apart(
         torch.testing.assert_close(recorded["tangent"], d_expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_row_layout_lists_its_sequences_and_splits_into_chunks() -> None:
+def test_a_sequence_layout_lists_its_sequences_and_splits_into_chunks() -> None:
     layout = SequenceLayout.from_lengths([[3, 5], [8]], 1, CPU)
     assert layout.cu_seqlens.tolist() == [0, 3, 8, 16] and layout.cu_seqlens.dtype == torch.int32
     assert (layout.max_seqlen, layout.is_unpacked) == (8, False)
@@ -586,7 +586,7 @@ def test_models_with_sinks_and_capped_scores_have_the_utilities_of_eager_attenti
 
 
 def measure_allocations(attention, num_tokens: int) -> Allocations:
-    """Memory of one forward with all tangents; one row, 2 heads of 32, one key/value head."""
+    """Memory of one forward with all tangents; one sequence, 2 heads of 32, one key/value head."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, num_tokens, 32), (1, 1, num_tokens, 32), (1, 1, num_tokens, 32)]
     tensors = [torch.randn(shape, generator=generator) for shape in shapes * 2]

@@ -52,9 +52,9 @@ def test_the_time_model_chooses_the_micro_batch_size_unless_it_changes_the_resul
         {"unpackable": "whose layers (conv) mix tokens"},
         {"no_sequence_parallelism": "whose attention is its own"},
     ):
-        row_plan = plan(2, replace(QWEN3_32B, **changes))
-        assert not row_plan.may_pack and "those of similar length in a micro-batch" in row_plan.describe()
-    assert not plan(2, model={"path": "none", "attention": "sdpa"}).may_pack  # it would need a mask of the whole row
+        unpacked_plan = plan(2, replace(QWEN3_32B, **changes))
+        assert not unpacked_plan.may_pack and "those of similar length in a micro-batch" in unpacked_plan.describe()
+    assert not plan(2, model={"path": "none", "attention": "sdpa"}).may_pack  # it would need a mask of the whole pack
     assert chosen.spread_main(range(4), [100] * 4).is_packed and chosen.spread_probe(range(4), [100] * 4).is_packed
     assert not chosen.spread_main(range(4), [100] * 4, micro_batch_size=2).is_packed
     assert plan(2, probe={"micro_batch_size_per_rank": 3}).probe_micro_batch_size_per_rank == 3
@@ -84,7 +84,8 @@ def test_a_batch_has_the_size_of_the_recipe_on_any_number_of_ranks(
         == size
     )
     assert (
-        sum(len(ids) for row in batch_plan.spread_probe(range(probe), [9] * probe).micro_steps for ids in row) == probe
+        sum(len(ids) for groups in batch_plan.spread_probe(range(probe), [9] * probe).micro_steps for ids in groups)
+        == probe
     )
 
 
@@ -196,45 +197,45 @@ def test_a_model_of_unknown_shape_may_have_any_number_of_heads() -> None:
     assert plan(28, replace(QWEN3_32B, is_assumed=True), batch={"sequence_parallel": 7}).main_parallel_sizes == (7,)
 
 
-def test_the_longest_sequence_needs_a_row_that_holds_it() -> None:
+def test_the_longest_sequence_needs_a_pack_that_holds_it() -> None:
     """The numbers that the message names work, and those beside them do not."""
     long = {"cutoff_length": 100_000, "train_path": "data.jsonl"}
-    row = {"pack_tokens_per_rank": 16_384}
-    assert plan(8, batch=row, data=long).longest_sequence == 131_072
+    packed = {"pack_tokens_per_rank": 16_384}
+    assert plan(8, batch=packed, data=long).longest_sequence == 131_072
     assert plan(8, data=long).longest_sequence is None
     with pytest.raises(RecipeError) as error:
-        plan(4, batch=row, data=long)
+        plan(4, batch=packed, data=long)
     assert str(error.value) == (
         "batch.pack_tokens_per_rank: found 16384 together with data.cutoff_length 100000, where at most 4 ranks of 4 "
         "can form a Ulysses group (batch.sequence_parallel); expected room for the longest sequence: "
         "batch.pack_tokens_per_rank 25000 or more, or data.cutoff_length 65536 or less"
     )
     assert plan(4, batch={"pack_tokens_per_rank": 25_000}, data=long).longest_sequence == 100_000
-    assert plan(4, batch=row, data=long | {"cutoff_length": 65_536}).longest_sequence == 65_536
-    for batch, data in (({"pack_tokens_per_rank": 24_999}, long), (row, long | {"cutoff_length": 65_537})):
+    assert plan(4, batch=packed, data=long | {"cutoff_length": 65_536}).longest_sequence == 65_536
+    for batch, data in (({"pack_tokens_per_rank": 24_999}, long), (packed, long | {"cutoff_length": 65_537})):
         with pytest.raises(RecipeError):
             plan(4, batch=batch, data=data)
     with pytest.raises(
         RecipeError, match=re.escape("probe.sequence_parallel 8 or auto, or batch.pack_tokens_per_rank")
     ):
-        plan(8, batch=row, data=long, probe={"sequence_parallel": 4})
+        plan(8, batch=packed, data=long, probe={"sequence_parallel": 4})
 
 
 def test_the_remedy_for_idle_ranks_helps() -> None:
-    row, size = {"pack_tokens_per_rank": 16_384}, {"global_size": 4}
-    fixed = plan(64, batch=row | {"sequence_parallel": 1})
+    packed, size = {"pack_tokens_per_rank": 16_384}, {"global_size": 4}
+    fixed = plan(64, batch=packed | {"sequence_parallel": 1})
     assert fixed.simulate(16_384)["main"].is_low
     assert fixed.describe_remedy("main") == "set batch.sequence_parallel to auto"
-    assert not plan(64, batch=row).simulate(16_384)["main"].is_low
+    assert not plan(64, batch=packed).simulate(16_384)["main"].is_low
 
-    odd = plan(63, batch=row | size)  # no parallel size but 1
+    odd = plan(63, batch=packed | size)  # no parallel size but 1
     assert odd.simulate(16_384)["main"].is_low
     assert odd.describe_remedy("main") == (
         "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can form a Ulysses group)"
     )
-    assert not plan(63, batch=row | {"global_size": 504}).simulate(16_384)["main"].is_low
+    assert not plan(63, batch=packed | {"global_size": 504}).simulate(16_384)["main"].is_low
     assert (
-        plan(63, batch=row)
+        plan(63, batch=packed)
         .describe_remedy("probe")
         .startswith("set probe.batch_size to 504 or more, or use fewer ranks (")
     )

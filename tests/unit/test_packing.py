@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vcore_ds.data.dataset import MainOrder
 from vcore_ds.planning.packing import Waste, measure_waste, pack_batch, split_batch
 
-ROW_TOKENS = 16_384
+PACK_TOKENS = 16_384
 
 
 def pack_by_rank(
@@ -26,7 +26,7 @@ def pack_by_rank(
         work=lambda n: n * (1.0 + n / attention),
         micro_step_cost=micro_step_cost,
     )
-    return [list(rows) for rows in zip(*micro_steps, strict=True)]
+    return [list(packs) for packs in zip(*micro_steps, strict=True)]
 
 
 def make_work(attention: float) -> Callable[[int], float]:
@@ -40,22 +40,22 @@ def make_work(attention: float) -> Callable[[int], float]:
 def test_every_sequence_is_packed_once_and_no_pack_is_too_long(lengths, num_ranks, room, attention) -> None:
     pack_tokens = max(lengths) + room
     per_rank = pack_by_rank(lengths, num_ranks, pack_tokens, attention)
-    assert len({len(rows) for rows in per_rank}) == 1
-    packed = [i for rows in per_rank for row in rows for i in row]
+    assert len({len(packs) for packs in per_rank}) == 1
+    packed = [i for packs in per_rank for pack in packs for i in pack]
     assert sorted(packed) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in row) <= pack_tokens for rows in per_rank for row in rows)
+    assert all(sum(lengths[i] for i in pack) <= pack_tokens for packs in per_rank for pack in packs)
     assert per_rank == pack_by_rank(lengths, num_ranks, pack_tokens, attention)
 
 
 def test_packs_by_hand() -> None:
-    # The longest first, each to the cheapest row: 9 and 6, then 5 to the 6, then 2 to the 9.
+    # The longest first, each to the cheapest pack: 9 and 6, then 5 to the 6, then 2 to the 9.
     (first,), (second,) = pack_by_rank([9, 6, 5, 2], 2, 11, 1e9)
     assert sorted([sorted(first), sorted(second)]) == [[0, 3], [1, 2]]
     # A long sequence sets the level of its micro-step, and the short ones are filled up to it: 10 beside 5 + 5, then
-    # 3 beside 3. Rows of equal numbers of tokens, 8 and 8 twice, would be waited for as long with less in them.
+    # 3 beside 3. Packs of equal numbers of tokens, 8 and 8 twice, would be waited for as long with less in them.
     per_rank = pack_by_rank([10, 5, 5, 3, 3], 2, 10, 1e9)
-    assert {frozenset(rows[0]) for rows in per_rank} == {frozenset({0}), frozenset({1, 2})}
-    assert {frozenset(rows[1]) for rows in per_rank} == {frozenset({3}), frozenset({4})}
+    assert {frozenset(packs[0]) for packs in per_rank} == {frozenset({0}), frozenset({1, 2})}
+    assert {frozenset(packs[1]) for packs in per_rank} == {frozenset({3}), frozenset({4})}
 
 
 def test_more_ranks_than_sequences_get_one_pack_each() -> None:
@@ -63,16 +63,16 @@ def test_more_ranks_than_sequences_get_one_pack_each() -> None:
 
 
 def test_another_micro_step_has_to_save_its_cost() -> None:
-    def compute_row_sums(lengths: list[int], micro_step_cost: float) -> list[list[int]]:
+    def compute_pack_sums(lengths: list[int], micro_step_cost: float) -> list[list[int]]:
         per_rank = pack_by_rank(lengths, 2, 40, 1e9, micro_step_cost)
-        return [[sum(lengths[i] for i in row) for row in rows] for rows in per_rank]
+        return [[sum(lengths[i] for i in pack) for pack in packs] for packs in per_rank]
 
     # 9 and 4 tokens one after the other take one token less than 14 at once.
     lengths = [2, 9, 6, 4, 3, 2]
-    assert compute_row_sums(lengths, 0.9) == [[9, 4], [9, 4]]
-    assert compute_row_sums(lengths, 1.1) == [[12], [14]]
+    assert compute_pack_sums(lengths, 0.9) == [[9, 4], [9, 4]]
+    assert compute_pack_sums(lengths, 1.1) == [[12], [14]]
     # 12 and 8 take as long as 20 at once, but for rounding, which is not the same in Python 3.11 and 3.12.
-    assert compute_row_sums([12, 4, 11, 4, 7], 0.0) == [[20], [18]]
+    assert compute_pack_sums([12, 4, 11, 4, 7], 0.0) == [[20], [18]]
 
 
 def compute_waste(
@@ -99,9 +99,9 @@ def test_waste_by_hand() -> None:
     packed = compute_waste([[[1, 2], [3]]], lengths, 1e12, is_packed=True)
     assert packed.padding_share == pytest.approx(4 / 48) and packed.rank_imbalance == pytest.approx(24 / 22)
     assert packed.utilization == pytest.approx(22 / 24) and packed.num_idle_ranks == 0
-    # A row each: the 8 is padded to 16, and the 20 to 24.
-    rows = compute_waste([[[1, 2], [3]]], lengths, 1e12, is_packed=False)
-    assert rows.padding_share == pytest.approx(12 / 56) and rows.rank_imbalance == pytest.approx(32 / 28)
+    # Unpacked: the 8 is padded to 16, and the 20 to 24.
+    unpacked = compute_waste([[[1, 2], [3]]], lengths, 1e12, is_packed=False)
+    assert unpacked.padding_share == pytest.approx(12 / 56) and unpacked.rank_imbalance == pytest.approx(32 / 28)
     # An idle rank is waited for by nobody, and waits; micro-steps add up.
     idle = compute_waste([[[2], []], [[1], [1]]], lengths, 16, is_packed=True)
     assert idle.rank_imbalance == pytest.approx((16 * 2 + 8 * 1.5) / (16 * 2 / 2 + 8 * 1.5))
@@ -110,7 +110,7 @@ def test_waste_by_hand() -> None:
 
 def test_waste_of_groups_by_hand() -> None:
     lengths = [8, 16, 20]
-    # Six ranks, two to a row: rows of 24 and 20 tokens, both padded to 32 and 32, and a pair without a row.
+    # Six ranks, two to a pack: packs of 24 and 20 tokens, both padded to 32 and 32, and a pair without a pack.
     pairs = compute_waste([[[0, 1], [2]]], lengths, 1e12, is_packed=True, num_ranks=6, sequence_parallel=2)
     assert pairs.padding_share == pytest.approx(20 / 64) and pairs.num_idle_ranks == 2
     assert pairs.rank_imbalance == pytest.approx((24 / 2) / (44 / 6))
@@ -125,7 +125,7 @@ def draw_long_tailed(num_sequences: int, seed: int) -> list[int]:
     """Like the paper's data: mean 3,155 tokens, cut off at 16,384."""
     generator = np.random.default_rng(seed)
     drawn = generator.lognormal(np.log(3155) - 0.5 * 0.8**2, 0.8, 4 * num_sequences)
-    return [int(n) for n in drawn if 64 <= n <= ROW_TOKENS][:num_sequences]
+    return [int(n) for n in drawn if 64 <= n <= PACK_TOKENS][:num_sequences]
 
 
 @pytest.mark.parametrize("batch_size", [64, 128, 512])
@@ -134,14 +134,14 @@ def test_ranks_wait_little_for_each_other_on_long_tailed_lengths(batch_size: int
     attention, waiting, padding = 59_000.0, [], []
     for seed in range(20):
         lengths = draw_long_tailed(batch_size, seed)
-        per_rank = pack_by_rank(lengths, 8, ROW_TOKENS, attention, micro_step_cost=1272.0)
+        per_rank = pack_by_rank(lengths, 8, PACK_TOKENS, attention, micro_step_cost=1272.0)
         costs = np.array(
-            [[sum(lengths[i] * (1 + lengths[i] / attention) for i in row) for row in rows] for rows in per_rank]
+            [[sum(lengths[i] * (1 + lengths[i] / attention) for i in pack) for pack in packs] for packs in per_rank]
         )
         waiting.append(costs.max(0).sum() / costs.mean(0).sum())  # of every micro-step, the slowest rank
-        tokens = [sum(lengths[i] for i in row) for rows in per_rank for row in rows]
+        tokens = [sum(lengths[i] for i in pack) for packs in per_rank for pack in packs]
         padding.append(1 - sum(tokens) / sum(-(-n // 8) * 8 for n in tokens))
-        by_position = [list(rows) for rows in zip(*per_rank, strict=True)]
+        by_position = [list(packs) for packs in zip(*per_rank, strict=True)]
         waste = compute_waste(by_position, lengths, attention, is_packed=True, num_ranks=8)
         assert waste.padding_share == pytest.approx(padding[-1]) and waste.rank_imbalance == pytest.approx(waiting[-1])
     print(f"|B| {batch_size}: slowest rank {np.mean(waiting):.3f} x mean, padding {np.mean(padding):.2%}")

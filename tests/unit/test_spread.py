@@ -52,13 +52,15 @@ def test_a_pack_has_to_hold_the_longest_sequence() -> None:
     num_ranks=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 64, 1000]),
     num_heads=st.sampled_from([1, 4, 9, 12, 64]),
     room=st.integers(0, 100),
-    num_rows=st.sampled_from([None, 1, 3]),
+    num_unpacked=st.sampled_from([None, 1, 3]),
     machine=st.sampled_from([H100, CPU]),
 )
-def test_every_sequence_is_placed_once_where_it_fits(lengths, num_ranks, num_heads, room, num_rows, machine) -> None:
+def test_every_sequence_is_placed_once_where_it_fits(
+    lengths, num_ranks, num_heads, room, num_unpacked, machine
+) -> None:
     parallel_sizes = list_sequence_parallel_sizes(num_ranks, num_heads)
     pack_tokens = -(-max(lengths) // parallel_sizes[-1]) + room
-    limit = MicroBatchLimit(pack_tokens) if num_rows is None else MicroBatchLimit(None, num_rows)
+    limit = MicroBatchLimit(pack_tokens) if num_unpacked is None else MicroBatchLimit(None, num_unpacked)
     shape = ModelShape(2, num_heads, 1, 16, 50_000)
     time_model = TimeModel(shape, num_ranks, min(8, num_ranks), machine)
     ids = [100 + i // 2 for i in range(len(lengths))]  # an id may come twice in a batch
@@ -69,15 +71,15 @@ def test_every_sequence_is_placed_once_where_it_fits(lengths, num_ranks, num_hea
         ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model
     )
     per_group = [batch_spread.list_group_ids(group) for group in range(min(num_ranks // k, len(ids) + 2))]
-    assert sorted(i for steps in per_group for row in steps for i in row) == ids
+    assert sorted(i for steps in per_group for micro_batch in steps for i in micro_batch) == ids
     assert {len(steps) for steps in per_group} == {len(batch_spread.micro_steps)}
     assert all(len(groups) <= len(ids) for groups in batch_spread.micro_steps)
-    if num_rows is None:
+    if num_unpacked is None:
         # Ids repeat, so the check uses the shortest possible length of each id.
         shortest = {i: min(n for j, n in zip(ids, lengths, strict=True) if i == j) for i in ids}
-        assert all(sum(shortest[i] for i in row) <= k * pack_tokens for steps in per_group for row in steps)
+        assert all(sum(shortest[i] for i in pack) <= k * pack_tokens for steps in per_group for pack in steps)
     else:
-        assert all(len(row) <= num_rows for steps in per_group for row in steps)
+        assert all(len(micro_batch) <= num_unpacked for steps in per_group for micro_batch in steps)
     waste = batch_spread.waste
     assert waste.rank_imbalance >= 1 - 1e-9 and waste.num_tokens == sum(lengths)
     busy = sum(any(steps) for steps in per_group)
@@ -97,9 +99,9 @@ def test_no_pack_is_longer_than_its_ranks_can_hold(lengths, pack_tokens) -> None
             time_model=time_model,
         )
         assert batch_spread.sequence_parallel == size
-        rows = [row for groups in batch_spread.micro_steps for row in groups]
-        assert max(sum(lengths[i] for i in row) for row in rows) <= size * pack_tokens
-        assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+        packs = [pack for groups in batch_spread.micro_steps for pack in groups]
+        assert max(sum(lengths[i] for i in pack) for pack in packs) <= size * pack_tokens
+        assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
 
 
 def find_micro_batch_sizes(lengths: list[int], machine: Machine) -> list[int]:
@@ -137,15 +139,15 @@ def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(
         limit = MicroBatchLimit(None, None, may_pack)
         batch_spread = spread(range(len(lengths)), lengths, parallel_sizes=[size], limit=limit, time_model=time_model)
         assert batch_spread.is_packed == may_pack
-        assert sorted(i for groups in batch_spread.micro_steps for row in groups for i in row) == list(
+        assert sorted(i for groups in batch_spread.micro_steps for micro_batch in groups for i in micro_batch) == list(
             range(len(lengths))
         )
         bound = max(FREE_TOKENS * size, padded_length(max(lengths), size))
         for groups in batch_spread.micro_steps:
-            for row in groups:
-                row_lengths = [lengths[i] for i in row]
-                rows = [sum(row_lengths)] if may_pack else [max(row_lengths, default=0)] * len(row_lengths)
-                assert sum(padded_length(n, size) for n in rows) <= bound
+            for micro_batch in groups:
+                unpadded = [lengths[i] for i in micro_batch]
+                padded = [sum(unpadded)] if may_pack else [max(unpadded, default=0)] * len(unpadded)
+                assert sum(padded_length(n, size) for n in padded) <= bound
 
 
 def test_packing_leaves_less_padding_and_waiting_than_unpacked_sequences() -> None:
@@ -156,10 +158,10 @@ def test_packing_leaves_less_padding_and_waiting_than_unpacked_sequences() -> No
         lengths, limit = [111, 138, 164, 512], MicroBatchLimit(None, None, may_pack)
         return spread(range(4), lengths, parallel_sizes=[1], limit=limit, time_model=time_model)
 
-    rows, packed = spread_probe(may_pack=False), spread_probe(may_pack=True)
-    assert (len(rows.micro_steps), len(packed.micro_steps)) == (2, 1)
+    unpacked, packed = spread_probe(may_pack=False), spread_probe(may_pack=True)
+    assert (len(unpacked.micro_steps), len(packed.micro_steps)) == (2, 1)
     assert sorted(map(len, packed.micro_steps[0])) == [1, 3]
-    assert packed.time < 0.8 * rows.time
+    assert packed.time < 0.8 * unpacked.time
 
 
 def choose_spread(lengths: list[int], num_ranks: int, **options) -> Spread:
@@ -173,7 +175,7 @@ def test_ranks_share_a_pack_only_where_that_is_faster() -> None:
     assert choose_spread([4096] * 64, 8).sequence_parallel == 1  # balanced already: an exchange would only cost
     assert choose_spread([16_000] * 4, 8).sequence_parallel == 2
     assert choose_spread([16_000, 500, 500, 500], 8).sequence_parallel == 8
-    assert choose_spread([100_000, 500], 8).sequence_parallel == 8  # no shorter row holds it
+    assert choose_spread([100_000, 500], 8).sequence_parallel == 8  # no shorter pack holds it
     free = TimeModel(QWEN3_32B, 4, 4, machine=type(H100)(1.0, math.inf, math.inf, 0.0, 0.0))
     assert choose_spread([8, 8, 8, 8], 4, time_model=free, parallel_sizes=[1, 2, 4]).sequence_parallel == 1  # a tie
 
