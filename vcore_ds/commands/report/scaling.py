@@ -112,11 +112,12 @@ def _choose_starts(y: np.ndarray, num_terms: int, num_exponents: int) -> np.ndar
 
 def _predict(features: np.ndarray, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """log(loss) at the points and its derivative: [fits, points] and [fits, points, parameters]."""
-    logs = np.einsum("tnp,fp->tfn", features, parameters)
+    logs = parameters @ features.transpose(0, 2, 1)
     top = logs.max(0)
     shares = np.exp(logs - top)
     total = shares.sum(0)
-    return top + np.log(total), np.einsum("tfn,tnp->fnp", shares / total, features)
+    derivative = (shares / total).transpose(2, 1, 0) @ features.transpose(1, 0, 2)
+    return top + np.log(total), derivative.transpose(1, 0, 2)
 
 
 def _minimise(features: np.ndarray, y: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -131,10 +132,10 @@ def _minimise(features: np.ndarray, y: np.ndarray, counts: np.ndarray, starts: n
         predicted, derivative = _predict(features, parameters)
         residuals = predicted - y
         weighted = weights * np.minimum(1.0, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-300))
-        normal = np.einsum("bn,bnp,bnq->bpq", weighted, derivative, derivative, optimize=True)
-        gradient = np.einsum("bn,bn,bnp->bp", weighted, residuals, derivative, optimize=True)
+        transposed = (derivative * weighted[..., None]).transpose(0, 2, 1)
+        normal, gradient = transposed @ derivative, transposed @ residuals[..., None]
         scale = np.trace(normal, axis1=1, axis2=2)[:, None, None] / len(identity) + 1e-30
-        step = np.linalg.solve(normal + damping * scale * identity, gradient[..., None])[..., 0]
+        step = np.linalg.solve(normal + damping * scale * identity, gradient)[..., 0]
         tried = parameters - np.clip(step, -1.0, 1.0)
         tried_cost = _huber(_predict(features, tried)[0] - y, weights)
         better = tried_cost < cost
