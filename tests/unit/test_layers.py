@@ -6,7 +6,8 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,30 @@ def find_violations(source: str, module: str) -> list[str]:
     return problems
 
 
+def find_circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules of which each imports the next, in functions too, and the last is the first; empty where there are none.
+
+    Args:
+        sources: module -> its source.
+    """
+    imported: dict[str, set[str]] = {module: set() for module in sources}
+    for module, source in sources.items():
+        if module.endswith(".__init__"):
+            continue  # a command's own file hands its options to the files beside it, which import their types
+        for _, name in iter_imports(source, module):
+            # A module, a package, or what one of them defines.
+            owner = name.rpartition(".")[0]
+            candidates = (name, f"{name}.__init__", owner, f"{owner}.__init__")
+            target = next((candidate for candidate in candidates if candidate in sources), module)
+            if target not in (module, f"vcore_ds.{PUBLIC}"):
+                imported[module].add(target)
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def find_unnamed_reductions(source: str, module: str) -> list[str]:
     """Calls of collectives, or of a bare rank or world size, that name no axis of the layout."""
     calls = []
@@ -127,6 +152,20 @@ def list_modules() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize(("path", "module"), list_modules(), ids=[module for _, module in list_modules()])
 def test_a_room_imports_only_what_it_may(path: Path, module: str) -> None:
     assert find_violations(path.read_text(encoding="utf-8"), module) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert find_circle({module: path.read_text(encoding="utf-8") for path, module in list_modules()}) == []
+
+
+def test_a_circle_is_detected() -> None:
+    sources = {
+        "vcore_ds.train.run": "from vcore_ds.train import loop",
+        "vcore_ds.train.loop": "def f():\n    from vcore_ds.train.step import take",
+        "vcore_ds.train.step": "import vcore_ds.train.run",
+    }
+    assert set(find_circle(sources)) == set(sources)
+    assert find_circle(sources | {"vcore_ds.train.step": "import vcore_ds.common.text"}) == []
 
 
 def test_every_room_is_drawn() -> None:

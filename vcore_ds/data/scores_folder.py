@@ -192,3 +192,12 @@ def _read_table(path: Path, columns: Sequence[str] | None) -> Any:
             return file.read(columns=None if columns is None else list(columns))
     except pa.ArrowException as error:
         raise UserError(f"{path}: is damaged ({first_line(error)}); expected {_EXPECTED}. {_REMEDY}") from None
+
+
+def group_by_source(sources: "np.ndarray", most: int) -> list[tuple[str, "np.ndarray"]]:
+    """Name and members (bool) of all sources together, if there are several, then of the `most` largest."""
+    import numpy as np
+
+    names, index = np.unique(sources.astype(str), return_inverse=True)
+    groups = [("all", np.ones(len(index), dtype=np.bool_))] * (len(names) > 1)
+    return groups + [(str(names[i]), index == i) for i in np.argsort(-np.bincount(index), kind="stable")[:most]]

@@ -10,7 +10,6 @@ import numpy as np
 from vcore_ds.commands.report.page import render_page
 from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.report.traces import index_type, loss_levels, nearest, pack_arrays, rounded, utility_levels
-from vcore_ds.commands.score.result import group_by_source
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_text
 from vcore_ds.data import scores_folder
@@ -230,7 +229,7 @@ def _sources_table(columns: dict[str, np.ndarray], name: str) -> list[list[str]]
     """A row for all sources together, if there are several, then one per source, the one with the most traces first."""
     mean = columns[scores_folder.utility_columns(name)[1]].astype(np.float64)
     rows = []
-    for label, members in group_by_source(columns["source"], MOST_SOURCES):
+    for label, members in scores_folder.group_by_source(columns["source"], MOST_SOURCES):
         chosen = members & np.isfinite(mean)
         values, tokens = mean[chosen], columns["num_supervised_tokens"][chosen]
         quartiles = np.quantile(values, [0.25, 0.5, 0.75]) if len(values) else np.full(3, np.nan)

@@ -235,13 +235,6 @@ def _make_token_rows(store: Store, name: str, inputs: SetInputs, shown: Sequence
     return rows
 
 
-def group_by_source(sources: np.ndarray, most: int) -> list[tuple[str, np.ndarray]]:
-    """Name and members (bool) of all sources together, if there are several, then of the `most` largest."""
-    names, index = np.unique(sources.astype(str), return_inverse=True)
-    groups = [("all", np.ones(len(index), dtype=np.bool_))] * (len(names) > 1)
-    return groups + [(str(names[i]), index == i) for i in np.argsort(-np.bincount(index), kind="stable")[:most]]
-
-
 def describe(output: Path, scores: scores_folder.Scores) -> str:
     """The lines at the end: for each set and source the number of traces, mean utility and share of positive ones."""
     lines = []
@@ -251,7 +244,7 @@ def describe(output: Path, scores: scores_folder.Scores) -> str:
         mean = columns[mean_column].astype(np.float64)
         lines += ["", f"Along {name} ({count(trusted.num_sequences, 'trace')}, loss {trusted.loss:.4f} nats):"]
         table = [("source", "traces", "mean utility", "positive")]
-        for label, members in group_by_source(columns["source"], MAX_SOURCES):
+        for label, members in scores_folder.group_by_source(columns["source"], MAX_SOURCES):
             values = mean[members]
             table.append((label, f"{len(values):,}", f"{values.mean():.3g}", f"{(values > 0).mean():.0%}"))
         lines += [f"  {line}" for line in align_columns(table)]
