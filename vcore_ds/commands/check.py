@@ -55,11 +55,11 @@ def main(arguments: argparse.Namespace) -> None:
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, run_plan.find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
+    warnings = []
     try:
-        warnings = []
         can_resume(recipe)
     except FinishedRun as error:
-        warnings = [f"Warning: {error}"]
+        warnings.append(f"Warning: {error}")
     check_output_folder(Path(recipe.run.output_dir))
     if arguments.prints_recipe:
         print(dump_recipe(recipe), end="")

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--above", type=float, metavar="UTILITY", help="keep traces with a higher utility, such as 0")
     weights = (
         "write tokens with Gibbs weights instead of rows, to a Parquet file: kl_budget=NUMBER or temperature=NUMBER as "
-        "in a recipe's section `method`; of all traces without --top or --above. Needs scores with --tokens all"
+        "in a recipe's section `method`; of all traces without --top or --above. Needs scores made with --tokens all"
     )
     add("--weights", metavar="KEY=NUMBER", help=weights)
     add("--output", required=True, type=Path, metavar="FILE", help="file to write (.jsonl; .parquet with --weights)")
@@ -93,7 +93,7 @@ def _write_rows(selection: "Selection", output: Path, origin: Path, with_utility
     scores = selection.scores
     entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
     with write_atomically(origin) as unfinished_origin, write_atomically(output) as unfinished:
-        # Half of a surrogate pair has no UTF-8; its backslash escape is the one of JSON.
+        # UTF-8 cannot encode half of a surrogate pair; the backslash escape of it is JSON's, too.
         with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(f"{line}\n" for line in kept_lines(selection, with_utility))
         unfinished_origin.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,9 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run's folder (run.output_dir)")
     add("--checkpoint", metavar="NAME", help="a checkpoint of the run, such as step_00000100 (default: the newest)")
-    add("--output", type=Path, metavar="DIR", help="new folder (default RUN/export/CHECKPOINT/KIND)")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="new folder (default: model, adapter or merged in RUN/export/CHECKPOINT)",
+    )
     add("--merge", action="store_true", help="for a LoRA run: merge the adapter into the model")
-    add("--dtype", choices=["bf16", "fp32"], help="of the weights (default: the run's precision; for an adapter fp32)")
+    add("--dtype", choices=["bf16", "fp32"], help="dtype of the weights (default: the run's; for an adapter fp32)")
     add("--base-model", metavar="OWNER/NAME", help="hub id of the base model, for the card (default: from model.path)")
     evaluation = "folder with an evaluation.json of this result, for the model card; repeat it for several"
     add("--evaluation", type=Path, action="append", default=[], metavar="DIR", help=evaluation)

@@ -242,7 +242,7 @@ def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
             raise UserError(f"--merge: found {others[0]}; expected only adapters of linear layers and experts")
     else:
         check_fit(recipe, trained, {n: like.shape for n, like in stored.weights.items() if n in trained.shapes})
-    is_complete = all(set(part.names) <= trained.shapes.keys() for part in stored.groups)
+    is_complete = all(set(group.names) <= trained.shapes.keys() for group in stored.groups)
     base = None if is_complete else model_folder.WeightFiles(recipe.model.path)
 
     def stream() -> Iterator[tuple[str, Tensor]]:

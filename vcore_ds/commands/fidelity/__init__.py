@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="DIR", help="write fidelity.json there")
     add("--sequences", type=int, default=4, metavar="N", help="training sequences to measure on (default 4)")
     add("--epsilons", **numbers, default="1 1e-1 1e-2 1e-3 1e-4 1e-5".split(), help="step sizes (default 1 ... 1e-5)")
-    add("--ranks", **numbers, default=["16", "64", "128"], help="values of probe.rank (default 16 64 128; no LoRA)")
+    add(
+        "--ranks",
+        **numbers,
+        default=["16", "64", "128"],
+        help="values of probe.rank (default 16 64 128; not with LoRA)",
+    )
     add("--probe-sizes", **numbers, default=["1", "4", "8", "32"], help="sizes of small probes (default 1 4 8 32)")
     add("--large-probe", type=int, default=64, metavar="N", help="size of the probe to compare with (default 64)")
     add("--stale-steps", **numbers, default=["1", "2", "4", "8"], help="ages of directions in steps (default 1 2 4 8)")
@@ -94,16 +99,14 @@ class Choice:
 def check_options(options: FidelityOptions) -> None:
     """Raise UserError for numbers out of range."""
     numbers = {
-        "--epsilons": options.epsilons,
         "--ranks": options.ranks,
         "--probe-sizes": options.probe_sizes,
         "--stale-steps": options.stale_steps,
         "--large-probe": [options.large_probe_size],
         "--after-steps": [options.after_steps],
     }
-    wrong = [
-        f"{name} {number:g}" for name, values in numbers.items() for number in values if not 0 <= number < math.inf
-    ]
+    wrong = [f"--epsilons {epsilon:g}" for epsilon in options.epsilons if not 0 < epsilon < math.inf]
+    wrong += [f"{name} {number}" for name, values in numbers.items() for number in values if number < 0]
     if wrong:
         raise UserError(f"{', '.join(wrong)}: expected positive numbers, or 0 to leave a part out")
     if options.num_sequences < 1:

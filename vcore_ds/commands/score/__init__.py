@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--checkpoint", metavar="NAME", help=checkpoint)
     add("--output", type=Path, metavar="DIR", help="new folder (default runs/scores/NAME, of the recipe or the run)")
-    tokens = "also write utilities of all tokens, for `keep --weights` (default shown: of the best and worst traces)"
+    tokens = (
+        "write utilities of the tokens of the best and worst traces, or of all, for `keep --weights` (default shown)"
+    )
     add("--tokens", choices=["shown", "all"], default="shown", help=tokens)
     add_again(parser)
 
