@@ -274,7 +274,7 @@ def _find_span(
 def _find_left_out(
     template: _Template, conversation: Conversation, text: str, spans: dict[int, tuple[int, int] | None]
 ) -> str:
-    """Name the contents of a conversation that are missing in its text; empty if none are. Thinking is not checked, nor
+    """Name the contents of a conversation that its text lacks; empty for none. Thinking is not checked, nor
     the assistant's text in turns that cannot be supervised: templates shorten earlier turns on purpose, and these are
     counted."""
     messages = conversation.messages

@@ -195,7 +195,7 @@ def _read_table(path: Path, columns: Sequence[str] | None) -> Any:
 
 
 def group_by_source(sources: "np.ndarray", most: int) -> list[tuple[str, "np.ndarray"]]:
-    """Name and members (bool) of all sources together, if there are several, then of the `most` largest."""
+    """Group traces by source: name and members (bool) of all together, if several, then of the `most` largest."""
     import numpy as np
 
     names, index = np.unique(sources.astype(str), return_inverse=True)

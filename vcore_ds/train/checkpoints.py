@@ -208,7 +208,8 @@ class Checkpoints:
         if state.frozen_digest not in (None, self.frozen_digest):
             raise UserError(
                 f"model.path: {self._recipe.model.path}: found other weights than those that {folder} "
-                "has adapters for; expected the model that the run began with. Restore it, or set run.output_dir"
+                "has adapters for; expected the model that the run began with. Restore it, or set run.output_dir to a "
+                "new folder"
             )
 
     def is_due(self, step: int, num_steps: int) -> bool:

@@ -80,12 +80,13 @@ def begin_branch(recipe: Recipe) -> None:
             if run_folder.parse_record_step(path) <= step:
                 (tokens / path.name).unlink(missing_ok=True)
                 _link_or_copy(path, tokens / path.name)
-        texts = {name: (run / name).read_text() for name in (METRICS, ENVIRONMENT) if (run / name).is_file()}
+        names = [name for name in (METRICS, ENVIRONMENT) if (run / name).is_file()]
+        texts = {name: (run / name).read_text(encoding="utf-8") for name in names}
         if METRICS in texts:
             lines = texts[METRICS].splitlines(keepends=True)
             texts[METRICS] = "".join(line for line in lines if run_folder.parse_line_step(line) in range(1, step + 1))
         # Last: a folder with a recipe is a run, which the same command resumes.
-        for name, text in (texts | {RECIPE: (checkpoint / RECIPE).read_text()}).items():
+        for name, text in (texts | {RECIPE: (checkpoint / RECIPE).read_text(encoding="utf-8")}).items():
             write_text(folder / name, text)
 
 

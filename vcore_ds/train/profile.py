@@ -20,7 +20,7 @@ from vcore_ds.train.profile_folder import PROFILES, OperationRow
 
 PHASES = {"probe": "probe", "utility": "utility", "main": "main", "step": "update", "followed": "followed"}
 """Phase of a step (`StepRecorder.measuring`) -> its range in a trace."""
-OUTSIDE = "between"  # operations of a step outside the phases: reductions of sums
+OUTSIDE = "between"  # operations of a step outside the phases: all-reduces of sums
 MAX_OPERATIONS = 12  # rows of a phase in a table, besides the rest
 WAITING = "(Python and waiting)"
 """Time of a phase in which its main thread ran no operation; on CPUs only."""

@@ -64,7 +64,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
     """Run a recipe. A collective. `advice_if_long`: how to make the run shorter, printed after the first step of a long
     run; `says_next`: print the command for the run's report at the end.
     Raises UserError for mistakes of the user, before anything is written; NonFiniteLoss, NonFiniteGradient with step,
-    rank and sequence ids; RunStopped on all ranks alike, after a checkpoint."""
+    rank and sequence ids, without an update; RunStopped on all ranks alike, after a checkpoint."""
     resumes = can_resume(recipe)
     for key, path in recipe.data.paths().items():
         if key not in WRITTEN_BY_COMMANDS:
@@ -290,8 +290,8 @@ def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
         try:
             return run_steps(run, num_done)
         except Exception:
-            # Also if this rank fails alone: the background threads of the others continue while their main threads wait
-            # for it, and the watchdog finds dead ranks.
+            # Even if this rank fails alone: the background threads of the others continue while their main threads
+            # wait for it, and the watchdog finds dead ranks.
             checkpoints.finish_after_failure()
             raise
 

@@ -41,7 +41,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
     """Plan how batches are spread over the ranks of this job, and make the groups that this needs. A collective. Raises
     UserError, on all ranks alike, if a rank cannot read the model's configuration, and RecipeError as `plan_batch`."""
     shape = run_first_rank_first(lambda: read_model_shape(settings.model.path))
-    # Rank 0's values: all ranks must plan the same layout, also if nodes differ.
+    # Rank 0's values: all ranks must plan the same layout, even if nodes differ.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(
         settings,
@@ -101,7 +101,7 @@ def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | P
 
 
 def should_coalesce(settings: EngineSettings, model: torch.nn.Module) -> bool:
-    """Whether to reduce gradients once a step; the same on all ranks, also if their memory differs. A collective."""
+    """Whether to reduce gradients once a step; the same on all ranks, even if their memory differs. A collective."""
     if settings.coalesce_gradient_reduction != "auto":
         return settings.coalesce_gradient_reduction
     room = COALESCING_SHARE * min(layout.gather_objects("job", total_memory_bytes()))

@@ -55,7 +55,8 @@ def split_columns(batch: Batch, **columns: Tensor | None) -> Iterator[dict[str, 
     arrays["positions"] = batch.position_ids()[:, 1:][supervised].int().numpy()
     arrays["token_ids"] = batch.labels[:, 1:][supervised].int().numpy()
     for number, prompt in enumerate(batch.prompts()):
-        fields = {name: None if array is None else array[index == number] for name, array in arrays.items()}
+        members = index == number
+        fields = {name: None if array is None else array[members] for name, array in arrays.items()}
         yield fields | {"prompt_ids": prompt[-MOST_PROMPT_TOKENS:].int().numpy()}
 
 
@@ -182,7 +183,7 @@ class StepRecorder:
         self._finite: list[tuple[list[int], Tensor]] = []
 
     def begin(self, method: MethodConfig, counts: GlobalCounts) -> None:
-        """Set the method and the counts of all supervised tokens of the global batch, also if the method drops some."""
+        """Set the method and the counts of all supervised tokens of the global batch, even if the method drops some."""
         self._method, self._counts = method, counts
 
     @contextmanager

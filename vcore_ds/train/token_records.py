@@ -135,7 +135,7 @@ class TokenRecord:
 
     step: int  # optimizer step, from 1, as in metrics.jsonl
     first_trusted_id: int | None
-    """Sequences from this id on are row `id - first_trusted_id` of the trusted pool (`data.trusted_share`); None if the
+    """A sequence from this id on is row `id - first_trusted_id` of the trusted pool (`data.trusted_share`); None if the
     batches hold none."""
     num_sequences_global: int
     """Sequences with supervised tokens in the step's batch; the record holds some of them."""

@@ -287,7 +287,7 @@ def find_text(row: dict[str, Any], *names: str) -> str | None:
 
 
 def require_text(row: dict[str, Any], *names: str) -> str:
-    """Return `find_text`; raise ValueError if none of the columns has text."""
+    """Like `find_text`, but raise ValueError if none of the columns has text."""
     text = find_text(row, *names)
     if text is None:
         columns = ", ".join(map(str, row)) or "none"
