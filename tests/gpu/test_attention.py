@@ -27,9 +27,16 @@ def test_the_flash_kernel_over_variable_lengths_equals_fp64(
     exact = [x.double().requires_grad_() for x in rounded]
     expected = attend_unfused(*exact[:3], make_mask(60, sliding_window, LAYOUTS[name]), *exact[3:]).transpose(1, 2)
     gradients = [torch.autograd.grad(y.double().square().sum(), x) for y, x in ((output, leaves), (expected, exact))]
-    torch.testing.assert_close(output.cpu().double(), expected, rtol=0.02, atol=0.02)
-    for gradient, reference in zip(*gradients, strict=True):
-        torch.testing.assert_close(gradient.cpu().double(), reference, rtol=0.05, atol=0.05)
+    errors = [relative_error(output, expected)]
+    errors += [relative_error(x, y) for x, y in zip(*gradients, strict=True)]
+    print(f"{name}, window {sliding_window}, sinks {with_sinks}: {', '.join(f'{error:.1e}' for error in errors)}")
+    assert errors[0] <= 1e-2 and max(errors) <= 2e-2
+
+
+def relative_error(computed: torch.Tensor, exact: torch.Tensor) -> float:
+    """Norm of the error relative to the exact norm. Single elements say little: correct kernels that round scores or
+    weights to bf16 at other places differ by several times 5% of an element of the gradients."""
+    return float((computed.detach().cpu().double() - exact).norm() / exact.norm())
 
 
 def test_flash_attention_4_is_used_where_it_is_installed() -> None:
