@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import tiny
 from tests.helpers.setups import write_model
+from vcore_ds.common import digests
 from vcore_ds.common.errors import UserError
-from vcore_ds.models import model_identity
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.model_identity import RULE, compute_model_digest
 
@@ -45,7 +45,7 @@ FORMATS = ("single", "parts", "bin", "bin_parts")
 @pytest.fixture(params=[True, False], ids=["complete", "sampled"])
 def reads_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
+        monkeypatch.setattr(digests, "WHOLE_BYTES", 0)
     return request.param
 
 
@@ -63,7 +63,7 @@ def test_every_tensor_is_in_the_digest(models: Path, tmp_path: Path, name: str, 
     first = compute_model_digest(str(models / name))
     assert first.startswith(RULE) and first == compute_model_digest(str(models / name))
     files = sorted(path for path in (models / name).iterdir() if path.suffix in (".safetensors", ".bin"))
-    digests = {first}
+    found = {first}
     for file in files:
         tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         for number in range(len(tensors)):
@@ -71,9 +71,9 @@ def test_every_tensor_is_in_the_digest(models: Path, tmp_path: Path, name: str, 
             shutil.copytree(models / name, copy)
             change_tensor(copy / file.name, number)
             assert (copy / file.name).stat().st_size == file.stat().st_size
-            digests.add(compute_model_digest(str(copy)))
+            found.add(compute_model_digest(str(copy)))
             shutil.rmtree(copy)
-    assert len(digests) == 1 + len(load_file(models / "single" / "model.safetensors"))
+    assert len(found) == 1 + len(load_file(models / "single" / "model.safetensors"))
 
 
 def flip_region(file: Path) -> None:
@@ -147,25 +147,25 @@ def test_a_tensor_larger_than_a_step_is_sampled_along_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of several fused experts may differ, in the middle of a tensor."""
-    monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(digests, "WHOLE_BYTES", 0)
     (tmp_path / "config.json").write_text("{}")
     writers = {"model.safetensors": save_file, "pytorch_model.bin": torch.save}
     experts = torch.zeros(3, 1280, 1024)  # 5 MiB each
-    digests = set()
+    found = set()
     for changed in (None, 0, 1, 2):
         tensor = experts.clone()
         if changed is not None:
             tensor[changed] += 1
         for name, write in writers.items():
             write({"small": torch.ones(2), "experts": tensor}, tmp_path / name)
-            digests.add(compute_model_digest(str(tmp_path)))
+            found.add(compute_model_digest(str(tmp_path)))
             (tmp_path / name).unlink()
-    assert len(digests) == 8
+    assert len(found) == 8
 
 
 def test_a_file_that_is_no_safetensors_file_is_left_to_the_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_identity, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(digests, "WHOLE_BYTES", 0)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     assert compute_model_digest(str(tmp_path)).startswith(RULE)

@@ -178,8 +178,8 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
 def refuse_changed(source: str) -> NoReturn:
     """Raise the UserError for a source whose rows may differ from those that were scored."""
     raise UserError(
-        f"{source}: has changed since it was scored; expected the same file, whose rows the scores belong to. Restore "
-        "it, or score it again"
+        f"{source}: has changed since it was scored, or was scored by vcore_ds 0.7 or before, which did not read all "
+        "of it; expected the same file, whose rows the scores belong to. Restore it, or prepare and score it again"
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from filelock import FileLock, Timeout
 
 from vcore_ds import __version__
+from vcore_ds.common.digests import cache_root
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import read_request
 from vcore_ds.common.paths import reading, unfinished_path, writing
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ONE_PROCESS_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
-
-
-def cache_root(cache_folder: str | None) -> Path:
-    """The cache folder; None for `$XDG_CACHE_HOME/vcore_ds`, or `~/.cache/vcore_ds`."""
-    return Path(cache_folder or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vcore_ds")).expanduser()
 
 
 def check_source(path: str) -> None:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
+from vcore_ds.common import digests
 from vcore_ds.common.errors import UserError, last_line
 from vcore_ds.common.paths import reading
 from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header
@@ -98,11 +99,6 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 files of sharded weights."""
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 """Files that transformers also loads if they exist."""
-_WHOLE_BYTES = 512 * 2**20
-"""Weights up to this size are hashed completely, which takes a second (SHA-256: 520 MB/s on one core)."""
-_STEP_BYTES = 4 * 2**20
-"""Distance between samples; every matrix of a layer, and every expert of a fused tensor, is larger."""
-_SAMPLE_BYTES = 4096
 
 
 def find_local_folder(path: str) -> Path:
@@ -118,8 +114,9 @@ def find_local_folder(path: str) -> Path:
 def compute_model_digest(path: str) -> str:
     """Compute `RULE` plus a SHA-256 of a model's configuration, and of names, sizes and contents of its weight files.
 
-    Weights larger than `_WHOLE_BYTES` are sampled: the beginning of each tensor, then every `_STEP_BYTES`. A change of
-    an entire matrix, as by a merged adapter, is always detected; one of a few numbers between samples is not.
+    Weights of more than `digests.WHOLE_BYTES` together are sampled: the beginning of each tensor, then every
+    `STEP_BYTES`, which is less than a matrix of a layer or an expert of a fused tensor. A change of an entire matrix,
+    as by a merged adapter, is always detected; one of a few numbers between samples is not.
 
     Raises:
         UserError: not all weights are on this machine.
@@ -127,7 +124,7 @@ def compute_model_digest(path: str) -> str:
     folder, digest = find_local_folder(path), hashlib.sha256()
     with reading("model.path", folder, "a model's folder that can be read"):
         files = [(file, file.stat().st_size) for file in _find_loaded_files(path, folder)]
-        reads_all = sum(size for _, size in files) <= _WHOLE_BYTES
+        reads_all = sum(size for _, size in files) <= digests.WHOLE_BYTES
         for file, size in files:
             digest.update(f"\n{file.name} {size}\n".encode())
             if reads_all or file.suffix == ".json":
@@ -190,9 +187,4 @@ def _iter_samples(file: Path, size: int) -> Iterator[bytes]:
     elif zipfile.is_zipfile(file):  # torch.save writes zip files with a checksum of each tensor
         with zipfile.ZipFile(file) as archive:
             yield repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode()
-    ordered = sorted(starts)
-    with file.open("rb", buffering=0) as opened:
-        for start, end in zip(ordered, [*ordered[1:], size], strict=True):
-            for offset in range(start, end, _STEP_BYTES):
-                opened.seek(offset)
-                yield opened.read(_SAMPLE_BYTES)
+    yield from digests.read_samples(file, size, starts)

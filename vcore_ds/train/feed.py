@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.common.digests import cache_root
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.sections import DataConfig, MethodConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
-from vcore_ds.data.cache import cache_root, find_or_make_store
+from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import (
     ChangedDataset,
     Dataset,

@@ -4,7 +4,6 @@ Shards depend on the source only, so a row's shard and its number in it identify
 """
 
 import glob
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import DATA_SUFFIXES, can_be_hub_id, reading
 
@@ -91,17 +91,8 @@ def describe_source(shards: Sequence[Shard]) -> list[dict[str, Any]]:
             described.append({"hub": shard.source, "split": shard.split, "revision": shard.revision})
         else:
             with reading("", Path(shard.source), _READABLE):
-                described.append({"file": shard.source, "fingerprint": _hash_ends(Path(shard.source))})
+                described.append({"file": shard.source, "fingerprint": compute_file_digest(Path(shard.source))})
     return described
-
-
-def _hash_ends(path: Path) -> str:
-    """Hash of size, beginning and end, so that large files are not read through."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        beginning = file.read(2**20)
-        file.seek(max(0, size - 2**20))
-        return hashlib.sha256(f"{size} ".encode() + beginning + file.read()).hexdigest()
 
 
 def find_files(source: str, split: str) -> list[Path] | None:
