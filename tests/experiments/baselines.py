@@ -1,5 +1,5 @@
 """Token weights of other methods compared with plain fine-tuning, for wrong traces and for wrong tokens; and Muon
-compared with AdamW for wrong traces (docs/reports/baselines.md).
+compared with AdamW for wrong traces (docs/reports/experiments.md).
 
     python -m tests.experiments.baselines run       what is missing
     python -m tests.experiments.baselines report    the tables

@@ -1,7 +1,7 @@
 """Whole wrong traces on a real model: SmolLM2-135M-Instruct on word problems, by the commands of the product.
 
     python -m tests.experiments.real_traces run [--seeds 0 1 2]    what is missing
-    python -m tests.experiments.real_traces report                 the table of docs/reports/real-traces.md
+    python -m tests.experiments.real_traces report                 the table of docs/reports/whole-traces.md
 
 Traces, trusted traces and problems come from `launch_scripts.wrong_traces`, with the seed of the run; the recipe is
 wrong_traces.yaml. Each command is a process with one thread, forked from one that has imported everything. Rows, sizes,

@@ -1,7 +1,7 @@
 """When trusted traces alone are not enough, on a real model: SmolLM2-135M-Instruct, LoRA, word problems.
 
     python -m tests.experiments.trusted_worth run [--settings NAME ..]    what is missing
-    python -m tests.experiments.trusted_worth report                      the tables of docs/reports/trusted-worth.md
+    python -m tests.experiments.trusted_worth report                      the tables of docs/reports/whole-traces.md
 
 Settings, rows, sizes, measures and predictions are on the page, committed before the first reported run. All runs are
 in one process in fp32: training is a loop in PyTorch, selection uses `vcore_ds.token_utilities`. Results are appended

@@ -70,7 +70,7 @@ def test_recipes_are_listed_as_fitting_where_the_plan_says_so(capsys: pytest.Cap
 
 @pytest.mark.parametrize("num_gpus, sft, difference", [(16, 13.1, 18.6), (64, 3.8, 5.7), (128, 2.3, 3.7)])
 def test_seconds_agree_with_an_earlier_calculation(num_gpus: int, sft: float, difference: float) -> None:
-    """docs/reports/parallelism.md has its numbers: another script, own draws of lengths, gathers that hide less."""
+    """docs/reports/planning.md has its numbers: another script, own draws of lengths, gathers that hide less."""
     cluster = Cluster(GPUS["H100"], num_gpus)
     words = ["utility.estimator=finite_difference", "utility.epsilon=auto", "probe.batch_size=4"]
     recipe = load_recipe(RECIPE, words)
