@@ -323,6 +323,8 @@ def public() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="vcore_ds_test_"))
     folder.chmod(0o755)
     yield folder
+    for inner in folder.iterdir():
+        inner.chmod(0o700)
     shutil.rmtree(folder)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.helpers.commands import REPOSITORY
+from tests.helpers.packages import path_in_package
 from tests.helpers.step_cases import CASES, steps
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
@@ -45,7 +46,8 @@ def measure(case: str, num_layers: int, overlap: bool) -> dict[str, Any]:
     waits = Counter(
         f"{Path(warning.filename).name}:{warning.lineno}"
         for warning in caught
-        if "synchronizing CUDA operation" in str(warning.message) and "/vcore_ds/" in warning.filename
+        if "synchronizing CUDA operation" in str(warning.message)
+        and path_in_package(warning.filename).startswith("vcore_ds/")
     )
     return {"measured": [[values[name] for name in MEASURED] for values in measured], "waits": dict(waits)}
 

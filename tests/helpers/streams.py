@@ -18,6 +18,8 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.packages import path_in_package
+
 Clock = Counter["Stream | None"]
 """Vector clock: the number of operations of each stream that have certainly completed."""
 
@@ -173,7 +175,7 @@ def _caller() -> str:
     frame, functions = sys._getframe(3), []
     while frame is not None and len(functions) < 4:
         file = frame.f_code.co_filename
-        if "/vcore_ds/" in file or "/deepspeed/runtime/" in file:
+        if path_in_package(file).startswith(("vcore_ds/", "deepspeed/runtime/")):
             functions.append(f"{Path(file).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(functions)

@@ -6,6 +6,7 @@ VCORE_DS_VERL_PYTHON=VENV/bin/python python -m pytest tests/rl/test_verl.py
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_verl_accepts_the_example_and_asks_as_in_training(folder: Path, tmp_path: Path) -> None:
     """verl_checks.py receives the arguments that grpo_verl.sh gives to verl."""
     assert VERL is not None
-    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {VERL} {CHECKS} "$@"\n')
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {shlex.quote(VERL)} {shlex.quote(str(CHECKS))} "$@"\n')
     (tmp_path / "python3").chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "HF_HOME": str(tmp_path)}

@@ -83,7 +83,7 @@ def test_the_script_prints_its_commands_and_passes_files_between_them(tmp_path: 
     commands = tmp_path / ".venv" / "bin"
     commands.mkdir(parents=True)
     for name in ("python", "deepspeed", "vcore-ds"):
-        is_asked_for_a_port = f'[[ $1 != -c ]] || exec {sys.executable} "$@"'
+        is_asked_for_a_port = f'[[ $1 != -c ]] || exec {shlex.quote(sys.executable)} "$@"'
         (commands / name).write_text(f'#!/bin/bash\n{is_asked_for_a_port}\necho "{name} $*"\n')
         (commands / name).chmod(0o755)
     line = ["bash", "launch_scripts/wrong_traces.sh", "schedule.num_steps=3"]

@@ -1,21 +1,15 @@
-"""Compile the simulated device, once per version of PyTorch and of the sources: 30 s of CPU time.
-
-    python -m tests.helpers.simulated_cuda.build FOLDER
-
-is run by `compile_device` in a new process, because PyTorch loads a library that it has compiled.
-"""
+"""Compile the simulated device, once per version of PyTorch and of the sources: 30 s of CPU time."""
 
 import hashlib
-import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from filelock import FileLock
+from torch.utils import cpp_extension
 
 SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "operators.cpp", "device.h")]
 MODULE = "simulated_cuda_device"
@@ -33,21 +27,24 @@ def compile_device(folder: Path) -> Path:
     """
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()[:12]
     target = folder / f"torch_{torch.__version__}_{sysconfig.get_config_var('SOABI')}_{digest}" / f"{MODULE}.so"
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
+    if shutil.which(cpp_extension.get_cxx_compiler()) is None:
         raise NoCompiler("no C++ compiler was found (apt-get install g++)")
     with FileLock(folder / "lock"):  # pytest's workers start at the same time
         if not target.exists():
             with TemporaryDirectory(dir=folder) as made:
-                command = [sys.executable, "-m", "tests.helpers.simulated_cuda.build", made]
-                done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+                done = subprocess.run(compiler_command(Path(made, target.name)), capture_output=True, text=True)
                 assert done.returncode == 0, done.stdout + done.stderr
                 target.parent.mkdir(exist_ok=True)
                 Path(made, target.name).replace(target)
     return target
 
 
-if __name__ == "__main__":
-    from torch.utils.cpp_extension import load
-
-    files = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    load(MODULE, files, extra_cflags=["-O1"], build_directory=sys.argv[1], is_python_module=False)
+def compiler_command(library: Path) -> list[str]:
+    """Arguments of the compiler. `cpp_extension.load` writes them into a build file, where a path with a space falls
+    apart."""
+    command = [cpp_extension.get_cxx_compiler(), "-shared", "-fPIC", "-std=c++20", "-O1"]
+    command += [f"-DTORCH_EXTENSION_NAME={MODULE}", "-o", str(library)]
+    command += [f"-isystem{folder}" for folder in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
+    command += [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    command += [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    return [*command, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]

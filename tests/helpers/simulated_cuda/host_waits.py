@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PACKAGES = ("/vcore_ds/", "/deepspeed/")
-"""Packages to whose innermost function a wait is attributed."""
+from tests.helpers.packages import path_in_package
 
 _counted: Counter[str] = Counter()
 
@@ -29,12 +28,10 @@ _KINDS = {"_local_scalar_dense": "item"}
 
 
 def _place() -> str:
+    """The innermost function of the package or of DeepSpeed."""
     frame = sys._getframe()
     while frame is not None:
-        file = frame.f_code.co_filename
-        for package in PACKAGES:
-            if package in file:
-                name = file.rpartition(package)[2]
-                return f"{name if package == PACKAGES[0] else package[1:] + name} {frame.f_code.co_name}"
+        if path := path_in_package(frame.f_code.co_filename):
+            return f"{path.removeprefix('vcore_ds/')} {frame.f_code.co_name}"
         frame = frame.f_back
     return "autograd"  # PyTorch's backward code, in the device's thread
