@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from tests.helpers.conversations import tokenize
 from vcore_ds.data.answers import AnswerChecker
 from vcore_ds.data.conversations import Conversation
+from vcore_ds.data.messages import Dropped
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
@@ -111,7 +112,7 @@ def curate(rows: list[dict]) -> tuple[float, list[Conversation]]:
     for row in rows:
         try:
             conversations.append(Conversation(len(conversations) + 1, curation.convert_math_row(row, checker.check)))
-        except curation.Dropped:
+        except Dropped:
             continue
     seconds = time.perf_counter() - started
     checker.close()

@@ -137,7 +137,7 @@ def test_the_think_marker_of_the_generation_prompt_is_no_target() -> None:
 
 
 def test_turns_that_the_template_rewrites_are_not_supervised() -> None:
-    (sequence,) = tokenize([make_conversation("q", "well</think>4")], make_tokenizer(THINKING_REMOVED, merges=MERGES))
+    (sequence,) = tokenize([make_conversation("q", "4")], make_tokenizer(THINKING_REMOVED, merges=MERGES))
     assert not sequence.supervised.any()
 
 

@@ -15,10 +15,10 @@ import pytest
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
+from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare import curation, pipeline, shards, sources
 from vcore_ds.data.prepare.curation import PrepareRequest, find_statement
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.rows import Malformed
 from vcore_ds.data.prepare.selection import LengthSummary, PrepareReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import TokenStore
@@ -170,7 +170,11 @@ def measure_child_cpu_seconds() -> float:
 def test_a_good_math_row_becomes_the_papers_prompt_and_the_complete_trace(checker: AnswerChecker) -> None:
     user, assistant = curation.convert_math_row(make_math_row(expected_answer="\\frac{8}{2}"), checker.check)
     assert user == {"role": "user", "content": math_prompt("What is $4 + 0$?")}
-    assert assistant == {"role": "assistant", "content": "<think>\nHm, 4.\n</think>\n\nThe answer is \\boxed{4}."}
+    assert assistant == {
+        "role": "assistant",
+        "reasoning_content": "Hm, 4.",
+        "content": "The answer is \\boxed{4}.",
+    }
     without_opening = make_math_row(generated_solution=TRACE.format(n=4).removeprefix("<think>"))
     assert curation.convert_math_row(without_opening, checker.check)[1] == assistant
 
@@ -219,14 +223,14 @@ MATH_MALFORMED = {
 
 @pytest.mark.parametrize(("rule", "row"), MATH_DROPPED.items())
 def test_math_rows_are_dropped_by_rule(checker: AnswerChecker, rule: str, row: dict) -> None:
-    with pytest.raises(curation.Dropped) as dropped:
+    with pytest.raises(Dropped) as dropped:
         curation.convert_math_row(row, checker.check)
     assert dropped.value.args == (rule,)
 
 
 @pytest.mark.parametrize("trace", NOT_ONE_THINKING)
 def test_a_trace_must_be_one_pair_and_an_answer(checker: AnswerChecker, trace: str) -> None:
-    with pytest.raises(curation.Dropped) as dropped:
+    with pytest.raises(Dropped) as dropped:
         curation.convert_math_row(make_math_row(generated_solution=trace), checker.check)
     assert dropped.value.args == (curation.NOT_ONE_THINKING,)
 
@@ -260,7 +264,7 @@ def test_code_rows_take_their_statement_from_the_data_set_they_refer_to(statemen
     find = partial(find_statement, statements)
     user, assistant = curation.convert_code_row(make_code_row(), find)
     assert user["content"] == code_prompt("one")
-    assert assistant["content"] == "<think>\nRead, add.\n</think>\n\n```cpp\nint main() {}\n```"
+    assert (assistant["reasoning_content"], assistant["content"]) == ("Read, add.", "```cpp\nint main() {}\n```")
     without_reference, _ = curation.convert_code_row(make_code_row(question="Mine.", dataset=None), find)
     assert without_reference["content"] == code_prompt("Mine.")
     user, _ = curation.convert_code_row(make_code_row(dataset="open-r1/codeforces", index="0"), find)
@@ -280,7 +284,7 @@ def test_code_rows_take_their_statement_from_the_data_set_they_refer_to(statemen
     ],
 )
 def test_code_rows_are_dropped_by_rule(statements: str, row: dict, rule: str) -> None:
-    with pytest.raises(curation.Dropped) as dropped:
+    with pytest.raises(Dropped) as dropped:
         curation.convert_code_row(row, partial(find_statement, statements))
     assert dropped.value.args == (rule,)
 

@@ -14,9 +14,10 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.conversations import Conversation, render_conversation
+from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.rows import Malformed, read_chat_row
+from vcore_ds.data.prepare.rows import read_chat_row
 from vcore_ds.data.prepare.selection import describe_reading
 from vcore_ds.data.prepare.sources import Shard
 from vcore_ds.data.store import TokenStore
@@ -74,10 +75,6 @@ def test_chat_formats_with_system_and_history_are_read() -> None:
         ({"messages": [{"role": "user"}]}, "message 1 has no `content`"),
         ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "no turn of the assistant that answers something"),
-        (
-            {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
-            "no turn of the assistant",
-        ),
         ({"conversations": "q"}, "`conversations` is str, expected a list"),
         ({"conversations": ["q"]}, "turn 1 is str"),
         ({"conversations": [{"from": "narrator", "value": "q"}]}, "turn 1 is from 'narrator', expected one of human"),
@@ -88,6 +85,115 @@ def test_chat_formats_with_system_and_history_are_read() -> None:
     ],
 )
 def test_malformed_chat_rows_name_what_is_wrong(row: Any, reason: str) -> None:
+    with pytest.raises(Malformed) as malformed:
+        read_chat_row(row)
+    assert reason in malformed.value.args[0]
+
+
+# Thinking: one form for all of its sources
+
+
+def read_answers(*turns: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
+    return read_chat_row({"messages": [QUESTION, *turns], **columns}).messages[1:]
+
+
+THOUGHT = {**ANSWER, "reasoning_content": "t"}
+ONE_FORM: dict[str, dict[str, Any]] = {
+    "tags": {"messages": [QUESTION, {**ANSWER, "content": "<think>\nt\n</think>\n\na"}]},
+    "after a prompt that opened it": {"messages": [QUESTION, {**ANSWER, "content": "t\n</think>\n\na"}]},
+    "reasoning_content": {"messages": [QUESTION, THOUGHT]},
+    "reasoning": {"messages": [QUESTION, {**ANSWER, "reasoning": "t"}]},
+    "thinking, with tags": {"messages": [QUESTION, {**ANSWER, "thinking": "<think>\nt\n</think>\n"}]},
+    "twice the same": {"messages": [QUESTION, {**THOUGHT, "thinking": "t", "content": "<think>\nt\n</think>\n\na"}]},
+    "empty key beside tags": {
+        "messages": [QUESTION, {**ANSWER, "reasoning": "", "content": "<think>\nt\n</think>\n\na"}]
+    },
+    "parts": {
+        "messages": [
+            QUESTION,
+            {**ANSWER, "content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "a"}]},
+        ]
+    },
+    "Mistral's parts": {
+        "messages": [
+            QUESTION,
+            {
+                **ANSWER,
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "t"}]},
+                    {"type": "text", "text": "a"},
+                ],
+            },
+        ]
+    },
+    "Alpaca": {"instruction": "q", "output": "a", "thinking": "t"},
+    "prompt and completion": {"prompt": "q", "completion": "a", "reasoning_content": "t"},
+    "messages of a completion": {"prompt": [QUESTION], "completion": [ANSWER], "reasoning": "t"},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "<think>t</think>a"}]},
+}
+
+
+@pytest.mark.parametrize("row", ONE_FORM.values(), ids=ONE_FORM)
+def test_thinking_of_every_source_has_one_form(row: dict[str, Any]) -> None:
+    chat = read_chat_row(row)
+    assert chat.messages == [QUESTION, THOUGHT] and not chat.unknown and not chat.unknown_fields
+
+
+def test_text_around_thinking_stays_in_the_answer() -> None:
+    for text, thinking, answer in [
+        ("First. <think>t</think>a", None, "First. <think>t</think>a"),
+        ("<think>t</think>b<think>u</think>a", "t", "b<think>u</think>a"),
+        ("<think>the tag <think> opens</think>a", "the tag <think> opens", "a"),
+        ("<think>\n\n</think>\n\na", None, "a"),
+    ]:
+        (message,) = read_answers({**ANSWER, "content": text})
+        assert (message.get("reasoning_content"), message["content"]) == (thinking, answer)
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"messages": [QUESTION, {**ANSWER, "content": "<think>\nt"}]}, UNCLOSED_THINKING),
+        ({"messages": [QUESTION, {**ANSWER, "content": "<think>t</think>a <think>u"}]}, UNCLOSED_THINKING),
+        ({"messages": [QUESTION, {**ANSWER, "content": "<think>t"}, QUESTION, ANSWER]}, UNCLOSED_THINKING),
+        ({"messages": [QUESTION, {**ANSWER, "content": "<think>t</think>\n"}]}, EMPTY_ANSWER),
+        ({"messages": [QUESTION, {**THOUGHT, "content": ""}]}, EMPTY_ANSWER),
+        ({"messages": [QUESTION, {**ANSWER, "content": " "}]}, EMPTY_ANSWER),
+        ({"instruction": "q", "output": "", "thinking": "t"}, EMPTY_ANSWER),
+        ({"prompt": "q", "completion": "t</think>"}, EMPTY_ANSWER),
+    ],
+)
+def test_rows_without_an_answer_are_left_out_and_not_malformed(row: dict[str, Any], rule: str) -> None:
+    with pytest.raises(Dropped) as dropped:
+        read_chat_row(row)
+    assert str(dropped.value) == rule
+
+
+def test_turns_that_are_not_learned_may_be_incomplete_and_answers_may_name_the_marker() -> None:
+    cut = {**ANSWER, "content": "<think>t"}
+    assert read_answers({**cut, "weight": 0}, QUESTION, ANSWER)[0] == cut
+    naming = {**THOUGHT, "content": "Begin with <think>."}
+    assert read_answers(naming) == [naming]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"messages": [QUESTION, {**THOUGHT, "content": "<think>u</think>a"}]},
+            "message 2: found different thinking in `reasoning_content` and `content`",
+        ),
+        ({"instruction": "q", "output": "<think>u</think>a", "thinking": "t"}, "message 2: found different thinking"),
+        (
+            {"prompt": "q", "completion": [ANSWER, QUESTION, ANSWER], "thinking": "t"},
+            "column `thinking` beside 2 turns",
+        ),
+        ({"prompt": "q", "completion": [THOUGHT], "reasoning_content": "u"}, "column `reasoning_content`"),
+        ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"tokenize": True}}, "has `tokenize`"),
+        ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": 3}, "`chat_template_kwargs` is a number"),
+    ],
+)
+def test_contradictions_are_malformed(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(Malformed) as malformed:
         read_chat_row(row)
     assert reason in malformed.value.args[0]
@@ -121,7 +227,10 @@ def test_weights_of_messages_are_read_and_kept_from_the_template(key: str, value
         ({**ANSWER, "weight": 1, "loss": False}, "message 2: `weight` and `loss` contradict each other"),
         ({**QUESTION, "train": True}, "`train` asks to learn a turn of the user"),
         ({**ANSWER, "thinking": 3}, "`thinking` is a number (3), expected a string"),
-        ({**ANSWER, "thinking": "x", "reasoning_content": "y"}, "differ, expected one of them"),
+        (
+            {**ANSWER, "thinking": "x", "reasoning_content": "y"},
+            "found different thinking in `reasoning_content` and `thinking`",
+        ),
     ],
 )
 def test_weights_and_thinking_that_cannot_be_followed_are_refused(message: dict, reason: str) -> None:
@@ -197,7 +306,7 @@ def test_a_store_of_an_earlier_version_is_readable_and_made_again_on_demand(prep
     del manifest["filters"]["supervise"], manifest["filters"]["rows_version"]
     (store / MANIFEST).write_text(json.dumps(manifest))
     assert open_store(store, "all") == store and decode_learned(store) == ["first<|im_end|>a<|im_end|>"]
-    with pytest.raises(UserError, match="made by an earlier version of vcore_ds, which dropped .*prepare it again"):
+    with pytest.raises(UserError, match="made by an earlier version of vcore_ds, which read .*prepare it again"):
         prepare_rows(TALK)
 
 
@@ -226,13 +335,13 @@ def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(
     ]
 
 
-def test_thinking_that_a_template_leaves_out_of_earlier_turns_is_counted() -> None:
+def test_thinking_of_earlier_turns_is_kept_or_the_turn_is_context() -> None:
     thought = {**ANSWER, "reasoning_content": "hm"}
     messages = [QUESTION, thought, QUESTION, thought]
     rendered = render_conversation(Conversation(1, messages), make_template_tokenizer("llama3_1"))
-    assert rendered.num_without_thinking == 1 and rendered.text.count("hm") == 1
+    assert [rendered.text[slice(*span)] for span in rendered.spans] == ["<think>\nhm\n</think>\n\na<|eot_id|>"] * 2
     rendered = render_conversation(Conversation(1, messages), make_template_tokenizer("qwen3"))
-    assert rendered.num_without_thinking == 0 and rendered.spans.count(None) == 1  # counted as not supervised
+    assert rendered.spans.count(None) == 1  # counted as not supervised
 
 
 # Files

@@ -14,9 +14,10 @@ import pytest
 from tests.helpers.templates import decode_supervised_spans, make_template_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.conversations import Conversation, render_conversation, render_prompt
+from vcore_ds.data.messages import Malformed
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.rows import Malformed, read_chat_row
+from vcore_ds.data.prepare.rows import read_chat_row
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, tokenize_rendered
 

@@ -1,7 +1,7 @@
 """Conversations rendered by the tokenizer's chat template, with the spans that the model generates."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError, TemplateRuntimeError
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.data.messages import TEMPLATE_FIELDS, Message, split_thinking
+from vcore_ds.data.messages import TEMPLATE_FIELDS, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +51,7 @@ class Conversation:
     path: str = ""
     tools: Sequence[dict[str, Any]] = ()  # schemas of the functions that the assistant may call
     context_turns: Sequence[int] = ()  # positions of the assistant's turns that are not learned
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # the row's, for the chat template
 
     @property
     def location(self) -> str:
@@ -100,6 +101,7 @@ class _Template:
 
     tokenizer: "PreTrainedTokenizerBase"
     tools: Sequence[dict[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
         """Render the messages. Raises jinja2's `TemplateError` if the template refuses them."""
@@ -111,6 +113,7 @@ class _Template:
                 add_generation_prompt=add_generation_prompt,
                 chat_template=self.source,
                 date_string=_DATE.strftime("%d %b %Y"),
+                **self.variables,
             )
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # Templates compute with the keys of messages, which may be of any type.
@@ -137,12 +140,12 @@ class _Template:
 
     def adapt(self, message: Message) -> Message:
         """Move thinking to the key that the template reads."""
-        if self.thinking_key is None or message["role"] != "assistant":
-            return message
         thinking, answer = _split_message(message)
-        if not thinking:
+        if not thinking or (self.thinking_key is None and "reasoning_content" in self.source):
             return message
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
+        if self.thinking_key is None:
+            return message | {"content": f"<think>\n{thinking}\n</think>\n\n{answer}"}
         return message | {"content": answer, self.thinking_key: thinking}
 
     def compose(self, messages: list[Message]) -> tuple[str, int | None]:
@@ -211,7 +214,10 @@ def render_conversation(
 
     Raises `UserError` for a conversation that the template refuses, or of which it leaves something out.
     """
-    template, messages = _Template(tokenizer, conversation.tools), conversation.messages
+    template, messages = (
+        _Template(tokenizer, conversation.tools, conversation.template_variables),
+        conversation.messages,
+    )
     adapted = [template.adapt(message) for message in messages]
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     refused = f"{conversation.location}: the chat template of {tokenizer.name_or_path}"
@@ -326,8 +332,5 @@ def _find_ignored(template: _Template, messages: list[Message], text: str) -> li
 
 def _split_message(message: Message) -> tuple[str, str]:
     """Split a message into (thinking, answer); thinking is empty if there is none."""
-    if isinstance(message.get("reasoning_content"), str):
-        parts: tuple[str, str] | None = (message["reasoning_content"].strip("\n"), message["content"].lstrip("\n"))
-    else:
-        parts = split_thinking(message["content"])
-    return parts if parts is not None and parts[0].strip() else ("", message["content"])
+    thinking = message.get("reasoning_content", "").strip("\n")
+    return thinking, message["content"].lstrip("\n") if thinking else message["content"]

@@ -1,13 +1,15 @@
 """Conversion of messages, calls and tools from the forms in data sets to that of chat templates."""
 
 import json
+import re
 from typing import Any
 
 from vcore_ds.common.text import shorten
 
 Message = dict[str, Any]
-"""`role` and `content` are strings. A turn of the assistant may have `reasoning_content`, a string, and `tool_calls`,
-whose arguments are objects. Further keys are for the chat template."""
+"""`role` and `content` are strings. A turn of the assistant may have `reasoning_content`, its thinking, which is then
+not in `content` and not empty, and `tool_calls`, whose arguments are objects. Further keys are for the chat
+template."""
 
 TEMPLATE_FIELDS = frozenset({"role", "content", "reasoning_content", "tool_calls"})
 """Keys of a message that every rendering takes into account, or refuses."""
@@ -36,25 +38,45 @@ SPEAKERS = {
 }
 """Names of speakers in data sets, in lower case -> role for the chat template."""
 
-_THINKING = ("reasoning_content", "thinking", "reasoning")
+THINKING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message, and columns beside a completion, that have the assistant's thinking."""
+
+_OPENING, _CLOSING = "<think>", "</think>"
+_TAGGED = re.compile(r"\A\s*<think>\n*(.*?)\n*</think>\s*\Z", re.DOTALL)
 WEIGHTS = frozenset({"weight", "loss", "train"})
 """Keys of OpenAI, ms-swift and Axolotl that say whether a message is learned."""
 
 
-def split_thinking(text: str) -> tuple[str, str] | None:
-    """Split a text into (thinking, answer); None unless it is exactly one `<think>` pair and the answer after it."""
-    thinking, closing, answer = text.partition("</think>")
-    before, opening, thinking = thinking.partition("<think>")
-    if before.strip() or not (opening and closing) or "<think>" in thinking + answer or "</think>" in answer:
-        return None
-    return thinking.strip("\n"), answer.lstrip("\n")
+UNCLOSED_THINKING = "thinking that does not end, as of a generation that was cut off"
+EMPTY_ANSWER = "an empty answer, or none after the thinking"
+
+
+class Malformed(Exception):
+    """The row has a wrong form; `args[0]` says what was found and expected."""
+
+
+class Dropped(Exception):
+    """A rule leaves out the row, which is well formed; `args[0]` is the rule."""
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Split an assistant's text into (thinking, answer) at its first `</think>`. The thinking, which may be empty,
+    begins with `<think>`, or without it: outputs of thinking models begin after the `<think>` of the prompt. A text
+    that has something before `<think>` is all answer. Raises Dropped if a `<think>` is never closed."""
+    thinking, closing, answer = text.partition(_CLOSING)
+    before, opening, inside = thinking.partition(_OPENING)
+    if text.rpartition(_CLOSING)[2].count(_OPENING):
+        raise Dropped(UNCLOSED_THINKING)
+    if not closing or (opening and before.strip()):
+        return "", text
+    return (inside if opening else thinking).strip("\n"), answer.lstrip("\n")
 
 
 def check_messages(messages: Any) -> tuple[list[Message], list[int]]:
-    """Return the messages for the chat template, and positions of the assistant's turns that are context only. Raises
-    ValueError if they are no conversation."""
+    """Return the messages in the form of `Message`, and positions of the assistant's turns that are context only.
+    Raises Malformed if they are no conversation, and Dropped if a turn that is learned has no answer."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`messages` is {describe_value(messages)}. {_EXPECTED}.")
+        raise Malformed(f"`messages` is {describe_value(messages)}. {_EXPECTED}.")
     checked: list[Message] = []
     learned: list[bool] = []
     for i, raw in enumerate(messages, start=1):
@@ -63,23 +85,29 @@ def check_messages(messages: Any) -> tuple[list[Message], list[int]]:
             message["role"] = "assistant"
             if checked and checked[-1]["role"] == "assistant":  # text and calls of one turn, or several calls
                 checked[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+                given = {"text": checked[-1].get("reasoning_content", ""), "call": message.get("reasoning_content", "")}
+                _merge_thinking(checked[-1], given, f"message {i}")
                 learned[-1] = learned[-1] and is_learned
                 continue
         checked.append(message)
         learned.append(is_learned)
     roles = [message["role"] for message in checked]
     if "assistant" not in roles:
-        raise ValueError(f"no turn of the assistant to learn from, found the roles {', '.join(roles)}.")
-    return checked, [i for i, role in enumerate(roles) if role == "assistant" and not learned[i]]
+        raise Malformed(f"no turn of the assistant to learn from, found the roles {', '.join(roles)}.")
+    context = [i for i, role in enumerate(roles) if role == "assistant" and not learned[i]]
+    for i, message in enumerate(checked):
+        if message["role"] == "assistant":
+            _separate_thinking(message, f"message {i + 1}", is_learned=i not in context)
+    return checked, context
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
     """Return the schemas of `tools` in OpenAI's form, {"type": "function", "function": {"name": ...}}, from a list of
     schemas, each with or without the outer object, as objects or JSON text, or from JSON text of a list. Raises
-    ValueError."""
+    Malformed."""
     tools = _parse_json(tools, "`tools`") if isinstance(tools, str) and tools.strip() else tools or []
     if not isinstance(tools, list):
-        raise ValueError(f"`tools` is {describe_value(tools)}, expected a list of function schemas.")
+        raise Malformed(f"`tools` is {describe_value(tools)}, expected a list of function schemas.")
     checked = []
     for i, tool in enumerate(tools, start=1):
         tool = _parse_json(tool, f"tool {i}") if isinstance(tool, str) else tool
@@ -87,42 +115,60 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
             tool = {"type": "function", "function": tool}
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"tool {i} is {describe_value(tool)}, expected a function schema with a `name`.")
+            raise Malformed(f"tool {i} is {describe_value(tool)}, expected a function schema with a `name`.")
         checked.append(tool)
     return checked
 
 
+_ARGUMENTS = frozenset(
+    "add_generation_prompt chat_template continue_final_message conversation date_string documents max_length messages "
+    "padding return_assistant_tokens_mask return_dict return_tensors tokenize tokenizer_kwargs tools truncation".split()
+)
+"""Arguments of `apply_chat_template` that are no variables of a template, or that we set."""
+
+
+def check_template_variables(variables: Any) -> dict[str, Any]:
+    """Return the variables that a row's `chat_template_kwargs`, an object or its JSON text, give to the chat template.
+    Raises Malformed."""
+    variables = _parse_json(variables, "`chat_template_kwargs`") if isinstance(variables, str) else variables or {}
+    if not isinstance(variables, dict):
+        raise Malformed(f"`chat_template_kwargs` is {describe_value(variables)}, expected an object.")
+    if reserved := sorted(_ARGUMENTS & variables.keys()):
+        raise Malformed(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable that a row may set.")
+    return variables
+
+
 def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
     if not isinstance(message, dict):
-        raise ValueError(f"{where} is {describe_value(message)}, expected an object with `role` and `content`.")
+        raise Malformed(f"{where} is {describe_value(message)}, expected an object with `role` and `content`.")
     # A parquet column gives every message all keys that any message has, with null where it has none.
     message = {key: value for key, value in message.items() if value is not None}
     for name, alias in (("role", "from"), ("content", "value")):
         if name not in message and alias in message:
             message[name] = message.pop(alias)
     if "role" not in message:
-        raise ValueError(f"{where} has no `role`, found {', '.join(message) or 'no key at all'}.")
+        raise Malformed(f"{where} has no `role`, found {', '.join(message) or 'no key at all'}.")
     if not isinstance(message["role"], str):
-        raise ValueError(f"{where}: `role` is {describe_value(message['role'])}, expected a string.")
+        raise Malformed(f"{where}: `role` is {describe_value(message['role'])}, expected a string.")
     role = message["role"] = SPEAKERS.get(message["role"].lower(), message["role"])
     is_learned = _read_weight(message, where)
     if role == CALL:
         if "content" not in message:
-            raise ValueError(f"{where} has no `content`, expected a call as JSON.")
+            raise Malformed(f"{where} has no `content`, expected a call as JSON.")
         message["tool_calls"] = message["content"]
         message["content"] = ""
     calls = _read_calls(message, where)
     if calls and role not in ("assistant", CALL):
-        raise ValueError(f"{where}: found `tool_calls` in a turn of the {role}, expected them in the assistant's.")
-    if role == "assistant":
+        raise Malformed(f"{where}: found `tool_calls` in a turn of the {role}, expected them in the assistant's.")
+    if role in ("assistant", CALL):
         _read_thinking(message, where)
         if calls:
             message.setdefault("content", "")
     if "content" not in message:
-        raise ValueError(f"{where} has no `content`, found {', '.join(message)}.")
+        raise Malformed(f"{where} has no `content`, found {', '.join(message)}.")
     message["content"] = _join_parts(message["content"])
     if not isinstance(message["content"], str):
-        raise ValueError(f"{where}: `content` is {describe_value(message['content'])}, expected a string.")
+        raise Malformed(f"{where}: `content` is {describe_value(message['content'])}, expected a string.")
     return message, is_learned
 
 
@@ -131,11 +177,11 @@ def _read_weight(message: Message, where: str) -> bool:
     weights = {key: message.pop(key) for key in list(message) if key in WEIGHTS}
     for key, value in weights.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise ValueError(f"{where}: `{key}` is {describe_value(value)}, expected 0 or 1.")
+            raise Malformed(f"{where}: `{key}` is {describe_value(value)}, expected 0 or 1.")
     if len(set(weights.values())) > 1:
-        raise ValueError(f"{where}: {' and '.join(f'`{key}`' for key in weights)} contradict each other.")
+        raise Malformed(f"{where}: {' and '.join(f'`{key}`' for key in weights)} contradict each other.")
     if any(weights.values()) and message["role"] not in ("assistant", CALL):
-        raise ValueError(
+        raise Malformed(
             f"{where}: `{next(iter(weights))}` asks to learn a turn of the {message['role']}, but only turns of the "
             "assistant are learned; remove it or set it to 0."
         )
@@ -150,7 +196,7 @@ def _read_calls(message: Message, where: str) -> list[dict[str, Any]]:
         return []
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
-        raise ValueError(f"{where}: `tool_calls` is {describe_value(calls)}, expected a list of calls.")
+        raise Malformed(f"{where}: `tool_calls` is {describe_value(calls)}, expected a list of calls.")
     message["tool_calls"] = [_parse_call(call, where) for call in calls]
     return message["tool_calls"]
 
@@ -158,21 +204,21 @@ def _read_calls(message: Message, where: str) -> list[dict[str, Any]]:
 def _parse_call(call: Any, where: str) -> dict[str, Any]:
     call = _parse_json(call, f"{where}: the call") if isinstance(call, str) else call
     if not isinstance(call, dict):
-        raise ValueError(f"{where}: a call is {describe_value(call)}, expected an object.")
+        raise Malformed(f"{where}: a call is {describe_value(call)}, expected an object.")
     call = {key: value for key, value in call.items() if value is not None}
     if "function" not in call:
         outer = {key: call.pop(key) for key in ("id", "type") if key in call}
         call = {**outer, "function": call}
     function = call["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: a call is {describe_value(call)}, expected a function with a `name`.")
+        raise Malformed(f"{where}: a call is {describe_value(call)}, expected a function with a `name`.")
     arguments = function.get("arguments")
     if arguments is None or arguments == [] or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     elif isinstance(arguments, str):
         arguments = _parse_json(arguments, f"{where}: `arguments` of the call of {function['name']:.60}")
     if not isinstance(arguments, dict):
-        raise ValueError(
+        raise Malformed(
             f"{where}: `arguments` of the call of {function['name']:.60} is {describe_value(arguments)}, expected an "
             "object or its JSON text."
         )
@@ -180,16 +226,50 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_thinking(message: Message, where: str) -> None:
-    """Move thinking to `reasoning_content`; remove the key if there is none."""
-    thinking = {key: message.pop(key) for key in _THINKING if key in message}
+    """Move thinking from other keys and from parts of the content to `reasoning_content`."""
+    thinking = {key: message.pop(key) for key in THINKING if key in message}
+    content = message.get("content")
+    if isinstance(content, list) and (parts := [part for part in content if _is_thinking(part)]):
+        thinking["content"] = "".join(str(_join_parts(part.get("thinking", part.get("text")))) for part in parts)
+        message["content"] = [part for part in content if not _is_thinking(part)] or ""
     for key, value in thinking.items():
         if not isinstance(value, str):
-            raise ValueError(f"{where}: `{key}` is {describe_value(value)}, expected a string.")
-    texts = {value for value in thinking.values() if value.strip()}
-    if len(texts) > 1:
-        raise ValueError(f"{where}: {' and '.join(f'`{key}`' for key in thinking)} differ, expected one of them.")
-    if texts:
-        message["reasoning_content"] = texts.pop()
+            raise Malformed(f"{where}: `{key}` is {describe_value(value)}, expected a string.")
+        thinking[key] = _TAGGED.sub(r"\1", value)
+    _merge_thinking(message, thinking, where)
+
+
+def _separate_thinking(message: Message, where: str, *, is_learned: bool) -> None:
+    """Move thinking from `content` to `reasoning_content`. Raises Malformed for two that differ, and Dropped where a
+    turn to learn has no answer."""
+    try:
+        thinking, answer = split_thinking(message["content"])
+    except Dropped:
+        # With its thinking in a key, the turn is complete, and its answer names the marker.
+        if is_learned and "reasoning_content" not in message:
+            raise
+        return
+    if thinking.strip():
+        given = {"reasoning_content": message.pop("reasoning_content", ""), "content": thinking}
+        _merge_thinking(message, given, where)
+    message["content"] = answer
+    if is_learned and not answer.strip() and "tool_calls" not in message:
+        raise Dropped(EMPTY_ANSWER)
+
+
+def _merge_thinking(message: Message, thinking: dict[str, str], where: str) -> None:
+    """Set `reasoning_content` to the one thinking that several places of a turn have."""
+    thinking = {key: value for key, value in thinking.items() if value.strip()}
+    if len({value.strip() for value in thinking.values()}) > 1:
+        raise Malformed(
+            f"{where}: found different thinking in {' and '.join(f'`{key}`' for key in thinking)}, expected it once."
+        )
+    if thinking:
+        message["reasoning_content"] = next(iter(thinking.values()))
+
+
+def _is_thinking(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
 
 
 def _join_parts(content: Any) -> Any:
@@ -205,7 +285,7 @@ def _parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{what} is no JSON ({shorten(text, 60)}).") from None
+        raise Malformed(f"{what} is no JSON ({shorten(text, 60)}).") from None
 
 
 def describe_value(value: Any) -> str:

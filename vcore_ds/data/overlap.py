@@ -10,7 +10,7 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.data.dataset import Store
-from vcore_ds.data.prepare.rows import Malformed, read_chat_rows
+from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
 from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import MANIFEST
@@ -61,7 +61,7 @@ def _read_messages(paths: Sequence[str]) -> list[str]:
     conversations = []
     for shard in find_shards(paths, "train"):
         for chat in read_chat_rows(shard):
-            if not isinstance(chat, Malformed):
+            if isinstance(chat, ChatRow):
                 with suppress(TypeError):  # a value that JSON does not have
                     conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))
     return conversations

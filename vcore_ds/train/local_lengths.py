@@ -10,7 +10,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable, reading
 from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
-from vcore_ds.data.prepare.rows import Malformed, read_chat_rows
+from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
 from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
@@ -87,11 +87,9 @@ def _read_conversations(path: str) -> tuple[list[Conversation], bool]:
         rows = list(islice(read_chat_rows(shard), max_rows + 1))
         is_all = is_all and len(rows) <= max_rows
         for chat in rows[:max_rows]:
-            if not isinstance(chat, Malformed):  # the run reports these
+            if isinstance(chat, ChatRow):  # the run reports the others
                 number = len(conversations) + 1
-                conversations.append(
-                    Conversation(number, chat.messages, tools=chat.tools, context_turns=chat.context_turns)
-                )
+                conversations.append(Conversation(number, chat.messages, **chat.options))
     return conversations, is_all and len(shards) <= _MAX_ROWS
 
 

@@ -14,8 +14,8 @@ from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.text import shorten
 from vcore_ds.data.answers import code_prompt, find_answer_spans, math_prompt
 from vcore_ds.data.conversations import Supervise
-from vcore_ds.data.messages import Message, split_thinking
-from vcore_ds.data.prepare.rows import Malformed, check_object, find_texts, list_names
+from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed, Message, split_thinking
+from vcore_ds.data.prepare.rows import check_object, find_texts, list_names
 from vcore_ds.data.prepare.sources import Shard, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
 
@@ -32,6 +32,8 @@ NOT_EQUIVALENT = "math-verify: not the expected answer"
 UNFINISHED = "math-verify: past the time limit"
 NO_STATEMENT = "the problem's statement cannot be found"
 RULES = (
+    UNCLOSED_THINKING,
+    EMPTY_ANSWER,
     OTHER_PROBLEM_TYPE,
     OTHER_MODEL,
     NOT_RIGHT,
@@ -44,10 +46,6 @@ RULES = (
 """Rules in the order in which they are applied and listed."""
 
 _MAX_INDEX_DIGITS = 12  # digits of a problem's number; int() raises for thousands of them
-
-
-class Dropped(Exception):
-    """A rule drops the row, which is well formed; `args[0]` is the rule."""
 
 
 def convert_math_row(row: Any, check_answer: Callable[[str, str], str]) -> list[Message]:
@@ -84,18 +82,20 @@ def convert_code_row(row: Any, find_statement: Callable[[str, str, int], str | N
 
 
 def _split_trace(text: str) -> tuple[str, str]:
-    """Return (thinking, answer). R1 was often prompted with the opening `<think>`, which is then missing."""
-    if "<think>" not in text:
-        text = "<think>" + text
+    """Return (thinking, answer)."""
+    if text.count("<think>") > 1 or text.count("</think>") != 1:
+        raise Dropped(NOT_ONE_THINKING)
     parts = split_thinking(text)
-    if parts is None or not all(part.strip() for part in parts):
+    if not all(part.strip() for part in parts):
         raise Dropped(NOT_ONE_THINKING)
     return parts[0].strip(), parts[1].strip()
 
 
 def _make_messages(prompt: str, thinking: str, answer: str) -> list[Message]:
-    content = f"<think>\n{thinking}\n</think>\n\n{answer}"
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": content}]
+    return [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": answer, "reasoning_content": thinking},
+    ]
 
 
 def _keep_only(row: Any, name: str, value: str, rule: str) -> None:
@@ -175,7 +175,9 @@ Kind = Literal["math", "code", "chat"]
 SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
 HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
 
-_ROWS_VERSION = 2  # how rows of conversations are read. 1 dropped `tools`, calls, and the weights of messages.
+_ROWS_VERSION = 3
+"""How rows of conversations are read. 1 dropped `tools`, calls, and the weights of messages; 2 left thinking in the
+text, dropped thinking columns and `chat_template_kwargs`, and did not learn every end of a turn."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,8 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
     filters, expected_filters = manifest.get("filters", {}), origin["filters"]
     if filters.get("rows_version", 1) != expected_filters.get("rows_version", 1):
         raise UserError(
-            f"{output}: found a store made by an earlier version of vcore_ds, which dropped `tools`, calls and weights "
-            f"of messages; prepare it again: {remedy}"
+            f"{output}: found a store made by an earlier version of vcore_ds, which read thinking, calls or weights of "
+            f"messages otherwise; prepare it again: {remedy}"
         )
     for key, value in origin.items():
         if manifest.get(key) != value:

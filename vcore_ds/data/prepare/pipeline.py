@@ -30,10 +30,11 @@ from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_wor
 from vcore_ds.common.paths import check_folder, flush, refuse_existing
 from vcore_ds.common.text import Progress
 from vcore_ds.data.conversations import check_tokenizer
+from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare import selection
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import PrepareRequest, check_finished, describe_origin
-from vcore_ds.data.prepare.rows import Malformed, list_names, read_chat_row
+from vcore_ds.data.prepare.rows import list_names, read_chat_row
 from vcore_ds.data.prepare.shards import Curated, FirstRow, ShardReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
 from vcore_ds.data.store import write_store
@@ -292,7 +293,7 @@ def _say_shapes(raw_shards: Sequence[Shard], say: Callable[[str], None]) -> None
                 continue
             try:
                 shape = read_chat_row(row, from_table=first.is_table).shape
-            except Malformed:
+            except (Malformed, Dropped):
                 continue
             say(f"{source}: format {shape}, by the keys of its rows ({list_names(row)})")
             break

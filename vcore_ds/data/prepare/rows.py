@@ -4,7 +4,18 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vcore_ds.data.messages import SPEAKERS, TEMPLATE_FIELDS, WEIGHTS, Message, check_messages, check_tools
+from vcore_ds.data.messages import (
+    SPEAKERS,
+    TEMPLATE_FIELDS,
+    THINKING,
+    WEIGHTS,
+    Dropped,
+    Malformed,
+    Message,
+    check_messages,
+    check_template_variables,
+    check_tools,
+)
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 
 MESSAGE_FIELD = "messages."  # before the name of an ignored field of messages; columns of rows have none
@@ -13,10 +24,6 @@ _EXPECTED = (
     "expected `messages`, `conversations`, `prompt` and `completion`, or `instruction` and `output`: rename the keys "
     "(a question to `prompt`, its answer to `completion`)"
 )
-
-
-class Malformed(Exception):
-    """The row has a wrong form; `args[0]` says what was found and expected."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,13 @@ class ChatRow:
     tools: list[dict[str, Any]]
     context_turns: list[int]  # positions of the assistant's turns that are not learned
     unknown: list[str]
+    template_variables: dict[str, Any]  # `chat_template_kwargs`
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of a `Conversation` besides its place and messages."""
+        names = ("tools", "context_turns", "template_variables")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def unknown_fields(self) -> list[str]:
@@ -39,7 +53,8 @@ class ChatRow:
 def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
     """Read a row in one of four shapes, told by its columns: `messages`; `conversations` (ShareGPT); `prompt` and
     `completion` (TRL); `instruction` and `output` (Alpaca). Each may have `system` and `tools` too. `from_table`:
-    nested objects have the keys of all rows' objects, with null where a row has none. Raises Malformed."""
+    nested objects have the keys of all rows' objects, with null where a row has none. Raises Malformed, and Dropped for
+    a row without an answer or with thinking that does not end."""
     check_object(row)
     row = _remove_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}
     form = next((form for form in _SHAPES if all(column in row for column in form[0])), None)
@@ -50,26 +65,24 @@ def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
     messages = read(row)
     if system.strip() and isinstance(messages, list):
         messages = [{"role": "system", "content": system}, *messages]
-    try:
-        checked, context_turns = check_messages(messages)
-        tools = check_tools(row.get("tools", row.get("functions")))
-    except ValueError as error:
-        raise Malformed(str(error)) from None
-    answers = [message for message in checked[1:] if message["role"] == "assistant"]
-    if not any(message["content"].strip() or "tool_calls" in message for message in answers):
+    checked, context_turns = check_messages(messages)
+    tools = check_tools(row.get("tools", row.get("functions")))
+    variables = check_template_variables(row.get("chat_template_kwargs"))
+    if not any(message["role"] == "assistant" for message in checked[1:]):
         raise Malformed("no turn of the assistant that answers something")
-    known = {*columns, *others, "system", "tools", "functions"}
-    return ChatRow(shape, checked, tools, context_turns, sorted(str(name) for name in row if name not in known))
+    known = {*columns, *others, "system", "tools", "functions", "chat_template_kwargs"}
+    unknown = sorted(str(name) for name in row if name not in known)
+    return ChatRow(shape, checked, tools, context_turns, unknown, variables)
 
 
-def read_chat_rows(shard: Shard) -> Iterator[ChatRow | Malformed]:
-    """Yield each row of a shard that is not blank as a conversation, or what is wrong with it."""
+def read_chat_rows(shard: Shard) -> Iterator[ChatRow | Malformed | Dropped]:
+    """Yield each row of a shard that is not blank as a conversation, or why it is none."""
     for _, row in shard.rows():
         if row is BLANK:
             continue
         try:
             yield Malformed(row.reason) if isinstance(row, Broken) else read_chat_row(row, from_table=shard.is_table)
-        except Malformed as problem:
+        except (Malformed, Dropped) as problem:
             yield problem
 
 
@@ -104,11 +117,11 @@ def _read_prompt_completion(row: dict[str, Any]) -> list[Any]:
     context = [
         {**turn, "weight": 0} if isinstance(turn, dict) and not WEIGHTS & turn.keys() else turn for turn in prompt
     ]
-    return [*context, *completion]
+    return [*context, *_add_thinking(row, completion)]
 
 
 def _read_alpaca(row: dict[str, Any]) -> list[Any]:
-    fields = find_texts({"input": "", **row}, "instruction", "input", "output", empty={"input"})
+    fields = find_texts({"input": "", **row}, "instruction", "input", "output", empty={"input", "output"})
     messages = []
     history = row.get("history") or []
     if not isinstance(history, list):
@@ -118,14 +131,32 @@ def _read_alpaca(row: dict[str, Any]) -> list[Any]:
             raise Malformed("`history` has an entry that is no pair of question and answer")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     question = "\n".join(text for text in (fields["instruction"], fields["input"]) if text)
-    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": fields["output"]}]
+    answer = {"role": "assistant", "content": fields["output"]}
+    return [*messages, {"role": "user", "content": question}, *_add_thinking(row, [answer])]
+
+
+def _add_thinking(row: dict[str, Any], completion: list[Any]) -> list[Any]:
+    """Move thinking that has a column to the assistant's turn of the completion."""
+    thinking = {name: row[name] for name in THINKING if name in row}
+    answers = [i for i, turn in enumerate(completion) if isinstance(turn, dict) and turn.get("role") == "assistant"]
+    if not thinking or not answers:
+        return completion
+    if len(answers) > 1:
+        raise Malformed(
+            f"column `{next(iter(thinking))}` beside {len(answers)} turns of the assistant, expected one: put the "
+            "thinking into the turns"
+        )
+    for name in thinking.keys() & completion[answers[0]].keys():
+        if thinking[name] != completion[answers[0]][name]:
+            raise Malformed(f"found different thinking in the column `{name}` and in the completion")
+    return [turn | thinking if i == answers[0] else turn for i, turn in enumerate(completion)]
 
 
 _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tuple[str, ...]], ...] = (
     (("messages",), "messages", _read_messages, ()),
     (("conversations",), "ShareGPT", _read_sharegpt, ()),
-    (("prompt", "completion"), "prompt and completion", _read_prompt_completion, ()),
-    (("instruction", "output"), "Alpaca", _read_alpaca, ("input", "history")),
+    (("prompt", "completion"), "prompt and completion", _read_prompt_completion, THINKING),
+    (("instruction", "output"), "Alpaca", _read_alpaca, ("input", "history", *THINKING)),
 )
 """Columns that tell a shape, its name, its reader, and its other columns."""
 

@@ -11,9 +11,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import RULES, Kind, PrepareRequest
-from vcore_ds.data.prepare.rows import Malformed, read_chat_rows
+from vcore_ds.data.prepare.rows import read_chat_rows
 from vcore_ds.data.prepare.shards import Curated, ShardReport
 from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
@@ -48,6 +49,7 @@ def _describe_rows(source: str) -> str:
     shapes: Counter[str] = Counter()
     ignored: Counter[str] = Counter()
     for_template: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     faults: list[str] = []
     shards = find_shards([source], "train")
     if any(shard.kind == "array" and Path(shard.source).stat().st_size > _MAX_LIST_BYTES for shard in shards[:1]):
@@ -56,14 +58,18 @@ def _describe_rows(source: str) -> str:
         if isinstance(chat, Malformed):
             faults.append(str(chat))
             continue
+        if isinstance(chat, Dropped):
+            left_out[str(chat)] += 1
+            continue
         shapes[chat.shape] += 1
         ignored.update(chat.unknown)
         for_template.update(chat.unknown_fields)
-    num_rows = shapes.total() + len(faults)
+    num_rows = shapes.total() + left_out.total() + len(faults)
     parts = [f"the first {num_rows:,} rows" if num_rows == _NUM_ROWS else f"{num_rows:,} rows"]
     parts += [f"format {shape} {number:,}" for shape, number in sorted(shapes.items())]
     parts += [f"ignored: {list_fields(ignored)}"] if ignored else []
     parts += [f"ignored unless the chat template reads it: {list_fields(for_template)}"] if for_template else []
+    parts += [f"{rule}: {number:,} left out" for rule, number in left_out.items()]
     parts += [f"malformed: {len(faults):,}, the first: {faults[0]:.300}"] if faults else []
     return "; ".join(parts)
 

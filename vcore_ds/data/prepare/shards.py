@@ -16,9 +16,10 @@ from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import write_atomically, write_json
 from vcore_ds.data.answers import AnswerChecker
 from vcore_ds.data.conversations import Conversation, RenderedConversation, render_conversation
+from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import PrepareRequest, find_statement
-from vcore_ds.data.prepare.rows import MESSAGE_FIELD, Malformed, read_chat_row
+from vcore_ds.data.prepare.rows import MESSAGE_FIELD, read_chat_row
 from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
@@ -78,7 +79,7 @@ def curate_shard(request: PrepareRequest, shard: Shard, shard_number: int, folde
                 report.num_rows += 1
                 try:
                     line = _encode(_curate(request, row, shard, checker, shapes))
-                except curation.Dropped as reason:
+                except Dropped as reason:
                     dropped[reason.args[0]] += 1
                     continue
                 except Malformed as reason:
@@ -227,12 +228,7 @@ def _curate(
         return {"messages": curation.convert_code_row(row, partial(find_statement, request.statements))}
     chat = read_chat_row(row, from_table=shard.is_table)
     shapes[chat.shape] += 1
-    return {
-        "messages": chat.messages,
-        "tools": chat.tools,
-        "context_turns": chat.context_turns,
-        "unknown_columns": chat.unknown,
-    }
+    return {"messages": chat.messages, **chat.options, "unknown_columns": chat.unknown}
 
 
 def _encode(curated: dict[str, Any]) -> bytes:
