@@ -69,18 +69,6 @@ def make_check_words(line: str) -> list[str]:
     return ["check", recipe, *(word for word in arguments if word != "--eval")]
 
 
-def test_retired_commands_name_their_replacement(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, remedy in (
-        (["tokens", "RUN", "--json"], "report RUN --text"),
-        (["handoff", "RUN"], "launch_scripts/rl "),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            main(words)
-        message = capsys.readouterr().err
-        assert remedy in message and message.count("\n") == 1
-        assert all(is_there(name) for name in re.findall(r"[\w-]+/[\w./-]+\w", message))
-
-
 def test_commands_of_the_documentation_are_detected() -> None:
     documents = [document for document, _ in list_commands()]
     assert documents.count("recipes.md") >= 40

@@ -52,10 +52,6 @@ COMMANDS = {
     "chat": chat,
 }
 
-RETIRED = {
-    "handoff": "launch_scripts/rl has examples for TRL and verl (docs/reinforcement-learning.md)",
-    "tokens": "its tables are in `vcore-ds report RUN --text`",
-}
 START_RANKS = frozenset({"train", "preflight", "reference", "fidelity", "score"})
 """Commands that may run as one rank of several, and so must stop with the launcher or on a signal to any rank."""
 
@@ -141,9 +137,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION))
-    word = next((word for word in argv if not word.startswith("-")), None)
-    if word in RETIRED:
-        parser.exit(2, f"vcore-ds: there is no command {word} any more: {RETIRED[word]}\n")
     # argparse ends the list of overrides at the first option, so overrides after an option are left over.
     arguments, later = parser.parse_known_args(argv)
     unknown = [word for word in later if word.startswith("-")]

@@ -72,7 +72,7 @@ def find_named_model(path: str, base: str | None = None, *, remedy: str = _RELAT
 def _resolve(path: str, base: str | None, remedy: str) -> NamedModel:
     folder = Path(path)
     if (folder / RECIPE).is_file():
-        recipe = read_resolved_recipe(folder / RECIPE, accept_retired=True)
+        recipe = read_resolved_recipe(folder / RECIPE)
         result = export_folder(folder, is_adapter=recipe.lora is not None)
         if not result.is_dir():
             raise UserError(

@@ -26,7 +26,6 @@ from vcore_ds.config.files import (
     read_text,
 )
 from vcore_ds.config.problems import RecipeError, did_you_mean, field_problems, nearest_keys, show
-from vcore_ds.config.resume import take_retired_keys
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe, broken_rules, section_class
 
 _COMMENT = re.compile(r"(^|\s)#")
@@ -93,15 +92,14 @@ class Draft:
         self.sources.update(sources)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retired: bool = False) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe with its bases (see `compose`) and apply overrides `section.key=value`, whose values are YAML.
     A word `FILE.yaml` among the overrides, or the name of a YAML file without its suffix, is a fragment, merged over
     the recipe. Fragments come first, in order, then the overrides. engine.deepspeed_config becomes
     `ds_configs/NAME.json` for a shipped file, which every installation finds, else an absolute path; in other paths `~`
-    is expanded. `accept_retired`: see `read_resolved_recipe`. Raises RecipeError with all problems."""
+    is expanded. Raises RecipeError with all problems."""
     fragments = [word for word in overrides if _is_fragment(word)]
     draft = compose(path, fragments)
-    retired = take_retired_keys(draft.values) if accept_retired else {}
     for word in overrides:
         if word not in fragments:
             _apply_override(draft, word)
@@ -113,7 +111,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, accept_retir
     recipe = _validate(draft)
     if draft.problems or recipe is None:
         raise RecipeError(draft.problems)
-    return recipe.with_retired(retired)
+    return recipe
 
 
 def make_override(key: str, value: object) -> str:

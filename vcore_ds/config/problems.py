@@ -15,7 +15,6 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import shorten
 from vcore_ds.config import sections
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
-from vcore_ds.config.sections import REMOVED
 
 _NAMES_ELSEWHERE = {
     "batch.global_size": "gradient_accumulation_steps gradient_accumulation train_batch_size global_batch_size",
@@ -52,7 +51,7 @@ _NAMES_ELSEWHERE = {
     "track.trackers": "report_to use_wandb",
 }
 """Names of our keys in transformers, TRL, LLaMA-Factory, Axolotl, ms-swift, verl, DeepSpeed, Megatron-LM and earlier
-versions."""
+versions of this package."""
 
 NAMES_ELSEWHERE = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 """Name in another trainer or an earlier version -> our key."""
@@ -216,8 +215,6 @@ def _describe_problem(location: tuple[str, ...], values: Any) -> str:
         is_missing = not isinstance(value, dict) or key not in value
         value = None if is_missing else value[key]
     found = f"found {'nothing' if is_missing else show(value)}"
-    if (removed := REMOVED.get((section[0], name)) if len(section) == 1 else None) is not None:
-        return f"{found}; expected no such key: {removed[1]}"
     known = section_class(*section).key_names() if section else list(SECTIONS)
     if name not in known:
         kind = "key" if section else "section"

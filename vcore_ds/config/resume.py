@@ -9,7 +9,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import UnreadableFile, parse_yaml, read_text
 from vcore_ds.config.problems import field_problems
 from vcore_ds.config.schema import SUBSECTIONS, Recipe
-from vcore_ds.config.sections import REMOVED, ProfileConfig, is_removed_default
+from vcore_ds.config.sections import ProfileConfig
 
 MAY_DIFFER = frozenset(
     {
@@ -22,7 +22,6 @@ MAY_DIFFER = frozenset(
         "run.time_limit_minutes",
         "run.profile",
         *(f"run.profile.{key}" for key in ProfileConfig.key_names()),
-        "run.wandb_project",  # removed, see REMOVED
         "data.validation_path",
         # The data; the checkpoint has digests of its tokens, of the weights of files and of the selected traces.
         "data.train_path",
@@ -50,18 +49,13 @@ SECTIONS_THAT_MAY_DIFFER = frozenset({"track", "checkpoint", "engine", "schedule
 """Sections of which all keys may change; `schedule` as far as the steps taken keep their learning rates, which a run
 checks."""
 
-RENAMED = (("batch", "packed_row_tokens", "pack_tokens_per_rank"),)
-"""(section, old key, new key): accepted under the old name in the recipes that finished and interrupted runs wrote."""
 
-
-def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
-    """Read the recipe.yaml of a run. Files that it names need not exist any more. `accept_retired`, for commands that
-    do not train: put the keys of earlier versions into `Recipe.retired` instead of refusing them. Those that may change
-    when a run is resumed are ignored in any case. Raises UserError where it is not a recipe of this version."""
+def read_resolved_recipe(path: Path) -> Recipe:
+    """Read the recipe.yaml of a run. Files that it names need not exist any more. Raises UserError where it is not a
+    recipe of this version."""
     try:
         values = parse_yaml(read_text(path)).value
-        retired = take_retired_keys(values, only_harmless=not accept_retired)
-        return Recipe.model_validate(values).with_retired(retired)
+        return Recipe.model_validate(values)
     except ValidationError as error:
         problems = [f"{'.'.join(location)}: {text}" for location, text in field_problems(error, values).items()]
         raise UserError(f"{path}: {'; '.join(problems) or error}") from None
@@ -69,24 +63,6 @@ def read_resolved_recipe(path: Path, *, accept_retired: bool = False) -> Recipe:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnreadableFile as error:
         raise UserError(f"{path}{error.position}: {error}") from None
-
-
-def take_retired_keys(values: Any, *, only_harmless: bool = False) -> dict[str, Any]:
-    """Rename or remove the keys of earlier versions in a recipe's values; return the removed ones that are not at their
-    default and may not change when a run is resumed. `only_harmless`: leave those in `values`."""
-    for section, old, new in RENAMED:
-        keys = values.get(section) if isinstance(values, dict) else None
-        if isinstance(keys, dict) and old in keys and new not in keys:
-            keys[new] = keys.pop(old)
-    retired = {}
-    for section, key in REMOVED:
-        keys = values.get(section) if isinstance(values, dict) else None
-        name = f"{section}.{key}"
-        if isinstance(keys, dict) and key in keys and (name in MAY_DIFFER or not only_harmless):
-            value = keys.pop(key)
-            if name not in MAY_DIFFER and not is_removed_default(section, key, value):
-                retired[name] = value
-    return retired
 
 
 def differing_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -107,7 +83,7 @@ def _may_differ(key: str, recipe: Recipe) -> bool:
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """Dotted key -> value, as in recipe.yaml, with retired keys; a section that is null is one key."""
+    """Dotted key -> value, as in recipe.yaml; a section that is null is one key."""
     flat: dict[str, Any] = {}
     for section, values in recipe.model_dump(mode="json").items():
         flat |= {f"{section}.{key}": value for key, value in values.items()} if values is not None else {section: None}
@@ -116,4 +92,4 @@ def flat_values(recipe: Recipe) -> dict[str, Any]:
         if values is not None:
             flat |= {".".join([*names, key]): value for key, value in values.items()}
             del flat[".".join(names)]
-    return flat | recipe.retired
+    return flat

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 
 from vcore_ds.common.text import count
 from vcore_ds.config import sections
@@ -29,33 +29,6 @@ class Recipe(sections.Section):
     track: sections.TrackConfig = Field(default_factory=sections.TrackConfig)
     checkpoint: sections.CheckpointConfig = Field(default_factory=sections.CheckpointConfig)
     engine: sections.EngineConfig
-
-    # Not annotated, because SECTIONS reads the annotations.
-    _retired = PrivateAttr(default_factory=dict[str, Any])
-
-    @property
-    def retired(self) -> dict[str, Any]:
-        """Dotted key -> value of removed keys, in the recipe of a finished run of an earlier version."""
-        return self._retired
-
-    def with_retired(self, values: dict[str, Any]) -> Self:
-        """A copy with these `retired` values."""
-        recipe = self.model_copy()
-        recipe._retired = values
-        return recipe
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed_defaults(cls, values: Any) -> Any:
-        """Drop removed keys with their defaults, which earlier versions wrote into recipe.yaml."""
-        if not isinstance(values, dict):
-            return values
-        return {
-            section: {key: value for key, value in keys.items() if not sections.is_removed_default(section, key, value)}
-            if isinstance(keys, dict)
-            else keys
-            for section, keys in values.items()
-        }
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

@@ -5,7 +5,7 @@ rank. Rules over several keys are in `schema.py`.
 """
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
@@ -19,27 +19,6 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 """A path with `~` expanded, or an id on the hub."""
 Name = Annotated[str, Field(pattern=r"^\w{1,64}$")]
 """A part of a metric's name."""
-
-
-_WITHOUT = "Leave the key out, and set probe.every to save probes; a run that was begun with it ends with vcore_ds 0.6"
-REMOVED = {
-    ("probe", "decay"): (0, f"the running mean over directions was removed after 0.6. {_WITHOUT}"),
-    ("probe", "source"): (
-        "batch",
-        f"the direction is always the gradient of a probe batch; the previous step's was removed after 0.6. {_WITHOUT}",
-    ),
-    ("run", "wandb_project"): (
-        None,
-        "Weights & Biases became one of the trackers after 0.7. Write track.trackers=[wandb], and this project as "
-        "track.project",
-    ),
-}
-"""Keys of earlier versions: their default, and what to write instead."""
-
-
-def is_removed_default(section: str, key: str, value: Any) -> bool:
-    """Whether a value is the default of a removed key."""
-    return (section, key) in REMOVED and value == REMOVED[section, key][0]
 
 
 class Section(BaseModel):

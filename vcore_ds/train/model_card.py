@@ -94,11 +94,8 @@ def make_model_card(
 
 
 def _dump_public_recipe(recipe: Recipe, base: BaseModel) -> dict[str, Any]:
-    """Dump the recipe by section and key, with retired keys and without paths."""
+    """Dump the recipe by section and key, without paths."""
     values = recipe.model_dump(mode="json")
-    for key, value in recipe.retired.items():
-        section, _, name = key.partition(".")
-        values[section][name] = value
     values |= {section: _shorten(values[section]) for section in ("data", "run", "engine")}
     values["model"]["path"] = base.public_name
     return values

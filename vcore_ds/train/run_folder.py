@@ -250,7 +250,7 @@ def read_run_recipe(folder: Path) -> Recipe:
         is_run = (folder / RECIPE).is_file()
     if not is_run:
         raise UserError(f"RUN: {folder}: found no {RECIPE} there; expected a run's folder (run.output_dir)")
-    return read_resolved_recipe(folder / RECIPE, accept_retired=True)
+    return read_resolved_recipe(folder / RECIPE)
 
 
 def read_run_metrics(folder: Path) -> list[dict[str, float | None]]:

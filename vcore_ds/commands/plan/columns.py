@@ -60,11 +60,6 @@ def calibrate(run: str) -> Calibration:
         recipe, environment, steps = read_run_recipe(folder), read_environment(folder), read_run_metrics(folder)
     except UserError as error:
         raise UserError(f"--calibrate: {str(error).removeprefix('RUN: ')}") from None
-    if recipe.retired:
-        raise UserError(
-            f"--calibrate: {folder}: found {', '.join(recipe.retired)}, keys of an earlier version; expected a run of "
-            "this version, which knows the cost of its steps"
-        )
     if len(steps) <= NUM_WARM_UP:
         raise UserError(f"--calibrate: {folder / METRICS}: found {NUM_WARM_UP} steps or fewer; expected more")
     needed = {"supervised_tokens", "sequences", *(f"seconds_{phase}" for phase in _PHASES)}

@@ -103,9 +103,6 @@ def _read_run(
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
     has_result = run_folder.export_folder(folder, is_adapter=recipe.lora is not None).is_dir()
     notes = list_notes(folder, has_result, environment, metrics)
-    if recipe.retired:
-        listed = ", ".join(f"{key}: {format_value(value)}" for key, value in recipe.retired.items())
-        notes.append(f"Trained by an earlier version of vcore_ds, with keys that have since been removed: {listed}.")
     texts, tables, why = None, None, None
     if not records:
         is_off = recipe.run.num_token_records == 0

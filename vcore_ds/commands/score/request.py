@@ -53,7 +53,7 @@ def make_request(
         raise UserError(f"RUN: {run}: found no {RECIPE} there; expected a recipe, or a run's folder (run.output_dir)")
     if run is None and checkpoint is not None:
         raise UserError(f"--checkpoint: found {checkpoint} together with a recipe; expected a run's folder (RUN)")
-    recipe = load_recipe(target if run is None else run / RECIPE, overrides, accept_retired=run is not None)
+    recipe = load_recipe(target if run is None else run / RECIPE, overrides)
     if recipe.method.uses_utilities and recipe.utility.estimator != "jvp":
         raise UserError(
             "utility.estimator: found finite_difference; expected jvp: scores are exact derivatives, by forward-mode "
