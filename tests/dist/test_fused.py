@@ -51,8 +51,7 @@ class Pass:
 
             plain = tiny.qwen3(tied=self.tied, dtype=dtype, **sizes)
             norm_class = megatron.KernelNorm if self.kernel_norm else None
-            options = dict(lora=self.lora, checkpointing=self.checkpointing, norm_class=norm_class)
-            return megatron.make_parallel_model(plain, **options)
+            return megatron.make_parallel_model(plain, checkpointing=self.checkpointing, norm_class=norm_class)
         options = dict(lora=self.lora, checkpointing=self.checkpointing, tied=self.tied, dtype=dtype)
         return tiny.token_loss_model(moe_kind=self.moe_kind, **options, **sizes)
 

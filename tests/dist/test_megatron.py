@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import pytest
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from tests.helpers import step_runs, tiny
+from tests.helpers import step_runs
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
 from vcore_ds.distributed import layout
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.memory import AdapterShape, MemorySettings, parameter_counts
+from vcore_ds.planning.memory import MemorySettings, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.step_cost import StepModel, StepPasses
 
@@ -40,14 +40,7 @@ IW_SFT = {
 }
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES = {
-    "lora, iw_sft, sequence-parallel": Case(
-        lora=True,
-        sequence_parallel=(2, 2),
-        sections=make_sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8}),
-    ),
-    "lora, asft, padded vocabulary": Case(
-        lora=True, vocabulary=121, sections=make_sections(method={"name": "asft"}, lora={"rank": 4, "alpha": 8})
-    ),
+    "iw_sft, sequence-parallel": Case(sequence_parallel=(2, 2), sections=make_sections(**IW_SFT)),
     "eaft, packed, padded vocabulary": Case(
         packed=True, vocabulary=121, sections=make_sections(method={"name": "eaft"})
     ),
@@ -64,24 +57,12 @@ CASES = {
         sections=make_sections(clipping=0.1, method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
         config=OFFLOAD,
     ),
-    "lora, packed, tied, checkpointed, clipped, one reduction": Case(
-        lora=True,
-        packed=True,
-        tied=True,
-        checkpointing=True,
-        coalesce=True,
-        sections=make_sections(clipping=0.1, probe={"clip": 0.1}),
-    ),
     "sequence-parallel, packed, checkpointed": Case(
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=make_sections(**SEPARATE)
     ),
     "norms of a kernel, checkpointed": Case(kernel_norm=True, checkpointing=True, sections=make_sections()),
 } | soak(
     {
-        "lora, iw_sft": Case(
-            lora=True, sections=make_sections(method={"name": "iw_sft"}, lora={"rank": 4, "alpha": 8})
-        ),
-        "lora, sequence-parallel": Case(lora=True, sequence_parallel=(2, 2), sections=make_sections()),
         "base measure and probe loss dft, ranks without sequences": Case(
             num_main=5,
             num_probe=1,
@@ -99,18 +80,12 @@ CASES = {
         ),
         "jvp, padded vocabulary, packed": Case(vocabulary=121, packed=True, sections=make_sections()),
         "finite difference": Case(sections=make_sections(**FINITE_DIFFERENCE)),
-        "lora, direction adam": Case(lora=True, sections={"optimizer": ADAM, "probe": {"direction": "adam"}}),
         "clipped": Case(sections=make_sections(clipping=0.1, probe={"clip": 0.1})),
         "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=make_sections(method=BATCH_WIDE)),
-        "lora": Case(lora=True, sections=make_sections()),
-        "lora, finite difference": Case(lora=True, sections=make_sections(**FINITE_DIFFERENCE)),
         "sequence-parallel": Case(sequence_parallel=(2, 2), sections=make_sections()),
         "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=make_sections()),
         "norms of a kernel, separate passes, checkpointed": Case(
             kernel_norm=True, checkpointing=True, sections=make_sections(**SEPARATE)
-        ),
-        "norms of a kernel, lora, checkpointed": Case(
-            kernel_norm=True, lora=True, checkpointing=True, sections=make_sections()
         ),
     }
 )
@@ -119,7 +94,6 @@ FOUR_RANK_CASE = Case(
 )
 BF16_CASES = {
     "jvp": Case(sections=make_sections(**BF16)),
-    "lora, packed": Case(lora=True, packed=True, sections=make_sections(**BF16)),
 } | soak(
     {
         "sft, packed": Case(packed=True, sections=make_sections(method={"name": "sft"}, **BF16)),
@@ -169,7 +143,6 @@ ARCHITECTURES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
 
 EXCHANGED: dict[str, dict[str, bool]] = {
     "exchanged": {},
-    "exchanged_adapted": {"lora": True},
     "exchanged_checkpointed": {"checkpointing": True},
 }
 
@@ -181,8 +154,7 @@ class Results:
     cases: dict[str, dict[str, float]]
     bf16: dict[str, tuple[dict[str, float], dict[str, float]]]
     """With Hugging Face's layers, and with parallel layers."""
-    rounding: dict[bool, dict[str, float]]
-    """Without adapters, and with them."""
+    rounding: dict[str, float]
     four_ranks: dict[str, float]
     """With every layer sharded over all four ranks."""
 
@@ -192,9 +164,7 @@ class Layers:
     """Deviations of the two ranks of a tensor-parallel group, without an engine."""
 
     architectures: dict[str, dict[str, float]]
-    adapters: dict[str, float]
     exchanged: tuple[dict[str, list[int]], int, int]
-    exchanged_adapted: tuple[dict[str, list[int]], int, int]
     exchanged_checkpointed: tuple[dict[str, list[int]], int, int]
 
 
@@ -206,7 +176,7 @@ def run_all() -> Results:
     layout.make_sequence_groups([2])
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
     bf16 = {name: (bf16_alone[name], run_case(replace(case, tensor=2))) for name, case in BF16_CASES.items()}
-    rounding = {lora: megatron.measure_stochastic_rounding(lora=lora) for lora in (False, True)}
+    rounding = megatron.measure_stochastic_rounding()
     layout.arrange(tensor=4)
     return Results(cases, bf16, rounding, run_case(FOUR_RANK_CASE))
 
@@ -219,7 +189,7 @@ def compare_layers() -> Layers:
         name: megatron.compare_with_hugging_face(config, **options) for name, (config, options) in ARCHITECTURES.items()
     }
     exchanged = [megatron.count_exchanged_elements(**options) for options in EXCHANGED.values()]
-    return Layers(architectures, megatron.compare_adapters(), *exchanged)
+    return Layers(architectures, *exchanged)
 
 
 @pytest.fixture(scope="module")
@@ -268,18 +238,6 @@ def test_a_pass_exchanges_the_numbers_of_the_formula(layers):
     assert [len(loss_numels[name]) for name in ("forward", "backward", "tangents")] == [1, 0, 2]
 
 
-def test_adapters_add_exchanges_of_their_rank(layers):
-    passes, hidden, num_layers = layers[0].exchanged_adapted
-    num_tokens, rank = hidden // 32, tiny.make_lora_config().rank
-    # Outputs of the first factors of q, k and v, and of gate and up, besides the exchanges without adapters.
-    added = [3 * rank * num_tokens, 2 * rank * num_tokens] * num_layers
-    for name, factor in (("forward", 1), ("tangents", 2)):
-        expected = [*layers[0].exchanged[0][name], *(factor * numel for numel in added)]
-        assert sorted(passes[name]) == sorted(expected)
-    # In the backward a frozen weight needs no tokens, and a frozen embedding no gradient.
-    assert sorted(passes["backward"]) == sorted([hidden] * (4 * num_layers + 1) + added)
-
-
 @pytest.mark.parametrize("name", EXCHANGED)
 def test_a_plan_counts_the_exchanges_of_a_pass(layers, name: str):
     """Of forward and backward, and of a JVP pass."""
@@ -294,7 +252,6 @@ def test_a_plan_counts_the_exchanges_of_a_pass(layers, name: str):
         tensor=2,
         number_bytes=4,
         estimator="jvp",
-        adapters=AdapterShape(tiny.make_lora_config().rank) if "lora" in options else None,
         is_checkpointed="checkpointing" in options,
     )
     shape = ModelShape(2, 4, 2, 8, 10_000, hidden_size=32, intermediate_size=64, vocabulary_size=128)
@@ -304,15 +261,6 @@ def test_a_plan_counts_the_exchanges_of_a_pass(layers, name: str):
         traffic, num_exchanges = model.estimate_tensor_exchanges(work, num_tokens)
         assert num_exchanges == len(phase_numels)
         assert traffic.inside == 4 * sum(phase_numels) / 2  # half of the numbers stay on the rank
-
-
-def test_adapters_compute_the_same_as_with_hugging_faces_layers(layers):
-    for result in layers:
-        deviations = result.adapters
-        print(deviations)
-        assert max(deviations["losses"], deviations["without adapters"]) < 2e-6
-        assert deviations["gradient"] < 1e-5
-        assert min(deviations["by dropout"], deviations["by adapters"]) > 0.01
 
 
 @pytest.mark.parametrize("name", BF16_CASES)
@@ -329,11 +277,10 @@ def test_bf16_is_about_as_close_to_the_reference_as_with_hugging_faces_layers(re
         assert alone["gradient"] > 1e-4  # the engine did compute in bf16
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_stochastic_rounding_is_equal_on_replicas(results, lora):
+def test_stochastic_rounding_is_equal_on_replicas(results):
     for result in results:
-        rounding = result.rounding[lora]
+        rounding = result.rounding
         print(rounding)
         assert (rounding["masters"], rounding["perturbed"], rounding["losses"]) == (0, 0, 0)
         assert rounding["changed"] > 0.1
-    assert sum(result.rounding[lora]["changed replicas"] for result in results) > 0
+    assert sum(result.rounding["changed replicas"] for result in results) > 0

@@ -14,15 +14,13 @@ pytestmark = pytest.mark.dist
 
 PASSES = {
     "full, tied, checkpointed, packed": Pass(tied=True, checkpointing=True, packed=True),
-    "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
+    "bf16, checkpointed": Pass(precision="bf16", checkpointing=True),
 } | soak(
     {
         "full": Pass(),
         "full, bf16, checkpointed, packed": Pass(precision="bf16", checkpointing=True, packed=True),
-        "lora, 2 sequence-parallel groups": Pass(lora=True, sequence_parallel=2),
         "full, checkpointed, 2 sequence-parallel groups": Pass(checkpointing=True, sequence_parallel=2),
         "full, bf16": Pass(precision="bf16"),
-        "lora, tied, checkpointed, packed": Pass(lora=True, tied=True, checkpointing=True, packed=True),
     }
 )
 MEMORY_CASES = {
@@ -30,9 +28,7 @@ MEMORY_CASES = {
 } | soak(
     {
         "full, checkpointed": Pass(checkpointing=True),
-        "lora": Pass(lora=True),
         "full": Pass(),
-        "lora, checkpointed": Pass(lora=True, checkpointing=True),
     }
 )
 

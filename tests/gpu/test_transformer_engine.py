@@ -36,7 +36,6 @@ PASSES: dict[str, dict[str, Any]] = {
     "fused": {},
     "fused, checkpointed": {"checkpointing": True},
     "separate": {"fused": False},
-    "adapters": {"lora": True},
 }
 
 

@@ -1,7 +1,6 @@
 """Tiny models in megatron-core's parallel layers, and weights assembled from the ranks of a tensor group."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -15,11 +14,9 @@ from tests.helpers import step_runs, tiny
 from tests.helpers.step_cases import CASES
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION
-from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.dropout import TokenDropout, make_token_keys
+from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.megatron import decoder as norms
-from vcore_ds.models.megatron.configuration import WeightSlice, copy_to_weight
+from vcore_ds.models.megatron.configuration import copy_to_weight, weight_slices
 from vcore_ds.models.megatron.decoder import DualTensorNorm, RMSNorm
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.utility.finite_difference import perturb_parameters
@@ -28,13 +25,11 @@ from vcore_ds.utility.finite_difference import perturb_parameters
 def make_parallel_model(
     plain: PreTrainedModel,
     *,
-    lora: bool = False,
-    dropout: float = 0.0,
     checkpointing: bool = False,
     activation_offload: bool = False,
     norm_class: type[nn.Module] | None = None,
 ) -> ParallelTokenLossModel:
-    """This rank's part of a Hugging Face model in parallel layers, with the adapters of `tiny.with_lora`.
+    """This rank's part of a Hugging Face model in parallel layers.
 
     `norm_class`: class of all norms; by default the one chosen for this machine.
     """
@@ -44,23 +39,13 @@ def make_parallel_model(
         model = ParallelTokenLossModel("tiny", config, dtype=plain.dtype, **options)
     place = dict(rank=layout.rank("tensor"), size=layout.size("tensor"))
     weights = plain.state_dict()
-    copy_weights(model, model.trained_slices(**place), lambda piece: piece.take(weights[piece.name]))
-    if lora:
-        model.add_lora("tiny", tiny.make_lora_config(dropout))
-        adapters = tiny.with_lora(copy.deepcopy(plain), dropout=dropout).state_dict()
-        copy_weights(model, model.trained_slices(**place), lambda piece: piece.take(adapters[piece.name]))
+    with torch.no_grad():
+        for name, piece in weight_slices(config, **place).items():
+            parameter = model.get_parameter(name)
+            parameter[: piece.num_rows].copy_(piece.take(weights[piece.name]))
+            parameter[piece.num_rows :].zero_()  # padding rows of the vocabulary
     model.train()
     return model
-
-
-def copy_weights(model: nn.Module, slices: Mapping[str, WeightSlice], read: Callable[[WeightSlice], Tensor]) -> None:
-    """Copy a Hugging Face model's weights, slice by slice, into an unsharded model; padding rows of the vocabulary
-    become zero."""
-    with torch.no_grad():
-        for name, piece in slices.items():
-            parameter = model.get_parameter(name)
-            parameter[: piece.num_rows].copy_(read(piece))
-            parameter[piece.num_rows :].zero_()
 
 
 class _NormKernel(torch.autograd.Function):
@@ -94,13 +79,13 @@ class KernelNorm(DualTensorNorm, _PlainKernelNorm):
 
 def assemble(model: ParallelTokenLossModel, plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the tensors (parameters or gradients) of all ranks of the tensor group, under the parameter names of the
-    Hugging Face model or of PEFT's model around it."""
+    Hugging Face model."""
     assembled = {
         name: torch.full_like(p.detach(), torch.nan) for name, p in plain.named_parameters() if p.requires_grad
     }
     by_rank = layout.gather_objects("tensor", dict(tensors))
     for rank, tensors_of_rank in enumerate(by_rank):
-        for name, piece in model.trained_slices(rank=rank, size=len(by_rank)).items():
+        for name, piece in weight_slices(model.config, rank=rank, size=len(by_rank)).items():
             copy_to_weight(assembled, tensors_of_rank[name].detach(), piece)
     return assembled
 
@@ -153,46 +138,11 @@ def compare_with_hugging_face(config: PretrainedConfig, **options: bool) -> dict
     }
 
 
-def compare_adapters() -> dict[str, float]:
-    """Deviations from the adapters of the Hugging Face provider, under dropout: of the losses, of the gradient of their
-    weighted sum, and of the losses without adapters. Also how much dropout and adapters change the losses."""
-    plain, batch = tiny.qwen3(), tiny.make_batch(3)
-    model = make_parallel_model(plain, lora=True, dropout=0.3)
-    alone = TokenLossModel(tiny.with_lora(copy.deepcopy(plain), dropout=0.3))
-    alone.base.set_attn_implementation(TRAINING_ATTENTION)
-    keys = make_token_keys(5, batch.token_sequence_ids(), batch.position_ids())
-    losses, gradients = [], []
-    for adapted in (alone.train(), model):
-        for module in adapted.modules():
-            if isinstance(module, TokenDropout):
-                module.token_keys = keys
-        losses.append(adapted(*tiny.inputs(batch)))
-        (torch.linspace(-1, 1, len(losses[-1])) * losses[-1]).sum().backward()
-        gradients.append({name: p.grad for name, p in adapted.named_parameters() if p.requires_grad})
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not getattr(parameter, "tensor_model_parallel", False):
-            layout.add_over("tensor", gradients[1][name])
-    expected = {name.removeprefix("causal_lm."): gradient for name, gradient in gradients[0].items()}
-    assembled = assemble(model, alone.causal_lm, gradients[1])
-    with torch.no_grad():
-        alone.eval(), model.eval()
-        kept = alone(*tiny.inputs(batch))
-        with alone.without_adapters(), model.without_adapters():
-            bare = [adapted(*tiny.inputs(batch)) for adapted in (alone, model)]
-    return {
-        "losses": float((losses[0] - losses[1]).abs().max()),
-        "gradient": max(step_runs.relative_error(assembled[name], expected[name]) for name in expected),
-        "without adapters": float((bare[0] - bare[1]).abs().max()),
-        "by dropout": float((losses[0] - kept).abs().max()),
-        "by adapters": float((bare[0] - kept).abs().max()),
-    }
-
-
-def measure_stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
+def measure_stochastic_rounding() -> dict[str, float]:
     """Differences between replicas after two bf16 steps with stochastically rounded finite differences: in their master
     weights, in a perturbation, and in the losses under it. Also how much the perturbation changes."""
     recipe = step_runs.make_recipe(**CASES["vcore, finite difference, stochastic rounding, bf16"])
-    model = make_parallel_model(tiny.qwen3(dtype=torch.bfloat16), lora=lora)
+    model = make_parallel_model(tiny.qwen3(dtype=torch.bfloat16))
     engine = step_runs.make_engine(model, recipe)
     estimator = step_runs.make_estimator(recipe, engine)
     batches = StepBatches(step_runs.deal(tiny.make_batch(8), 2), step_runs.deal(tiny.make_batch(4, seed=9), 2))
@@ -221,12 +171,10 @@ def measure_stochastic_rounding(*, lora: bool = False) -> dict[str, float]:
     return measured
 
 
-def count_exchanged_elements(
-    *, lora: bool = False, checkpointing: bool = False
-) -> tuple[dict[str, list[int]], int, int]:
+def count_exchanged_elements(*, checkpointing: bool = False) -> tuple[dict[str, list[int]], int, int]:
     """Number of elements of every collective over the tensor axis, by pass of the tiny Qwen3 (`forward`, `backward`,
     and `tangents` for the JVP pass); number of elements of all tokens' hidden states; number of layers."""
-    model, batch = make_parallel_model(tiny.qwen3(), lora=lora, checkpointing=checkpointing), tiny.make_batch(3)
+    model, batch = make_parallel_model(tiny.qwen3(), checkpointing=checkpointing), tiny.make_batch(3)
     gather, scatter, seen = layout.all_gather, layout.reduce_scatter, []
 
     def count_and_gather(axis: str, part: Tensor, *others: int) -> Tensor:

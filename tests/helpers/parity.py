@@ -87,8 +87,7 @@ def run_case(case: Case) -> dict[str, float]:
         from tests.helpers import megatron  # only here: megatron-core takes seconds to import
 
         norm_class = megatron.KernelNorm if case.kernel_norm else None
-        options = dict(lora=case.lora, checkpointing=case.checkpointing, norm_class=norm_class)
-        model = megatron.make_parallel_model(plain, **options)
+        model = megatron.make_parallel_model(plain, checkpointing=case.checkpointing, norm_class=norm_class)
     else:
         model = tiny.token_loss_model(
             lora=case.lora,

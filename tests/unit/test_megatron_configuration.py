@@ -7,8 +7,6 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 
 from tests.helpers import tiny
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.sections import LoraConfig
-from vcore_ds.models.megatron.adapters import find_adapted_layers
 from vcore_ds.models.megatron.configuration import (
     copy_to_weight,
     iter_runs,
@@ -105,29 +103,6 @@ def test_sliding_windows_are_read_for_each_layer():
 def test_the_vocabulary_is_padded_to_equal_shards():
     assert padded_vocabulary(Qwen3Config(**SIZES), 2) == 122
     assert padded_vocabulary(Qwen3Config(**{**SIZES, "vocab_size": 128}), 4) == 128
-
-
-def test_adapters_are_those_of_peft():
-    config = Qwen3Config(**SIZES, head_dim=16)
-    every, some = (
-        find_adapted_layers("m", config, LoraConfig(rank=4, alpha=8, target_modules=targets))
-        for targets in ("all-linear", ["v_proj", "o_proj", "1.mlp.up_proj"])
-    )
-    assert [len(every), every[0], every[-1]] == [
-        14,
-        ("model.layers.0.self_attn.q_proj", 32, 64),
-        ("model.layers.1.mlp.down_proj", 64, 32),
-    ]
-    names = [layer.local_name for layer in some]
-    assert names[:2] == ["layers.0.self_attn.qkv.adapters.v_proj", "layers.0.self_attn.o_proj.adapter"]
-    assert names[2:] == [name.replace("0", "1", 1) for name in names[:2]] + ["layers.1.mlp.gate_up.adapters.up_proj"]
-
-
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_adapters_of_embeddings_are_refused(target):
-    lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", target])
-    with pytest.raises(UserError, match=f"lora.target_modules: .*which adapts .*{target}, together with"):
-        find_adapted_layers("m", Qwen3Config(**SIZES), lora)
 
 
 @pytest.fixture

@@ -311,6 +311,11 @@ def _model_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             ("parallel.tensor", "model.provider"),
             "1: Hugging Face's layers are not tensor-parallel (or set model.provider to megatron)",
         )
+    if recipe.lora is not None and model.provider == "megatron":
+        yield BrokenRule(
+            ("model.provider", "lora.rank"),
+            "huggingface: LoRA needs no tensor parallelism, and a 32B model fits on one node (or set lora to null)",
+        )
     if model.attention != "auto" and model.provider == "megatron":
         yield BrokenRule(
             ("model.attention", "model.provider"), "auto: the others are attention implementations of Hugging Face"

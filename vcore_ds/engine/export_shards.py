@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
@@ -24,12 +23,7 @@ from vcore_ds.engine.parallel_weights import gather_parallel_weights, group_by_l
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import model_folder
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import read_config
-from vcore_ds.models.lora import build_empty_adapted_model
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
-
-if TYPE_CHECKING:
-    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 PREFIX = "causal_lm."
 """Prefix of parameter names in the engine and in checkpoints, before the name in the Hugging Face model."""
@@ -61,7 +55,7 @@ def save_hugging_face(
             model, weights = engine.module.causal_lm, _describe_weights(engine)
             gathered = partial(_gather_weights, engine)
         else:
-            model, weights = _describe_parallel_weights(engine.module, engine.trainable[0][1].dtype, model_path)
+            model, weights = None, describe_weights(model_path, engine.trainable[0][1].dtype)
             gathered = partial(gather_parallel_weights, engine.module, weights=weights)
         if isinstance(model, PeftModel):
             keepers = {name: {0} for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -111,17 +105,6 @@ def _describe_weights(engine: Engine) -> dict[str, Tensor]:
         for name, parameter in engine.module.named_parameters()
     }
     return weights | {name: buffer.to("meta") for name, buffer in _persistent_buffers(engine).items()}
-
-
-def _describe_parallel_weights(
-    parallel: "ParallelTokenLossModel", dtype: torch.dtype, path: str
-) -> tuple[PeftModel | None, dict[str, Tensor]]:
-    """The model with LoRA adapters, without values, or None; and name -> meta tensor of the adapters, or of all
-    weights."""
-    if parallel.lora is None:
-        return None, describe_weights(path, dtype)
-    model = build_empty_adapted_model(path, read_config(path), parallel.lora)
-    return model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _persistent_buffers(engine: Engine) -> dict[str, Tensor]:

@@ -98,11 +98,11 @@ def gather_parallel_weights(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield name and full tensor of each weight, on the CPU of the ranks that keep it (`keepers`, by name), None on the
     others. Each item may be a collective: all ranks must take all items. `weights`: shape and dtype of every trained
-    weight of the Hugging Face model, or of its adapters, in its order."""
-    from vcore_ds.models.megatron.configuration import copy_to_weight
+    weight of the Hugging Face model, in its order."""
+    from vcore_ds.models.megatron.configuration import copy_to_weight, weight_slices
 
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
-    pieces_by_rank = [model.trained_slices(rank=rank, size=size) for rank in range(size)]
+    pieces_by_rank = [weight_slices(model.config, rank=rank, size=size) for rank in range(size)]
     named = [(name, p) for name, p in model.named_parameters() if name in pieces_by_rank[0]]
     for parameters in group_by_layer(model.layers, named):
         names = {pieces_by_rank[0][name].name for name, _ in parameters}

@@ -289,6 +289,7 @@ class Engine:
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """A context with LoRA adapters disabled, so that the model is the run's reference model."""
+        assert isinstance(self.module, TokenLossModel)  # parallel layers have no adapters
         return self.module.without_adapters()
 
     @property

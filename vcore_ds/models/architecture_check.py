@@ -136,33 +136,25 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
         freeze_towers(model)
         if lora is not None:
             with torch.device("meta"):
-                adapted = add_lora(model, lora)
-            weights |= {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+                add_lora(model, lora)
         if tensor > 1:
-            return _count_tensor_shard(path, config, lora, tensor, weights)
+            return _count_tensor_shard(config, tensor, weights)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
 
 
-def _count_tensor_shard(
-    path: str, config: PretrainedConfig, lora: LoraConfig | None, tensor: int, weights: Mapping[str, torch.Tensor]
-) -> ParameterCounts:
+def _count_tensor_shard(config: PretrainedConfig, tensor: int, weights: Mapping[str, torch.Tensor]) -> ParameterCounts:
     """Count the parameters of the first rank of a tensor-parallel group, which no other rank exceeds.
 
-    `weights` are the model's by name, and those of its adapters by their names in peft.
+    `weights` are the model's by name.
     """
-    from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers
     from vcore_ds.models.megatron.configuration import weight_slices
 
-    place = dict(rank=0, size=tensor)
-    num_base = sum(piece.take(weights[piece.name]).numel() for piece in weight_slices(config, **place).values())
-    if lora is None:
-        return ParameterCounts(num_base, num_base)
-    added = adapter_slices(find_adapted_layers(path, config, lora), config, lora, **place).values()
-    num_trained = sum(piece.take(weights[piece.name]).numel() for piece in added)
-    return ParameterCounts(num_base + num_trained, num_trained)
+    slices = weight_slices(config, rank=0, size=tensor).values()
+    number = sum(piece.take(weights[piece.name]).numel() for piece in slices)
+    return ParameterCounts(number, number)
 
 
 def check_model(settings: PlanSettings) -> None:
@@ -199,10 +191,7 @@ def check_configuration(settings: PlanSettings) -> None:
                 "whose layers cannot be recomputed; expected false"
             )
         return
-    from vcore_ds.models.megatron.adapters import find_adapted_layers
     from vcore_ds.models.megatron.configuration import transformer_config
 
-    config = read_config(path)
-    transformer_config(path, config, tensor=settings.parallel.tensor, dtype=DTYPES[settings.model.precision])
-    if settings.lora is not None:
-        find_adapted_layers(path, config, settings.lora)
+    dtype = DTYPES[settings.model.precision]
+    transformer_config(path, read_config(path), tensor=settings.parallel.tensor, dtype=dtype)

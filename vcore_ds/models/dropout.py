@@ -18,7 +18,6 @@ class TokenDropout(nn.Dropout):
 
     Attributes:
         token_keys: int32 `[b, t]`, keys of the tokens of the next forward (`make_token_keys`), set by the engine.
-        first_feature: index of x's first feature in the layer, if ranks have shards of the features.
 
     The mask of token i and feature j is `key_i * feature_key_j mod 2^32 < (1 - p) * 2^32`. Both factors are random odd
     numbers, so each product is uniform over the odd numbers, and two products of one token, or of one feature, are
@@ -28,7 +27,7 @@ class TokenDropout(nn.Dropout):
     def __init__(self, p: float, number: int):
         """`number`: index of this module among the model's dropouts, so that each has different masks."""
         super().__init__(p)
-        self.number, self.first_feature = number, 0
+        self.number = number
         self.token_keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,15 +39,11 @@ class TokenDropout(nn.Dropout):
                 f"model.path: found a dropout on {list(x.shape)}; expected dropout of the features of tokens only. "
                 "Set lora.dropout, or the dropout in the model's config.json, to 0"
             )
-        return self.drop(x, keys.reshape(x.shape[:-1]))
-
-    def drop(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Drop features of `x [..., F]` by the masks of tokens with `keys [...]`."""
-        features = self.first_feature + torch.arange(x.shape[-1], dtype=torch.int64, device=x.device)
+        features = torch.arange(x.shape[-1], dtype=torch.int64, device=x.device)
         feature_keys = _odd_words(_mix(features + (self.number + 1) * _WORD))
         # The products are signed int32, so the threshold is shifted; 2^31 itself would wrap.
         threshold = min(round((1 - self.p) * _WORD) - _WORD // 2, _WORD // 2 - 1)
-        mask = keys[..., None] * feature_keys < threshold
+        mask = keys.reshape(x.shape[:-1])[..., None] * feature_keys < threshold
         return x * mask * (1 / (1 - self.p))
 
 

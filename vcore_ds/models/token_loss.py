@@ -181,7 +181,6 @@ def reference_divergence(
     bias: Tensor | None = None,
     *,
     transform: LogitTransform = PLAIN,
-    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Compute `KL(reference || model)` over the vocabulary for each prediction in nats, fp32 (fp64 for fp64 input),
     `[N]`, differentiable by `hidden`.
@@ -193,7 +192,7 @@ def reference_divergence(
         reference_hidden: `[N, H]`, of the reference model, without a graph.
     """
     assert not weight.requires_grad and (bias is None or not bias.requires_grad)
-    divergences: Tensor = _ReferenceDivergence.apply(hidden, weight, bias, reference_hidden, transform, shard)
+    divergences: Tensor = _ReferenceDivergence.apply(hidden, weight, bias, reference_hidden, transform)
     return divergences
 
 
@@ -357,19 +356,15 @@ class _ReferenceDivergence(torch.autograd.Function):
         bias: Tensor | None,
         reference_hidden: Tensor,
         transform: LogitTransform,
-        shard: VocabularyShard | None,
     ) -> Tensor:
-        rows = _token_rows(weight, shard)
         divergences = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), size := _block_size(weight)):
             block = slice(start, start + size)
-            logits = _logits(hidden[block], rows, bias, transform)
-            reference_logits = _logits(reference_hidden[block], rows, bias, transform)
+            logits = _logits(hidden[block], weight, bias, transform)
+            reference_logits = _logits(reference_hidden[block], weight, bias, transform)
             slope = transform.slope(logits)
             normalizers = torch.stack([torch.logsumexp(logits, -1), torch.logsumexp(reference_logits, -1)])
-            if shard is not None:
-                normalizers = torch.logsumexp(shard.all_gather(normalizers), 0)
             log_p, log_q = logits.sub_(normalizers[0, :, None]), reference_logits.sub_(normalizers[1, :, None])
             log_ratios = log_q - log_p
             q = log_q.exp_()
@@ -380,17 +375,17 @@ class _ReferenceDivergence(torch.autograd.Function):
             del log_ratios
             if hidden_gradient is not None:
                 d_raw_logits = d_logits.mul_(slope).to(hidden.dtype)
-                hidden_gradient[block] = _matmul_t(d_raw_logits, rows.t())
+                hidden_gradient[block] = _matmul_t(d_raw_logits, weight.t())
                 del d_raw_logits
             # Free this block before the next one is computed.
             del logits, reference_logits, log_p, log_q, q, d_logits, slope
         ctx.save_for_backward(hidden_gradient)
-        return divergences if shard is None else shard.all_gather(divergences).sum(0)
+        return divergences
 
     @staticmethod
     def backward(ctx: Any, d_divergences: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_gradient,) = ctx.saved_tensors
-        return (hidden_gradient * d_divergences[:, None]).to(hidden_gradient.dtype), *(None,) * 5
+        return (hidden_gradient * d_divergences[:, None]).to(hidden_gradient.dtype), *(None,) * 4
 
 
 def _top_entropy(logits: Tensor, shard: VocabularyShard | None) -> Tensor:

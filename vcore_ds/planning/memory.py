@@ -92,8 +92,8 @@ class MemorySettings:
 
 def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
     """Count the parameters of a Llama-like model of this shape, dense or MoE, or of a tensor-parallel shard of one
-    (`ModelShape.take_tensor_shard`), which has whole norms and the whole adapter factor that reads or writes hidden
-    states. Biases, and norms of other kinds of attention, are left out: at most 0.1% of the published MoE models."""
+    (`ModelShape.take_tensor_shard`), which has whole norms. Biases, and norms of other kinds of attention, are left
+    out: at most 0.1% of the published MoE models."""
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
     base = shape.num_layers * (shape.layer_parameters + norms) + shape.idle_parameters + shape.hidden_size
@@ -425,10 +425,8 @@ class _Model:
         attention = b * 2 * heads + _FP32 * shape.num_heads
         mlp = b * (3 * self._mlp_width - shape.has_llama_norms * self._formula_width)  # gate, its activation, up
         # Outputs of the norms and of the gated activation: inputs of linear layers whose weights are trained, or whose
-        # adapters take them as they are. Other adapters keep separate copies; tensor-parallel layers keep both.
-        inputs = b * (2 * hidden + num_tokens * self._mlp_width)
-        if not self.is_full and b < _FP32 and self.settings.tensor == 1:
-            inputs = 0
+        # adapters take them as they are. Other adapters keep separate copies.
+        inputs = 0 if not self.is_full and b < _FP32 else b * (2 * hidden + num_tokens * self._mlp_width)
         kept = norms + num_tokens * (attention + mlp) + inputs + self._estimate_kept_by_adapters(num_tokens)
         return kept + self._estimate_kept_by_routing(num_tokens)
 
@@ -478,8 +476,7 @@ class _Model:
         adapters, shape = self.settings.adapters, self.shape
         if adapters is None:
             return 0
-        inputs = 5 * self._count_local_tokens(num_tokens) * shape.hidden_size
-        inputs += num_tokens * (shape.num_heads * shape.head_dim + shape.intermediate_size)
+        inputs = num_tokens * (5 * shape.hidden_size + shape.num_heads * shape.head_dim + shape.intermediate_size)
         copies = _FP32 if adapters.has_dropout or self.b < _FP32 else 0  # an input in fp32 is kept by the layer already
         return (copies + adapters.has_dropout) * inputs + 7 * _FP32 * adapters.rank * num_tokens
 

@@ -115,7 +115,7 @@ class PassWork:
     attention_again: float = 0.0
     """GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU."""
 
-    def count_hidden_state_exchanges(self, num_layers: int, *, is_full: bool) -> tuple[int, int]:
+    def count_hidden_state_exchanges(self, num_layers: int) -> tuple[int, int]:
         """Count the exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and
         tangents travel together, twice the hidden states. Returns their number, and the hidden states they hold of each
         token.
@@ -123,13 +123,8 @@ class PassWork:
         A layer all-gathers before and reduce-scatters after attention and MLP, once more in a backward, and all-gathers
         the inputs of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py
         counts them.
-
-        Args:
-            is_full: all parameters are trained; nothing is sent to a frozen embedding.
         """
-        in_layers = 4 * self.exchanges + (2 if self.reduces and is_full else 0)
-        at_the_ends = 2 * self.runs - (1 if self.reduces and not is_full else 0)
-        held = num_layers * in_layers + at_the_ends
+        held = num_layers * (4 * self.exchanges + 2 * self.reduces) + 2 * self.runs
         return held - self.num_with_tangents * (4 * num_layers + 2), held
 
     @property
@@ -484,13 +479,8 @@ class StepModel:
         bytes for each token and GPU, are left out, and so is the sum of the gradients that all of them have, once a
         pass."""
         settings, shape = self.settings, self.shape
-        num_exchanges, num_hidden = work.count_hidden_state_exchanges(
-            shape.num_layers, is_full=settings.adapters is None
-        )
+        num_exchanges, num_hidden = work.count_hidden_state_exchanges(shape.num_layers)
         num_bytes = float(settings.number_bytes * num_hidden * shape.hidden_size)
-        if settings.adapters is not None:  # outputs of the first adapter factors of q, k, v, gate and up
-            num_bytes += _FP32 * 5 * settings.adapters.rank * shape.num_layers * work.exchanges
-            num_exchanges += 2 * shape.num_layers * (work.exchanges - work.num_with_tangents)
         return estimate_hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
 
     def _estimate_gathers(self, work: PassWork, makes_copy: bool) -> dict[str, Traffic]:

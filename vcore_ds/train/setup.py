@@ -76,7 +76,7 @@ def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | P
     if model_settings.provider == "megatron":
         from vcore_ds.engine.parallel_weights import load_parallel  # megatron-core takes seconds to import
 
-        model = load_parallel(
+        return load_parallel(
             model_settings.path,
             ds_config,
             dtype=dtype,
@@ -84,9 +84,6 @@ def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | P
             activation_offload=model_settings.activation_offload,
             say=say,
         )
-        if lora is not None:
-            model.add_lora(model_settings.path, lora)
-        return model
     base = load_sharded(
         model_settings.path,
         ds_config,

@@ -65,24 +65,17 @@ class ParallelCheckpointWeights:
     model."""
 
     def __init__(self, folder: Path, recipe: Recipe):
-        from vcore_ds.models.megatron.adapters import adapter_slices, find_adapted_layers  # slow to import
-        from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices
+        from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices  # slow to import
 
         self.name = folder.name
-        path, lora, config = recipe.model.path, recipe.lora, read_config(recipe.model.path)
-        if lora is None:
-            described, slices_of_rank = describe_weights(path, torch.float32), partial(weight_slices, config)
-        else:
-            adapted = build_empty_adapted_model(path, config, lora)
-            described = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-            slices_of_rank = partial(adapter_slices, find_adapted_layers(path, config, lora), config, lora)
-        self.shapes = {name: like.shape for name, like in described.items()}
+        path, config = recipe.model.path, read_config(recipe.model.path)
+        self.shapes = {name: like.shape for name, like in describe_weights(path, torch.float32).items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
         self._shard_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
         self._shards: dict[str, list[tuple[str, str, WeightSlice]]] = {}
         size = recipe.parallel.tensor
         for rank in range(size):
-            for name, piece in slices_of_rank(rank=rank, size=size).items():
+            for name, piece in weight_slices(config, rank=rank, size=size).items():
                 shard = (name, f"master.{checkpoint_name(name, rank, size)}", piece)
                 self._shards.setdefault(piece.name, []).append(shard)
 

@@ -1,8 +1,7 @@
 """A tensor-parallel decoder that returns the loss of every supervised token: the counterpart of
 `vcore_ds.models.causal_lm.TokenLossModel`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,30 +12,15 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.sections import LoraConfig
 from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
-from vcore_ds.models.megatron.adapters import (
-    AdaptedLayer,
-    Adapter,
-    adapter_slices,
-    add_adapters,
-    find_adapted_layers,
-    mark_tensor_parallel,
-)
-from vcore_ds.models.megatron.configuration import WeightSlice, padded_vocabulary, transformer_config, weight_slices
+from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
 from vcore_ds.models.megatron.decoder import DecoderLayer, make_norm
 from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
 from vcore_ds.models.megatron.token_exchange import gather_tokens
-from vcore_ds.models.token_loss import (
-    PredictionStatistic,
-    VocabularyShard,
-    loss_and_statistic,
-    reference_divergence,
-    token_loss,
-)
+from vcore_ds.models.token_loss import PredictionStatistic, VocabularyShard, loss_and_statistic, token_loss
 
 
 class ParallelTokenLossHead(nn.Module):
@@ -60,7 +44,6 @@ class ParallelTokenLossHead(nn.Module):
         targets: Tensor,
         *,
         statistic: PredictionStatistic | None = None,
-        reference_hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks. A collective.
 
@@ -71,10 +54,7 @@ class ParallelTokenLossHead(nn.Module):
         if statistic is not None:
             return loss_and_statistic(hidden, self.weight, targets, statistic, shard=self._shard)
         tangent = read_low_rank_tangent(self, "weight")
-        losses = token_loss(hidden, self.weight, targets, shard=self._shard, weight_tangent=tangent)
-        if reference_hidden is None:
-            return losses
-        return losses, reference_divergence(hidden, self.weight, reference_hidden, shard=self._shard)
+        return token_loss(hidden, self.weight, targets, shard=self._shard, weight_tangent=tangent)
 
 
 class ParallelTokenLossModel(nn.Module):
@@ -82,8 +62,7 @@ class ParallelTokenLossModel(nn.Module):
     token, the same on all ranks.
 
     Parameters are created without values. Sharded ones have DeepSpeed's attribute `tensor_model_parallel`; the others
-    are replicated, and their gradients have to be summed over the group. `lora`: the adapters' settings; None for full
-    fine-tuning.
+    are replicated, and their gradients have to be summed over the group.
     """
 
     def __init__(
@@ -105,8 +84,6 @@ class ParallelTokenLossModel(nn.Module):
         megatron_config = transformer_config(path, config, tensor=tensor, dtype=dtype)
         config._attn_implementation = TRAINING_ATTENTION
         self.config, self._activation_offload = config, activation_offload
-        self.lora: LoraConfig | None = None
-        self._adapted: list[AdaptedLayer] = []
         num_rows = padded_vocabulary(config, tensor)
         self.embed_tokens = TokenEmbedding(
             num_rows,
@@ -129,31 +106,7 @@ class ParallelTokenLossModel(nn.Module):
         for module in self.modules():
             if isinstance(module, ColumnLinears | RowLinear | TokenEmbedding | ParallelTokenLossHead):
                 for parameter in module.parameters(recurse=False):
-                    mark_tensor_parallel(parameter)
-
-    def add_lora(self, path: str, lora: LoraConfig) -> None:
-        """Freeze the model and add trainable adapters, in place; see `vcore_ds.models.lora.add_lora`."""
-        self.lora, self._adapted = lora, find_adapted_layers(path, self.config, lora)
-        add_adapters(self, self._adapted, lora, self.config)
-
-    def trained_slices(self, *, rank: int, size: int) -> dict[str, WeightSlice]:
-        """Return, for each trained parameter, its slice of a Hugging Face weight or of peft's adapter. `rank`, `size`:
-        along the tensor axis."""
-        if self.lora is None:
-            return weight_slices(self.config, rank=rank, size=size)
-        return adapter_slices(self._adapted, self.config, self.lora, rank=rank, size=size)
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """A context in which the layers compute without their adapters."""
-        adapters = [module for module in self.modules() if isinstance(module, Adapter)]
-        for adapter in adapters:
-            adapter.is_enabled = False
-        try:
-            yield
-        finally:
-            for adapter in adapters:
-                adapter.is_enabled = True
+                    parameter.tensor_model_parallel = True  # type: ignore[union-attr]  # megatron's and DeepSpeed's
 
     @property
     def base(self) -> SimpleNamespace:
@@ -173,8 +126,6 @@ class ParallelTokenLossModel(nn.Module):
         sequence_layout: SequenceLayout,
         *,
         statistic: PredictionStatistic | None = None,
-        reference_hidden: Tensor | None = None,
-        hidden_only: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order.
 
@@ -189,15 +140,11 @@ class ParallelTokenLossModel(nn.Module):
             )
         with save_on_cpu(pin_memory=input_ids.is_cuda) if self._activation_offload else nullcontext():
             hidden = self.embed_tokens(input_ids)
-            if self.lora is not None and torch.is_grad_enabled():
-                hidden.requires_grad_()  # for the reason given in `vcore_ds.models.lora.add_lora`
             angles = self.rotary(hidden, position_ids)
             for layer in self.layers:
                 hidden = layer(hidden, angles, sequence_layout)
         hidden, targets = supervised_tokens(gather_tokens(self.norm(hidden)).transpose(0, 1), targets)
-        if hidden_only:
-            return hidden
-        return self.lm_head(hidden, targets, statistic=statistic, reference_hidden=reference_hidden)
+        return self.lm_head(hidden, targets, statistic=statistic)
 
 
 def _build_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:

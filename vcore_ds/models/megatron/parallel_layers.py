@@ -14,21 +14,12 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from vcore_ds.common.imports import without_compiler
 from vcore_ds.distributed import layout
 from vcore_ds.models.dual_tensors import LowRank, make_dual_if_any, unpack_parameter, unpack_weight
-from vcore_ds.models.lora_linear import linear_tangent, linear_with_addend
-from vcore_ds.models.megatron.adapters import (
-    Adapter,
-    Addend,
-    compute_addend_gradients,
-    expand,
-    expand_tangent,
-    make_column_addends,
-    make_row_addend,
-)
+from vcore_ds.models.lora_linear import linear_tangent
 from vcore_ds.models.megatron.token_exchange import (
     all_gather_tokens,
     reduce_scatter_both,
@@ -61,7 +52,7 @@ class ColumnLinears(nn.Module):
         super().__init__()
         self.names = tuple(num_outputs)
         for name in self.names:
-            linear = ColumnParallelLinear(
+            layer = ColumnParallelLinear(
                 num_inputs,
                 num_outputs[name],
                 config=config,
@@ -69,22 +60,17 @@ class ColumnLinears(nn.Module):
                 bias=bias,
                 tp_group=layout.group("tensor"),
             )
-            self.register_parameter(name, linear.weight)
-            self.register_parameter(f"{name}_bias", linear.bias)
-        self.adapters = nn.ModuleDict()
+            self.register_parameter(name, layer.weight)
+            self.register_parameter(f"{name}_bias", layer.bias)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        addends, scaling, flat = make_column_addends(self.adapters, x), 1.0, []
+        flat = []
         for name in self.names:
             weight, d_weight = unpack_weight(self, name)
             has_bias = getattr(self, f"{name}_bias") is not None
             bias, d_bias = unpack_parameter(self, f"{name}_bias") if has_bias else (None, None)
-            flat += [weight, bias, d_weight, d_bias, *addends.get(name, Addend())]
-            if name in addends:
-                adapter = self.adapters[name]
-                assert isinstance(adapter, Adapter)
-                scaling = adapter.scaling
-        outputs = _ColumnMatmuls.apply(scaling, *forward_ad.unpack_dual(x), *flat)
+            flat += [weight, bias, d_weight, d_bias]
+        outputs = _ColumnMatmuls.apply(*forward_ad.unpack_dual(x), *flat)
         return [make_dual_if_any(*pair) for pair in zip(outputs[::2], outputs[1::2], strict=True)]
 
 
@@ -93,15 +79,8 @@ class RowLinear(RowParallelLinear):
 
     reads_low_rank_tangents = True
 
-    def __init__(self, *sizes: int, **options: Any):
-        super().__init__(*sizes, **options)
-        self.adapter: Adapter | None = None
-
     def forward(self, x: Tensor) -> Tensor:
-        scaling = 1.0 if self.adapter is None else self.adapter.scaling
-        value, d_value = forward_ad.unpack_dual(x)
-        pair = unpack_weight(self, "weight")
-        return make_dual_if_any(*_RowMatmul.apply(scaling, value, d_value, *pair, *make_row_addend(self.adapter, x)))
+        return make_dual_if_any(*_RowMatmul.apply(*forward_ad.unpack_dual(x), *unpack_weight(self, "weight")))
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -127,94 +106,70 @@ class TokenEmbedding(VocabParallelEmbedding):
 
 
 class _ColumnMatmuls(torch.autograd.Function):
-    """Computes `x W^T + scaling * addend + b` and its tangent for several layers on the gathered tokens. `layers`: for
-    each W, b, their tangents (W's may be `LowRank`), and the four tensors of an `Addend`. Only this rank's tokens are
-    saved for the backward, which gathers them again."""
+    """Computes `x W^T + b` and its tangent for several layers on the gathered tokens. `layers`: for each W, b and their
+    tangents (W's may be `LowRank`). Only this rank's tokens are saved for the backward, which gathers them again."""
 
     @staticmethod
-    def forward(ctx: Any, scaling: float, x: Tensor, d_x: Tensor | None, *layers: Any) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, x: Tensor, d_x: Tensor | None, *layers: Any) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)  # otherwise zeros are allocated for each tangent
-        ctx.save_for_backward(x, *layers[::8], *layers[4::8], *layers[5::8])
-        ctx.scaling = scaling
+        ctx.save_for_backward(x, *layers[::4])
         tokens, d_tokens = all_gather_tokens(x, d_x)
         outputs: list[Tensor | None] = []
-        for i in range(0, len(layers), 8):
-            weight, bias, d_weight, d_bias = layers[i : i + 4]
-            assert weight is not None
-            addend = Addend(*layers[i + 4 : i + 8])
-            tangents = dict(d_x=d_tokens, d_weight=d_weight, d_bias=d_bias)
-            # Free each expanded addend before the next one is computed.
-            outputs.append(linear_with_addend(tokens, weight, bias, expand(addend, x.dtype), scaling))
-            d_addend = expand_tangent(addend, x.dtype)
-            outputs.append(linear_tangent(tokens, weight, **tangents, d_addend=d_addend, scaling=scaling))
-            del d_addend
+        for weight, bias, d_weight, d_bias in zip(*(layers[i::4] for i in range(4)), strict=True):
+            outputs.append(linear(tokens, weight, bias))
+            outputs.append(linear_tangent(tokens, weight, d_x=d_tokens, d_weight=d_weight, d_bias=d_bias))
         ctx.mark_non_differentiable(*(d_out for d_out in outputs[1::2] if d_out is not None))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        num_layers = len(saved) // 3
-        _, needs_x, _, *needs = ctx.needs_input_grad
-        tokens = all_gather_tokens(x)[0].flatten(0, -2) if any(needs[::8]) else None
+        x, *weights = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        tokens = all_gather_tokens(x)[0].flatten(0, -2) if any(needs[::4]) else None
         x_gradient, layer_gradients = None, []
-        for i, (d_out, needs_weight, needs_bias) in enumerate(
-            zip(gradients[::2], needs[::8], needs[1::8], strict=True)
+        for d_out, weight, needs_weight, needs_bias in zip(
+            gradients[::2], weights, needs[::4], needs[1::4], strict=True
         ):
             assert d_out is not None  # the outputs of all layers are used
-            weight, reduced, b = saved[i::num_layers]
             gradient = d_out.flatten(0, -2)
             if needs_x:
                 x_gradient = gradient @ weight if x_gradient is None else x_gradient.addmm_(gradient, weight)
             weight_gradient = gradient.t() @ tokens if needs_weight and tokens is not None else None
-            bias_gradient = gradient.sum(0) if needs_bias else None
-            addend_gradients = compute_addend_gradients(d_out, reduced, b, ctx.scaling)
-            layer_gradients += [weight_gradient, bias_gradient, None, None, *addend_gradients, None, None]
+            layer_gradients += [weight_gradient, gradient.sum(0) if needs_bias else None, None, None]
         del tokens
         if x_gradient is not None:
             x_gradient = reduce_scatter_tokens(x_gradient.view(-1, *x.shape[1:]))[0]
-        return None, x_gradient, None, *layer_gradients
+        return x_gradient, None, *layer_gradients
 
 
 class _RowMatmul(torch.autograd.Function):
-    """Reduce-scatters `x W^T + scaling * addend` and its tangent."""
+    """Reduce-scatters `x W^T` and its tangent."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        scaling: float,
-        x: Tensor,
-        d_x: Tensor | None,
-        weight: Tensor,
-        d_weight: Tensor | LowRank | None,
-        *addend_tensors: Tensor | None,
+        ctx: Any, x: Tensor, d_x: Tensor | None, weight: Tensor, d_weight: Tensor | LowRank | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        addend = Addend(*addend_tensors)
-        ctx.save_for_backward(x, weight, addend.reduced, addend.b)
-        ctx.scaling = scaling
-        if d_x is None and d_weight is None and addend.d_reduced is None and addend.d_b is None:
-            return reduce_scatter_tokens(linear_with_addend(x, weight, None, expand(addend, x.dtype), scaling))[0], None
+        ctx.save_for_backward(x, weight)
+        output = linear(x, weight)
+        if d_x is None and d_weight is None:
+            return reduce_scatter_tokens(output)[0], None
         # Value and tangent are copied to one send buffer in turn, so that only one of them is in memory besides it.
         sent = x.new_empty(layout.size("tensor"), 2, len(x) // layout.size("tensor"), x.shape[1], len(weight))
-        output = linear_with_addend(x, weight, None, expand(addend, x.dtype), scaling)
         sent[:, 0] = output.view(sent[:, 0].shape)
         del output
-        d_addend = expand_tangent(addend, x.dtype)
-        d_output = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight, d_addend=d_addend, scaling=scaling)
+        d_output = linear_tangent(x, weight, d_x=d_x, d_weight=d_weight)
         assert d_output is not None  # since there is a tangent
         sent[:, 1] = d_output.view(sent[:, 1].shape)
-        del d_output, d_addend
+        del d_output
         out, d_out = reduce_scatter_both(sent)
         ctx.mark_non_differentiable(d_out)
         return out, d_out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, reduced, b = ctx.saved_tensors
-        _, needs_x, _, needs_weight, *_ = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_weight, _ = ctx.needs_input_grad
         gathered = all_gather_tokens(gradient)[0]
         weight_gradient = gathered.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
-        addend_gradients = compute_addend_gradients(gathered, reduced, b, ctx.scaling)
-        x_gradient = gathered @ weight if needs_x else None
-        return None, x_gradient, None, weight_gradient, None, *addend_gradients, None, None
+        return gathered @ weight if needs_x else None, None, weight_gradient, None
