@@ -193,6 +193,8 @@ def measure_steps(
                 pairs = zip(lines[name], lines["sft"], strict=True)
                 measured[name]["over_sft"] = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
     if profiles is not None:
+        for name in methods:  # before the profiles, which may take minutes
+            print(name, {key: value for key, value in measured[name].items() if key != "predicted_seconds"}, flush=True)
         batches = StepBatches(main, probe)
         for name in methods:
             if "skipped" not in measured[name]:
@@ -213,6 +215,10 @@ def summarize(lines: list[dict], num_tokens: int, flops: float, estimate: int, n
         "seconds": seconds,
         "tokens_per_second_per_rank": num_tokens / seconds,
         "mfu": None if peak is None else flops / seconds / peak,
+        **{
+            f"peak_memory_bytes_{phase}": max(line[f"peak_memory_bytes_{phase}"] or 0 for line in lines)
+            for phase in phases
+        },
         "peak_memory_bytes": max([peak for peak in peaks if peak is not None], default=not_needed) - not_needed,
         "estimated_peak_memory_bytes": estimate,
         **{f"seconds_{part}": statistics.median(line[f"seconds_{part}"] for line in lines) for part in phases},
@@ -246,9 +252,12 @@ def write_profile(file: Path, work: Callable[[], object]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
         work()
+    # Garbage collection would traverse everything imported again and again while 1e5 events are made: over a minute.
+    gc.disable()
     order = "self_device_time_total" if torch.version.cuda is not None else "self_cpu_time_total"
     file.write_text(profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80))
     profile.export_chrome_trace(str(file.with_suffix(".json.gz")))
+    gc.enable()
 
 
 def measure_seconds(work: Callable[[], object], repeats: int) -> float:

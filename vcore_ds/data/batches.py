@@ -130,7 +130,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor without a host-device synchronisation, which a copy from pageable memory would cause."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # Contiguous: memory that several elements of an expanded tensor share cannot be pinned.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def supervised_tokens(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,7 +100,10 @@ def install(simulated: Any) -> None:
     # A CPU build of PyTorch does not ask a device whether memory is pinned.
     torch.Tensor.is_pinned = lambda tensor, device=None: simulated.is_pinned(tensor)
     torch.Tensor.pin_memory = lambda tensor, device=None: (
-        tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        tensor
+        if tensor.is_pinned()
+        # With the strides of the original, as CUDA's: it cannot pin an expanded tensor.
+        else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     )
     torch.Tensor.record_stream = lambda tensor, stream: None
     for name in ("range_push", "range_pop", "mark"):
