@@ -1,4 +1,4 @@
-"""Scores of traces, selection of the traces to train on, and stored token weights."""
+"""Scores of traces, and selection of the traces to train on."""
 
 import copy
 from collections.abc import Callable
@@ -12,13 +12,10 @@ from tests.experiments.directions import Direction, token_losses
 from tests.experiments.settings import Setting
 from tests.experiments.task import Traces
 from tests.experiments.training import Run
-from vcore_ds.method.weights import gibbs_weights_for_budget
 
 KEEP_SHARE = 0.25
 FALL = {"num_steps": 20, "learning_rate": 1e-3}
 """Settings of SFT on the pool; how far it lowers a trace's loss is the score `fall`."""
-SFT_RATE = 3e-4
-"""Learning rate of `sft` in the tables of whole-traces.md."""
 
 
 def keep(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
@@ -28,18 +25,6 @@ def keep(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
     num_kept = int((~traces.wrong()).sum()) if setting.keep == "right" else round(KEEP_SHARE * len(traces))
     run.main.keep(scores.argsort(descending=True)[:num_kept].numpy())
     return scores
-
-
-def store(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
-    """Store in the run the token weights of all training traces under `model`, computed like `vcore-ds keep --weights`;
-    returns the traces' mean utilities, `[num_traces]`."""
-    traces = run.main.whole_pool()
-    utilities = token_utilities(model, traces, run.trusted.whole_pool(), sign=False)
-    weights = gibbs_weights_for_budget(utilities, traces.sequence_index, len(traces), setting.kl_budget).weights
-    num_tokens = torch.bincount(traces.sequence_index).tolist()
-    rows = zip(traces.input_ids.tolist(), weights.split(num_tokens), strict=True)
-    run.stored_weights = {tuple(tokens): (len(part) * part).half().float() for tokens, part in rows}
-    return traces.mean(utilities)
 
 
 def score(setting: Setting, model: PreTrainedModel, traces: Traces, pool: Traces) -> Tensor:
@@ -82,16 +67,11 @@ def token_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sig
 
 
 def train_on_pool(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
-    return _trained(replace(setting, method="sft", main_data="pool", trusted_share=0.0, **FALL), model)
-
-
-def train_on_all(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model`, after `sft` on all training traces for `setting.num_steps` steps."""
-    return _trained(replace(setting, method="sft", stored="", learning_rate=SFT_RATE), model)
-
-
-def _trained(setting: Setting, model: PreTrainedModel) -> PreTrainedModel:
-    run = Run(setting, copy.deepcopy(model))
-    for k in range(setting.num_steps):
+    """A copy of `model`, after `sft` on the pool."""
+    run = Run(
+        replace(setting, method="sft", main_data="pool", trusted_share=0.0, **FALL),
+        copy.deepcopy(model),
+    )
+    for k in range(run.setting.num_steps):
         run.step(k)
     return run.model

@@ -68,8 +68,6 @@ class Traces:
     """`[N]`, the row of each supervised token."""
     planted: Tensor
     """`[N]`, SOUND, WRONG_STEP, IRRELEVANT_PART or WRONG_TRACE."""
-    in_answer: Tensor
-    """bool `[N]`, the digits of the answer."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -98,17 +96,9 @@ class TraceStream:
         pool_size: int | None = None,
         draws: int | list[int] | None = None,
     ):
-        """
-        Args:
-            wrong: probability that a step is wrong.
-            irrelevant: probability of an irrelevant part before a step.
-            systematic: whether a wrong digit is the right one plus 1 and the irrelevant part always the same.
-            wrong_traces: share of the traces whose author errs, and gives the answer that follows; all others are
-                clean. None spoils all traces, and their answers stay right.
-            pool_size: number of different traces, drawn as `vcore_ds.data` draws a probe: none comes twice in a batch
-                before all came once. None for ever new traces.
-            draws: seed of the draws from the pool; None continues the generator that made it.
-        """
+        """`wrong` and `irrelevant` are probabilities of a step and before a step. With `wrong_traces` that share of the
+        traces is by an author who errs, and all others are clean. `pool_size` different traces are drawn as
+        `vcore_ds.data` draws a probe, by a generator seeded with `draws`; None for ever new traces."""
         self._random = np.random.default_rng(seed)
         self._wrong, self._irrelevant, self._systematic = wrong, irrelevant, systematic
         self._wrong_traces = wrong_traces
@@ -137,10 +127,7 @@ class TraceStream:
         return _batch(self._pool)
 
     def _trace(self, place: float | None = None) -> Trace:
-        """
-        Args:
-            place: where in a pool, from 0 to 1: wrong traces come first, so that their number is exact.
-        """
+        """`place` is the position in a pool, from 0 to 1: wrong traces come first, so that their number is exact."""
         random = self._random
         errs = True
         if self._wrong_traces is not None:
@@ -170,14 +157,12 @@ def _batch(rows: Sequence[Trace]) -> Traces:
     longest = max(len(tokens) for tokens, _ in rows)
     input_ids = torch.full((len(rows), longest), END)
     planted = torch.full((len(rows), longest), -1)
-    in_answer = torch.zeros((len(rows), longest), dtype=torch.bool)
     for row, (tokens, kinds) in enumerate(rows):
         input_ids[row, : len(tokens)] = torch.tensor(tokens)
         planted[row, PROMPT_LENGTH : len(tokens)] = torch.tensor(kinds)
-        in_answer[row, len(tokens) - ANSWER_LENGTH + 1 : len(tokens) - 1] = True
     supervised = planted[:, 1:] >= 0
     index = torch.arange(len(rows))[:, None].expand_as(supervised)[supervised]
-    return Traces(input_ids, supervised, index, planted[:, 1:][supervised], in_answer[:, 1:][supervised])
+    return Traces(input_ids, supervised, index, planted[:, 1:][supervised])
 
 
 def join(first: Traces, second: Traces) -> Traces:
@@ -193,16 +178,11 @@ def join(first: Traces, second: Traces) -> Traces:
         both("supervised", longest - 1, False),
         torch.cat([first.sequence_index, second.sequence_index + len(first)]),
         torch.cat([first.planted, second.planted]),
-        torch.cat([first.in_answer, second.in_answer]),
     )
 
 
 def answers_match(generated: Tensor, traces: Traces) -> Tensor:
-    """Whether each answer, from `#` to the end, equals that of the trace, bool `[B]`.
-
-    Args:
-        generated: `[B, T']`, continuations of the prompts; what follows the first END is ignored.
-    """
+    """Whether each generated `[B, T']` answer, from `#` to the first END, equals that of the trace, bool `[B]`."""
     matches = []
     for row, continuation in enumerate(generated.tolist()):
         tokens = traces.input_ids[row].tolist()
@@ -212,38 +192,8 @@ def answers_match(generated: Tensor, traces: Traces) -> Tensor:
     return torch.tensor(matches)
 
 
-def measure_separation(weights: Tensor, traces: Traces, kind: int | None = None) -> float:
-    """AUC of token weights: probability that a sound token outweighs a planted one of the same sequence, ties counting
-    half; mean over the sequences that have both. 0.5 is chance, NaN if no sequence has both.
-
-    Args:
-        weights: `[N]`, their scale within a sequence is free.
-        kind: WRONG_STEP or IRRELEVANT_PART counts only these planted tokens; None counts all.
-    """
-    is_planted = traces.planted > SOUND if kind is None else traces.planted == kind
-    areas = []
-    for row in range(len(traces)):
-        here = traces.sequence_index == row
-        sound, spoiled = weights[here & (traces.planted == SOUND)], weights[here & is_planted]
-        if len(sound) and len(spoiled):
-            areas.append(_area(sound, spoiled))
-    return float(torch.stack(areas).mean()) if areas else float("nan")
-
-
 def measure_trace_separation(scores: Tensor, wrong: Tensor) -> float:
     """AUC of scores `[B]` of traces: probability that a right one is above a wrong one, ties counting half. NaN if all
     are right or all are wrong."""
-    return float(_area(scores[~wrong], scores[wrong]))
-
-
-def _area(above: Tensor, below: Tensor) -> Tensor:
-    difference = above[:, None] - below[None, :]
-    return ((difference > 0).double() + 0.5 * (difference == 0).double()).mean()
-
-
-def measure_planted_mass(weights: Tensor, traces: Traces) -> float:
-    """Share of the batch's weight on planted tokens, relative to that of uniform weights; 1 is chance."""
-    is_planted = (traces.planted > SOUND).to(weights.dtype)
-    num_tokens = segment_sum(torch.ones_like(weights), traces.sequence_index, len(traces))
-    uniform = float((is_planted / num_tokens[traces.sequence_index]).sum()) / len(traces)
-    return float((is_planted * weights).sum() / weights.sum()) / uniform
+    difference = scores[~wrong][:, None] - scores[wrong][None, :]
+    return float(((difference > 0).double() + 0.5 * (difference == 0).double()).mean())

@@ -12,26 +12,24 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.experiments import selection, task
-from tests.experiments.processes import REPOSITORY, read_results
-from tests.experiments.report import choose_rate, parse_setting, whole_traces_table
-from tests.experiments.settings import BATCH_SIZE, Setting
+from tests.experiments.results import choose_rate, parse_setting, read_results, whole_traces_table
+from tests.experiments.settings import Setting
 from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, load_start_model
+from tests.helpers.commands import REPOSITORY
 
 FOLDER = REPOSITORY / "runs" / "learning_whole_traces"
 RESULTS = Path(__file__).with_suffix(".jsonl")
 """Committed with the code, so that the tables can be made again."""
 SEEDS, CHOOSING_SEEDS = (0, 1, 2, 3, 4), (10, 11)
 RATES = (3e-4, 1e-3, 3e-3)
-NUM_PROBLEMS = 256
-"""Number of clean problems on which a model is evaluated."""
 NUM_TRACES, NUM_STEPS = 1024, 100
 TRUSTED_SHARE = 0.2
 """4 trusted sequences in addition to 16 of the training data."""
@@ -101,7 +99,6 @@ POOL_ROWS = (
 def grid(noise: str, wrong_traces: float, pool_size: int = POOL, pool_wrong_traces: float = 0.0) -> dict[str, Setting]:
     """Name -> row, without seed and learning rate (0)."""
     sft = Setting(
-        regime="tuned",
         learning_rate=0.0,
         num_steps=NUM_STEPS,
         noise=noise,
@@ -172,9 +169,7 @@ def choose_row_rate(name: str, results: Sequence[dict[str, Any]]) -> float:
 
 def choose_rates(rows: Mapping[str, Setting], results: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Row -> learning rate; raises ValueError if a row has not been run at all rates on all CHOOSING_SEEDS."""
-    return {
-        name: choose_rate(row, list_rates(row), results, CHOOSING_SEEDS, by_accuracy=True) for name, row in rows.items()
-    }
+    return {name: choose_rate(row, list_rates(row), results, CHOOSING_SEEDS) for name, row in rows.items()}
 
 
 def list_rates(row: Setting) -> Sequence[float]:
@@ -200,15 +195,12 @@ def iter_due_runs() -> Iterator[Setting]:
 
 
 def iter_due_in_centre(names: Sequence[str]) -> Iterator[Setting]:
-    yield from iter_due_on_all_seeds({name: grid(*CELLS[0])[name] for name in names}, RESULTS)
-
-
-def iter_due_on_all_seeds(rows: Mapping[str, Setting], results: Path) -> Iterator[Setting]:
     """Yield all rates on CHOOSING_SEEDS and, once those have finished, the chosen rates on SEEDS."""
+    rows = {name: grid(*CELLS[0])[name] for name in names}
     for seed in CHOOSING_SEEDS:
         for row in rows.values():
             yield from (replace(row, learning_rate=rate, seed=seed) for rate in list_rates(row))
-    rates = choose_rates(rows, read_results(results))
+    rates = choose_rates(rows, read_results(RESULTS))
     for seed in SEEDS:
         yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows.items())
 
@@ -231,19 +223,15 @@ def train(setting: Setting) -> dict[str, Any]:
         if setting.keep and (k == 0 or (setting.keep_again and k == setting.num_steps // 2)):
             scores = selection.keep(setting, model, run)
             areas.append(task.measure_trace_separation(scores, run.main.whole_pool().wrong()))
-        if setting.stored and (k == 0 or (setting.stored == "epoch" and k % (NUM_TRACES // BATCH_SIZE) == 0)):
-            scored_with = selection.train_on_all(setting, model) if setting.stored == "finished" else model
-            scores = selection.store(setting, scored_with, run)
-            areas.append(task.measure_trace_separation(scores, run.main.whole_pool().wrong()))
-        traces, weights, _ = run.step(k)
+        traces, weights = run.step(k)
         if k % (setting.num_steps // 20) == 0 and setting.main_data == "training":
             shares.append(float(weights[traces.planted > task.SOUND].sum() / weights.sum()))
-            if setting.method != "sft" and not setting.keep and not setting.stored:
+            if setting.method != "sft" and not setting.keep:
                 scored = weights if run.last_utilities is None else run.last_utilities
                 areas.append(task.measure_trace_separation(traces.mean(scored), traces.wrong()))
     result = {"seconds": round(time.process_time() - start, 2)}
-    evaluated = evaluate(model, CHOOSING if setting.seed in CHOOSING_SEEDS else REPORTED, NUM_PROBLEMS)
-    result |= {name: round(evaluated[name], 5) for name in ("accuracy", "held_out_loss")}
+    evaluated = evaluate(model, CHOOSING if setting.seed in CHOOSING_SEEDS else REPORTED)
+    result |= {name: round(value, 5) for name, value in evaluated.items()}
     for name, values in (("auc", areas), ("weight_on_wrong", shares)):
         finite = [value for value in values if value == value]
         if finite:
@@ -251,28 +239,19 @@ def train(setting: Setting) -> dict[str, Any]:
     return result
 
 
-def changed(setting: Setting) -> dict[str, Any]:
-    """Fields that differ from the defaults, from which `report.parse_setting` restores the setting."""
-    return {f.name: value for f in fields(Setting) if (value := getattr(setting, f.name)) != f.default}
-
-
-def run_missing(due: Iterable[Setting], results: Path, train_once: Callable[[Setting], dict[str, Any]] = train) -> None:
-    """Run the settings that are not in the file yet, and append their results."""
+def run() -> None:
+    """Run the settings that have no result yet, and append their results."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    done = {parse_setting(result) for result in read_results(results)}
-    for setting in due:
+    done = {parse_setting(result) for result in read_results(RESULTS)}
+    for setting in iter_due_runs():
         if setting in done:
             continue
-        result = train_once(setting)
-        with results.open("a") as file:
-            file.write(json.dumps({**changed(setting), **result}) + "\n")
+        result = train(setting)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps({**setting.changed(), **result}) + "\n")
         done.add(setting)
         print(f"{setting.label()} seed={setting.seed}: {result}", flush=True)
-
-
-def run() -> None:
-    run_missing(iter_due_runs(), RESULTS)
 
 
 def report() -> None:

@@ -15,7 +15,7 @@ def test_every_folder_with_tests_is_collected(pytestconfig: pytest.Config) -> No
     assert skipped == set()
 
 
-FOREIGN = {"peer_bergson", "peer_trl"}
+FOREIGN = {"peer_trl"}
 """Run with the Python of a peer."""
 SCRIPTS = [
     path

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tests.experiments.coverage import (
+from tests.helpers.coverage import (
     Setting,
     accuracy,
     checkpoints,

@@ -1,5 +1,5 @@
-"""The experiments on a small task: its traces are what its description says, its measures count right, and a run uses
-trusted traces and directions as the product does."""
+"""The experiments on a small task: its traces are what its description says, and a run uses trusted traces and
+directions as the product does."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.experiments import task
-from tests.experiments.report import CHOOSING_SEEDS, choose_rate, parse_setting
+from tests.experiments.directions import make_small_qwen3
 from tests.experiments.settings import BATCH_SIZE, Setting
 from tests.experiments.task import (
     BASE,
@@ -21,7 +21,7 @@ from tests.experiments.task import (
     WRONG_STEP,
     TraceStream,
 )
-from tests.experiments.training import Run, make_small_qwen3
+from tests.experiments.training import Run
 
 
 def compute_clean_tokens(prompt):
@@ -43,25 +43,24 @@ def compute_clean_tokens(prompt):
 
 
 def iter_rows(traces):
-    """Per sequence: prompt, supervised tokens, their kinds, whether they are of the answer."""
+    """Per sequence: prompt, supervised tokens, their kinds."""
     for row in range(len(traces)):
         here = traces.sequence_index == row
         targets = traces.input_ids[row, 1:][traces.supervised[row]].tolist()
         prompt = traces.input_ids[row, :PROMPT_LENGTH].tolist()
-        yield prompt, targets, traces.planted[here].tolist(), traces.in_answer[here].tolist()
+        yield prompt, targets, traces.planted[here].tolist()
 
 
 def test_clean_traces_are_right():
-    for prompt, targets, kinds, in_answer in iter_rows(TraceStream(0, wrong=0, irrelevant=0).take(50)):
+    for prompt, targets, kinds in iter_rows(TraceStream(0, wrong=0, irrelevant=0).take(50)):
         assert targets == compute_clean_tokens(prompt)
         assert set(kinds) == {SOUND}
-        assert [t for t, inside in zip(targets, in_answer, strict=True) if inside] == targets[-NUM_DIGITS - 2 : -1]
 
 
 @pytest.mark.parametrize("noise", [RANDOM_NOISE, SYSTEMATIC_NOISE], ids=["random", "systematic"])
 def test_planted_positions_are_exactly_what_differs_from_the_clean_trace(noise):
     num_wrong = num_irrelevant = 0
-    for prompt, targets, kinds, _ in iter_rows(TraceStream(1, **noise).take(400)):
+    for prompt, targets, kinds in iter_rows(TraceStream(1, **noise).take(400)):
         kept = [(token, kind) for token, kind in zip(targets, kinds, strict=True) if kind != IRRELEVANT_PART]
         for (token, kind), right in zip(kept, compute_clean_tokens(prompt), strict=True):
             assert (token != right) == (kind == WRONG_STEP)
@@ -73,7 +72,7 @@ def test_planted_positions_are_exactly_what_differs_from_the_clean_trace(noise):
 
 def test_systematic_noise_is_always_the_same():
     wrong, irrelevant = [], []
-    for prompt, targets, kinds, _ in iter_rows(TraceStream(1, **SYSTEMATIC_NOISE).take(100)):
+    for prompt, targets, kinds in iter_rows(TraceStream(1, **SYSTEMATIC_NOISE).take(100)):
         kept = [(token, kind) for token, kind in zip(targets, kinds, strict=True) if kind != IRRELEVANT_PART]
         pairs = zip(kept, compute_clean_tokens(prompt), strict=True)
         wrong += [(token - right) % BASE for (token, kind), right in pairs if kind == WRONG_STEP]
@@ -96,33 +95,6 @@ def test_a_batch_as_large_as_the_pool_is_the_pool_and_draws_leave_it_alone():
     assert len({tuple(row) for row in batches[0]}) == 12
 
 
-def test_separation_and_mass_of_known_weights():
-    traces = TraceStream(2).take(20)
-    is_sound = (traces.planted == SOUND).float()
-    assert task.measure_separation(is_sound, traces) == 1.0
-    assert task.measure_separation(1 - is_sound, traces) == 0.0
-    assert task.measure_separation(torch.ones(len(is_sound)), traces) == 0.5
-    assert task.measure_planted_mass(is_sound, traces) == 0.0
-    # Only wrong steps are given less: perfect for them, chance for irrelevant parts.
-    without_wrong = (traces.planted != WRONG_STEP).float()
-    assert task.measure_separation(without_wrong, traces, WRONG_STEP) == 1.0
-    assert task.measure_separation(without_wrong, traces, IRRELEVANT_PART) == 0.5
-
-
-def test_separation_against_counted_pairs():
-    traces = TraceStream(4).take(6)
-    weights = torch.randint(0, 4, (len(traces.planted),), generator=torch.Generator().manual_seed(0)).float()
-    areas = []
-    for row in range(6):
-        here = [i for i, index in enumerate(traces.sequence_index.tolist()) if index == row]
-        pairs = [(i, j) for i in here for j in here if traces.planted[i] == SOUND and traces.planted[j] > SOUND]
-        if pairs:
-            above = sum(float(weights[i] > weights[j]) for i, j in pairs)
-            level = sum(float(weights[i] == weights[j]) for i, j in pairs)
-            areas.append((above + 0.5 * level) / len(pairs))
-    assert task.measure_separation(weights, traces) == pytest.approx(sum(areas) / len(areas))
-
-
 def test_answers_are_compared_up_to_the_first_end():
     traces = TraceStream(5, wrong=0, irrelevant=0).take(4)
     generated = torch.cat([traces.input_ids[:, PROMPT_LENGTH:], torch.zeros(4, 3, dtype=torch.long)], dim=1)
@@ -138,7 +110,7 @@ VCORE = Setting(method="vcore", kl_budget=0.5, direction="adam", probe_data="poo
 
 def test_a_trusted_share_comes_on_top_of_the_training_sequences():
     setting = replace(VCORE, trusted_share=0.2)
-    traces, weights, _ = Run(setting, make_small_qwen3(0)).step(0)
+    traces, weights = Run(setting, make_small_qwen3(0)).step(0)
     assert len(traces) == BATCH_SIZE + 4 and 4 / len(traces) == setting.trusted_share
     training = Run(replace(setting, trusted_share=0.0), make_small_qwen3(0)).main.take(BATCH_SIZE)
     longest = training.input_ids.shape[1]
@@ -167,36 +139,18 @@ def test_a_direction_is_shared_by_probe_every_steps_and_averaged_by_probe_decay(
 
 def test_the_previous_step_gives_the_direction_from_the_second_step_on():
     run = Run(replace(VCORE, probe_source="previous_step"), make_small_qwen3(0))
-    traces, weights, _ = run.step(0)
+    traces, weights = run.step(0)
     num_tokens = torch.bincount(traces.sequence_index)[traces.sequence_index]
     torch.testing.assert_close(weights, 1 / num_tokens)
-    _, weights, _ = run.step(1)
+    _, weights = run.step(1)
     assert float(weights.max() / weights.min()) > 2
 
 
 def test_the_scope_of_a_batch_moves_weight_between_sequences_within_its_budget():
-    _, alone, _ = Run(VCORE, make_small_qwen3(0)).step(0)
-    traces, weights, _ = Run(replace(VCORE, batch_kl_budget=0.1), make_small_qwen3(0)).step(0)
+    _, alone = Run(VCORE, make_small_qwen3(0)).step(0)
+    traces, weights = Run(replace(VCORE, batch_kl_budget=0.1), make_small_qwen3(0)).step(0)
     shares = task.segment_sum(weights, traces.sequence_index, BATCH_SIZE) / BATCH_SIZE
     assert float(shares.sum()) == pytest.approx(1.0, rel=1e-5)
     assert float((shares * (shares * BATCH_SIZE).log()).sum()) == pytest.approx(0.1, abs=1e-4)
     within = weights / (shares * BATCH_SIZE)[traces.sequence_index]
     torch.testing.assert_close(within, alone, rtol=1e-3, atol=1e-6)
-
-
-def test_a_line_of_older_results_is_read_with_defaults():
-    old = {"method": "vcore", "kl_budget": 0.5, "direction": "adam", "probe_data": "clean_64", "learning_rate": 1e-3}
-    assert parse_setting(old) == replace(VCORE, pool_size=64)
-
-
-def test_the_learning_rate_with_the_lowest_mean_loss_is_chosen():
-    row = replace(VCORE, learning_rate=0.0)
-    losses = {1e-3: (0.3, 0.3), 3e-3: (0.1, 0.4)}  # the mean counts, and not the reported loss
-    lines = [
-        vars(replace(row, learning_rate=rate, seed=seed)) | {"choosing_loss": losses[rate][seed], "held_out_loss": rate}
-        for rate in losses
-        for seed in CHOOSING_SEEDS
-    ]
-    assert choose_rate(row, tuple(losses), lines) == 3e-3
-    with pytest.raises(ValueError, match="found seeds"):
-        choose_rate(row, tuple(losses), lines[:-1])

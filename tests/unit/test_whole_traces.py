@@ -8,7 +8,7 @@ import torch
 
 from tests.experiments import selection, whole_traces
 from tests.experiments.directions import make_small_qwen3, token_losses
-from tests.experiments.report import parse_setting, whole_traces_table
+from tests.experiments.results import choose_rate, parse_setting, whole_traces_table
 from tests.experiments.settings import Setting
 from tests.experiments.task import (
     BASE,
@@ -29,7 +29,7 @@ from tests.unit.test_learning_task import compute_clean_tokens, iter_rows
 def test_an_erring_author_gives_the_answer_that_follows(systematic: bool) -> None:
     traces = TraceStream(1, **ERRING_AUTHOR, systematic=systematic, wrong_traces=0.6).take(300)
     shifts = []
-    for (prompt, targets, kinds, _), wrong in zip(iter_rows(traces), traces.wrong().tolist(), strict=True):
+    for (prompt, targets, kinds), wrong in zip(iter_rows(traces), traces.wrong().tolist(), strict=True):
         assert set(kinds) == {WRONG_TRACE if wrong else SOUND}
         if not wrong:
             assert targets == compute_clean_tokens(prompt)
@@ -95,7 +95,7 @@ def test_separation_of_traces_counts_pairs() -> None:
 def test_a_line_of_results_gives_its_setting_again() -> None:
     for cell in whole_traces.CELLS:
         for row in whole_traces.make_cell_rows(*cell).values():
-            assert parse_setting(whole_traces.changed(row)) == row
+            assert parse_setting(row.changed()) == row
 
 
 def test_rates_are_chosen_by_accuracy_first_and_the_table_shows_what_was_not_run() -> None:
@@ -107,9 +107,11 @@ def test_rates_are_chosen_by_accuracy_first_and_the_table_shows_what_was_not_run
                 setting = replace(cell_rows[name], learning_rate=rate, seed=seed)
                 gain = 0.1 if name == "sft + trusted" else 0.0
                 result = {"accuracy": accuracy + gain + seed / 100, "held_out_loss": loss, "seconds": 1 + 10 * gain}
-                results.append(whole_traces.changed(setting) | result)
+                results.append(setting.changed() | result)
     rates = {name: whole_traces.choose_row_rate(name, results) for name in ("sft", "sft + trusted")}
     assert rates == {"sft": 3e-3, "sft + trusted": 3e-3}
+    with pytest.raises(ValueError, match="found seeds"):
+        choose_rate(cell_rows["sft"], whole_traces.RATES, results[:-2], whole_traces.CHOOSING_SEEDS)
     table = whole_traces_table(cell_rows, rates, results, whole_traces.SEEDS).splitlines()
     assert table[2].startswith("| sft | 0.003 | 5 | 72.0 ± 2.0 |  | **-10.0 ± 0.0** | 0.2000 ± 0.0000 |  |")
     assert table[3].startswith("| sft + trusted | 0.003 | 5 | 82.0 ± 2.0 | **+10.0 ± 0.0** |  |")

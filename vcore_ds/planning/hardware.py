@@ -205,7 +205,7 @@ class Achieved:
     """Seconds of an all-to-all without contents."""
     layer_overhead: float = 0.8e-3
     """Seconds of hooks, Python and kernel tails for each layer of a run through the model."""
-    # Host time by tests/benchmarks/tangent_host_time.py on a CPU (2026-11-26), less `layer_overhead`: 4.1 ms for a
+    # Host time on a CPU (2026-11-26, docs/reports/performance.md), less `layer_overhead`: 4.1 ms for a
     # layer with tangents along factors (3.9 along a whole direction), 5.3 in FP8, 3.5 for a backward.
     tangent_overhead: float = 3.3e-3
     """Seconds beyond these that the host takes for each layer with tangents."""
@@ -215,7 +215,7 @@ class Achieved:
     """Seconds beyond `layer_overhead` that it takes for each layer's backward, and the forward that is run again."""
     gather_overhead: float = 2.6e-6
     """Seconds that the host takes for each rank of a layer's all-gather, for which DeepSpeed makes a view in Python;
-    none where it gathers in place. Measured by tests/benchmarks/gather_host_time.py."""
+    none where it gathers in place. Measured on a CPU (docs/recipes.md)."""
     # NCCL's model of its rings with protocol LL128, which it takes by default on NVLink (NVIDIA/nccl,
     # src/graph/tuning.cc, 2026-06): the time of an all-gather or reduce-scatter without contents.
     ring_latency: float = 14e-6
