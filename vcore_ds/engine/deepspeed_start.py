@@ -56,7 +56,7 @@ def start_deepspeed() -> None:
 def copy_gathered_parameters(handle: AllGatherCoalescedHandle, handle_dependency: bool = True) -> None:
     """Wait for the all-gather of several parameters, and copy each one's shards to one tensor. Replaces DeepSpeed's
     `AllGatherCoalescedHandle.wait`, which cuts out and concatenates shards in Python, with the same values: that takes
-    1.5 ms of host time for a layer of Qwen3-32B on 64 ranks, 3.1 on 128 (docs/recipes.md). Not for
+    1.5 ms of host time for a layer of Qwen3-32B on 64 ranks, 3.1 on 128 (docs/reports/performance.md). Not for
     quantized all-gathers, which the recipe's checks refuse. `handle_dependency`: False if DeepSpeed keeps the gathered
     buffer alive."""
     if handle.complete:

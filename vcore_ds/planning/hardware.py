@@ -215,7 +215,7 @@ class Achieved:
     """Seconds beyond `layer_overhead` that it takes for each layer's backward, and the forward that is run again."""
     gather_overhead: float = 2.6e-6
     """Seconds that the host takes for each rank of a layer's all-gather, for which DeepSpeed makes a view in Python;
-    none where it gathers in place. Measured on a CPU (docs/recipes.md)."""
+    none where it gathers in place. Measured on a CPU (docs/reports/performance.md)."""
     # NCCL's model of its rings with protocol LL128, which it takes by default on NVLink (NVIDIA/nccl,
     # src/graph/tuning.cc, 2026-06): the time of an all-gather or reduce-scatter without contents.
     ring_latency: float = 14e-6
