@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from vcore_ds.data.conversations import NOTICES
 from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare import shards as work
 from vcore_ds.data.prepare.curation import RULES, Kind, PrepareRequest
@@ -79,11 +80,7 @@ PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
 
 NOTICED = {
     "truncated": "truncated at the cutoff: their ends, with the answer and the end of the turn, are not learned",
-    "unsupervised_turns": "turns of the assistant are not supervised: with the turns that follow, the chat template "
-    "renders them differently from what the model would have generated",
-    "dropped_thinking": "turns of the assistant are learned without their thinking, which the chat template leaves out",
-    "empty_thinking": "have no thinking, and the chat template adds an empty <think> block to them: the model learns "
-    "from these not to think",
+    **NOTICES,
 }
 """Observations on kept sequences: array of a block, one number per sequence -> text of its line."""
 

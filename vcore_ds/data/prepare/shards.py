@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ import numpy as np
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import write_atomically, write_json
 from vcore_ds.data.answers import AnswerChecker
-from vcore_ds.data.conversations import Conversation, RenderedConversation, render_conversation
+from vcore_ds.data.conversations import NOTICES, Conversation, RenderedConversation, render_conversation
 from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import PrepareRequest, find_statement
@@ -30,8 +29,6 @@ MAX_FAULT_CHARACTERS = 1_000  # longest reported reason; reasons quote the row, 
 
 _MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
 """Ignored fields of a row that are counted by name, and the characters of a name."""
-
-_EMPTY_THINKING = re.compile(r"<think>\s*</think>")
 
 
 @dataclass
@@ -174,6 +171,7 @@ def tokenize_block(
                 f"{item.conversation.location}: the prompt alone has {prompt_length:,} tokens, expected fewer than the "
                 f"cutoff, {cutoff:,}"
             )
+    notices: dict[str, Any] = {name: np.array([item.notices.get(name, 0) for _, item, _ in kept]) for name in NOTICES}
     block = folder / "tokenized" / f"{block_number:05d}.npz"
     with write_atomically(block, several_writers=True) as unfinished, unfinished.open("wb") as file:
         np.savez(
@@ -184,9 +182,7 @@ def tokenize_block(
             lengths=np.array([min(len(sequence), cutoff) for _, _, sequence in kept], dtype=np.int64),
             sequence_ids=np.array([sequence_id for sequence_id, _, _ in kept], dtype=np.int64),
             truncated=np.array([len(sequence) > cutoff for _, _, sequence in kept], dtype=np.bool_),
-            unsupervised_turns=np.array([item.spans.count(None) for _, item, _ in kept], dtype=np.int64),
-            empty_thinking=np.array([_adds_empty_thinking(item) for _, item, _ in kept], dtype=np.bool_),
-            dropped_thinking=np.array([item.num_without_thinking for _, item, _ in kept], dtype=np.int64),
+            **notices,
             context_turns=np.array([len(item.conversation.context_turns) for _, item, _ in kept], dtype=np.int64),
             ignored=np.array(ignored, dtype=np.str_),
             ids=_concatenate([sequence.input_ids[:cutoff] for _, _, sequence in kept], np.int32),
@@ -201,11 +197,6 @@ def _concatenate(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 def _encode_marks(sequence: TokenizedSequence) -> np.ndarray:
     assert sequence.in_answer is not None
     return (sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER).astype(np.uint8)
-
-
-def _adds_empty_thinking(item: RenderedConversation) -> bool:
-    added = len(_EMPTY_THINKING.findall(item.text))
-    return added > sum(len(_EMPTY_THINKING.findall(message["content"])) for message in item.conversation.messages)
 
 
 def _judge(sequence: TokenizedSequence, cutoff_length: int, overlong: str) -> int:
