@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.jobs import ForkedJob
-from tests.helpers.setups import prepare_pretrained_model, sums, write_conversations, write_model
+from tests.helpers.setups import TinySetup, prepare_pretrained_model, sums, write_conversations, write_model
 
 pytestmark = pytest.mark.e2e
 
@@ -49,6 +49,8 @@ def run_code(arguments: Sequence[str]) -> int:
 
 
 SCRIPT = """
+import os
+
 import pyarrow.parquet as pq
 import torch
 import vcore_ds
@@ -64,6 +66,7 @@ recipe = dict(
     engine={"deepspeed_config": "ds_configs/zero3_fp32.json"},
 )
 trusted = {"data": {**recipe["data"], "probe_path": f"{folder}/trusted.jsonl"}}
+process = dict(os.environ), torch.get_rng_state()
 scores = vcore_ds.score("quickstart.yaml", output=f"{folder}/scores", all_tokens=True, **{**recipe, **trusted})
 again = vcore_ds.score("quickstart.yaml", output=f"{folder}/trusted", all_tokens=True,
                        **{**recipe, "data": {**trusted["data"], "train_path": f"{folder}/trusted.jsonl"}})
@@ -96,6 +99,9 @@ for row in pq.read_table(weights).to_pylist():
 print("weighted loss", total / number)
 print("result", stored.export_folder.is_dir())
 vcore_ds.token_utilities(model, make_batch(rows[0]), probe)  # the run's process group has ended
+assert torch.equal(process[1], torch.get_rng_state())
+changed = {name for name in {*process[0], *os.environ} if process[0].get(name) != os.environ.get(name)}
+assert not changed & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}, changed
 try:
     vcore_ds.train("quickstart.yaml", **{**recipe, "method": {"kl_budgt": 1}})
 except vcore_ds.UserError as error:
@@ -118,3 +124,50 @@ def test_score_and_train_agree_with_the_functions_and_plain_transformers(tmp_pat
     print(f"run {steps[0]['weighted_loss']}, plain transformers {expected}, uniform {steps[0]['loss']}")
     assert steps[0]["weighted_loss"] == pytest.approx(float(expected), abs=1e-5)
     assert abs(steps[0]["weighted_loss"] - steps[0]["loss"]) > 1e-4 and len(steps) == 2
+
+
+REPEATED_CALLS = """
+import sys
+
+import torch
+import vcore_ds
+
+sets = {"train_path": f"{folder}/train.jsonl", "validation_path": None, "cache_dir": f"{folder}/cache"}
+trusted = {**sets, "probe_path": f"{folder}/validation.jsonl"}
+recipe = dict(
+    model={"path": f"{folder}/untied", "precision": "fp32"}, lora=None, probe={"batch_size": 2},
+    batch={"global_size": 4}, schedule={"num_steps": 1}, engine={"deepspeed_config": "ds_configs/zero3_fp32.json"},
+)
+
+
+def train(data, name):
+    run = {"output_dir": f"{output}/{name}", "num_followed_traces": 0}
+    return vcore_ds.train("quickstart.yaml", **recipe, data=data, run=run).last_step.values
+
+
+first = train(sets, "first")
+try:
+    train({**sets, "probe_path": f"{folder}/untied/config.json"}, "refused")
+except vcore_ds.UserError as error:
+    sys.stderr.write(f"refused {error}\\n")
+assert train(sets, "second")["loss"] == first["loss"]
+vcore_ds.score("quickstart.yaml", output=f"{output}/scores", **recipe, data=trusted)
+assert not torch.distributed.is_initialized()
+"""
+
+
+def run_launched_code(arguments: Sequence[str]) -> int:
+    folder, output = arguments
+    exec(REPEATED_CALLS, {"folder": folder, "output": output})
+    return 0
+
+
+@pytest.mark.parametrize("rank_0_serves_store", [False, True], ids=["torchrun", "plain variables"])
+def test_a_launched_script_trains_twice_and_scores(setup: TinySetup, tmp_path: Path, rank_0_serves_store: bool) -> None:
+    """The second process group of a job meets at the same store as the first, and must not read its keys."""
+    arguments = [str(setup.train.parent), str(tmp_path)]
+    with ForkedJob(
+        run_launched_code, arguments, tmp_path / "log", num_ranks=2, rank_0_serves_store=rank_0_serves_store
+    ) as job:
+        assert job.wait() == 0, job.output
+    assert job.output.count("refused ") == 2 and (tmp_path / "scores" / "scores.json").is_file()

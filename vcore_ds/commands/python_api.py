@@ -1,12 +1,16 @@
 """Commands as functions, public through `vcore_ds`: `train` and `score`."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vcore_ds.commands.score.compute import score as run_scoring
 from vcore_ds.commands.score.request import make_request
 from vcore_ds.config.load import load_recipe, make_override
+from vcore_ds.distributed.device import local_rank, uses_gpu
 from vcore_ds.train.run import RunResult
 from vcore_ds.train.run import train as run_training
 
@@ -21,7 +25,8 @@ def train(recipe: str | Path, *fragments: str, **overrides: Any) -> RunResult:
 
     Raises UserError before anything is written, for whatever the user can fix.
     """
-    return run_training(load_recipe(recipe, [*fragments, *_list_overrides(overrides)]), says_next=False)
+    with _preserved_random_state():
+        return run_training(load_recipe(recipe, [*fragments, *_list_overrides(overrides)]), says_next=False)
 
 
 def score(
@@ -51,8 +56,13 @@ def score(
     words = [f"{name}={path}" for name, path in (sets or {}).items()]
     lines = [*fragments, *_list_overrides(overrides)]
     request = make_request(str(recipe), lines, words, checkpoint, Path(output), all_tokens=all_tokens)
-    run_scoring(request)
+    with _preserved_random_state():
+        run_scoring(request)
     return request.output
+
+
+def _preserved_random_state() -> AbstractContextManager[None]:
+    return torch.random.fork_rng([local_rank()] if uses_gpu() else [])
 
 
 def _list_overrides(values: Mapping[str, Any], within: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The process group of a run: start, end, and work that ranks do in turn."""
 
+import itertools
 import os
-import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
@@ -22,6 +23,13 @@ Result = TypeVar("Result")
 
 _created_group: dist.ProcessGroup | None = None
 """The process group that `start_process_group` created, until it is destroyed."""
+_group_numbers = itertools.count()
+"""Numbers of the process groups that this job has created, the same on all ranks."""
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+"""Environment variables of a process without a launcher, some of which DeepSpeed reads."""
+_variables_before: dict[str, str | None] = {}
+"""What `ALONE` has replaced, until the process group is destroyed."""
 
 
 def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1) -> None:
@@ -41,18 +49,23 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
     is_new = not dist.is_initialized()
     if is_new:
         if "RANK" not in os.environ:
-            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+            _variables_before.update({name: os.environ.get(name) for name in ALONE})
+            os.environ |= ALONE
         num_ranks = int(os.environ["WORLD_SIZE"])
         # Checked before joining: once rank 0 serves the store, it must not exit while other ranks are joining.
         layout.check_parallel_sizes(num_ranks, tensor, expert)
         if uses_gpu():
             torch.cuda.set_device(local_rank())
+        timeout = timedelta(minutes=timeout_minutes)
+        store: dist.Store = dist.HashStore()  # a single process needs no port
+        if num_ranks > 1:
+            # A group that joined without a prefix would read the keys of this job's earlier groups.
+            store = dist.PrefixStore(f"vcore_ds/{next(_group_numbers)}", _connect_to_launcher_store(timeout))
+            store.set_timeout(timeout)
         dist.init_process_group(
             "nccl" if uses_gpu() else "gloo",
-            timeout=timedelta(minutes=timeout_minutes),
-            # A single process needs no port, which could be in use when a process starts its second group.
-            store=dist.HashStore() if num_ranks == 1 else None,
+            timeout=timeout,
+            store=store,
             rank=int(os.environ["RANK"]),
             world_size=num_ranks,
         )
@@ -72,6 +85,9 @@ def end_process_group() -> None:
         _created_group = None
         cpu_group.cache_clear()
         dist.destroy_process_group()
+        for name, value in _variables_before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        _variables_before.clear()
 
 
 def share_cores_among_ranks() -> None:
@@ -86,10 +102,13 @@ def share_cores_among_ranks() -> None:
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@cache
+def _connect_to_launcher_store(timeout: timedelta) -> dist.Store:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, where the ranks of a job meet. Without torchrun rank 0
+    serves it, so it is kept for the process groups of later calls: other ranks could not tell a new server from the one
+    that is ending."""
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
 
 
 @cache

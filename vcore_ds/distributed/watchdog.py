@@ -122,12 +122,14 @@ class Verdict:
 
 @contextmanager
 def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]:
-    """A context, watched by the watchdog, for all work of the ranks together; it ends with the process group. Entering,
-    and leaving without an error, are collectives. `lost_rank_seconds`: without a heartbeat, after which a rank counts
+    """A context, watched by the watchdog, for all work of the ranks together; it ends with the process group, which
+    survives an error on several ranks. Entering, and leaving without an error, are collectives. `lost_rank_seconds`: without a heartbeat, after which a rank counts
     as hung; `timeout_minutes`: of collectives."""
     if layout.size("job") == 1:
-        yield
-        end_process_group()
+        try:
+            yield
+        finally:
+            end_process_group()
         return
     watchdog = Watchdog(lost_rank_seconds, STUCK_SHARE * 60.0 * timeout_minutes)
     stop_signals.before_exit = watchdog.report_stop
