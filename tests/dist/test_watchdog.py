@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,14 @@ SAID = {
     "killed elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; what follows is how this rank noticed",
     "stopped elsewhere": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
 }
+SAID_WITHOUT_STEPS = {
+    "error without steps": r"rank 0: PLACE: ValueError: no such token; the launcher ended this rank \(SIGTERM\)",
+    "stopped elsewhere without steps": r"rank 0: PLACE: no sign of life for \d+ s; the run ends",
+}
+"""Outside of training: while a run starts, or in commands without steps."""
 NOTICED_BY_THE_COLLECTIVE = ("error", "killed elsewhere")
 """The error of rank 0's collective ends it, however long rank 1 takes to exit."""
-NOTICED_BY_SILENCE = ("killed elsewhere", "stopped elsewhere")
+NOTICED_BY_SILENCE = ("killed elsewhere", "stopped elsewhere", "stopped elsewhere without steps")
 
 SAME_MISTAKE = "same mistake on both ranks"
 NO_FAILURE = "no failure"
@@ -43,10 +48,10 @@ NO_FAILURE = "no failure"
 
 def run_case(arguments: Sequence[str]) -> int:
     (case,) = arguments
-    if case.endswith("elsewhere"):
+    if "elsewhere" in case:
         name = f"node{os.environ['RANK']}"
         socket.gethostname = lambda: name  # so that no rank looks for the other's process
-    if case in NOTICED_BY_THE_COLLECTIVE:
+    if case in NOTICED_BY_THE_COLLECTIVE or case == "error without steps":
         watchdog.GRACE_SECONDS = watchdog.SEARCH_SECONDS = HANG_SECONDS
     watchdog.LEAVING_SECONDS = HANG_SECONDS
     stop_signals.listen()
@@ -55,7 +60,8 @@ def run_case(arguments: Sequence[str]) -> int:
     # 0.2 minutes: a rank is stuck after 10.8 s, long before the collectives of this group give up.
     timeout_minutes = 0.2 if case == "stuck" else HANG_SECONDS / 60
     try:
-        with watchdog.watching(HANG_SECONDS, timeout_minutes), stop_signals.deferred():
+        in_steps = nullcontext() if case in SAID_WITHOUT_STEPS else stop_signals.deferred()
+        with watchdog.watching(HANG_SECONDS, timeout_minutes), in_steps:
             fail(case, rank)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -83,7 +89,7 @@ class SlowStore:
 
 
 def fail(case: str, rank: int) -> None:
-    mark("reading", step=3)
+    mark("reading", step=None if case in SAID_WITHOUT_STEPS else 3)
     if case == NO_FAILURE:
         return
     rank_watchdog = stop_signals.before_exit.__self__
@@ -92,7 +98,7 @@ def fail(case: str, rank: int) -> None:
             rank_watchdog._store = SlowStore(rank_watchdog._store)
         time.sleep(4 * rank)  # it is busy elsewhere when it is told
         raise UserError("no such file")
-    while rank == 0 and rank_watchdog._positions[1].step != 3:
+    while rank == 0 and rank_watchdog._positions[1].phase != "reading":
         time.sleep(0.1)
     layout.sum_over("job", [0.0])  # rank 0 has seen the place
     if case in NOTICED_BY_SILENCE:
@@ -100,12 +106,14 @@ def fail(case: str, rank: int) -> None:
     if rank == 1:
         if case == "stuck":
             time.sleep(600)
-        elif case == "error":
+        elif case.startswith("error"):
             raise ValueError("no such token")
         elif case == "mistake elsewhere":
             raise UserError("no such file")
         else:
             os.kill(os.getpid(), signal.SIGKILL if case == "killed elsewhere" else signal.SIGSTOP)
+    if case == "error without steps":
+        time.sleep(HANG_SECONDS)  # it reads a file while the launcher ends it because of rank 1
     mark("main")
     layout.sum_over("shards", [1.0])
 
@@ -125,22 +133,25 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         return ForkedJob(run_case, [case], folder / f"{case}.log", num_ranks=2, rank_0_serves_store=rank_0_serves_store)
 
     with ExitStack() as stack:
-        jobs = {case: stack.enter_context(start(case)) for case in SAID}
+        jobs = {case: stack.enter_context(start(case)) for case in SAID | SAID_WITHOUT_STEPS}
         for case in (SAME_MISTAKE, NO_FAILURE):
             jobs[case] = stack.enter_context(start(case, rank_0_serves_store=True))
-        stopped = jobs["stopped elsewhere"]
-        stopped.wait_for("; the run ends")
-        stopped.rank(1).resume()  # no rank ends it from another host, and its node's launcher would wait half a minute
+        for stopped in (jobs["stopped elsewhere"], jobs["stopped elsewhere without steps"]):
+            stopped.wait_for("; the run ends")
+            # No rank ends it from another host, and its node's launcher would wait half a minute.
+            stopped.rank(1).resume()
         return {case: Ended(job.wait(), job.output) for case, job in jobs.items()}
 
 
-@pytest.mark.parametrize("case", SAID)
+@pytest.mark.parametrize("case", SAID | SAID_WITHOUT_STEPS)
 def test_the_failing_rank_is_named_with_its_place(ended: dict[str, Ended], case: str):
     code, output = ended[case].code, ended[case].output
     assert code == (2 if case == "mistake elsewhere" else 1), output
     host = "node1" if "elsewhere" in case else socket.gethostname()
-    place = rf"rank 1 \(host {host}, pid \d+\), last seen at: step 3, reading"
-    assert re.search(SAID[case].replace("PLACE", place), output), output
+    step = "" if case in SAID_WITHOUT_STEPS else "step 3, "
+    place = rf"rank 1 \(host {host}, pid \d+\), last seen at: {step}reading"
+    assert re.search((SAID | SAID_WITHOUT_STEPS)[case].replace("PLACE", place), output), output
+    assert "nothing to save" not in output
     if case == "stuck":  # both show where they are, the stuck one too
         assert output.count("most recent call first") >= 4
         assert re.search(r"in sum_over$", output, re.MULTILINE)

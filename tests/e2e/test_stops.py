@@ -198,3 +198,15 @@ def test_a_signal_stops_scoring_without_output(run: SharedRun, setup: TinySetup)
         assert job.wait() == EXIT_STOPPED, job.output
         assert "warning: the run was trained on traces selected" not in job.output  # it was not
         assert "Traceback" not in job.output and not output.exists()
+
+
+def test_a_hanging_rank_ends_scoring_after_the_seconds_of_the_recipe(run: SharedRun, setup: TinySetup):
+    output = run.folder.with_name("scores")
+    words = ["score", str(run.folder), f"data.probe_path={setup.validation}", "--output", str(output)]
+    with ForkedJob(main, words, output.with_name("hanging.log"), num_ranks=2) as job:
+        job.wait_for("Gradient of trusted")
+        victim = job.rank(1)
+        victim.suspend()
+        assert job.wait(timeout_seconds=12 * LOST_RANK_SECONDS) == 1, job.output
+    message = rf"rank 0: {name_pattern(1, victim)}: no sign of life for (\d+) s"
+    assert LOST_RANK_SECONDS <= int(re.search(message, job.output)[1]) < 600, job.output

@@ -55,7 +55,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         from vcore_ds.data.tokenization import load_tokenizer
         from vcore_ds.distributed import layout
         from vcore_ds.distributed.process_group import run_on_first_rank
-        from vcore_ds.distributed.watchdog import watching
+        from vcore_ds.distributed.watchdog import mark, watching
         from vcore_ds.models.architecture_check import check_model
         from vcore_ds.planning.deepspeed_json import deepspeed_config
         from vcore_ds.planning.settings import derive_plan_settings
@@ -86,6 +86,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         feed = build_feed(derive_step_settings(recipe), plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
         engine = build_engine(derive_engine_settings(recipe), deepspeed_config(settings, plan))
         check_start(engine, feed, console)
+        mark("log-probabilities")
         values = _compute(feed, dataset, engine, console)
         run_on_first_rank(write)
         engine.close()

@@ -31,13 +31,15 @@ class StopSignals:
     """Handler of stop requests. While nothing can be lost (loading, exporting) a request ends the process at once with
     EXIT_STOPPED. Inside `deferred` (training) the first request is only recorded, as `received`, for the end of the
     step; a second one ends the process at once, unless it belongs to the first (SAME_REQUEST_SECONDS). Before the
-    process ends outside `deferred`, `before_exit` is called with the request and has two seconds.
+    process ends outside `deferred`, `find_cause` may name another rank whose end has caused the request; without one,
+    `before_exit` is called with the request and has two seconds.
 
     A separate thread reads the signals from the pipe to which Python's C handler writes: a Python handler would wait
     for the main thread, which may hang in a collective."""
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.find_cause: Callable[[], str | None] | None = None
         self.before_exit: Callable[[str], None] | None = None
         self._received_at = 0.0
         self._held_back = False
@@ -101,9 +103,12 @@ class StopSignals:
 
     def _exit(self, name: str) -> None:
         self.leave()
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        cause = self.find_cause() if self.find_cause is not None else None
+        if cause is not None:
+            _say(f"{cause}; the launcher ended this rank ({name})")
+        elif os.environ.get("LOCAL_RANK", "0") == "0":
             _say(f"{name} outside of the training steps: there is nothing to save")
-        if self.before_exit is not None:
+        if cause is None and self.before_exit is not None:
             thread = threading.Thread(target=self.before_exit, args=(name,), daemon=True)
             thread.start()
             thread.join(2.0)

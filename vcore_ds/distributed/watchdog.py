@@ -37,6 +37,7 @@ class Position:
     num_marks: int = 0
     step: int = 0
     phase: str = "loading"
+    is_loading: bool = True
     beat: int = 0
     left: bool = False  # whether the rank has ended normally
 
@@ -52,12 +53,14 @@ def get_position() -> Position:
     return _position
 
 
-def mark(phase: str, step: int | None = None) -> None:
+def mark(phase: str, step: int | None = None, *, is_loading: bool = False) -> None:
     """Record that the main thread enters a phase (a word or two), in optimizer step `step`, from 1 (None for no
-    change). All ranks must call it; it does not communicate."""
+    change). `is_loading`: a phase that reads large files, see `LOADING_PATIENCE_SECONDS`. All ranks must call it; it
+    does not communicate."""
     global _position
     step = _position.step if step is None else step
-    _position = replace(_position, num_marks=_position.num_marks + 1, phase=phase, step=step)
+    num_marks = _position.num_marks + 1
+    _position = replace(_position, num_marks=num_marks, phase=phase, step=step, is_loading=is_loading)
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,10 @@ class Verdict:
 @contextmanager
 def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]:
     """A context, watched by the watchdog, for all work of the ranks together; it ends with the process group, which
-    survives an error on several ranks. Entering, and leaving without an error, are collectives. `lost_rank_seconds`: without a heartbeat, after which a rank counts
-    as hung; `timeout_minutes`: of collectives."""
+    survives an error on several ranks. Entering, and leaving without an error, are collectives. `lost_rank_seconds`:
+    without a heartbeat, after which a rank counts as hung; `timeout_minutes`: of collectives."""
+    global _position
+    _position = Position()  # not that of an earlier command in this process
     if layout.size("job") == 1:
         try:
             yield
@@ -132,7 +137,7 @@ def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]
             end_process_group()
         return
     watchdog = Watchdog(lost_rank_seconds, STUCK_SHARE * 60.0 * timeout_minutes)
-    stop_signals.before_exit = watchdog.report_stop
+    stop_signals.find_cause, stop_signals.before_exit = watchdog.find_cause, watchdog.report_stop
     watchdog.start()
     try:
         yield
@@ -151,7 +156,7 @@ def watching(lost_rank_seconds: float, timeout_minutes: float) -> Iterator[None]
             _say(f"{cause}; what follows is how this rank noticed")
         raise
     finally:
-        stop_signals.before_exit = None
+        stop_signals.find_cause = stop_signals.before_exit = None
         watchdog.close()
 
 
@@ -215,13 +220,22 @@ class Watchdog:
         while self._known_verdict is None and self._store_error is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def find_cause(self) -> str | None:
+        """Find the rank whose end made the launcher send this one a stop request; None if no rank has ended. Takes up
+        to two beats, until that rank's last words arrive."""
+        deadline = time.monotonic() + 2 * BEAT_SECONDS
+        dead = [rank for rank, process in self._local.items() if not is_alive(process)]
+        while dead and self._known_verdict is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self._known_verdict is not None:
+            return self._known_verdict.text
+        return next(
+            (f"{self._locate(rank)}: its process is dead" for rank in dead if not self._positions[rank].left), None
+        )
+
     def report_stop(self, request: str) -> None:
         """Tell the others before this rank exits on a stop request, with nothing to save, so that they exit with the
-        same code. If the launcher sent the request because a rank died, print that rank instead."""
-        for rank, process in self._local.items():
-            if not is_alive(process) and not self._positions[rank].left:
-                _say(f"{self._locate(rank)}: its process is dead")
-                return
+        same code."""
         self.broadcast(Verdict(f"{request} ended {self._identities[self._rank]}", EXIT_STOPPED))
 
     def report_mistake(self, error: UserError) -> None:
@@ -315,13 +329,15 @@ class Watchdog:
             if is_long_dead and not self._positions[rank].left:
                 return Verdict(f"{self._locate(rank)}: its process is dead")
 
-        if get_position().step == 0:
-            patience_seconds = max(patience_seconds, LOADING_PATIENCE_SECONDS)
-        if now - self._exchanged_at > patience_seconds:
+        slow_seconds = max(patience_seconds, LOADING_PATIENCE_SECONDS)
+        is_loading = get_position().is_loading
+        if now - self._exchanged_at > (slow_seconds if is_loading else patience_seconds):
             return Verdict(f"{self._locate(0)}: no answer for {now - self._exchanged_at:.0f} s from its store", 1, 0)
         for rank, position in self._positions.items():
             silent = now - self._changed_at[rank]
-            if silent > patience_seconds and not position.left:
+            # This rank's phase counts too: the other one may have entered it after its last heartbeat.
+            patience = slow_seconds if is_loading or position.is_loading else patience_seconds
+            if silent > patience and not position.left:
                 return Verdict(f"{self._locate(rank)}: no sign of life for {silent:.0f} s", 1, rank)
         return self._judge_progress(now) if self._rank == 0 else None
 

@@ -23,7 +23,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.watchdog import watching
+from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.weights import Tokens
 from vcore_ds.models.configuration import can_replace_attention, read_config
@@ -103,6 +103,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
 
     engine = build_engine(derive_engine_settings(recipe), ds_config)
     check_start(engine, feed, console)
+    mark("measuring utilities")
     started = time.perf_counter()
 
     def say(text: str) -> None:

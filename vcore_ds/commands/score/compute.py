@@ -195,7 +195,7 @@ class Scoring:
             if not positions:
                 continue
             if one.checkpoint is not None and one.checkpoint != loaded:
-                mark("loading the checkpoint")
+                mark("loading the checkpoint", is_loading=True)
                 checkpoints.read(checkpoints.verify_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
                 loaded = one.checkpoint
             if not is_checked:
