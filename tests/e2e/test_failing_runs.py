@@ -1,7 +1,10 @@
 """Runs that start and fail: utilities that are noise, losses and gradients that are not finite."""
 
 import math
+import os
 import re
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,22 @@ def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     assert "Traceback" not in job.output
     assert [line["step"] for line in read_metrics(tmp_path / "output")] == [1]
     assert not (tmp_path / "output" / "model").exists()
+
+
+def run_on_port(arguments: Sequence[str]) -> int:
+    os.environ["MASTER_PORT"], *command = arguments
+    return main(command)
+
+
+@pytest.mark.parametrize("command", ["train", "preflight"])
+def test_a_port_of_another_job_is_one_message(setup: TinySetup, tmp_path: Path, command: str):
+    with socket.create_server(("", 0)) as other_job:
+        port = str(other_job.getsockname()[1])
+        words = [port, command, RECIPE, *setup.overrides(tmp_path / "output")]
+        with ForkedJob(run_on_port, words, tmp_path / "log", num_ranks=2, rank_0_serves_store=True) as job:
+            assert job.wait() == 2, job.output
+    assert job.output.startswith(f"vcore-ds: MASTER_PORT: found {port}") and "--master_port" in job.output
+    assert "Traceback" not in job.output and not (tmp_path / "output").exists()
 
 
 def write_model_with_nan(folder: Path, character: str) -> Path:

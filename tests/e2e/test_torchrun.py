@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,12 @@ def test_nodes_that_end_seconds_apart_have_the_same_exit_code(tmp_path: Path):
     outputs = finish(first), finish(second)
     assert (first.returncode, second.returncode) == (85, 85), outputs
     assert "Traceback" not in "".join(outputs)
+
+
+def test_a_taken_port_is_one_message(tmp_path: Path):
+    with socket.create_server(("", 0)) as other_job:
+        port = other_job.getsockname()[1]
+        process = start(tmp_path / "rank.py", "", "--nproc_per_node=2", f"--master_port={port}")
+        output = finish(process)
+    assert process.returncode == 2
+    assert output.startswith(f"vcore-ds: MASTER_PORT: found {port}") and output.count("\n") == 1, output

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import re
+import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from vcore_ds.common.errors import UserError
+from vcore_ds.common.errors import RunFailed, UserError, first_line
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import local_rank, num_local_ranks, use_local_compile_caches, uses_gpu
@@ -36,8 +38,8 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
     """Join the process group of the launcher's environment, or create one of a single process, and make the device
     mesh; keeps an existing group. Also gives each rank its share of the cores, on GPUs local folders for compiled
     kernels, and on CPUs fast matrix multiplications. A collective that takes longer than `timeout_minutes` raises an
-    error instead of hanging. Raises UserError if a parallel size does not divide the world size, or an environment
-    variable has an invalid value."""
+    error instead of hanging. Raises UserError if a parallel size does not divide the world size, the port is
+    taken or an environment variable has an invalid value, RunFailed if the ranks do not meet."""
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates, many times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     share_cores_among_ranks()
@@ -48,27 +50,19 @@ def start_process_group(timeout_minutes: float, tensor: int = 1, expert: int = 1
     global _created_group
     is_new = not dist.is_initialized()
     if is_new:
-        if "RANK" not in os.environ:
-            _variables_before.update({name: os.environ.get(name) for name in ALONE})
-            os.environ |= ALONE
-        num_ranks = int(os.environ["WORLD_SIZE"])
+        set_variables_of_one_process()
         # Checked before joining: once rank 0 serves the store, it must not exit while other ranks are joining.
-        layout.check_parallel_sizes(num_ranks, tensor, expert)
+        layout.check_parallel_sizes(int(os.environ["WORLD_SIZE"]), tensor, expert)
         if uses_gpu():
             torch.cuda.set_device(local_rank())
-        timeout = timedelta(minutes=timeout_minutes)
-        store: dist.Store = dist.HashStore()  # a single process needs no port
-        if num_ranks > 1:
-            # A group that joined without a prefix would read the keys of this job's earlier groups.
-            store = dist.PrefixStore(f"vcore_ds/{next(_group_numbers)}", _connect_to_launcher_store(timeout))
-            store.set_timeout(timeout)
-        dist.init_process_group(
-            "nccl" if uses_gpu() else "gloo",
-            timeout=timeout,
-            store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=num_ranks,
-        )
+        try:
+            join_process_group("nccl" if uses_gpu() else "gloo", timedelta(minutes=timeout_minutes))
+        except RuntimeError as error:
+            raise RunFailed(
+                f"rank {os.environ['RANK']} (host {socket.gethostname()}) did not meet the other ranks at MASTER_ADDR "
+                f"{os.environ.get('MASTER_ADDR')}, MASTER_PORT {os.environ.get('MASTER_PORT')}: {first_line(error)}. "
+                "`vcore-ds preflight RECIPE`, started in the same way, checks the network"
+            ) from None
         _created_group = dist.group.WORLD
     # If the group is new, an existing mesh belongs to a destroyed one.
     if is_new or not layout.is_arranged() or (layout.size("tensor"), layout.size("expert")) != (tensor, expert):
@@ -102,13 +96,46 @@ def share_cores_among_ranks() -> None:
         torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
 
 
+def set_variables_of_one_process() -> None:
+    """Set the environment variables of a launcher where there is none, until `end_process_group`."""
+    if "RANK" not in os.environ:
+        _variables_before.update({name: os.environ.get(name) for name in ALONE})
+        os.environ |= ALONE
+
+
+def join_process_group(backend: str, timeout: timedelta) -> None:
+    """Join the process group of the ranks in the launcher's environment. A collective. Raises UserError if rank 0
+    cannot serve the store because the port is taken, RuntimeError if the ranks do not meet."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    store: dist.Store = dist.HashStore()  # a single process needs no port
+    if num_ranks > 1:
+        # A group that joined without a prefix would read the keys of this job's earlier groups.
+        store = dist.PrefixStore(f"vcore_ds/{next(_group_numbers)}", _connect_to_launcher_store(timeout))
+        store.set_timeout(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=int(os.environ["RANK"]), world_size=num_ranks)
+
+
 @cache
 def _connect_to_launcher_store(timeout: timedelta) -> dist.Store:
     """Connect to the store at MASTER_ADDR and MASTER_PORT, where the ranks of a job meet. Without torchrun rank 0
     serves it, so it is kept for the process groups of later calls: other ranks could not tell a new server from the one
     that is ending."""
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if (problem := explain_taken_port(error)) is not None:
+            raise UserError(problem) from None
+        raise
     return store
+
+
+def explain_taken_port(error: dist.DistNetworkError) -> str | None:
+    """Explain that another process listens on the port of the store; None if the error is another one."""
+    match = re.search(r"port: (\d+).* EADDRINUSE", str(error))
+    return match and (
+        f"MASTER_PORT: found {match[1]}, on which another process of this machine listens, such as another job; "
+        "expected a free port. Give each job of a machine its own: `--master_port N` of deepspeed and torchrun"
+    )
 
 
 @cache

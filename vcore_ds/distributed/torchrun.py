@@ -23,7 +23,7 @@ from vcore_ds.common.errors import EXIT_STOPPED, UserError
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _is_chosen = LOG_LEVEL in os.environ
 os.environ.setdefault(LOG_LEVEL, "ERROR")
-from torch.distributed import run  # noqa: E402
+from torch.distributed import DistNetworkError, run  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
 if not _is_chosen:
@@ -58,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         run.run(parsed)
+    except DistNetworkError as error:
+        from vcore_ds.distributed.process_group import explain_taken_port  # imports most of torch
+
+        if (problem := explain_taken_port(error)) is None:
+            raise
+        print(f"vcore-ds: {problem}", file=sys.stderr, flush=True)
+        return UserError.EXIT_CODE
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode  # the other ranks were ended because of it
         stopped_early = -code in received  # before the rank had a signal handler, so there was nothing to save

@@ -23,6 +23,7 @@ import torch.distributed.nn.functional
 
 from vcore_ds.common.errors import first_line
 from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.distributed.process_group import join_process_group, set_variables_of_one_process
 
 NUM_TIMED = 5  # timed all-reduces, after an untimed one that builds the connections
 
@@ -30,11 +31,10 @@ NUM_TIMED = 5  # timed all-reduces, after an untimed one that builds the connect
 @contextmanager
 def plain_group(timeout_seconds: float) -> Iterator[None]:
     """A gloo group of all ranks in the launcher's environment, or of this process alone, over host memory and TCP.
-    Raises ConnectionError, with gloo's message, if the ranks do not connect in time."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    Raises ConnectionError, with gloo's message, if the ranks do not connect in time, UserError if the port is taken."""
+    set_variables_of_one_process()
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        join_process_group("gloo", timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
         raise ConnectionError(repr(first_line(error))) from None
     try:
