@@ -19,6 +19,7 @@ from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
+from vcore_ds.train.model_card import METHODS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
 
@@ -231,6 +232,25 @@ def test_adapters_too_large_for_the_memory_are_refused(refuses: Refuses):
 
 
 # The output folder
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_adapters_that_could_not_be_written_are_refused(refuses: Refuses, command: str):
+    changes = "methods/sft.yaml", "lora.target_modules=[q_proj, embed_tokens]"
+    message = refuses(*changes, recipe=RECIPES / "qwen3_32b_math_lora.yaml", command=(command,))
+    assert "lora.target_modules: found embed_tokens" in message and "Embedding" in message
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_result_that_could_not_be_written_is_noticed_at_the_start(
+    setup: TinySetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+):
+    """Such as a new method that the model card does not know: its run was trained to the end."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delitem(METHODS, "sft")
+    with pytest.raises(KeyError, match="sft"):
+        main([command, str(FULL), *setup.overrides(tmp_path / "output", "methods/sft.yaml")])
+    assert not (tmp_path / "output").exists()
 
 
 def test_the_folder_of_another_run_is_left_alone(refuses: Refuses, tmp_path: Path):

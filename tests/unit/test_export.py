@@ -21,7 +21,10 @@ from tests.helpers.tokenizer import CHATML
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.common.errors import UserError
+from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models import model_folder as files
+from vcore_ds.train.rehearsal import write_without_weights
+from vcore_ds.train.run_folder import read_run_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -149,6 +152,21 @@ def test_merged_weights_compute_the_same_as_the_adapter(base, lora_run):
     with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     difference = compute_logits(AutoModelForCausalLM.from_pretrained(merged)) - compute_logits(with_adapter)
     assert float(difference.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_the_rehearsal_of_a_result_writes_all_its_files(base, tmp_path, kind):
+    is_lora = kind == "adapter"
+    run = write_run(tmp_path / "run", base, make_trained_masters(base, is_lora), lora=is_lora)
+    exported, rehearsed = export_run(run), run / "rehearsed"
+    write_without_weights(read_run_recipe(run), load_tokenizer(str(base)), rehearsed)
+    assert {path.name for path in rehearsed.iterdir()} == {path.name for path in exported.iterdir()}
+    for name in ("config.json", "generation_config.json", "adapter_config.json"):
+        if (exported / name).exists():
+            assert (rehearsed / name).read_text() == (exported / name).read_text()
+    if kind == "adapter":
+        tensors = load_tensors(rehearsed)
+        assert tensors.keys() == load_tensors(exported).keys() and not any(map(torch.numel, tensors.values()))
 
 
 def test_a_finished_run_without_checkpoints_exports_its_adapter(lora_run):

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from huggingface_hub import ModelCard
@@ -11,9 +11,10 @@ from tests.helpers.fake_hub import find_card_problems
 from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.sections import MethodConfig
 from vcore_ds.models.model_identity import BaseModel, identify_base_model
 from vcore_ds.train.evaluation_folder import Evaluation, TaskResult, write_evaluation
-from vcore_ds.train.model_card import make_model_card
+from vcore_ds.train.model_card import METHODS, make_model_card
 from vcore_ds.train.run_folder import read_run_recipe
 
 ENVIRONMENT = {
@@ -169,3 +170,7 @@ def test_damaged_counts_of_data_are_refused(run: Path) -> None:
     (run / "data.json").write_text('[{"part": "training"}]')
     with pytest.raises(UserError, match="data.json: is damaged"):
         read_card(run, "adapter")
+
+
+def test_every_method_has_a_title() -> None:
+    assert METHODS.keys() == set(get_args(MethodConfig.model_fields["name"].annotation))

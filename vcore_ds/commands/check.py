@@ -52,6 +52,11 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.models.architecture_check import check_configuration  # imports torch and transformers: seconds
 
         check_configuration(settings)
+        if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
+            from vcore_ds.data.tokenization import load_tokenizer
+            from vcore_ds.train.rehearsal import rehearse_result
+
+            rehearse_result(recipe, load_tokenizer(recipe.model.path))
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, run_plan.find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerBase
 
+from vcore_ds.common.errors import RunFailed
 from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, run_on_all_ranks
@@ -29,7 +30,7 @@ PREFIX = "causal_lm."
 """Prefix of parameter names in the engine and in checkpoints, before the name in the Hugging Face model."""
 
 
-class ExportFailed(RuntimeError):
+class ExportFailed(RunFailed):
     """The result could not be written. The run's last checkpoint holds the same weights."""
 
 

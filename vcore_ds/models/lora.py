@@ -33,11 +33,13 @@ def find_targets(model: PreTrainedModel, names: str | Sequence[str]) -> tuple[li
 
     Experts are parameters: in memory they are not linear layers, but tensors `[expert, ., .]` of a module `experts`.
 
-    Raises UserError for a name without a matching layer, which peft ignores if another name matches.
+    Raises UserError for a name without a matching layer, which peft ignores if another name matches, and for layers
+    other than linear ones and experts, whose adapters could not be exported.
     """
     layers: list[str] = []
     parameters: dict[str, None] = {}
-    modules = list(model.named_modules())
+    outside = re.compile(_match_outside_decoder(model) or "(?!)")
+    modules = [(name, module) for name, module in model.named_modules() if not outside.fullmatch(name)]
     unknown = []
     for target in [names] if isinstance(names, str) else names:
         if target == ALL_LINEAR:
@@ -45,6 +47,12 @@ def find_targets(model: PreTrainedModel, names: str | Sequence[str]) -> tuple[li
             continue
         matches = [module for name, module in modules if _is_targeted(name, [target])]
         stacked = {f"{target}.{name}": None for module in matches for name in _list_expert_parameters(module)}
+        other = next((m for m in matches if not stacked and not isinstance(m, (nn.Linear, Conv1D))), None)
+        if other is not None:
+            raise UserError(
+                f"lora.target_modules: found {target}, which is a {type(other).__name__}; expected all-linear, or "
+                "names of linear layers or experts"
+            )
         if not matches:
             unknown.append(target)
         elif stacked:

@@ -41,6 +41,7 @@ from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, build_throughput,
 from vcore_ds.train.metrics_log import BackgroundSink, MetricsLog
 from vcore_ds.train.model_card import Kind, make_model_card
 from vcore_ds.train.profile import check_profile
+from vcore_ds.train.rehearsal import rehearse_result
 from vcore_ds.train.run_folder import can_resume
 from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
@@ -104,7 +105,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         if checkpoint is None:
             console.say(f"{recipe.run.output_dir} holds this run without a checkpoint: it begins at its first step")
 
-    mark("reading data")
+    mark("reading data", is_loading=True)
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
     feed, validation = read_data(recipe, plan, reader)
     schedule = derive_schedule(recipe, len(feed.dataset))
@@ -136,7 +137,8 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         console.note(line)
     check_memory(memory, recipe.engine, console)
 
-    mark("loading the model")
+    run_on_first_rank(lambda: rehearse_result(recipe, reader.tokenizer))
+    mark("loading the model", is_loading=True)
     engine = build_engine(derive_engine_settings(recipe), ds_config)
     # Computed now: the weights on disk may change before the first save.
     run_on_first_rank(lambda: checkpoints.frozen_digest)
@@ -144,7 +146,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     for line in start_screen.describe_engine(recipe.engine, settings, engine, estimator.direction):
         console.note(line)
     if checkpoint is not None:
-        mark("loading the checkpoint")
+        mark("loading the checkpoint", is_loading=True)
         num_done = checkpoints.load(checkpoint, engine, estimator)
     check_start(engine, feed, console)
     check_derivatives(engine, estimator, feed, console)
