@@ -2,7 +2,7 @@
 step, in fp32. From a recipe to scores of all tokens, to weights, to two steps of each.
 
 With plain transformers always, on a tiny model; on the quickstart's model with both, where VCORE_DS_TRL_PYTHON names a
-Python that has TRL (docs/reinforcement-learning.md).
+Python that has TRL (docs/export.md).
 """
 
 import json

@@ -1,7 +1,7 @@
 """TRL continues from a real adapter: two steps of GRPO whose rewards differ and whose gradient is not zero.
 
 The adapter is trained here, on the quickstart's model, to box the answers of short sums; it is right sometimes. TRL
-is not among this project's packages (docs/reinforcement-learning.md):
+is not among this project's packages (docs/export.md):
 VCORE_DS_TRL_PYTHON=VENV/bin/python python -m pytest tests/rl/test_trl.py -s
 """
 

@@ -1,6 +1,6 @@
 """verl reads launch_scripts/rl: its settings, its data set, its loading of the reward.
 
-verl needs another transformers than this project, so it is in another environment (docs/reinforcement-learning.md):
+verl needs another transformers than this project, so it is in another environment (docs/export.md):
 VCORE_DS_VERL_PYTHON=VENV/bin/python python -m pytest tests/rl/test_verl.py
 """
 

@@ -131,7 +131,7 @@ def test_tensor_parallel_plans_are_compared(capsys: pytest.CaptureFixture[str]) 
     rows = {line[:54].strip(): line.split()[-2:] for line in lines}
     assert rows["tensor parallelism"] == ["1", "8"] and rows["main batch"] == ["8", "8"]
     assert lines[-1].startswith("parallel.tensor 8 saves no bytes between nodes")
-    assert lines[-1].endswith("not for speed (docs/megatron.md)") and "Tensor parallelism" not in text
+    assert lines[-1].endswith("not for speed (docs/parallelism.md)") and "Tensor parallelism" not in text
     alone, shared = read_plan(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
     assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8
     assert shared["sequence_parallel"] == {"main": 1, "probe": 1}

@@ -155,7 +155,7 @@ def describe_ranks(
     if recipe.parallel.tensor > 1:
         yield (
             f"Tensor parallelism: groups of {recipe.parallel.tensor} ranks, which compute on the same packs. Larger "
-            "models and longer packs fit; it is no faster than ZeRO-3 over all ranks (docs/megatron.md)"
+            "models and longer packs fit; it is no faster than ZeRO-3 over all ranks (docs/parallelism.md)"
         )
     if recipe.parallel.expert > 1:
         yield (

@@ -224,7 +224,7 @@ def _assumptions(columns: Columns) -> Iterator[str]:
         yield (
             f"parallel.tensor {' or '.join(map(str, tensor))} saves no bytes between nodes, because an all-gather "
             "brings all weights to each node once either way, and it sends the hidden states of every layer within the "
-            "node: it is for layers and packs that do not fit on one GPU, not for speed (docs/megatron.md)"
+            "node: it is for layers and packs that do not fit on one GPU, not for speed (docs/parallelism.md)"
         )
     elif cluster.num_nodes > 1:
         yield (
