@@ -18,6 +18,7 @@ from vcore_ds.common.paths import reading
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
+from vcore_ds.models.end_tokens import find_end_tokens
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_trained_adapter
 from vcore_ds.models.model_folder import check_model_folder
@@ -141,10 +142,10 @@ def load_to_answer(model: NamedModel, dtype: torch.dtype | str) -> AnsweringMode
 
 
 def end_token_ids(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer: the model's, and the tokenizer's end of a turn, which a base model may lack.
-    Raises UserError where there is none."""
+    """The tokens that end an answer: the model's, the tokenizer's, and those with which turns end in training, which a
+    base model may lack. Raises UserError where there is none."""
     model_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ids = {token for token in (*model_ids, tokenizer.eos_token_id) if token is not None}
+    ids = {token for token in (*model_ids, tokenizer.eos_token_id, *find_end_tokens(tokenizer)) if token is not None}
     if not ids:
         raise UserError(f"{tokenizer.name_or_path}: found no end-of-sequence token; expected one in the tokenizer")
     return sorted(ids)

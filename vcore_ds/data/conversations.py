@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.messages import TEMPLATE_FIELDS, Message
-from vcore_ds.data.templates import ChatTemplate
+from vcore_ds.data.templates import ChatTemplate, find_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -173,17 +173,13 @@ def _add_ends(
         if span is None:
             continue
         start, end = span
-        if not _ends_with(special, text[start:end]):
+        if not find_end(template.tokenizer, text[start:end]):
             if turn == last and (begin := template.find_next_token(messages[turn])):
                 text = text[:end] + begin
             token = re.compile(rf"\s*{special.pattern}").match(text, end)
             end = token.end() if token else end
         ended[turn] = start, end
     return text, ended
-
-
-def _ends_with(special_token: re.Pattern[str], text: str) -> bool:
-    return re.search(rf"{special_token.pattern}\Z", text) is not None
 
 
 def _find_notices(
@@ -203,7 +199,7 @@ def _find_notices(
     notices = {
         "unsupervised_turns": len(spans) - len(learned),
         "without_thinking": int(bool(without_thinking)),
-        "without_end": sum(not _ends_with(special, text[slice(*span)]) for span in learned.values()),
+        "without_end": sum(not find_end(template.tokenizer, text[slice(*span)]) for span in learned.values()),
         "control_tokens": int(any(map(special.search, texts))),
     }
     return {name: number for name, number in notices.items() if number}

@@ -190,6 +190,12 @@ class TemplateTraits(NamedTuple):
     """What follows the end of a conversation's last turn (Phi-3: `<|endoftext|>` after `<|end|>`)."""
 
 
+def find_end(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
+    """Return the special token at the end of a text; empty if there is none."""
+    end = re.search(rf"{match_special_tokens(tokenizer).pattern}\Z", text)
+    return end[0] if end else ""
+
+
 def remove_thinking(message: Message) -> Message:
     """Return the message without thinking."""
     return {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -198,7 +204,7 @@ def remove_thinking(message: Message) -> Message:
 @lru_cache(maxsize=8)
 def _find_traits(tokenizer: "PreTrainedTokenizerBase", source: str) -> TemplateTraits:
     template = ChatTemplate(tokenizer, source)
-    special_token = _match_special_tokens(tokenizer)
+    special_token = match_special_tokens(tokenizer)
     switched_off = ChatTemplate(tokenizer, source, variables=dict.fromkeys(_SWITCHES, False))
     has_switch = _try_render(template, [_QUESTION], True) != _try_render(switched_off, [_QUESTION], True)
     return TemplateTraits(
@@ -206,7 +212,9 @@ def _find_traits(tokenizer: "PreTrainedTokenizerBase", source: str) -> TemplateT
     )
 
 
-def _match_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
+@lru_cache(maxsize=8)
+def match_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
+    """Make a pattern, with one group, of the tokenizer's special tokens."""
     added = tokenizer.added_tokens_decoder.values()
     tokens = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
     return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")

@@ -26,6 +26,7 @@ from vcore_ds.common.errors import UserError, last_line
 from vcore_ds.common.paths import reading
 from vcore_ds.models.causal_lm import find_auto_class
 from vcore_ds.models.configuration import make_config_error, read_config
+from vcore_ds.models.end_tokens import add_end_tokens
 from vcore_ds.models.model_identity import CARD, find_local_folder, read_weight_map
 from vcore_ds.models.safetensors_ranges import BadSafetensors, StoredTensor, read_header
 
@@ -146,7 +147,7 @@ def write_adapter(
 def finish(
     folder: Path, tokenizer: PreTrainedTokenizerBase, card: str | None, split: StateDictSplit | None = None
 ) -> None:
-    """Write tokenizer (with its chat template), model card and index, and rename the temporary folder to `folder`.
+    """Write tokenizer (with its chat template), end tokens, model card and index, and rename the unfinished folder.
 
     Args:
         card: text of the model card; None for none, not even the placeholder that peft writes.
@@ -166,6 +167,8 @@ def finish(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (unfinished / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(unfinished)
+    if split is not None:
+        add_end_tokens(unfinished, tokenizer)
     (unfinished / CARD).unlink(missing_ok=True)
     if card is not None:
         (unfinished / CARD).write_text(card, encoding="utf-8")

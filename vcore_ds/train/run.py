@@ -25,6 +25,7 @@ from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.models.architecture_check import check_model, count_parameters
+from vcore_ds.models.end_tokens import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.memory import ParameterCounts
@@ -126,6 +127,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     memory = plan_memory(plan_settings, plan, ds_config, utilization, parameters, on_gpu=device().type == "cuda")
     if console.enabled:
         lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
+        lines += describe_end_tokens(recipe.model.path, reader.tokenizer)
         if device().type == "cpu" and (sentence := describe_cpu_matmul()) is not None:
             lines.append(sentence)
         console.say("\n".join([*lines, ""]))

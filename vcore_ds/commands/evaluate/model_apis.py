@@ -227,7 +227,7 @@ class ServerAPI(OpenAICompatibleCompletionsAPI):
         sampling = self._sampling
         drawn: dict[str, Any] = {"top_k": sampling.top_k, "min_p": sampling.min_p}
         if self.software != "transformers":
-            return {**drawn, "repetition_penalty": sampling.repetition_penalty}
+            return {**drawn, "repetition_penalty": sampling.repetition_penalty, "stop_token_ids": self._end_ids}
         settings = {"eos_token_id": self._end_ids, "pad_token_id": self._end_ids[0], "max_new_tokens": max_new_tokens}
         settings |= {"do_sample": not sampling.is_greedy, "repetition_penalty": sampling.repetition_penalty}
         if not sampling.is_greedy:

@@ -1,0 +1,68 @@
+"""The tokens that end a turn in training, at which generation stops too."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.conversations import Conversation, render_conversation
+from vcore_ds.data.messages import Message
+from vcore_ds.data.templates import find_end
+
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+_TURNS: tuple[Message, ...] = ({"content": "a", "reasoning_content": "t"}, {"content": "", "tool_calls": [_CALL]})
+
+
+@lru_cache(maxsize=8)
+def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special tokens with which learned answers and calls end, by the tokenizer's chat template."""
+    ends = []
+    for turn in _TURNS if tokenizer.chat_template else ():
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", **turn}]
+        try:
+            rendered = render_conversation(Conversation(1, messages, tools=[_TOOL] * ("tool_calls" in turn)), tokenizer)
+        except UserError:  # the template knows no calls
+            continue
+        ends += [find_end(tokenizer, rendered.text[slice(*span)]) for span in rendered.spans if span is not None]
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(ends) if token]
+    return tuple(id for id in ids if isinstance(id, int))
+
+
+def read_end_tokens(path: str) -> list[int]:
+    """Return the end tokens of a model's generation_config.json, or else config.json; `path`: folder or hub id."""
+    for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            ends = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
+            return ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return []
+
+
+def add_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the ends of learned turns to generation_config.json in a model's folder, where it does not list them."""
+    own = read_end_tokens(str(folder))
+    missing = [token for token in find_end_tokens(tokenizer) if token not in own]
+    if not missing:
+        return
+    path, settings = folder / GENERATION_CONFIG_NAME, dict[str, Any]()
+    if path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(settings | {"eos_token_id": own + missing}, indent=2) + "\n", encoding="utf-8")
+
+
+def describe_end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Say, in a line of the start screen, where learned turns end otherwise than the answers of the model at `path`."""
+    if not tokenizer.chat_template:
+        return []
+    ends, own = find_end_tokens(tokenizer), read_end_tokens(path)
+    if not ends:
+        return ["End of turn:  none is learned: the chat template writes no special token there"]
+    if missing := [token for token in ends if token not in own]:
+        names = " and ".join(map(str, tokenizer.convert_ids_to_tokens(missing)))
+        return [f"End of turn:  {names}, added to the model's end tokens in chat, eval and generation_config.json"]
+    return []
