@@ -53,7 +53,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
         )
     seconds: dict[str, Any] = {}
     if place.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
-        from vcore_ds.models.flash_tangent import TILES, flash_tangent
+        from vcore_ds.models.flash_tangent import BlockMemory, flash_tangent, half_precision_tiles
 
         def kernel(tiles: tuple[int, ...] | None = None) -> object:
             options = dict(cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=scale, tiles=tiles)
@@ -62,7 +62,8 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
         padded = max(64, 1 << (head_dim - 1).bit_length())
         if is_compiled:
             implementations["with tangents, kernel"] = kernel
-        for tiles in TILES[padded] if is_compiled else ():
+        candidates = half_precision_tiles(padded, value_is_given=False, memory=BlockMemory.of_device(place))
+        for tiles in candidates if is_compiled else ():
             implementations["kernel, tiles " + " ".join(map(str, tiles))] = lambda tiles=tiles: kernel(tiles)
     for name, work in implementations.items():
         try:

@@ -1,12 +1,12 @@
 """Registers and spills of the attention kernel with tangents, compiled for GPUs that this machine lacks.
 
-    python -m tests.benchmarks.kernel_compiles [--head-dim 256] [--first] [--quick] [--tile 64,32,4,2] [--json]
+    python -m tests.benchmarks.kernel_compiles [--gpu "RTX PRO 6000" A100] [--head-dim 256] [--first] [--tile 64,32,4,2]
 
 Triton compiles ahead of time and includes NVIDIA's assembler and disassembler. For every tile that a run may choose, in
 bf16 with all tangents, for value and tangent and for the tangent of a given value: registers of a thread, spilled
-bytes, shared memory, columns of tensor memory (B200), and whether the assembler serializes matrix multiplications; and
-of the loop over keys the instructions of the tensor cores and the waits for them. Nothing is launched, so there are no
-times. `--tile` compiles another tile.
+bytes, shared memory, columns of tensor memory, whether the GPU has that much, and whether the assembler serializes
+matrix multiplications; and of the loop over keys all instructions, those of the tensor cores, how much of their work is
+needed, and the waits for them. Nothing is launched, so there are no times. `--tile` compiles another tile.
 
 Triton decides once per process whether there is a GPU, so tests run this file as a command.
 """
@@ -34,14 +34,35 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import KernelInterface
 
 from vcore_ds.models import pointwise_kernels
-from vcore_ds.models.flash_tangent import TILE_KEYS, TILES, flash_tangent, half_precision_tiles, make_kernel_arguments
+from vcore_ds.models.flash_tangent import (
+    TENSOR_MEMORY_COLUMNS,
+    TILE_KEYS,
+    TILES,
+    BlockMemory,
+    flash_tangent,
+    half_precision_tiles,
+    make_kernel_arguments,
+)
 from vcore_ds.models.flash_tangent_kernel import attend
 
-GPUS = {90: "H100", 100: "B200"}
-"""By compute capability."""
+CARDS = {
+    "A100": (80, 163),
+    "A40": (86, 99),
+    "L40S": (89, 99),
+    "H100": (90, 227),
+    "B200": (100, 227),
+    "B300": (103, 227),
+    "RTX PRO 6000": (120, 99),
+}
+"""Compute capability, and KiB of shared memory that a block of threads may have (CUDA C++ programming guide, technical
+specifications per compute capability)."""
 
-SHARED_BYTES, TENSOR_MEMORY_COLUMNS = 227 * 1024, 512
-"""Limits of a block of threads, the second on a B200. Triton does not launch tiles that need more."""
+
+def block_memory(card: str) -> BlockMemory:
+    """What `BlockMemory.of_device` reads from the card."""
+    capability, shared_kib = CARDS[card]
+    return BlockMemory(shared_kib * 1024, has_tensor_memory=capability // 10 == 10)
+
 
 HEADS, KV_HEADS, NUM_TOKENS = 8, 2, 4096
 """Sizes that do not change the compiled kernel."""
@@ -90,15 +111,18 @@ class Compiled:
     is_serialized: bool
     """Whether the assembler reports that it serializes matrix multiplications."""
     products: str
-    """Instructions of the tensor cores: HGMMA (H100), UTCHMMA (B200), HMMA (earlier GPUs)."""
+    """Instructions of the tensor cores: HGMMA (H100), UTCHMMA (B200), HMMA (others)."""
+    repeated: float | None
+    """For HMMA, multiplications over those needed: warps may compute the same scores."""
+    num_instructions: int
     num_waits: int
 
 
 def compile_tile(
-    capability: int, head_dim: int, tile: Sequence[int], *, value_is_given: bool, windowed_with_sinks: bool = False
+    card: str, head_dim: int, tile: Sequence[int], *, value_is_given: bool, windowed_with_sinks: bool = False
 ) -> Compiled:
     """Compile the kernel in bf16 with all tangents."""
-    NoDevice.capability = capability
+    NoDevice.capability, memory = CARDS[card][0], block_memory(card)
 
     def empty(heads: int) -> torch.Tensor:  # memory layout as of a model's projections
         return torch.empty(1, NUM_TOKENS, heads, head_dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -122,9 +146,10 @@ def compile_tile(
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     assert spilled is not None and registers is not None, log.getvalue()
-    products, num_waits = _loop_over_keys(kernel.asm["cubin"])
+    products, num_waits, num_instructions = _loop_over_keys(kernel.asm["cubin"])
+    needed = tile[0] * tile[1] * (3 * constants["DIM"] + (2 if value_is_given else 3) * constants["VALUE_DIM"])
     return Compiled(
-        gpu=GPUS[capability],
+        gpu=card,
         head_dim=head_dim,
         value_is_given=value_is_given,
         windowed_with_sinks=windowed_with_sinks,
@@ -133,16 +158,22 @@ def compile_tile(
         spilled_bytes=int(spilled[1]) + int(spilled[2]),
         shared_bytes=shared_bytes,
         tensor_memory_columns=columns,
-        fits=shared_bytes <= SHARED_BYTES and columns <= TENSOR_MEMORY_COLUMNS,
+        fits=shared_bytes <= memory.shared_bytes and columns <= TENSOR_MEMORY_COLUMNS * memory.has_tensor_memory,
         is_serialized="serialized" in log.getvalue(),
         products=", ".join(f"{number} {name}" for name, number in sorted(products.items())),
+        repeated=products["HMMA"] * HMMA_PRODUCTS * tile[2] / needed if set(products) == {"HMMA"} else None,
+        num_instructions=num_instructions,
         num_waits=num_waits,
     )
 
 
-def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
-    """Instructions of the tensor cores, and waits for them, in the loop with most such instructions, the shortest if
-    several have as many."""
+HMMA_PRODUCTS = 16 * 8 * 16
+"""Multiplications of one HMMA.16816, that of 16 bits."""
+
+
+def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int, int]:
+    """Instructions of the tensor cores, waits for them, and all instructions, in the loop with most of the first, the
+    shortest if several have as many."""
     programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -160,13 +191,13 @@ def _loop_over_keys(cubin: bytes) -> tuple[Counter[str], int]:
         target = re.fullmatch(r"0x([0-9a-f]+)", words[-1])
         if words[0].startswith("BRA") and target is not None and int(target[1], 16) < address < end:
             loops.append((int(target[1], 16), address))
-    most: tuple[Counter[str], int] = Counter(), 0
+    most: tuple[Counter[str], int, int] = Counter(), 0, 0
     for first, last in sorted(loops, key=lambda loop: loop[1] - loop[0]):
         names = [words[0] for address, words in instructions if first <= address <= last]
         products = Counter(name.split(".")[0] for name in names if re.match("HGMMA|UTC.*MMA|HMMA", name))
         if products.total() > most[0].total():
             waits = [name for name in names if name.startswith(("WARPGROUP.DEPBAR", "SYNCS.PHASECHK"))]
-            most = products, len(waits)
+            most = products, len(waits), len(names)
     return most
 
 
@@ -190,9 +221,9 @@ def count_compiles(head_dim: int) -> int:
     return len(keys)
 
 
-def compile_pointwise(capability: int) -> dict[str, tuple[int, int]]:
+def compile_pointwise(card: str) -> dict[str, tuple[int, int]]:
     """Registers and spilled bytes of the kernels of `pointwise_kernels`, with sizes of Qwen3-32B."""
-    NoDevice.capability = capability
+    NoDevice.capability = CARDS[card][0]
     x, weight, inverse = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 5120), (5120,), (64, 1)))
     query = torch.empty(1, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)
     angles = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16)
@@ -221,7 +252,7 @@ def compile_pointwise(capability: int) -> dict[str, tuple[int, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256], help="dimensions of a head")
-    parser.add_argument("--gpu", nargs="+", choices=list(GPUS.values()), default=list(GPUS.values()))
+    parser.add_argument("--gpu", nargs="+", choices=list(CARDS), default=list(CARDS))
     parser.add_argument("--tile", action="append", help="queries,keys,warps,stages instead of those a run may choose")
     parser.add_argument("--first", action="store_true", help="the first tile of each head dimension alone")
     parser.add_argument("--quick", action="store_true", help="window and sinks for the tangent alone, and only there")
@@ -231,32 +262,33 @@ def main() -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
     compiled = []
-    for capability, gpu in GPUS.items():
-        for head_dim in options.head_dim if gpu in options.gpu else ():
+    for gpu in options.gpu:
+        for head_dim in options.head_dim:
             dim = triton.next_power_of_2(head_dim)
             for is_given in (False, True):
-                chosen = half_precision_tiles(dim, is_given, has_tensor_memory=capability == 100)
+                chosen = half_precision_tiles(dim, is_given, block_memory(gpu))
                 tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
-                compile_one = partial(compile_tile, capability, head_dim, value_is_given=is_given)
+                compile_one = partial(compile_tile, gpu, head_dim, value_is_given=is_given)
                 if not (options.quick and is_given):
                     compiled += [compile_one(tile) for tile in tiles[: 1 if options.first else None]]
                 if not options.quick or is_given:
                     compiled.append(compile_one(tiles[0], windowed_with_sinks=True))
-    pointwise = {gpu: compile_pointwise(capability) for capability, gpu in GPUS.items() if gpu in options.gpu}
+    pointwise = {gpu: compile_pointwise(gpu) for gpu in options.gpu}
     num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
     if options.json:
         print(json.dumps(dict(tiles=[asdict(one) for one in compiled], num_compiles=num_compiles, pointwise=pointwise)))
         return
     print(
         "| GPU | D | computed | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory |"
-        " fits | serialized | in the loop | waits |\n|" + "---|" * 12
+        " fits | serialized | in the loop | repeated | instructions | waits |\n|" + "---|" * 14
     )
     for one in compiled:
         computed = ("tangent" if one.value_is_given else "both") + ", window, sinks" * one.windowed_with_sinks
         print(
             f"| {one.gpu} | {one.head_dim} | {computed} | {one.tile} | {one.registers} | {one.spilled_bytes} |"
             f" {one.shared_bytes / 1024:.0f} | {one.tensor_memory_columns} | {'yes' if one.fits else 'no'} |"
-            f" {'yes' if one.is_serialized else 'no'} | {one.products} | {one.num_waits} |"
+            f" {'yes' if one.is_serialized else 'no'} | {one.products} |"
+            f" {'' if one.repeated is None else f'{one.repeated:.2f}'} | {one.num_instructions} | {one.num_waits} |"
         )
     print("\nPointwise kernels, registers and spilled bytes:", pointwise)
     print("\nKernels compiled for one tile and 22 kinds of batches, by head dimension:", num_compiles)

@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import to_device
+from vcore_ds.distributed.layout import is_first
 from vcore_ds.models.attention_kernels import (
     SUPPORTS_GQA,
     CpuFlash,
@@ -329,13 +330,32 @@ def _can_use_triton(query: Tensor) -> bool:
     """Whether to use `flash_tangent`: in half precision only, since in fp32 blocks are faster and as precise."""
     runs_kernels = query.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, on CPUs
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return runs_kernels and is_half and query.shape[-1] <= MAX_KERNEL_HEAD_DIM and has_triton()
+    is_supported = runs_kernels and is_half and query.shape[-1] <= MAX_KERNEL_HEAD_DIM and has_triton()
+    return is_supported and _has_tiles(query.device)
 
 
 @functools.cache
 def has_triton() -> bool:
     """Whether Triton is installed: PyTorch's CUDA wheels depend on it, its CPU wheels do not."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _has_tiles(device: torch.device) -> bool:
+    """Whether the kernel fits the GPU's shared memory; the first rank says once if it does not."""
+    from vcore_ds.models.flash_tangent import BlockMemory, half_precision_tiles  # needs Triton
+
+    memory = BlockMemory.of_device(device)
+    if half_precision_tiles(64, value_is_given=False, memory=memory):
+        return True
+    if is_first():
+        print(
+            f"Forward-mode attention: {torch.cuda.get_device_name(device)} has {memory.shared_bytes // 1024} KiB of "
+            "shared memory for a block of threads, too little for the Triton kernel; PyTorch computes it in blocks, "
+            "more slowly",
+            flush=True,
+        )
+    return False
 
 
 training_attention = make_hugging_face_attention(attend_with_graph)

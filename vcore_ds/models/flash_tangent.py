@@ -13,6 +13,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,68 @@ from vcore_ds.distributed.process_group import take_first_answer
 from vcore_ds.models.block_attention import Sinks
 from vcore_ds.models.flash_tangent_kernel import attend
 
-TILES = {
+Tiles = tuple[tuple[int, ...], ...]
+
+TILES: dict[int, Tiles] = {
     # head dimension, padded to a power of two: (queries, keys, warps, pipeline stages)
     64: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
     128: ((128, 32, 8, 3), (128, 32, 8, 2), (128, 16, 8, 3), (64, 32, 4, 2)),
     256: ((128, 16, 8, 3), (128, 32, 8, 2), (128, 16, 8, 2), (32, 32, 8, 2)),
 }
-"""Candidates of the autotuner in bf16 and fp16; deterministic algorithms use the first, without timing. Chosen from the
-compiled code for H100 and B200 (docs/reports/kernel.md), not yet timed on either. 32 keys of dimension 256 exceed the
-shared memory of B200, where the autotuner drops them; the last tile of 256 is for GPUs with 100 KB."""
+"""Candidates of the autotuner in bf16 and fp16 on H100 and B200; deterministic algorithms use the first, without
+timing. Chosen from the compiled code (docs/reports/kernel.md), not yet timed."""
 
-TANGENT_TILES = {
+TANGENT_TILES: dict[int, Tiles] = {
     64: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
     128: ((128, 32, 8, 3), (128, 64, 8, 2), (128, 32, 8, 4), (64, 32, 4, 2)),
     256: ((128, 16, 8, 3), (128, 16, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
 }
-"""Candidates for the tangent alone. 128 keys of dimension 64 and 128 queries of dimension 256 exceed the tensor memory
-of a B200."""
+"""Candidates for the tangent alone."""
+
+TILES_BY_SHARED_KIB: dict[int, tuple[dict[int, Tiles], dict[int, Tiles]]] = {
+    227: (TILES, TANGENT_TILES),
+    163: (
+        {
+            64: ((128, 32, 8, 3), (128, 64, 8, 3), (64, 32, 4, 3)),
+            128: ((128, 16, 8, 4), (128, 32, 8, 3), (128, 16, 8, 3)),
+            256: ((32, 64, 8, 2), (128, 16, 8, 2), (32, 32, 4, 2)),
+        },
+        {
+            64: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3)),
+            128: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
+            256: ((32, 32, 8, 2), (32, 32, 4, 2)),
+        },
+    ),
+    99: (
+        {
+            64: ((128, 32, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3)),
+            128: ((128, 16, 8, 3), (128, 16, 8, 2)),
+            256: ((32, 32, 4, 2), (32, 32, 8, 2)),
+        },
+        {
+            64: ((128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3)),
+            128: ((128, 32, 8, 2), (128, 16, 8, 3)),
+            256: ((32, 32, 8, 2), (32, 32, 4, 2)),
+        },
+    ),
+}
+"""Least KiB of shared memory of a block of threads -> candidates for value and tangent, and for the tangent alone. The
+classes are those of H100 and B200 (227), A100 (163), and of RTX PRO 6000, L40S and A40 (99)."""
+
+EXCEEDING_TENSOR_MEMORY = {
+    (64, True): {(128, 128, 8, 2)},
+    (256, False): {(128, 32, 8, 2)},
+    (256, True): {(128, 16, 8, 3), (128, 16, 8, 2)},
+}
+"""Head dimension and whether the tangent is alone -> candidates for 227 KiB that exceed the tensor memory of a B200, or
+there need more shared memory than on an H100."""
 
 MAX_VALUE_DIM = 128
 """Value dimensions of one program (256 for the tangent alone); further programs compute the rest, and the
 scores again. The accumulators of value and tangent for 128 queries fill the registers of an H100, and the tensor memory
 of a B200."""
+
+TENSOR_MEMORY_COLUMNS = 512
 
 TILES_FP32 = ((16, 16, 4, 1),)
 """Candidates in fp32, without tensor cores, whose precision is lower. Slow: only for checks."""
@@ -89,7 +130,7 @@ def flash_tangent(
         scale, sliding_window, sinks: as in `block_attention`.
         given: output and log-sum-exp from another kernel, as returned here; None to compute them.
         tiles: tokens of a query block and of a key block, powers of two of at least 16, and optionally warps and
-            pipeline stages; None to autotune over `TILES` for each shape.
+            pipeline stages; None to autotune over the GPU's candidates for each shape.
 
     Returns:
         output `[b, A, T, D]` in the dtype of `query`, a view of a contiguous `[b, T, A, D]`; its tangent in the same
@@ -258,8 +299,8 @@ def _select_tiles(
     """Select candidates for the dtype, mode and head dimension; only one with deterministic algorithms, since a choice
     by timing would change the last digits of a run."""
     query = arguments["query"]
-    has_tensor_memory = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 10
-    tiles = half_precision_tiles(constants["DIM"], constants["VALUE_IS_GIVEN"], has_tensor_memory)
+    memory = BlockMemory.of_device(query.device)
+    tiles = half_precision_tiles(constants["DIM"], constants["VALUE_IS_GIVEN"], memory)
     if query.dtype == torch.float32:
         tiles = TILES_FP32
     if torch.are_deterministic_algorithms_enabled():
@@ -267,12 +308,32 @@ def _select_tiles(
     return [_make_config(*tile) for tile in tiles]
 
 
-def half_precision_tiles(dim: int, value_is_given: bool, has_tensor_memory: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the candidates for heads padded to `dim`, in bf16 and fp16. The first one runs on H100 and B200."""
-    tiles = (TANGENT_TILES if value_is_given else TILES)[max(64, dim)]
-    if has_tensor_memory and value_is_given:
-        return tuple(tile for tile in tiles if tile[0] * dim <= 128 * 128)
-    return tiles
+@dataclass(frozen=True)
+class BlockMemory:
+    """Memory on the chip that a block of threads may have."""
+
+    shared_bytes: int
+    has_tensor_memory: bool
+    """Whether there are `TENSOR_MEMORY_COLUMNS`: B200, B300 and GB200."""
+
+    @classmethod
+    @functools.cache
+    def of_device(cls, device: torch.device) -> "BlockMemory":
+        """Read it from a GPU; in Triton's interpreter, an H100's."""
+        if device.type != "cuda":
+            return cls(227 * 1024, False)
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.shared_memory_per_block_optin, properties.major == 10)
+
+
+def half_precision_tiles(dim: int, value_is_given: bool, memory: BlockMemory) -> Tiles:
+    """Return the candidates for heads padded to `dim`, in bf16 and fp16; none on a GPU with too little memory."""
+    dim = max(64, dim)
+    for shared_kib, tables in TILES_BY_SHARED_KIB.items():
+        if memory.shared_bytes >= shared_kib * 1024:
+            excluded = EXCEEDING_TENSOR_MEMORY.get((dim, value_is_given), ()) if memory.has_tensor_memory else ()
+            return tuple(tile for tile in tables[value_is_given][dim] if tile not in excluded)
+    return ()
 
 
 def _make_config(query_block: int, key_block: int, warps: int, stages: int) -> triton.Config:
@@ -280,7 +341,7 @@ def _make_config(query_block: int, key_block: int, warps: int, stages: int) -> t
 
 
 _tuned = triton.autotune(
-    configs=[_make_config(*tile) for tiles in (*TILES.values(), *TANGENT_TILES.values(), TILES_FP32) for tile in tiles],
+    configs=[_make_config(*tile) for tile in TILES[128]],  # `_select_tiles` replaces them
     key=["HEAD_DIM", "SLIDING", "VALUE_IS_GIVEN", "is_long"],  # Triton adds the dtypes of the tensors
     prune_configs_by={"early_config_prune": _select_tiles},
 )(attend)

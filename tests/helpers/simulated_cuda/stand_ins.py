@@ -73,7 +73,12 @@ def install(simulated: Any) -> None:
         return before
 
     properties = types.SimpleNamespace(
-        name=NAME, total_memory=MEMORY_BYTES, multi_processor_count=132, major=CAPABILITY[0], minor=CAPABILITY[1]
+        name=NAME,
+        total_memory=MEMORY_BYTES,
+        multi_processor_count=132,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        shared_memory_per_block_optin=227 * 1024,
     )
     stream = Stream.__new__(Stream)  # the current device is not known yet
     stream.device = torch.device("cuda", 0)
