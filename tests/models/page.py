@@ -111,5 +111,6 @@ def _shorten_refusal(result: ModelResult) -> str:
     text = re.sub(r" [\d.e-]+ nats", " x nats", text)
     text = re.sub(r"\bno \w+ can be built", "no model can be built", text)
     text = re.sub(r"\b\w+(ForCausalLM|Attention)\b", r"...\1", text)
-    # Only the package's part: transformers adds a link.
-    return text.partition(". Please request")[0].replace("|", "/").replace("`", "'")
+    # Without what is expected or to be done, and the link that transformers adds.
+    text = re.split(r"; expected |; save its |\. Set |\. Choose |, so its | \(on two short |\. Please request", text)[0]
+    return text.replace("|", "/").replace("`", "'")
