@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.utils import safe_get_full_fp32_param
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.helpers import resumed_runs, tiny
 from tests.helpers.ranks import run_ranks
@@ -346,9 +347,19 @@ def save_asynchronously(folder: Path) -> dict[str, Any]:
     }
 
 
+class ClosingStager(DefaultStager):
+    """As that of torch 2.11 and 2.12, which can copy only once."""
+
+    def _stage(self, state_dict: dict, **options: Any) -> dict:
+        try:
+            return super()._stage(state_dict, **options)
+        finally:
+            self._state_dict_stager.close()
+
+
 def save_asynchronously_where_one_rank_cannot_write(folder: Path) -> dict[str, Any]:
     """As `save_where_one_rank_cannot_write`, but threads write the checkpoint of step 2; step 3 waits until they have
-    failed."""
+    failed. Staging is that of torch 2.11."""
     recipe = make_recipe(folder, "failing_beside", CASES["sft_lora"] | {"checkpoint": {"async": True}})
     write_state, collect = checkpoint_write.write_state, Checkpoints.collect
     num_steps = 0
@@ -372,6 +383,8 @@ def save_asynchronously_where_one_rank_cannot_write(folder: Path) -> dict[str, A
     with (
         patch.object(checkpoint_write, "write_state", write),
         patch.object(Checkpoints, "collect", wait_and_collect),
+        patch.object(checkpoint_shards, "DefaultStager", ClosingStager),
+        patch.object(checkpoint_shards, "STAGER_IS_REUSABLE", False),
     ):
         message = catch_message(CheckpointFailed, train)
     return {"message": message, "checkpoints": list_checkpoints(Path(recipe.run.output_dir)), "steps": num_steps}

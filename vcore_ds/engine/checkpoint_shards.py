@@ -88,24 +88,31 @@ def write_state(tensors: State, folder: Path, group: Group | None = None) -> Non
     _run_dcp(folder, lambda: dcp.save(dict(tensors), storage_writer=writer, process_group=group or cpu_group()), group)
 
 
+STAGER_IS_REUSABLE = torch.__version__ >= "2.13"
+"""Whether a `DefaultStager` copies more than once: earlier ones close their inner stager after a copy, and the next
+raises KeyError."""
+
+
 class Stager:
     """Copies the state to host memory, so that later steps do not change what is written. Each copy reuses the memory
-    of the previous one, which must have been written by then."""
+    of the previous one, if torch allows it; that one must have been written by then."""
 
     def __init__(self) -> None:
-        on_gpu = device().type == "cuda"
-        # Offloaded tensors are copied too: the optimizer updates them in place.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,  # it waits for all copies at the end
-            )
-        )
+        self._stager: DefaultStager | None = None
 
     def stage(self, engine: Engine, direction: ShardedVector | None) -> State:
         """Copy `state_tensors`. Synchronises with the device."""
+        if self._stager is None or not STAGER_IS_REUSABLE:
+            on_gpu = device().type == "cuda"
+            # Offloaded tensors are copied too: the optimizer updates them in place.
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_gpu,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_gpu,  # it waits for all copies at the end
+                )
+            )
         views = _local_tensors(engine, direction)
         staged = self._stager.stage({name: local.tensor for name, local in views.items()})
         assert isinstance(staged, dict)  # not a future, which only async staging returns
