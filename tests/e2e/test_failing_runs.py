@@ -27,7 +27,7 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import MainOrder, RandomDraws
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
-from vcore_ds.train.loop import describe_fault
+from vcore_ds.train.faults import describe_fault, find_largest_value, find_non_finite_sequences
 from vcore_ds.train.run import train
 from vcore_ds.utility.estimators import Estimator
 
@@ -68,10 +68,31 @@ def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
         assert job.wait() == 1, job.output
     (rank,) = set(re.findall(rf"step 2: the loss is not finite; rank (\d): sequence ids \[{bad}\]\.", job.output))
     assert rank in "01" and "The parameters were not updated." in job.output
+    named = "model.embed_tokens.weight had values that are not finite when the run started"
+    assert job.output.count(named) == 1 and "row" not in job.output.partition("the loss is not finite")[2]
     assert job.output.count("the loss is not finite") == 1 and job.output.count("vcore-ds: ") == 1
     assert "Traceback" not in job.output
     assert [line["step"] for line in read_metrics(tmp_path / "output")] == [1]
     assert not (tmp_path / "output" / "model").exists()
+
+
+@pytest.mark.parametrize("rate, code", [(300.0, 0), (1e30, 1)])
+def test_a_learning_rate_that_destroys_the_model_is_named(setup: TinySetup, tmp_path: Path, rate: float, code: int):
+    changes = ["methods/sft.yaml", "schedule.num_steps=3", "schedule.kind=constant", "schedule.warmup_ratio=0"]
+    overrides = setup.overrides(tmp_path / "output", *changes, f"optimizer.learning_rate={rate}")
+    with ForkedJob(main, ["train", RECIPE, *overrides], tmp_path / "log") as job:
+        assert job.wait() == code, job.output
+    losses = [line["loss"] for line in read_metrics(tmp_path / "output")]
+    diverges = [
+        i for i, loss in enumerate(losses, start=1) if loss > max(2 * losses[0], math.log(len(make_tokenizer())))
+    ]
+    warned = re.findall(r"warning: step (\d): the loss .*optimizer.learning_rate", job.output)
+    assert warned == [str(step) for step in diverges[:1]]
+    if code == 0:
+        assert diverges
+    else:
+        assert re.search(r"the loss is not finite.*learning rate 1e\+30 and the gradient norm [\d.]+", job.output)
+        assert "row" not in job.output.partition("the loss is not finite")[2]  # all rows
 
 
 def run_on_port(arguments: Sequence[str]) -> int:
@@ -180,6 +201,10 @@ def take_non_finite_steps() -> dict[str, tuple[str, bool]]:
         "losses on both ranks": StepBatches(step_runs.deal(make_batch_with_bad_token([1, 2, 3]), 2), good),
         "probe": StepBatches(good, step_runs.deal(make_batch_with_bad_token([3]), 1)),
     }
+    assert [find_non_finite_sequences(engine, batches.main) for batches in cases.values()] == [[3], [1, 2, 3], []]
+    assert find_non_finite_sequences(engine, cases["probe"].probe) == [3]
+    name, value = find_largest_value(engine)
+    assert name == "model.embed_tokens.weight" and math.isnan(value)
     for case, batches in cases.items():
         outcomes[case] = try_step(engine, vcore, batches, estimator)
     before = state_bytes(engine)

@@ -17,10 +17,11 @@ from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import DataConfig, MethodConfig, WeightedPath
 from vcore_ds.data.cache import find_or_make_store
-from vcore_ds.data.dataset import JoinedStores, KeptDataset, MainOrder, Shares, list_files
+from vcore_ds.data.dataset import JoinedDataset, JoinedStores, KeptDataset, MainOrder, Shares, list_files
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.train.console import Console
+from vcore_ds.train.faults import describe_rows
 from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.start_screen import describe_files, describe_training
 
@@ -130,6 +131,9 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
     names, rows = data.origins()
     assert [Path(name).name for name in names] == ["a.jsonl"] * 6 + ["b.jsonl"] * 4
     assert rows.tolist() == [*range(6), *range(4)]
+    with_pool = JoinedDataset([KeptDataset(data, np.array([0, 9])), reader.read_store(str(setup / "trusted.jsonl"))])
+    described = [Path(text).name for text in describe_rows(with_pool, [0, 9, 12])]
+    assert described == ["a.jsonl, row 1", "b.jsonl, row 4", "trusted.jsonl, row 3"]
     # Converted or prepared, in one order or the other.
     raw = make_reader(setup, train_path=list_weighted(setup, a=1, b=1)).read_training_data(SFT, 0)
     swapped = make_reader(setup, train_path=list_weighted(setup, b=1, a=3)).read_training_data(SFT, 0)

@@ -18,7 +18,7 @@ from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.distributed.watchdog import mark
-from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, describe_sequences
+from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
 from vcore_ds.models.architecture_check import advise_on_noise
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
@@ -26,6 +26,7 @@ from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.step_cost import StepPasses
 from vcore_ds.train.checkpoints import Checkpoints, SavedCheckpoint
 from vcore_ds.train.console import Console, explain_steps
+from vcore_ds.train.faults import describe_divergence, describe_fault, explain_fault
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.followed import FollowedTraces, record_followed
 from vcore_ds.train.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
@@ -98,15 +99,6 @@ class Trainer:
             raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
 
 
-def describe_fault(error: Exception, batches: StepBatches) -> str:
-    """Make the message of a non-finite loss or gradient, with the step's sequences if the error names none."""
-    if isinstance(error, NonFiniteLoss):
-        return f"{error}. The parameters were not updated."
-    ids = [i for batch in batches.main for i in batch.sequence_ids]
-    sequences = describe_sequences(ids, batches.main[0].sequence_parallel)
-    return f"{error}; it is summed over {sequences}. The parameters were not updated."
-
-
 @dataclass(frozen=True)
 class RunData:
     """The data of a run."""
@@ -135,6 +127,7 @@ class Run:
     data: RunData
     checkpoints: Checkpoints
     log: RunLog
+    non_finite_at_start: str | None = None  # a parameter whose loaded values are not finite
 
     @property
     def folder(self) -> Path:
@@ -151,7 +144,8 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         console.say(explain_steps(run.trainer.settings))
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
-    metrics = None
+    metrics, first_loss, has_diverged = None, None, False
+    vocabulary_size = run.trainer.engine.module.base.config.get_text_config().vocab_size
     recorded = set(record_steps(num_steps, settings.num_token_records))
     stops = Stops(run.folder, settings.time_limit_minutes)
     profiler = StepProfiler(settings.profile, run.folder, console)
@@ -161,9 +155,16 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         if done in recorded:
             batches = replace(batches, followed=run.data.followed.batches)
         with profiler.step(done):
-            metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
+            try:
+                metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
+            except (NonFiniteLoss, NonFiniteGradient) as error:
+                cause = explain_fault(run.trainer.engine, feed, batches, metrics, run.non_finite_at_start)
+                raise type(error)(f"{error} {cause}.") from None
         if run.trainer.schedule.measures_noise(k):
             warn_of_noise(run.trainer.settings, run.trainer.engine.module.base.config, metrics, console)
+        loss = metrics.values["loss"]
+        assert loss is not None  # as the seconds below, of every step
+        first_loss = loss if first_loss is None else first_loss
         record_step(run, done, batches, metrics)
         seconds = measure_training_seconds(metrics)
         line = {
@@ -186,6 +187,9 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         console.show_step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
         if done == num_done + 1:
             announce_remaining_time(console, seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
+        if not has_diverged and (diverges := describe_divergence(done, loss, first_loss, vocabulary_size)):
+            console.warn(diverges)
+            has_diverged = True
         run.checkpoints.collect()
         reason = stops.agree_on_reason()
         if reason is not None or run.checkpoints.is_due(done, num_steps):

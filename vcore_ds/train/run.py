@@ -36,6 +36,7 @@ from vcore_ds.train import run_folder, start_screen
 from vcore_ds.train.checkpoints import Checkpoints, check_compared, make_digest, say_best
 from vcore_ds.train.console import Console, describe_example
 from vcore_ds.train.extension import begin_branch, find_common_checkpoint
+from vcore_ds.train.faults import warn_of_non_finite
 from vcore_ds.train.feed import DataReader, Feed, build_feed, count_data
 from vcore_ds.train.followed import choose_followed
 from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
@@ -150,6 +151,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     if checkpoint is not None:
         mark("loading the checkpoint", is_loading=True)
         num_done = checkpoints.load(checkpoint, engine, estimator)
+    non_finite = warn_of_non_finite(engine, console)
     check_start(engine, feed, console)
     check_derivatives(engine, estimator, feed, console)
     check_approximation(engine, estimator, feed, settings, console)
@@ -169,6 +171,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         RunData(feed, validation, choose_followed(recipe.run, recipe.data, recipe.method, feed, validation)),
         checkpoints,
         RunLog(console, log, build_throughput(recipe.model.path, passes), advice_if_long),
+        non_finite,
     )
 
     last_step = run_training(run, num_done, is_new=checkpoint is None)

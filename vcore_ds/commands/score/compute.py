@@ -41,6 +41,7 @@ from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.train.checkpoints import Checkpoints
 from vcore_ds.train.console import Console
+from vcore_ds.train.faults import warn_of_non_finite
 from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
@@ -199,6 +200,7 @@ class Scoring:
                 checkpoints.read(checkpoints.verify_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
                 loaded = one.checkpoint
             if not is_checked:
+                warn_of_non_finite(engine, console)
                 check_start(engine, self.feed, console)
                 check_derivatives(engine, ForwardMode(engine, direction), self.feed, console)
                 is_checked = True
