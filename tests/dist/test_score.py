@@ -67,6 +67,8 @@ class Case:
     """Steps of the checkpoints that are summed over."""
     model: str = "model"
     """Folder of the base model."""
+    rank: int | None = None
+    """Of an approximate direction, whose utilities only resemble those of the reference."""
 
 
 SETS = ("trusted", "other")
@@ -75,6 +77,7 @@ CASES: dict[int, dict[str, Case]] = {
         "packed": Case("full.yaml", sets=SETS),
         "unpacked": Case("full.yaml", ("batch.micro_batch_size_per_rank=2",)),
         "adam": Case("runs/lora", ("probe.direction=adam",), checkpoint="step_00000002", steps=(2,)),
+        "low rank": Case("full.yaml", ("probe.rank=8",), rank=8),
     },
     2: {
         "packed": Case("full.yaml", sets=SETS),
@@ -125,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_conversations(root / "train" / "b.jsonl", sums(range(30, 43)))
     write_conversations(root / "trusted.jsonl", sums(range(50, 53)))
     write_conversations(root / "other.jsonl", sums(range(61, 66)))
-    (root / "full.yaml").write_text(dump_recipe(make_recipe(root, "full")))
+    (root / "full.yaml").write_text(dump_recipe(make_recipe(root, "full", probe={"rank": 2, "rank_passes": 2})))
     run_ranks(train_adapters, 2, root)
     return root
 
@@ -331,6 +334,10 @@ def test_utilities_are_inner_products_of_gradients(folder, references, world_siz
         for name in case.sets:
             exact, measured = oracle[f"sum.{name}"], traces[f"utility_sum.{name}"]
             error = np.linalg.norm(measured - exact) / np.linalg.norm(exact)
+            assert scores.probe_rank == case.rank
+            if case.rank is not None:
+                assert 1e-3 < error < 0.5 and spearmanr(measured, exact).statistic > 0.9, error
+                continue
             assert error < 1e-5, (label, name, error)
             assert np.abs(measured - exact).max() < 1e-5 * np.abs(exact).max(), (label, name)
             mean = exact / traces["num_supervised_tokens"]

@@ -103,6 +103,8 @@ class Scores:
     sets: dict[str, TrustedSet]
     version: str
     date: str  # UTC, ISO 8601
+    probe_rank: int | None = field(default=None, kw_only=True)
+    """Rank of the approximations of the gradient's matrices; None for exact utilities."""
     format: Literal[1] = 1  # version of this format
 
 

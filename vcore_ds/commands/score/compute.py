@@ -22,8 +22,10 @@ from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest, describe_r
 from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, describe, write_result
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
+from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
 from vcore_ds.config.schema import Recipe
+from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
 from vcore_ds.data.tokenization import load_tokenizer
@@ -46,8 +48,9 @@ from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
-from vcore_ds.train.start_checks import check_derivatives, check_memory, check_start
+from vcore_ds.train.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import describe_data, describe_training
+from vcore_ds.train.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, compute_jvp_losses_and_utilities
 
@@ -130,8 +133,8 @@ class Scoring:
                 )
         if request.trained_on_selection:
             console.warn(SECOND_SELECTION)
-        settings = derive_step_settings(recipe)
-        self.feed = build_feed(settings, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed)
+        self.settings = derive_step_settings(recipe)
+        self.feed = build_feed(self.settings, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed)
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
         checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
         self.passes = [
@@ -191,7 +194,7 @@ class Scoring:
         recipe, console = self.request.recipe, self.console
         direction = build_direction(engine, recipe.probe, recipe.utility)
         checkpoints, loaded = Checkpoints(recipe, console), None
-        is_checked = self._is_checked()
+        is_checked, is_compared = self._is_checked(), False
         for one, positions in zip(self.passes, remaining, strict=True):
             if not positions:
                 continue
@@ -204,6 +207,12 @@ class Scoring:
                 check_start(engine, self.feed, console)
                 check_derivatives(engine, ForwardMode(engine, direction), self.feed, console)
                 is_checked = True
+            if not is_compared:
+                trusted = self.sets[one.set_name]
+                draws = RandomDraws(len(trusted), len(trusted), recipe.run.seed, Stream.PROBE)
+                feed = replace(self.feed, probe_dataset=trusted, probe_stream=draws)
+                check_approximation(engine, ForwardMode(engine, direction), feed, self.settings, console)
+                is_compared = True
             self._take_direction(direction, one)
             self._score(engine, direction, one, positions)
 
@@ -218,17 +227,10 @@ class Scoring:
     def _take_direction(self, direction: Direction, one: ScoringPass) -> None:
         """Compute the gradient of the loss of the pass's trusted set, over all its traces."""
         mark("gradient of the trusted set")
-        recipe, trusted = self.request.recipe, self.sets[one.set_name]
+        trusted = self.sets[one.set_name]
         batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
         self.console.say(f"Gradient of {one.set_name}: {count(len(trusted), 'trace')}{_describe(one.checkpoint)}")
-        probe = direction.compute(
-            batches,
-            normalization=recipe.method.normalization,
-            clip=recipe.probe.clip,
-            optimizer=recipe.probe.direction,
-            loss_weights=recipe.probe.loss,
-            seed=recipe.run.seed,
-        )
+        probe = take_direction(direction, self.settings, batches, seed=self.request.recipe.run.seed)
         assert probe.loss is not None
         if layout.is_first():
             self._files(one).write_set(probe.loss, probe.gradient_norm)
@@ -316,6 +318,7 @@ class Scoring:
             direction=recipe.probe.direction,
             normalization=recipe.method.normalization,
             sets={},
+            probe_rank=recipe.probe.rank,
             version=__version__,
             date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )

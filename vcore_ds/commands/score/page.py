@@ -156,7 +156,8 @@ def _describe_weights(scores: scores_folder.Scores) -> str:
         model = f"{scores.checkpoints[0].run} after step {steps}"
     jacobian = f", multiplied by the Jacobian of {scores.direction.capitalize()}'s update,"
     gradient = f"gradient{'' if scores.direction == 'sgd' else jacobian}"
-    return f"Computed with the weights of {model}, along the {gradient} of each set's loss."
+    rank = f" (approximated: rank {scores.probe_rank})" if scores.probe_rank is not None else ""
+    return f"Computed with the weights of {model}, along the {gradient} of each set's loss{rank}."
 
 
 def _describe_dropped(scores: scores_folder.Scores) -> list[str]:

@@ -72,7 +72,9 @@ def make_request(
     refuse_existing(output, NEW_FOLDER)
     checkpoints = [] if run is None else _select_checkpoints(run, checkpoint)
     selected = run is not None and recipe.data.keep is not None
-    return ScoreRequest(_scoring_recipe(recipe, run), path_of_set, checkpoints, output, again, selected, all_tokens)
+    approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)
+    scoring_recipe = _scoring_recipe(recipe, run, approximates=approximates)
+    return ScoreRequest(scoring_recipe, path_of_set, checkpoints, output, again, selected, all_tokens)
 
 
 def _parse_sets(words: Sequence[str]) -> dict[str, str]:
@@ -87,11 +89,12 @@ def _parse_sets(words: Sequence[str]) -> dict[str, str]:
     return path_of_set
 
 
-def _scoring_recipe(recipe: Recipe, run: Path | None) -> Recipe:
+def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> Recipe:
     """The recipe, changed to take directions of complete trusted sets, whatever its method. What scoring does not use
-    gets a fixed value, because the recipe is part of the request's identity (`describe_request`)."""
+    gets a fixed value, because the recipe is part of the request's identity (`describe_request`). `approximates`:
+    whether to keep `probe.rank`, which a training accepts for its speed; scores are exact unless asked."""
     has_moments = run is not None and recipe.probe.direction != "sgd"
-    probe = {"batch_size": "all", "every": 1}
+    probe = {"batch_size": "all", "every": 1} | ({} if approximates else {"rank": None, "rank_passes": 1})
     unused = ("reference_log_probabilities", "token_weights", "keep", "validation_path")
     data = {"trusted_share": 0.0, "trusted_overlap": "drop", **dict.fromkeys(unused)}
     changes = {
