@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.repocard import metadata_load
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.tokenization import load_tokenizer
+from vcore_ds.engine import checkpoint_folder
 from vcore_ds.models import model_folder as files
 from vcore_ds.train.rehearsal import write_without_weights
 from vcore_ds.train.run_folder import read_run_recipe
@@ -197,6 +199,69 @@ def test_the_newest_checkpoint_that_verifies_is_exported(base, full_run, capsys)
     (full_run / "checkpoints" / "step_00000020" / "COMPLETE").unlink()
     with pytest.raises(UserError, match="no checkpoint that verifies:(.|\n)*step_00000020: no COMPLETE"):
         export_run(full_run)
+
+
+def test_an_export_of_other_weights_under_the_same_name_is_not_reused(base, full_run, tmp_path, capsys):
+    """A run that is extended goes back some steps, and then writes other checkpoints under the same names."""
+    masters = make_trained_masters(base, lora=False)
+
+    def train_again(change: float) -> Path:
+        return write_checkpoint(full_run, 20, {name: tensor + change for name, tensor in masters.items()})
+
+    def has_weights_of(folder: Path, change: float) -> bool:
+        exported = load_tensors(folder)
+        return all(
+            torch.equal(exported[name.removeprefix("causal_lm.")], (tensor + change).to(torch.bfloat16))
+            for name, tensor in masters.items()
+        )
+
+    export_run(full_run, output=tmp_path / "mine")
+    folder = export_run(full_run)
+    checkpoint = train_again(1)
+    assert export_run(full_run, reuse=True) == folder and has_weights_of(folder, 1)  # as `chat RUN` and `--push`
+    (aside,) = set(folder.parent.iterdir()) - {folder}
+    assert has_weights_of(aside, 0)
+    assert metadata_load(folder / "README.md")["checkpoint"] == (checkpoint / "COMPLETE").read_text().strip()
+    capsys.readouterr()
+    export_run(full_run, reuse=True)
+    assert "only its model card was rewritten" in capsys.readouterr().out
+    train_again(2)
+    assert has_weights_of(export_run(full_run), 2)
+    with pytest.raises(UserError, match=f"{tmp_path / 'mine'}: exists already, and is not an earlier export"):
+        export_run(full_run, output=tmp_path / "mine", reuse=True)
+
+
+@pytest.mark.parametrize("when", ["verifying", "opening", "reading"])
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_replaced_by_the_next(base, full_run, monkeypatch, when):
+    """The run trains while it is exported, and keeps one checkpoint."""
+    later = {name: tensor + 1 for name, tensor in make_trained_masters(base, lora=False).items()}
+
+    def save_next() -> None:
+        write_checkpoint(full_run, 30, later)
+        checkpoint_folder.remove_old(full_run / "checkpoints", keep_last=1, keep_every_steps=None)
+
+    place, name = {
+        "verifying": (checkpoint_folder, "hash_file"),
+        "opening": (checkpoint_folder, "read_run_state"),
+        "reading": (files, "collect_files"),
+    }[when]
+    original = getattr(place, name)
+
+    def save_and_call(*arguments):
+        monkeypatch.undo()
+        save_next()
+        return original(*arguments)
+
+    monkeypatch.setattr(place, name, save_and_call)
+    folder = export_run(full_run)
+    assert folder.parent.name == "step_00000030"
+    assert torch.equal(load_tensors(folder)["model.norm.weight"], later["causal_lm.model.norm.weight"].bfloat16())
+    assert [path.name for path in (full_run / "export").rglob("*.unfinished")] == []
+    shutil.rmtree(full_run / "checkpoints")
+    write_checkpoint(full_run, 20, later)
+    monkeypatch.setattr(place, name, save_and_call)
+    with pytest.raises(UserError, match="expected step_00000020; found step_00000030"):
+        export_run(full_run, checkpoint="step_00000020", output=full_run / "other")
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["full", "merged"])

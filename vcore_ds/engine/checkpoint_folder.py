@@ -126,7 +126,7 @@ def remove_old(
 ) -> list[Path]:
     """Delete complete checkpoints, and return them, except the newest `keep_last`, those of every `keep_every_steps`-th
     step and of `keep_step`, and the `best`."""
-    complete, best = _list_complete(checkpoints), set(best)
+    complete, best = list_complete(checkpoints), set(best)
     old = [
         folder
         for folder in complete[keep_last:]
@@ -139,7 +139,8 @@ def remove_old(
     return old
 
 
-def _list_complete(checkpoints: Path) -> list[Path]:
+def list_complete(checkpoints: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
     return [folder for folder in list_checkpoints(checkpoints) if (folder / COMPLETE).is_file()]
 
 
@@ -147,7 +148,7 @@ def rank_by_loss(checkpoints: Path, held_out_digest: str) -> list[tuple[float, P
     """List losses and folders of the complete checkpoints with a loss on the held-out data of `held_out_digest`, lowest
     loss first; of equal losses, the earlier step first."""
     ranked = []
-    for folder in reversed(_list_complete(checkpoints)):
+    for folder in reversed(list_complete(checkpoints)):
         with suppress(OSError, ValueError):  # a damaged one; `find_problem` reports it when it is needed
             state = read_run_state(folder)
             loss = state.get("held_out_loss")

@@ -40,10 +40,11 @@ def make_model_card(
     step: int | None = None,
     base: BaseModel | None = None,
     evaluations: Sequence[Path] = (),
+    checkpoint: str | None = None,
 ) -> str:
     """Return the text of the card, with the hub's metadata. `step`: of the exported checkpoint; None for the end of the
-    run. `base`: None to identify it by model.path. `evaluations`: their folders. Raises UserError if a file of the run
-    or of an evaluation is damaged."""
+    run. `base`: None to identify it by model.path. `evaluations`: their folders. `checkpoint`: digest of the exported
+    checkpoint. Raises UserError if a file of the run or of an evaluation is damaged."""
     base = base or identify_base_model(recipe.model.path)
     try:
         lines = run_folder.read_run_metrics(run)
@@ -68,6 +69,7 @@ def make_model_card(
         ]
         or None,
         model_name=title if results else None,
+        checkpoint=checkpoint,
         **license_keys,
     )
     card = ModelCard.from_template(

@@ -1,6 +1,7 @@
 """Write a Hugging Face folder from a run's folder, in a single process without GPU or process group, and commit it to
 the hub, without local paths."""
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HTTPError  # the HTTP library's own
 from peft.utils import CONFIG_NAME
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import check_folder, discard, reading, refuse_existing, unfinished_path, write_text, writing
@@ -38,7 +40,7 @@ class CheckpointWeights:
     """The fp32 master weights in a checkpoint's optimizer state."""
 
     def __init__(self, folder: Path):
-        self.name = folder.name
+        self.name, self.digest = folder.name, checkpoint_folder.read_digest(folder)
         shapes = checkpoint_folder.read_run_state(folder)["shapes"]
         self.shapes = {name.removeprefix(PREFIX): torch.Size(shape) for name, shape in shapes.items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
@@ -51,8 +53,9 @@ class AdapterWeights:
     """The adapter of a finished run, for a run whose checkpoints were removed."""
 
     def __init__(self, folder: Path):
-        self.name = folder.name
-        self._weights = model_folder.WeightFiles(str(folder), file="adapter_model.safetensors")
+        self.name, file = folder.name, "adapter_model.safetensors"
+        self.digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+        self._weights = model_folder.WeightFiles(str(folder), file=file)
         self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._weights.names}
         self.shapes = {name: self.read(name).shape for name in self._stored}
 
@@ -67,7 +70,7 @@ class ParallelCheckpointWeights:
     def __init__(self, folder: Path, recipe: Recipe):
         from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices  # slow to import
 
-        self.name = folder.name
+        self.name, self.digest = folder.name, checkpoint_folder.read_digest(folder)
         path, config = recipe.model.path, read_config(recipe.model.path)
         self.shapes = {name: like.shape for name, like in describe_weights(path, torch.float32).items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
@@ -90,8 +93,8 @@ class ParallelCheckpointWeights:
 
 
 TrainedWeights = CheckpointWeights | AdapterWeights | ParallelCheckpointWeights
-"""The trained parameters of a run: `shapes` by name in the (adapted) Hugging Face model, and `read`, one at a time, on
-the CPU."""
+"""The trained parameters of a run: `shapes` by name in the (adapted) Hugging Face model, `read`, one at a time, on the
+CPU, and `digest`, which the model card keeps: an extended run writes other weights under the same checkpoint's name."""
 
 
 def export_run(
@@ -136,40 +139,67 @@ def export_run(
     # Checked before the checksums, which take minutes.
     with writing("--output", output or run / "export", NEW_FOLDER):
         check_folder(output or run / "export")
-    with reading("RUN", run, "the folder of a run"):
-        trained = find_trained_weights(run, checkpoint, recipe)
     kind: Kind = "model" if recipe.lora is None else "merged" if merge else "adapter"
-    folder = output if output is not None else run / "export" / trained.name / kind
-    step = checkpoint_folder.parse_step(Path(trained.name))
-    card = make_model_card(run, recipe, kind, step=step, base=base, evaluations=evaluations)
-    if reuse and folder.is_dir():
-        check_earlier_export(folder, kind)
-        with writing("--output", folder, NEW_FOLDER):
-            write_text(folder / CARD, card)
-        print(f"{folder}: exists already; only its model card was rewritten")
-        return folder
-    refuse_existing(folder, NEW_FOLDER)
-    print(f"{kind} of {trained.name}", flush=True)
     wanted = DTYPES[dtype or ("fp32" if kind == "adapter" else recipe.model.precision)]
-    try:
-        with writing("--output", folder, NEW_FOLDER):
-            if kind == "adapter":
-                num_bytes = write_adapter(recipe, trained, folder, card, wanted)
-            else:
-                num_bytes = write_model(recipe, trained, folder, card, wanted, max_file_bytes)
-    except BaseException:
-        discard(unfinished_path(folder))
-        raise
-    seconds = time.perf_counter() - started
-    print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
-    return folder
+    while True:
+        complete = checkpoint_folder.list_complete(run / "checkpoints")
+        try:
+            with reading("RUN", run, "the folder of a run"):
+                trained = find_trained_weights(run, checkpoint, recipe)
+            if any(map(is_deleted, complete[:1])):  # the newest, while it was verified: `trained` is an older one
+                continue
+            folder = output if output is not None else run / "export" / trained.name / kind
+            step = checkpoint_folder.parse_step(Path(trained.name))
+            card = make_model_card(
+                run, recipe, kind, step=step, base=base, evaluations=evaluations, checkpoint=trained.digest
+            )
+            if output is None:
+                set_aside_other_export(folder, trained)
+            if reuse and folder.is_dir():
+                check_earlier_export(folder, kind, trained)
+                with writing("--output", folder, NEW_FOLDER):
+                    write_text(folder / CARD, card)
+                print(f"{folder}: exists already; only its model card was rewritten")
+                return folder
+            refuse_existing(folder, NEW_FOLDER)
+            print(f"{kind} of {trained.name}", flush=True)
+            num_bytes = write_export(recipe, trained, folder, card, kind, wanted, max_file_bytes)
+        except (Exception, CheckpointException):  # the latter is no Exception
+            if not any(map(is_deleted, complete)):
+                raise
+            print("the run has deleted a checkpoint meanwhile: looking for the newest again", flush=True)
+            continue
+        seconds = time.perf_counter() - started
+        print(f"Result: {folder} (Hugging Face format), {num_bytes / 1e9:.3g} GB of weights in {seconds:.1f} s")
+        return folder
 
 
-def check_earlier_export(folder: Path, kind: Kind) -> None:
-    """Raises UserError unless `folder` is an earlier export of this kind, which alone may be pushed unchanged."""
-    is_adapter = (folder / CONFIG_NAME).is_file()
-    if CARD_TAG not in (read_card_metadata(folder / CARD).get("tags") or ()) or is_adapter != (kind == "adapter"):
-        raise UserError(f"{folder}: exists already, and is not an earlier export ({kind}). Name a new --output")
+def is_deleted(checkpoint: Path) -> bool:
+    return not (checkpoint / checkpoint_folder.COMPLETE).is_file()
+
+
+def set_aside_other_export(folder: Path, trained: TrainedWeights) -> None:
+    """Rename an export of other weights, those of a checkpoint of the same name before the run was extended."""
+    metadata = read_card_metadata(folder / CARD)
+    if CARD_TAG not in (metadata.get("tags") or ()) or metadata.get("checkpoint") == trained.digest:
+        return
+    aside = folder.with_name(f"{folder.name}.{str(metadata.get('checkpoint'))[:12]}")
+    discard(aside)
+    with writing("--output", folder, NEW_FOLDER):
+        folder.rename(aside)
+    print(f"{folder}: has other weights than {trained.name} has now; moved to {aside.name}")
+
+
+def check_earlier_export(folder: Path, kind: Kind, trained: TrainedWeights) -> None:
+    """Raises UserError unless `folder` is an earlier export of this kind and these weights, which may be pushed as it
+    is."""
+    metadata, is_adapter = read_card_metadata(folder / CARD), (folder / CONFIG_NAME).is_file()
+    is_export = CARD_TAG in (metadata.get("tags") or ()) and is_adapter == (kind == "adapter")
+    if not is_export or metadata.get("checkpoint") != trained.digest:
+        raise UserError(
+            f"{folder}: exists already, and is not an earlier export ({kind}) of {trained.name} as it is now. Name a "
+            "new --output"
+        )
 
 
 def check_base_model(recipe: Recipe) -> None:
@@ -202,6 +232,26 @@ def find_trained_weights(run: Path, name: str | None, recipe: Recipe) -> Trained
         return AdapterWeights(run / "adapter")
     names = ", ".join(folder.name for folder in checkpoints) or "none"
     raise UserError(f"{run / 'checkpoints'}: expected {name or 'a complete checkpoint'}; found {names}")
+
+
+def write_export(
+    recipe: Recipe,
+    trained: TrainedWeights,
+    folder: Path,
+    card: str,
+    kind: Kind,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+) -> int:
+    """Write the folder, or nothing of it; return the bytes of its weights."""
+    try:
+        with writing("--output", folder, NEW_FOLDER):
+            if kind == "adapter":
+                return write_adapter(recipe, trained, folder, card, dtype)
+            return write_model(recipe, trained, folder, card, dtype, max_file_bytes)
+    except BaseException:
+        discard(unfinished_path(folder))
+        raise
 
 
 def write_model(
