@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import StateDictSplit
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedTokenizerBase
 
@@ -175,5 +176,8 @@ class CheckpointTensors:
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+            try:
+                dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:  # a BaseException around that of each rank
+                raise error.failures[0][0] from None
         return tensor

@@ -14,7 +14,6 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HTTPError  # the HTTP library's own
 from peft.utils import CONFIG_NAME
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import check_folder, discard, reading, refuse_existing, unfinished_path, write_text, writing
@@ -164,7 +163,7 @@ def export_run(
             refuse_existing(folder, NEW_FOLDER)
             print(f"{kind} of {trained.name}", flush=True)
             num_bytes = write_export(recipe, trained, folder, card, kind, wanted, max_file_bytes)
-        except (Exception, CheckpointException):  # the latter is no Exception
+        except Exception:
             if not any(map(is_deleted, complete)):
                 raise
             print("the run has deleted a checkpoint meanwhile: looking for the newest again", flush=True)
