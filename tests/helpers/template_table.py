@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.template_table docs/data.md`: write the table of chat templates, of which each cell is checked
+"""`python -m tests.helpers.template_table docs/data.md`: write the table of chat templates, with each cell checked
 against `apply_chat_template` and the strings of the rows."""
 
 import copy
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.helpers.templates import OTHERS, SPECIAL, make_template_tokenizer
+from tests.helpers.templates import make_template_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.conversations import Conversation, RenderedConversation, render_conversation
 from vcore_ds.data.prepare.rows import read_chat_row
