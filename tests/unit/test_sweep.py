@@ -3,6 +3,7 @@
 import fcntl
 import math
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,21 @@ def test_the_states_of_runs_are_read_from_their_logs(folder: Path) -> None:
     assert lines[1].endswith("exit code 2: vcore-ds: no such file")
     assert lines[2].endswith("exit code -9: RuntimeError: out of memory")
     assert lines[-1] == "6 runs in out: 1 done, 1 running, 2 failed, 1 stopped, 1 waiting"
+
+
+def test_a_run_that_another_process_finishes_meanwhile_is_left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, lock_log = begin_sweep(load_changed(seeds=[1])), SweepFolder.lock_log
+
+    def finish_and_lock(self: SweepFolder, run: str) -> AbstractContextManager:
+        (self.run_folder(run) / "model").mkdir(parents=True)  # by the process that had the lock
+        return lock_log(self, run)
+
+    monkeypatch.setattr(SweepFolder, "lock_log", finish_and_lock)
+    run_here(sweep, num_ranks=1)
+    assert f"{sweep.runs[0]}: done already" in capsys.readouterr().out
+    assert sweep.exit_code(sweep.runs[0]) is None and sweep.state(sweep.runs[0]) == State.DONE
 
 
 def test_tasks_of_an_array_are_written_as_ranges() -> None:

@@ -140,13 +140,13 @@ def run_here(sweep: SweepFolder, num_ranks: int) -> None:
     with _Children() as children:
         for number, run in enumerate(sweep.runs, start=1):
             where = f"[{number}/{len(sweep.runs)}] {run}"
-            if sweep.state(run) == State.DONE:
+            if sweep.is_done(run):
                 print(f"{where}: done already", flush=True)
                 continue
             check_inputs(sweep)  # days may have passed since the first run
             with sweep.lock_log(run) as log:
-                if log is None:
-                    print(f"{where}: another process is training it", flush=True)
+                if log is None or sweep.is_done(run):  # another process may have finished it since
+                    print(f"{where}: {'another process is training it' if log is None else 'done already'}", flush=True)
                     continue
                 print(f"{where}: {sweep.log_path(run)}", flush=True)
                 started = time.monotonic()

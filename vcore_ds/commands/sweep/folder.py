@@ -140,10 +140,13 @@ class SweepFolder:
     def run_folder(self, run: str) -> Path:
         return self.folder / "runs" / run
 
-    def state(self, run: str) -> State:
-        """State of a run; it is done if its result exists, whoever trained it."""
+    def is_done(self, run: str) -> bool:
+        """Whether the run's result exists, whoever trained it."""
         folder = self.run_folder(run)
-        if (folder / "adapter").exists() or (folder / "model").exists():
+        return (folder / "adapter").exists() or (folder / "model").exists()
+
+    def state(self, run: str) -> State:
+        if self.is_done(run):
             return State.DONE
         if self._is_locked(run):
             return State.RUNNING
