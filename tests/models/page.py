@@ -1,6 +1,7 @@
 """docs/models.md from the measurements."""
 
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -49,11 +50,10 @@ def write_tables(results: list[ModelResult]) -> str:
         lines += ["", "### In bf16", ""]
         lines += [
             f"Measured: {len(measured)} types. The rank correlation with fp64 is at least {MIN_RANK_CORRELATION} in "
-            f"both passes for all but {len(below)}:",
+            f"both passes for all but {len(below)} (jvp in a separate pass / fused / transformers itself):",
             "",
         ]
-        lines += ["| type | jvp, separate | fused | transformers itself |", "|---|---|---|---|"]
-        lines += [f"| {result.name} | {' | '.join(_format_bf16(result))} |" for result in below]
+        lines += textwrap.wrap("; ".join(f"{result.name} {'/'.join(_format_bf16(result))}" for result in below), 120)
     if by_verdict["not built"]:
         lines += ["", "### Not measured", "", "| type | why no tiny model could be made |", "|---|---|"]
         lines += [f"| `{result.name}` | {_describe_problem(result)} |" for result in by_verdict["not built"]]
