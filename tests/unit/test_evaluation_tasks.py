@@ -135,6 +135,7 @@ def test_champ_problems_have_numbers_as_answers() -> None:
         ("supergpqa", [{**ROWS["supergpqa"][0], "options": None}], "found 0 options"),
         ("math500", [[1]], "row 1: found list"),
         ("aime", [ROWS["aime"][0]] * 2, "found the problem 60 twice"),
+        ("gsm8k", [{"question": "half \ud83d pair", "answer": "#### 1"}], "row 1: half of a surrogate pair"),
     ],
 )
 def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.helpers import tiny
 from tests.helpers.allocations import Allocations
@@ -21,10 +21,12 @@ from tests.helpers.setups import write_model
 from tests.helpers.tokenizer import CHATML
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.export.write import export_run
+from vcore_ds.commands.named_model import end_token_ids
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.models import model_folder as files
+from vcore_ds.models.end_tokens import add_end_tokens, describe_end_tokens
 from vcore_ds.train.rehearsal import write_without_weights
 from vcore_ds.train.run_folder import read_run_recipe
 
@@ -108,6 +110,32 @@ def test_configuration_tokenizer_and_settings_are_beside_the_weights(base, full_
     assert (folder / "generation_config.json").read_text() == (base / "generation_config.json").read_text()
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (folder, base))
     assert {key for key in theirs if ours.get(key) != theirs[key]} <= {"transformers_version"}
+
+
+def test_generation_stops_where_turns_end_in_training(base, tmp_path):
+    """A base model ends texts with another token, and has learned to end turns with that of a ChatML template."""
+    own, end = 256, 258
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]) == [own, end]
+    settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": own}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (sentence,) = describe_end_tokens(str(folder), tokenizer)
+    assert "<|im_end|>" in sentence and "generation_config.json" in sentence
+    assert end_token_ids(GenerationConfig.from_pretrained(folder), tokenizer) == [own, end]
+    run = write_run(tmp_path / "run", folder, make_trained_masters(folder, lora=False), lora=False)
+    exported = export_run(run)
+    assert json.loads((exported / "generation_config.json").read_text()) == settings | {"eos_token_id": [own, end]}
+    assert describe_end_tokens(str(exported), tokenizer) == describe_end_tokens(str(base), tokenizer) == []
+    for file in (folder / "generation_config.json", exported / "generation_config.json"):
+        file.unlink()  # then config.json says it
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(config | {"eos_token_id": own}))
+    add_end_tokens(exported, tokenizer)
+    assert json.loads((exported / "generation_config.json").read_text()) == {"eos_token_id": [own, end]}
 
 
 def test_the_adapter_loads_in_peft(base, lora_run):

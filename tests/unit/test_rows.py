@@ -14,7 +14,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.conversations import Conversation, render_conversation
-from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed
+from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed, read_turn
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.prepare.rows import read_chat_row
@@ -167,6 +167,12 @@ def test_rows_without_an_answer_are_left_out_and_not_malformed(row: dict[str, An
     with pytest.raises(Dropped) as dropped:
         read_chat_row(row)
     assert str(dropped.value) == rule
+
+
+def test_generated_texts_are_turns_of_the_next_prompt() -> None:
+    assert read_turn("t\n</think>\n\na") == read_turn("<think>\nt\n</think>\n\na") == THOUGHT
+    assert read_turn("<think>\n\n</think>\n\na") == read_turn("a") == ANSWER
+    assert read_turn("<think>\nt") == {**ANSWER, "content": "<think>\nt"}
 
 
 def test_turns_that_are_not_learned_may_be_incomplete_and_answers_may_name_the_marker() -> None:

@@ -45,6 +45,7 @@ def chat(arguments: argparse.Namespace) -> None:
     from vcore_ds.commands.named_model import find_named_model, load_to_answer
     from vcore_ds.data.answers import code_prompt, math_prompt
     from vcore_ds.data.conversations import check_tokenizer
+    from vcore_ds.data.messages import read_turn
     from vcore_ds.data.tokenization import load_tokenizer
 
     logging.disable_progress_bar()
@@ -65,7 +66,7 @@ def chat(arguments: argparse.Namespace) -> None:
         messages.append({"role": "user", "content": make_prompt(question)})
         try:
             answer = print_answer(model, tokenizer, messages, arguments)
-            messages.append({"role": "assistant", "content": answer})
+            messages.append(read_turn(answer))
         except (UserError, KeyboardInterrupt) as problem:
             if not sys.stdin.isatty():
                 raise

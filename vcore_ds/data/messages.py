@@ -72,6 +72,16 @@ def split_thinking(text: str) -> tuple[str, str]:
     return (inside if opening else thinking).strip("\n"), answer.lstrip("\n")
 
 
+def read_turn(text: str) -> Message:
+    """Read a generated text as a turn of the assistant; thinking that was cut off is its content."""
+    try:
+        thinking, answer = split_thinking(text)
+    except Dropped:
+        thinking, answer = "", text
+    turn = {"role": "assistant", "content": answer}
+    return turn | {"reasoning_content": thinking} if thinking.strip() else turn
+
+
 def check_messages(messages: Any) -> tuple[list[Message], list[int]]:
     """Return the messages in the form of `Message`, and positions of the assistant's turns that are context only.
     Raises Malformed if they are no conversation, and Dropped if a turn that is learned has no answer."""

@@ -87,6 +87,11 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
                 if isinstance(row, Broken):
                     raise ValueError(row.reason)
                 problem = task.read(row)
+                "".join(map(str, (problem.id, problem.input, problem.target))).encode()
+            except UnicodeEncodeError:
+                raise UserError(
+                    f"--tasks: {name}: {where}: half of a surrogate pair, which is no Unicode text; repair the row"
+                ) from None
             except ValueError as error:
                 raise UserError(f"--tasks: {name}: {where}: {error}; expected a row of {task.help}") from None
             problem.id = f"{prefix}{problem.id or f'{number:05d}'}"
