@@ -28,8 +28,8 @@ help:
 	@echo "make test         format, lint, types and all tests"
 	@echo "make soak         all tests with every combination of options and the runs that are killed again and again; hours"
 	@echo "make chaos        runs that are killed 20 times at random and must come to the same end (KILLS=20 SEED=1 SEQUENCE_PARALLEL=2 TENSOR=2)"
-	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (MINUTES=10 ONLY='kernel runs')"
-	@echo "make gpu8         on a node with 8, 4 or 2 GPUs: what one cannot show (MINUTES=10 ONLY='resume kill'; without GPUs: TRY=simulated)"
+	@echo "make gpu          on a machine with a GPU: does it compute, does a run work, how fast (SECONDS=170 ONLY='kernel runs' OUTPUT=FOLDER)"
+	@echo "make gpu8         on a node with 8, 4 or 2 GPUs: what one cannot show (SECONDS=1800 ONLY='resume kill'; without GPUs: TRY=simulated)"
 	@echo "make .venv        the environment for all of these, with the versions of constraints.txt"
 	@echo "make clean        remove the environment and all caches; keeps runs/"
 
@@ -63,10 +63,11 @@ chaos: .venv
 
 # With the environment that is there: that of a GPU image, say, where nothing can be installed.
 gpu:
-	python -m tests.gpu.session $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
+	bash tests/gpu/start.sh $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY)) \
+		$(if $(OUTPUT),--output $(OUTPUT)) $(if $(REHEARSE),--rehearse)
 
 gpu8:
-	python -m tests.gpu.node.session $(if $(TRY),--try $(TRY)) $(if $(MINUTES),--minutes $(MINUTES)) \
+	python -m tests.gpu.node.session $(if $(TRY),--try $(TRY)) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(ONLY),--only $(ONLY))
 
 .venv: $(BIN)/installed-tests

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.benchmarks.gpu import SHAPES
-from tests.gpu.results import results_folder, write_results
+from tests.gpu.results import work_folder, write_results
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import write_conversations
 from tests.helpers.tokenizer import make_tokenizer
@@ -88,7 +88,7 @@ def run() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
-    folder, ranks = results_folder() / "calibrate" / "runs", arguments.ranks
+    folder, ranks = work_folder("calibrate"), arguments.ranks
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_inputs(folder, arguments.shape)

@@ -1,9 +1,10 @@
-"""Results of a part of `make gpu8`, as JSON and as a Markdown table, with device, driver, date and command."""
+"""Results of a part, as JSON and as a Markdown table, with device, driver, date and command."""
 
 import json
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 
 import torch
 
+from tests.gpu.parts import RESULTS
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.distributed.unused_gpus import list_gpus
 
-RESULTS_VARIABLE = "VCORE_DS_GPU_RESULTS"
-"""The folder of the results, set for each part by `tests.gpu.session`."""
-
 
 def results_folder() -> Path:
-    return Path(os.environ.get(RESULTS_VARIABLE, "runs/gpu"))
+    """The folder of the results, set for each part by `tests.gpu.session`."""
+    return Path(os.environ.get(RESULTS, "runs/gpu"))
+
+
+def work_folder(name: str) -> Path:
+    """Folder for a part's models and runs, which are no results: they would be copied back with them."""
+    return Path(tempfile.gettempdir()) / f"vcore_ds_{name}_{os.getuid()}"
 
 
 def is_simulated() -> bool:

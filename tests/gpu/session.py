@@ -1,304 +1,380 @@
 """The first command to run on a machine with a GPU: does it compute, does a run work, how fast is it.
 
-    make gpu                                       all parts, in the order of their value
-    python -m tests.gpu.session --list             the parts
-    python -m tests.gpu.session --only kernel      some of them, even if they have passed
-    python -m tests.gpu.session --minutes 10       stops before a part that might not end in time
+    make gpu                                   the parts of a first call, in at most eight minutes
+    make gpu SECONDS=170 ONLY="steps kernel"   parts whose names begin so, after a fix
+    python -m tests.gpu.session --list         the parts
+    python -m tests.gpu.session --rehearse     on a machine without a GPU: parts fail for lack of one, the rest is real
 
-Every part is a separate process and is stopped after PART_SECONDS. Its output and exit code are kept in files under
-`runs/gpu/`, which the next call reads: a part that has passed on this commit and this device is not run again.
-`runs/gpu/gpu.md` is rewritten after each part.
+Parts of a stage run at the same time, stages one after another: correctness first, since imports and compilations of
+many processes share the cores, then timings, each alone. There is one deadline. A part that no longer fits is skipped
+and the next one is tried. At its limit, every process of a part prints its stacks before it is killed.
+
+The output folder has few files, rewritten while parts run: summary.md and summary.json, logs.txt (logs of ended parts),
+running.txt (ends of the logs of running ones) and results.tar.gz. A part that has passed there on the same commit and
+device is not run again unless it is named. Only the standard library is imported here: where the packages do not
+import, the first part says so.
 """
 
 import argparse
 import json
 import os
-import platform
+import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import psutil
-import torch
+from tests.gpu.comparison import compare_devices
+from tests.gpu.parts import PARTS, RESULTS, Part
 
-from tests.gpu.results import RESULTS_VARIABLE, describe_devices
-from tests.helpers.commands import REPOSITORY
-
-FOLDER = REPOSITORY / "runs" / "gpu"
-PAGE = "gpu.md"
-PART_SECONDS = 570
-"""Time after which a part is stopped; machines are lent for ten minutes at a time."""
-TAIL_CHARACTERS = 4000
-
-
-@dataclass(frozen=True)
-class Part:
-    """A command and the question that it answers."""
-
-    question: str
-    arguments: tuple[str, ...]
-    """Arguments of Python."""
+REPOSITORY = Path(__file__).resolve().parents[2]
+SECONDS = 480
+SECONDS_TO_END = 8
+"""Kept for stopping parts, the summary and the archive."""
+LOG_BYTES = 400_000
+"""Longest log of a part in logs.txt: its beginning and its end."""
+ARCHIVE_BYTES = 15_000_000
+NOTES = 60
+"""Lines of a part's log in the summary."""
+REHEARSAL_VARIABLE = "VCORE_DS_GPU_REHEARSAL"
 
 
-def _tests(*files: str) -> tuple[str, ...]:
-    return ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *(f"tests/gpu/{file}" for file in files))
+@dataclass
+class Run:
+    """A part that is to run, runs, or has ended."""
+
+    part: Part
+    log: Path
+    state: str = "not begun"
+    seconds: float = 0.0
+    began: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
-def _speed(*options: str) -> tuple[str, ...]:
-    return ("-m", "tests.benchmarks.gpu", *options)
-
-
-PARTS: dict[str, Part] = {
-    "attention": Part("Does attention with a gradient equal fp64?", _tests("test_attention.py")),
-    "kernel": Part("Does the kernel with a tangent equal fp64, at every tile?", _tests("test_flash_tangent.py")),
-    "steps": Part("Does a step of every method and estimator equal the CPU's?", _tests("test_steps.py")),
-    "small": Part(
-        "Does a real shape train, and are utilities in bf16 right?",
-        _speed("--shape", "0.6b", "--layers", "8", "--tokens", "8192", "--rounds", "2"),
-    ),
-    "waits": Part("How often does the host wait in a step?", _tests("test_synchronisations.py")),
-    "runs": Part("Do runs equal the CPU's, and resume?", _tests("test_runs.py")),
-    "memory": Part("Is the memory of a step what is estimated?", _tests("test_memory.py")),
-    "overlap": Part("Are all-gathers and reduce-scatters on separate streams right?", _tests("test_overlap.py")),
-    "transformer_engine": Part("Are TransformerEngine's norms right?", _tests("test_transformer_engine.py")),
-    "pretrained": Part("How right are utilities on a pretrained model?", ("-m", "tests.gpu.pretrained")),
-    "speed_0.6b": Part("How fast is a step of 0.6B?", _speed("--shape", "0.6b", "--rounds", "5")),
-    "speed_1.7b": Part("How fast is a step of 1.7B?", _speed("--shape", "1.7b", "--rounds", "5")),
-    "speed_8b": Part(
-        "How fast is a step of the 8B shape, cut to 8 layers?",
-        _speed("--shape", "8b", "--layers", "8", "--rounds", "3"),
-    ),
-    "gathers": Part(
-        "Are sequential all-gathers faster on all GPUs of this machine?",
-        (
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu"),
-            *_speed("--shape", "1.7b", "--rounds", "5", "--methods", "sft", "jvp, fused", "--deepspeed-config"),
-            *("zero3_bf16_large.json", "zero3_bf16_sequential.json"),
-        ),
-    ),
-    "calibrate": Part("What do these numbers say of the plan of another run?", ("-m", "tests.gpu.calibrate")),
-}
-"""In the order of their value: what would crash first, what would be silently wrong, what is slow. No name has a space,
-for `make gpu ONLY="waits runs"`."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a part."""
-
-    name: str
-    commit: str
-    device: str
-    date: str
-    """UTC."""
-    command: str
-    seconds: float
-    exit_code: int | None
-    """None if it was stopped after PART_SECONDS."""
-    output: str
-    """Last TAIL_CHARACTERS characters; the log has all."""
-
-    @property
-    def passed(self) -> bool:
-        return self.exit_code == 0
-
-
-def run_parts(
-    parts: Mapping[str, Part],
-    folder: Path,
-    *,
-    commit: str,
-    device: str,
-    chosen: Sequence[str] = (),
-    minutes: float | None = None,
-    part_seconds: float = PART_SECONDS,
-    page: str = PAGE,
-    environment: Mapping[str, str] = os.environ,
-) -> list[Outcome]:
-    """Run the parts that have not passed yet; returns all outcomes so far.
+class Session:
+    """Runs parts within a deadline and keeps the files of the output folder current.
 
     Args:
-        chosen: names of the parts to run even if they have passed; empty for all that have not.
-        minutes: no part begins that might not end in this time.
-        page: name of the file with all outcomes.
-        environment: variables of the parts.
+        output: folder of the results.
+        seconds: until the deadline.
+        num_jobs: parts of a stage at a time.
+        environment: variables of all parts; those of a part take precedence.
+        where: commit, device and date, for the summary.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    for name, part in parts.items():
-        earlier = read_outcome(folder, name)
-        is_done = earlier is not None and earlier.passed and (earlier.commit, earlier.device) == (commit, device)
-        if name not in chosen if chosen else is_done:
-            continue
-        if deadline is not None and time.monotonic() + part_seconds > deadline:
-            print(f"{name}: not begun, it may take {part_seconds / 60:.0f} minutes", flush=True)
-            break
-        print(f"{name}: {part.question}", flush=True)
-        options = dict(commit=commit, device=device, part_seconds=part_seconds)
-        outcome = run_part(name, part, folder, environment, **options)
-        print(
-            f"    {describe_end(outcome)} after {outcome.seconds:.0f} s, output in {log_path(folder, name)}", flush=True
-        )
-        write_page(parts, folder, page)
-    return [outcome for name in parts if (outcome := read_outcome(folder, name)) is not None]
 
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        output: Path,
+        *,
+        seconds: float,
+        num_jobs: int,
+        environment: Mapping[str, str],
+        where: Mapping[str, str],
+    ):
+        self.deadline = time.monotonic() + seconds
+        self._began = time.monotonic()
+        self._output, self._num_jobs, self._environment, self._where = output, num_jobs, environment, where
+        # Elsewhere: models and runs of parts would be copied back with the results.
+        self._work = Path(tempfile.mkdtemp(prefix="vcore_ds_gpu_"))
+        self._results = self._work / "results"
+        for folder in (output, self._results):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.runs = [Run(part, self._work / f"{part.name}.log") for part in parts]
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
 
-def run_part(
-    name: str,
-    part: Part,
-    folder: Path,
-    environment: Mapping[str, str],
-    *,
-    commit: str,
-    device: str,
-    part_seconds: float,
-) -> Outcome:
-    """Run a part and write its log and its outcome to the folder."""
-    command, started, log = [sys.executable, *part.arguments], time.monotonic(), log_path(folder, name)
-    environment = {**environment, RESULTS_VARIABLE: str(folder)}
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    def run(self) -> bool:
+        """Run all parts; returns whether all have passed."""
+        (self._output / "logs.txt").write_bytes(b"")
+        watcher = threading.Thread(target=self._watch, daemon=True)
+        watcher.start()
         try:
-            exit_code: int | None = process.wait(part_seconds)
-        except subprocess.TimeoutExpired:
-            exit_code = None
+            for stage in sorted({run.part.stage for run in self.runs}):
+                runs = [run for run in self.runs if run.part.stage == stage]
+                self._run_stage(runs)
+                if any(run.part.is_gate and run.state != "passed" for run in runs):
+                    print("Nothing else can run: mend this and call again.", flush=True)
+                    break
         finally:
-            if process.poll() is None:
-                kill_with_ranks(process)
-    text = log.read_text(encoding="utf-8", errors="replace")
-    outcome = Outcome(
-        name,
-        commit,
-        device,
-        datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        shlex.join(["python", *part.arguments]),
-        time.monotonic() - started,
-        exit_code,
-        text[-TAIL_CHARACTERS:],
-    )
-    outcome_path(folder, name).write_text(json.dumps(asdict(outcome), indent=2), encoding="utf-8")
-    return outcome
+            for run in self.runs:
+                if run.process is not None and run.process.poll() is None:
+                    _kill_with_children(run.process)
+            self._ended.set()
+            watcher.join()
+        text = self.write_summary()
+        (self._output / "running.txt").unlink(missing_ok=True)
+        self._pack()
+        shutil.rmtree(self._work, ignore_errors=True)
+        print(text if len(text) < 10_500 else text[:7000] + "\n[...]\n" + text[-3400:], flush=True)
+        return self.passed()
+
+    def passed(self) -> bool:
+        return bool(self.runs) and all(run.state == "passed" for run in self.runs) and not self._compare()[1]
+
+    def _run_stage(self, runs: list[Run]) -> None:
+        while any(run.state in ("not begun", "running") for run in runs):
+            for run in runs:
+                if run.state == "not begun" and sum(other.state == "running" for other in runs) < self._num_jobs:
+                    self._begin(run)
+            time.sleep(0.1)
+            for run in runs:
+                if run.process is None or run.state != "running":
+                    continue
+                exit_code = run.process.poll()
+                if exit_code is not None:
+                    self._end(run, _judge(run, exit_code))
+                elif time.monotonic() > min(run.began + run.part.limit_seconds, self.deadline - SECONDS_TO_END):
+                    _kill_with_children(run.process)
+                    self._end(run, "stopped")
+
+    def _begin(self, run: Run) -> None:
+        if time.monotonic() + run.part.needed_seconds + SECONDS_TO_END > self.deadline:
+            run.state = f"no time ({run.part.needed_seconds} s needed)"
+            return
+        run.began = time.monotonic()
+        with run.log.open("wb") as log:
+            run.process = subprocess.Popen(
+                self._command(run.part), cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.DEVNULL, env={**self._environment, RESULTS: str(self._results), **run.part.variables},
+            )  # fmt: skip
+        run.state = "running"
+
+    def _command(self, part: Part) -> list[str]:
+        return [sys.executable, *(argument.replace(RESULTS, str(self._results)) for argument in part.arguments)]
+
+    def _end(self, run: Run, state: str) -> None:
+        content = run.log.read_bytes()
+        if len(content) > LOG_BYTES:
+            content = content[: LOG_BYTES // 2] + b"\n[...]\n" + content[-LOG_BYTES // 2 :]
+        seconds = time.monotonic() - run.began
+        with (self._output / "logs.txt").open("ab") as logs:
+            logs.write(f"\n======== {run.part.name}: {state} after {seconds:.0f} s\n".encode() + content)
+        with self._lock:
+            run.state, run.seconds, run.notes = state, seconds, _choose_notes(run.part, state, content)
+        elapsed = time.monotonic() - self._began
+        print(f"[{elapsed:4.0f} s] {run.part.name}: {state} after {seconds:.0f} s", flush=True)
+
+    def _watch(self) -> None:
+        """Every 10 s write the ends of the logs of running parts: all that is left if this process is killed."""
+        while not self._ended.wait(10):
+            running = [run for run in self.runs if run.state == "running"]
+            ends = [f"==== {run.part.name}\n" + run.log.read_text(errors="replace")[-20_000:] for run in running]
+            (self._output / "running.txt").write_text("\n".join(ends))
+            self.write_summary()
+
+    def _compare(self) -> tuple[list[str], list[str]]:
+        return compare_devices(self._results)
+
+    def write_summary(self) -> str:
+        """Write summary.md and summary.json; returns the former."""
+        with self._lock:
+            tables, failures = self._compare()
+            lines = [f"{name}: {value}" for name, value in self._where.items()]
+            lines += ["", "| part | question | result | s |", "|---|---|---|---|"]
+            lines += [
+                f"| {run.part.name} | {run.part.question} | {run.state} | {run.seconds:.0f} |" for run in self.runs
+            ]
+            lines += tables + [f"**{failure}**" for failure in failures]
+            for run in self.runs:
+                if run.notes:
+                    command = shlex.join(["python", *run.part.arguments])
+                    lines += ["", f"## {run.part.name}: {run.state}", f"`{command}`", "```", *run.notes, "```"]
+            for page in sorted(self._results.glob("*/*.md")):
+                lines += ["", page.read_text(encoding="utf-8")]
+            text = "\n".join(lines) + "\n"
+            states = {
+                run.part.name: {"state": run.state, "seconds": round(run.seconds, 1), "notes": run.notes}
+                for run in self.runs
+            }
+            content = {**self._where, "parts": states, "failed comparisons": failures}
+            _replace(self._output / "summary.md", text)
+            _replace(self._output / "summary.json", json.dumps(content, indent=1) + "\n")
+        return text
+
+    def _pack(self) -> None:
+        """Archive the results' files, small ones first, as far as they fit."""
+        num_bytes = 0
+        files = (file for file in self._results.rglob("*") if file.is_file())
+        with tarfile.open(self._output / "results.tar.gz", "w:gz") as archive:
+            for file in sorted(files, key=lambda file: file.stat().st_size):
+                num_bytes += file.stat().st_size
+                if num_bytes <= ARCHIVE_BYTES:
+                    archive.add(file, str(file.relative_to(self._results)))
 
 
-def kill_with_ranks(process: subprocess.Popen[Any]) -> None:
-    """Kill a part and all processes below it: a rank that is left would hold the GPU's memory. torchrun starts each
-    rank in a new session, which a signal to the process group does not reach."""
-    parent = psutil.Process(process.pid)
-    processes = [parent, *parent.children(recursive=True)]
-    for one in processes:
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
+def _replace(file: Path, text: str) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def _judge(run: Run, exit_code: int) -> str:
+    if exit_code != 0:
+        return f"failed ({exit_code})"
+    # pytest's exit code is 0 if all tests were skipped, which shows nothing.
+    if "pytest" in run.part.arguments and not re.search(rb"\d+ passed", run.log.read_bytes()):
+        return "skipped"
+    return "passed"
+
+
+NOTED = re.compile(
+    r"(FAILED|ERROR|E  |ok |bad |error:|\d+ (passed|failed)|=+ .*(passed|failed|error))|.*(Error|Exception)\b.*:"
+)
+
+
+def _choose_notes(part: Part, state: str, log: bytes) -> list[str]:
+    """Lines for the summary: results and errors, else the log's end."""
+    lines = [line.strip()[:220] for line in log.decode(errors="replace").splitlines() if line.strip()]
+    notes = [line for line in lines if NOTED.match(line)]
+    if state == "passed":
+        return notes[-NOTES:] if part.is_quoted else []
+    return notes[-14:] or lines[-4:]
+
+
+def _kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """Let a part's processes print the stacks of their threads (PYTHONFAULTHANDLER), then kill them, also those in
+    sessions of their own: a rank that is left would hold the GPU's memory."""
+    pids = _list_with_children(process.pid)
+    for number, seconds in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 0.5)):
+        for pid in pids:
+            with suppress(OSError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(_is_running(pid) for pid in pids):
+            process.poll()
+            time.sleep(0.05)
     process.wait()
-    psutil.wait_procs(processes, timeout=10)
 
 
-def log_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.log"
+def _is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
-def outcome_path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"
+def _list_with_children(pid: int) -> list[int]:
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    pids = [pid]
+    for parent in pids:
+        pids += [child for child, its_parent in parents.items() if its_parent == parent and child not in pids]
+    return pids
 
 
-def read_outcome(folder: Path, name: str) -> Outcome | None:
-    """A part's outcome; None if it has not run."""
-    path = outcome_path(folder, name)
-    return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment of parts: unbuffered logs, stacks at SIGABRT, no network, two threads for each process."""
+    return {
+        **variables, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled", "NCCL_DEBUG": "WARN", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2",
+    }  # fmt: skip
 
 
-def describe_end(outcome: Outcome) -> str:
-    if outcome.passed:
-        return "passed"
-    return "stopped" if outcome.exit_code is None else f"failed ({outcome.exit_code})"
-
-
-def write_page(parts: Mapping[str, Part], folder: Path, page: str) -> None:
-    """Write a table of all parts, then the tables that each part wrote, or its last lines if there are none."""
-    outcomes = {name: read_outcome(folder, name) for name in parts}
-    lines = ["| part | question | result | seconds | device | date | commit |", "|---|---|---|---|---|---|---|"]
-    for name, part in parts.items():
-        outcome = outcomes[name]
-        if outcome is None:
-            lines.append(f"| {name} | {part.question} | not run | | | | |")
-            continue
-        lines.append(
-            f"| {name} | {part.question} | {describe_end(outcome)} | {outcome.seconds:.0f} | {outcome.device} | "
-            f"{outcome.date} | {outcome.commit} |"
-        )
-    for name, outcome in outcomes.items():
-        if outcome is not None:
-            tables = [path.read_text(encoding="utf-8") for path in sorted((folder / name).glob("*.md"))]
-            lines += ["", f"## {name}", "", f"`{outcome.command}`", ""]
-            lines += tables if tables and outcome.passed else ["```", outcome.output.strip(), "```"]
-    (folder / page).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def current_commit() -> str:
-    """The current commit, with `+` if files have changed since."""
+def describe_gpus() -> list[str]:
+    """Name and driver of each GPU, by nvidia-smi; empty without one."""
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
-            cwd=REPOSITORY, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def find_commit() -> str:
+    """The commit, with `+` if files have changed since; `unknown` without git."""
+    try:
+        command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return done.stdout.strip()
 
 
-def read_arguments(
-    description: str, parts: Mapping[str, Part], folder: Path, parser: argparse.ArgumentParser | None = None
-) -> argparse.Namespace:
-    """The arguments of this command, after `--list` has been answered.
+def drop_passed(parts: Sequence[Part], output: Path, where: Mapping[str, str]) -> list[Part]:
+    """Leave out parts that an earlier call passed on the same commit and device. The commit has to be known, and
+    without changes."""
+    file = output / "summary.json"
+    if where["commit"] == "unknown" or where["commit"].endswith("+") or not file.is_file():
+        return list(parts)
+    earlier = json.loads(file.read_text())
+    if earlier.get("failed comparisons") or any(earlier.get(name) != where[name] for name in ("commit", "device")):
+        return list(parts)
+    states = {name: outcome["state"] for name, outcome in earlier["parts"].items()}
+    return [part for part in parts if part.is_gate or states.get(part.name) != "passed"]
 
-    Args:
-        parser: a parser with further arguments.
-    """
-    parser = argparse.ArgumentParser() if parser is None else parser
+
+def choose_parts(parts: Sequence[Part], names: Sequence[str], num_gpus: int) -> list[Part]:
+    """The parts whose names begin with one of `names`, and the gate; without names the default ones that have GPUs
+    enough."""
+    if not names:
+        return [part for part in parts if part.is_default and part.num_gpus <= max(1, num_gpus)]
+    unknown = [name for name in names if not any(part.name.startswith(name) for part in parts)]
+    if unknown:
+        sys.exit(f"error: no part {', '.join(unknown)}; expected {', '.join(part.name for part in parts)}")
+    return [part for part in parts if part.is_gate or part.name.startswith(tuple(names))]
+
+
+def read_arguments(description: str, output: str, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the arguments that `make gpu` and `make gpu8` share."""
     parser.description, parser.formatter_class = description, argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--only", nargs="+", choices=parts, default=(), metavar="PART", help="run these, even if they have passed"
-    )
-    parser.add_argument("--minutes", type=float, help="start no part that might not end in this time")
-    parser.add_argument("--output", type=Path, default=folder, help=f"folder of the results (default {folder})")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="parts whose names begin so")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"until the deadline (default {SECONDS})")
+    parser.add_argument("--output", type=Path, default=Path(output), help=f"folder of the results (default {output})")
+    parser.add_argument("--jobs", type=int, default=max(2, os.cpu_count() or 2), help="parts of a stage at a time")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
-    arguments = parser.parse_args()
-    if arguments.list:
-        for name, part in parts.items():
-            print(f"{name:20s}{part.question}\n{'':20s}{shlex.join(['python', *part.arguments])}")
-        sys.exit(0)
-    return arguments
+    return parser.parse_args()
 
 
-def exit_with(outcomes: Sequence[Outcome], page: Path) -> NoReturn:
-    print(f"Results: {page}")
-    sys.exit(0 if outcomes and all(outcome.passed for outcome in outcomes) else 1)
+def list_parts(parts: Sequence[Part]) -> NoReturn:
+    for part in parts:
+        print(f"{part.name:18s}{part.question}\n{'':18s}{shlex.join(['python', *part.arguments])}")
+    sys.exit(0)
+
+
+def run_session(
+    parts: Sequence[Part], arguments: argparse.Namespace, environment: Mapping[str, str], device: str, num_gpus: int
+) -> NoReturn:
+    """Run the chosen parts and exit: 0 if all have passed."""
+    where = {
+        "commit": find_commit(),
+        "device": device,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),  # type: ignore[union-attr]
+    }
+    chosen = choose_parts(parts, arguments.only, num_gpus)
+    if not arguments.only:
+        chosen = drop_passed(chosen, arguments.output, where)
+    options = dict(seconds=arguments.seconds, num_jobs=arguments.jobs, environment=environment, where=where)
+    passed = Session(chosen, arguments.output, **options).run()
+    print(f"Results: {arguments.output}")
+    sys.exit(0 if passed else 1)
 
 
 def main() -> None:
-    arguments = read_arguments(str(__doc__), PARTS, FOLDER)
-    if not torch.cuda.is_available():
-        sys.exit(
-            f"make gpu: torch {torch.__version__} finds no GPU on {platform.node()}; what can be tested without one is "
-            "in `make test`"
-        )
-    outcomes = run_parts(
-        PARTS,
-        arguments.output,
-        commit=current_commit(),
-        device=describe_devices(1),
-        chosen=arguments.only,
-        minutes=arguments.minutes,
-    )
-    exit_with(outcomes, arguments.output / PAGE)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rehearse", action="store_true", help="go on without a GPU")
+    arguments = read_arguments(str(__doc__), "runs/gpu", parser)
+    if arguments.list:
+        list_parts(PARTS)
+    environment = make_environment(os.environ)
+    environment.pop("DS_ACCELERATOR", None)  # of the shell: everything would stay on the CPU
+    if arguments.rehearse:
+        environment[REHEARSAL_VARIABLE] = "1"
+    gpus = describe_gpus()
+    device = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
+    run_session(PARTS, arguments, environment, device, len(gpus))
 
 
 if __name__ == "__main__":

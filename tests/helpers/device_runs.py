@@ -1,24 +1,12 @@
-"""Steps and whole runs on the device of this process, to be compared with those of another device.
-
-    python -m tests.helpers.device_runs steps FOLDER OUTPUT
-    python -m tests.helpers.device_runs runs FOLDER OUTPUT
-
-FOLDER receives the models and runs, OUTPUT the measured numbers as JSON. `measure_on_device` starts such a process.
-"""
+"""Cases of steps and whole runs, measured on the device of this process; `tests.gpu.cases` compares devices."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.helpers import resumed_runs, tiny
-from tests.helpers.commands import REPOSITORY
 from tests.helpers.setups import sums, write_conversations
-from tests.helpers.step_cases import CASES, steps
+from tests.helpers.step_cases import steps
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.config.schema import Recipe
@@ -88,74 +76,25 @@ def write_inputs(folder: Path, num_traces: int = 12) -> None:
     write_conversations(folder / "train.jsonl", sums(range(num_traces)))
 
 
-def measure_steps(folder: Path) -> dict[str, Any]:
-    """Numbers of three steps of each case."""
+def measure_step_case(case: str, folder: Path) -> dict[str, Any]:
+    """Numbers of three steps of a case; nothing is written to `folder`."""
     start_process_group(timeout_minutes=10)
-    measured = {}
-    for case in CASES:
-        with steps(case, num_layers=2, overlap=uses_gpu()) as run:
-            lines = [run.take().values for _ in range(3)]
-        measured[case] = [{name: line[name] for name in STEP_NUMBERS if line.get(name) is not None} for line in lines]
-    return measured
+    with steps(case, num_layers=2, overlap=uses_gpu()) as run:
+        lines = [run.take().values for _ in range(3)]
+    names = [name for name in STEP_NUMBERS if lines[0].get(name) is not None]
+    return {"straight": [{name: line[name] for name in names} for line in lines]}
 
 
-def measure_runs(folder: Path) -> dict[str, Any]:
-    """Numbers of each run's steps, and of the same run killed and resumed."""
+def measure_run(name: str, folder: Path) -> dict[str, Any]:
+    """Numbers of a run's steps, and of the same run killed and resumed."""
     write_inputs(folder)
-    measured = {}
-    for name in RUNS:
-        recipe = make_recipe(folder, name)
-        killed = Path(recipe.run.output_dir).with_suffix(".killed")
-        uninterrupted = resumed_runs.run_and_copy_after(recipe, STOP, killed)
-        run = recipe.run.model_copy(update={"output_dir": str(killed)})
-        resumed = resumed_runs.run_to_end(recipe.model_copy(update={"run": run}))
-        measured[name] = {"straight": read_numbers(uninterrupted), "resumed": read_numbers(resumed)}
-        print(f"{name}: {[round(line['loss'], 4) for line in measured[name]['straight']]}", flush=True)
-    return measured
+    recipe = make_recipe(folder, name)
+    killed = Path(recipe.run.output_dir).with_suffix(".killed")
+    straight = read_numbers(resumed_runs.run_and_copy_after(recipe, STOP, killed))
+    run = recipe.run.model_copy(update={"output_dir": str(killed)})
+    resumed = resumed_runs.run_to_end(recipe.model_copy(update={"run": run}))
+    return {"straight": straight, "resumed": read_numbers(resumed)}
 
 
 def read_numbers(folder: Path) -> list[dict[str, float]]:
     return [{name: line[name] for name in RUN_NUMBERS} for line in resumed_runs.read_deterministic_metrics(folder)]
-
-
-def measure_on_device(kind: str, what: str, folder: Path, *, timeout_seconds: float = 540) -> dict[str, Any]:
-    """Run `measure_steps` or `measure_runs` in a new process; returns its output.
-
-    Args:
-        kind: `cuda` or `cpu`.
-        what: `steps` or `runs`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    if kind == "cpu":
-        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    output = folder / "measured.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.device_runs", what, str(folder), str(output)],
-        env=environment,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    return json.loads(output.read_text())
-
-
-def measure_on_both_devices(what: str, folder: Path) -> dict[str, Any]:
-    """Device, `cuda` and `cpu` -> measurements of `what`, see `measure_on_device`."""
-    outputs = {kind: measure_on_device(kind, what, folder / kind) for kind in ("cuda", "cpu")}
-    assert [output["device"] for output in outputs.values()] == list(outputs)
-    return {kind: output["measured"] for kind, output in outputs.items()}
-
-
-def largest_difference(measured: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """Largest relative difference between the numbers of a step."""
-    assert measured.keys() == expected.keys()
-    return max(abs(measured[name] - value) / max(abs(value), 1e-6) for name, value in expected.items())
-
-
-if __name__ == "__main__":
-    what, folder, output = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    measured = {"steps": measure_steps, "runs": measure_runs}[what](folder)
-    output.write_text(json.dumps({"device": "cuda" if uses_gpu() else "cpu", "measured": measured}))

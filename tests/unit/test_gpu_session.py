@@ -1,98 +1,190 @@
 """`make gpu` without a GPU: the parts that it runs, stops, keeps and skips, here of plain Python."""
 
+import importlib.util
 import json
-import shlex
+import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.gpu import session
+from tests.gpu.comparison import compare_devices
 from tests.gpu.node.session import choose_num_ranks, make_parts
-from tests.gpu.session import Part, read_outcome, run_parts
+from tests.gpu.parts import PARTS, RESULTS, Part
+from tests.gpu.session import REPOSITORY, Session, choose_parts, drop_passed, make_environment
 
-PARTS = {
-    "counts": Part("Does it run once?", ("-c", "import sys; open(sys.argv[1], 'a').write('x')", "FILE")),
-    "fails": Part("Does a failure end the others?", ("-c", "print('why'); raise SystemExit(3)")),
-    "last": Part("Does what follows run?", ("-c", "print('done')")),
-}
+WHERE = {"commit": "0123456789ab", "device": "1 x a GPU", "date": "2026-11-27"}
 
 
-@pytest.fixture
-def parts(tmp_path: Path) -> dict[str, Part]:
-    counts = PARTS["counts"]
-    return {**PARTS, "counts": Part(counts.question, (*counts.arguments[:-1], str(tmp_path / "count")))}
+def python(name: str, code: str, stage: int = 0, **options: Any) -> Part:
+    return Part(name, f"Does {name} work?", ("-c", code, RESULTS), stage, **options)
 
 
-def test_parts_run_in_separate_processes_and_are_kept(parts: dict[str, Part], tmp_path: Path) -> None:
-    folder, where = tmp_path / "results", {"commit": "abc", "device": "a GPU"}
-    outcomes = run_parts(parts, folder, **where)
-    assert [outcome.exit_code for outcome in outcomes] == [0, 3, 0]
-    failed = read_outcome(folder, "fails")
-    assert failed is not None and "why" in failed.output and not failed.passed
-    page = (folder / "gpu.md").read_text()
-    assert page.count("| passed |") == 2 and "| failed (3) |" in page
-
-    run_parts(parts, folder, **where)
-    assert (tmp_path / "count").read_text() == "x"  # passed already
-    run_parts(parts, folder, commit="def", device="a GPU")
-    assert (tmp_path / "count").read_text() == "xx"  # other code
-    run_parts(parts, folder, commit="def", device="a GPU", chosen=["counts"])
-    assert (tmp_path / "count").read_text() == "xxx"  # asked for
+def run(parts: list[Part], output: Path, seconds: float = 100, num_jobs: int = 4) -> Session:
+    environment = make_environment(os.environ)
+    session = Session(parts, output, seconds=seconds, num_jobs=num_jobs, environment=environment, where=WHERE)
+    session.run()
+    return session
 
 
-def test_a_part_is_killed_with_its_ranks() -> None:
-    code = (
-        "import subprocess, sys\n"
+def states(session: Session) -> dict[str, str]:
+    return {run.part.name: run.state for run in session.runs}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("output")
+
+
+@pytest.fixture(scope="module")
+def session(output: Path) -> Session:
+    """One session with an end of every kind."""
+    hanging = (
+        "import subprocess, sys, time\n"
         "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        "print(rank.pid, flush=True)\n"
-        "rank.wait()"
+        "print('rank', rank.pid, flush=True)\n"
+        "def waits_for_ever(): time.sleep(600)\n"
+        "waits_for_ever()"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    rank = psutil.Process(int(process.stdout.readline()))
-    session.kill_with_ranks(process)
-    assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
-    process.stdout.close()
+    skipped = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--noconftest", "-c", os.devnull)
+    skipping = output / "test_skips.py"
+    skipping.write_text("import pytest\ndef test_nothing():\n    pytest.skip('needs a GPU')\n")
+    parts = [
+        python("gate", "print('ok gate')", is_gate=True),
+        python("works", "import sys, pathlib; folder = pathlib.Path(sys.argv[1], 'works'); folder.mkdir(); "
+               "(folder / 'results.md').write_text('| a | b |')", 1),
+        python("fails", "print('why'); raise SystemExit(3)", 1),
+        python("hangs", hanging, 1, limit_seconds=3),
+        Part("skips", "Was anything tested?", (*skipped, str(skipping)), 1),
+        python("long", "pass", 2, needed_seconds=10_000),
+        python("short", "print('ok short')", 3, is_quoted=True),
+    ]  # fmt: skip
+    return run(parts, output)
 
 
-def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
-    hanging = {"hangs": Part("Is it stopped?", ("-c", "import time; time.sleep(600)"))}
-    (outcome,) = run_parts(hanging, tmp_path, commit="abc", device="a GPU", part_seconds=1)
-    assert outcome.exit_code is None and session.describe_end(outcome) == "stopped"
-    assert "| stopped |" in (tmp_path / "gpu.md").read_text()
+def test_each_part_ends_as_it_should(session: Session) -> None:
+    assert states(session) == {
+        "gate": "passed", "works": "passed", "fails": "failed (3)", "hangs": "stopped", "skips": "skipped",
+        "long": "no time (10000 s needed)", "short": "passed",
+    }  # fmt: skip
+    assert not session.passed()
 
 
-def test_no_part_begins_that_might_not_end_in_time(parts: dict[str, Part], tmp_path: Path) -> None:
-    assert run_parts(parts, tmp_path / "results", commit="abc", device="a GPU", minutes=1, part_seconds=600) == []
-    assert not (tmp_path / "count").exists()
+def test_a_stopped_part_prints_its_stacks_and_leaves_no_process(session: Session, output: Path) -> None:
+    logs = (output / "logs.txt").read_text()
+    assert "in waits_for_ever" in logs
+    (rank,) = [int(line.split()[1]) for line in logs.splitlines() if line.startswith("rank ")]
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("parts", [session.PARTS, *(make_parts(number) for number in (8, 4, 2))])
-def test_every_part_names_existing_files(parts: dict[str, Part]) -> None:
-    for name, part in parts.items():
+def test_the_results_are_few_files(session: Session, output: Path) -> None:
+    names = {file.name for file in output.iterdir()} - {"test_skips.py"}
+    assert names == {"summary.md", "summary.json", "logs.txt", "results.tar.gz"}
+    summary = (output / "summary.md").read_text()
+    assert "| a | b |" in summary and "why" in summary and "ok short" in summary and WHERE["device"] in summary
+    assert json.loads((output / "summary.json").read_text())["parts"]["fails"]["state"] == "failed (3)"
+    with tarfile.open(output / "results.tar.gz") as archive:
+        assert archive.getnames() == ["works/results.md"]
+
+
+def test_nothing_follows_a_failed_gate(tmp_path: Path) -> None:
+    parts = [python("gate", "raise SystemExit(1)", is_gate=True), python("works", "pass", 1)]
+    assert states(run(parts, tmp_path)) == {"gate": "failed (1)", "works": "not begun"}
+
+
+def test_a_stage_runs_its_parts_at_the_same_time(tmp_path: Path) -> None:
+    # Each waits for the file of the other.
+    code = "import pathlib, sys, time\nfolder = pathlib.Path(sys.argv[1])\n(folder / '{}').touch()\n"
+    code += "while not (folder / '{}').exists(): time.sleep(0.02)"
+    parts = [python("one", code.format("a", "b")), python("two", code.format("b", "a"))]
+    assert states(run(parts, tmp_path)) == {"one": "passed", "two": "passed"}
+
+
+def test_the_deadline_stops_what_runs(tmp_path: Path) -> None:
+    parts = [python("hangs", "import time; time.sleep(600)", needed_seconds=0)]
+    assert states(run(parts, tmp_path, seconds=10)) == {"hangs": "stopped"}
+
+
+def test_passed_parts_are_kept_on_the_same_known_commit_alone(tmp_path: Path) -> None:
+    parts = [python("gate", "", is_gate=True), python("works", ""), python("fails", "")]
+    outcome = {"parts": {"gate": {"state": "passed"}, "works": {"state": "passed"}, "fails": {"state": "skipped"}}}
+    (tmp_path / "summary.json").write_text(json.dumps({**WHERE, **outcome, "failed comparisons": []}))
+
+    def kept(**changes: str) -> list[str]:
+        return [part.name for part in drop_passed(parts, tmp_path, WHERE | changes)]
+
+    assert kept() == ["gate", "fails"]
+    assert kept(commit="0123456789ac") == kept(device="no GPU") == ["gate", "works", "fails"]
+    for commit in ("unknown", "0123456789ab+"):
+        (tmp_path / "summary.json").write_text(json.dumps(WHERE | {"commit": commit} | outcome))
+        assert kept(commit=commit) == ["gate", "works", "fails"]
+
+
+def test_parts_are_chosen_by_their_beginning_and_by_gpus() -> None:
+    names = [part.name for part in choose_parts(PARTS, ["steps", "kernel_rest"], 1)]
+    assert names == ["packages", "steps_0", "steps_1", "steps_cpu_0", "kernel_rest"]
+    default = {part.name for part in choose_parts(PARTS, [], 1)}
+    assert "speed_8b" in default and not default & {"pretrained", "gathers", "calibrate", "speed_1.7b"}
+    with pytest.raises(SystemExit, match="no part kernels"):
+        choose_parts(PARTS, ["kernels"], 1)
+
+
+def test_the_default_parts_fit_into_eight_minutes_as_measured() -> None:
+    """Stages one after another, each as long as the time that its longest part needs; the rest of a call is for parts
+    that take longer than usual."""
+    default = choose_parts(PARTS, [], 1)
+    stages = {part.stage for part in default}
+    assert sum(max(part.needed_seconds for part in default if part.stage == stage) for stage in stages) < 480
+
+
+@pytest.mark.parametrize("parts", [PARTS, *(make_parts(number) for number in (8, 4, 2))], ids=len)
+def test_every_part_names_existing_files(parts: tuple[Part, ...]) -> None:
+    assert len({part.name for part in parts}) == len(parts)
+    for part in parts:
         for argument in part.arguments:
             if argument.startswith("tests/"):
-                assert (session.REPOSITORY / argument).is_file(), name
+                assert (REPOSITORY / argument).is_file(), part.name
             elif argument.startswith("tests."):
-                assert (session.REPOSITORY / (argument.replace(".", "/") + ".py")).is_file(), name
+                assert importlib.util.find_spec(argument) is not None, part.name
 
 
-def test_outcomes_are_json(parts: dict[str, Part], tmp_path: Path) -> None:
-    run_parts({"last": parts["last"]}, tmp_path, commit="abc", device="a GPU")
-    assert json.loads((tmp_path / "last.json").read_text())["command"] == shlex.join(["python", "-c", "print('done')"])
+def test_the_runner_imports_the_standard_library_alone() -> None:
+    code = "import sys, tests.gpu.session; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    imported = {name.partition(".")[0] for name in done.stdout.split()}
+    assert imported - sys.stdlib_module_names == {"tests", "__main__"}
 
 
 def test_a_node_uses_the_largest_power_of_two_of_its_gpus() -> None:
     assert [choose_num_ranks(number) for number in (1, 2, 3, 4, 7, 8, 9)] == [0, 2, 2, 4, 4, 8, 8]
-    assert [name for name in make_parts(8) if "steps" in name] == ["steps_8", "steps_4"]
-    assert [name for name in make_parts(2) if "steps" in name] == ["steps_2"]
+    assert [part.name for part in make_parts(8) if "steps" in part.name] == ["steps_8", "steps_4"]
+    assert [part.name for part in make_parts(2) if "steps" in part.name] == ["steps_2"]
 
 
-def test_a_table_that_a_part_writes_is_on_the_page(tmp_path: Path) -> None:
-    code = "import os, pathlib; folder = pathlib.Path(os.environ['VCORE_DS_GPU_RESULTS'], 'tables'); folder.mkdir(); "
-    code += "(folder / 'results.md').write_text('| a | b |')"
-    run_parts({"tables": Part("Is it there?", ("-c", code))}, tmp_path, commit="abc", device="GPUs", page="gpu8.md")
-    assert "\n| a | b |" in (tmp_path / "gpu8.md").read_text()
+def test_devices_are_compared_case_by_case(tmp_path: Path) -> None:
+    def write(name: str, **cases: Any) -> None:
+        lines = [json.dumps({"case": case, **measured}) for case, measured in cases.items()]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+
+    def step(loss: float, utility_std: float = 1.0) -> dict[str, Any]:
+        return {"straight": [{"loss": loss, "utility_std": utility_std}]}
+
+    write("steps_cuda_0.jsonl", same=step(1.0), far=step(1.1), crashed={"error": "RuntimeError: why"})
+    write("steps_cuda_1.jsonl", **{"stochastic rounding": step(1.0, 1.2), "nan": step(float("nan"))})
+    write("steps_cpu_0.jsonl", same=step(1.0), far=step(1.0), crashed=step(1.0), nan=step(1.0))
+    text, failures = compare_devices(tmp_path)
+    assert "| same | 0.0e+00 |  |" in text
+    assert any("crashed" in line and "GPU: RuntimeError: why" in line for line in text)
+    assert any("stochastic" in line and "CPU: not measured" in line for line in text)
+    assert [failure.partition(":")[0] for failure in failures] == ["steps, far", "steps, nan"]
+
+    run = {"straight": [{"loss": 2.0, "grad_norm": 1.0}], "resumed": [{"loss": 2.0, "grad_norm": 1.001}]}
+    write("runs_cuda_0.jsonl", bf16=run, fp32=run)
+    write("runs_cpu_0.jsonl", bf16=run, fp32=run)
+    assert [failure.partition(":")[0] for failure in compare_devices(tmp_path)[1]][2:] == ["runs, fp32"]

@@ -154,8 +154,8 @@ def test_tensor_parallel_ranks_hold_full_hidden_states_at_exchanges() -> None:
     # A block of logits, its bf16 copy, three copies of the hidden states, and the gradient of the head's shard twice.
     assert main["loss"] == 2**28 + 2**27 + 3 * 2 * hidden + 6 * 18_992 * 5_120
     difference = replace(settings, utility_tokens=16_384, estimator="finite_difference")
-    # Without a gradient those of all tokens, and of the supervised ones.
-    assert estimate_memory(part, difference).phases["utility"]["loss"] == 2**28 + 2**27 + 2 * 2 * hidden
+    # Without a gradient those of all tokens and of the supervised ones, and the copy of the block in logsumexp.
+    assert estimate_memory(part, difference).phases["utility"]["loss"] == 2**28 + 2**28 + 2 * 2 * hidden
     four = estimate_memory(part, replace(difference, utility_tokens=4 * 16_384)).phases["utility"]
     assert four["a layer's forward"] == 4 * 2 * (4 * hidden // 8 + hidden + 4 * 16_384 * width)
 

@@ -385,7 +385,9 @@ class _Model:
 
     def _estimate_gathered(self) -> int:
         """Estimate the bytes of the parameters that DeepSpeed keeps gathered, and of those that are being
-        all-gathered."""
+        all-gathered. On one rank they are views of the shard, unless that is in host memory."""
+        if self.settings.num_ranks == 1 and not self.settings.offloads_parameters:
+            return 0
         layer, total = self.gathered_layer, self.gathered_all
         live = min(total, max(self.settings.max_live_parameters, 2 * layer, self.embedding))
         return self.b * (live + min(layer, total))
@@ -519,11 +521,13 @@ class _Model:
         block = min(multiple * LOSS_BLOCK_BYTES, _FP32 * shape.vocabulary_size * num_tokens)
         in_16_bits = block // 2 if b < _FP32 else 0  # beside the block in fp32
         hidden = num_tokens * b * shape.hidden_size
+        # On a GPU the GEMM's result is in fp32 at once, and `logsumexp` has a copy of its own (measured on an H200).
+        forward = block if self.settings.on_gpu else in_16_bits
         if has_tangent:
             # Logits and the loss's gradient by them; tangents are summed in the results of its GEMMs.
-            return 2 * block + in_16_bits + 4 * hidden
+            return 2 * block + (0 if self.settings.on_gpu else in_16_bits) + 4 * hidden
         if not has_gradient:  # where they are gathered, beside those of the supervised tokens
-            return block + in_16_bits + hidden + self._estimate_exchanged(num_tokens)
+            return block + forward + hidden + self._estimate_exchanged(num_tokens)
         if self.settings.is_anchored:
             # Logits of both models and their ratios; hidden states of both, and a gradient of each of the two losses.
             return 3 * block + in_16_bits + 5 * hidden

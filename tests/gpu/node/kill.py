@@ -19,7 +19,7 @@ import psutil
 from tests.benchmarks.gpu import SHAPES
 from tests.gpu.calibrate import make_settings, write_inputs
 from tests.gpu.node.launch import device_variables
-from tests.gpu.results import results_folder, write_results
+from tests.gpu.results import work_folder, write_results
 from tests.helpers.commands import count_finished_steps, read_metrics
 from tests.helpers.jobs import Job
 
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     arguments = parser.parse_args()
-    folder, ranks = results_folder() / "kill" / "runs", arguments.ranks
+    folder, ranks = work_folder("kill"), arguments.ranks
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_inputs(folder, arguments.shape)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from tests.gpu.comparison import largest_difference
 from tests.gpu.node.launch import run_on_ranks
-from tests.gpu.results import is_real_gpu, results_folder, write_results
+from tests.gpu.results import is_real_gpu, work_folder, write_results
 from tests.helpers import device_runs, resumed_runs
-from tests.helpers.device_runs import NUM_STEPS, STOP, largest_difference, read_numbers, write_inputs
+from tests.helpers.device_runs import NUM_STEPS, STOP, read_numbers, write_inputs
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank, uses_gpu
@@ -92,7 +93,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the run that is killed")
     parser.add_argument("--train", metavar="KIND", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    folder = results_folder() / "resume" / "runs"
+    folder = work_folder("resume")
     if arguments.train is not None:
         train(folder, arguments.train, arguments.ranks)
         return 0

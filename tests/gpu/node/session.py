@@ -6,32 +6,33 @@
     python -m tests.gpu.node.session --try cpu      the same scripts on two ranks without a GPU, in tiny sizes
     python -m tests.gpu.node.session --try simulated
 
-Parts are run, stopped, kept and skipped as those of `make gpu` (`tests.gpu.session`). Results are in `runs/gpu8`, with
-`--try` in `runs/gpu8_cpu` and `runs/gpu8_simulated`.
+Parts are run, stopped, kept and skipped as those of `make gpu` (`tests.gpu.session`), one after another. Results are in
+`runs/gpu8`, with `--try` in `runs/gpu8_cpu` and `runs/gpu8_simulated`.
 """
 
 import argparse
 import os
 import platform
 import sys
-from pathlib import Path
 
 import torch
 
 from tests.gpu.node.launch import make_rank_arguments
+from tests.gpu.parts import RESULTS, Part
 from tests.gpu.results import describe_devices
-from tests.gpu.session import Part, current_commit, exit_with, read_arguments, run_parts
+from tests.gpu.session import list_parts, make_environment, read_arguments, run_session
 from tests.helpers.commands import REPOSITORY
 from tests.helpers.simulated_cuda.build import compile_device
 from tests.helpers.simulated_cuda.ranks import simulated_environment
 
-PAGE = "gpu8.md"
+SECONDS = 1800
+LIMIT_SECONDS = 570
 TRIED_RANKS = 2
 FILES = ("zero3_bf16_large.json", "zero3_bf16_sequential.json", "zero3_bf16_large.json:reduce_bucket_size=500000000")
 
 
-def make_parts(num_ranks: int, *, is_tiny: bool = False) -> dict[str, Part]:
-    """The parts for this number of ranks, in the order of their value."""
+def make_parts(num_ranks: int, *, is_tiny: bool = False) -> tuple[Part, ...]:
+    """The parts for this number of ranks, in the order of their value, each a stage."""
     ranks, shape = ("--ranks", str(num_ranks)), ("--shape", "tiny" if is_tiny else "0.6b")
     if is_tiny:
         sizes, low_rank = ("--shape", "tiny", "--tokens", "64", "--packs", "1", "--rounds", "1"), "jvp, fused, rank 8"
@@ -39,24 +40,27 @@ def make_parts(num_ranks: int, *, is_tiny: bool = False) -> dict[str, Part]:
         sizes, low_rank = ("--shape", "32b", "--tokens", "16384", "--rounds", "3"), "jvp, fused, rank 32"
     layers = (
         *(*sizes, "--layers", "2", "--methods", "sft", "jvp, fused", low_rank),
-        *("--profile", "--output", "RESULTS/layers", "--deepspeed-config", *FILES),
+        *("--profile", "--output", f"{RESULTS}/layers", "--deepspeed-config", *FILES),
     )
-    parts = {
-        f"steps_{num_ranks}": Part(
+    questions = {
+        f"steps_{num_ranks}": (
             "Do steps equal the oracle's under every kind of parallelism?", make_rank_arguments(num_ranks, STEPS)
         ),
-        "resume": Part("Do killed runs end as others do, on fewer ranks too?", ("-m", "tests.gpu.node.resume", *ranks)),
-        "kill": Part("Do the others end in time when a rank is lost?", ("-m", "tests.gpu.node.kill", *ranks, *shape)),
-        "layers": Part(
+        "resume": ("Do killed runs end as others do, on fewer ranks too?", ("-m", "tests.gpu.node.resume", *ranks)),
+        "kill": ("Do the others end in time when a rank is lost?", ("-m", "tests.gpu.node.kill", *ranks, *shape)),
+        "layers": (
             "How fast are two layers of Qwen3-32B, and is their memory the plan's?",
             make_rank_arguments(num_ranks, "tests.benchmarks.gpu", *layers),
         ),
-        "calibrate": Part("Which speeds does plan read from a run?", ("-m", "tests.gpu.calibrate", *ranks, *shape)),
-    }
+        "calibrate": ("Which speeds does plan read from a run?", ("-m", "tests.gpu.calibrate", *ranks, *shape)),
+    }  # fmt: skip
     if num_ranks > 2:
         question = "Do steps on half of the ranks equal the oracle's?"
-        parts[f"steps_{num_ranks // 2}"] = Part(question, make_rank_arguments(num_ranks // 2, STEPS))
-    return parts
+        questions[f"steps_{num_ranks // 2}"] = question, make_rank_arguments(num_ranks // 2, STEPS)
+    return tuple(
+        Part(name, question, arguments, stage, LIMIT_SECONDS)
+        for stage, (name, (question, arguments)) in enumerate(questions.items())
+    )
 
 
 STEPS = "tests.gpu.node.steps"
@@ -75,7 +79,10 @@ def main() -> None:
     num_ranks = TRIED_RANKS if tried else choose_num_ranks(num_gpus)
     parts = make_parts(num_ranks or 8, is_tiny=tried is not None)
     folder = REPOSITORY / "runs" / ("gpu8" if tried is None else f"gpu8_{tried}")
-    arguments = read_arguments(str(__doc__), parts, folder, parser)
+    parser.set_defaults(seconds=SECONDS)
+    arguments = read_arguments(str(__doc__), str(folder), parser)
+    if arguments.list:
+        list_parts(parts)
     if num_ranks == 0:
         sys.exit(
             f"make gpu8: torch {torch.__version__} finds {num_gpus} GPUs on {platform.node()}; expected 2 or more. "
@@ -90,22 +97,7 @@ def main() -> None:
         cache.mkdir(parents=True, exist_ok=True)
         environment = simulated_environment(compile_device(cache), for_commands=True)
         device = f"{num_ranks} x simulated device, torch {torch.__version__}, gloo"
-    outcomes = run_parts(
-        {name: fill_in_results_folder(part, arguments.output) for name, part in parts.items()},
-        arguments.output,
-        commit=current_commit(),
-        device=device or describe_devices(num_ranks),
-        chosen=arguments.only,
-        minutes=arguments.minutes,
-        page=PAGE,
-        environment=environment,
-    )
-    exit_with(outcomes, arguments.output / PAGE)
-
-
-def fill_in_results_folder(part: Part, folder: Path) -> Part:
-    """The part with the folder of the results in its arguments."""
-    return Part(part.question, tuple(argument.replace("RESULTS", str(folder)) for argument in part.arguments))
+    run_session(parts, arguments, make_environment(environment), device or describe_devices(num_ranks), num_ranks)
 
 
 if __name__ == "__main__":
