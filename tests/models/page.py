@@ -49,8 +49,8 @@ def write_tables(results: list[ModelResult]) -> str:
     if measured:
         lines += ["", "### In bf16", ""]
         lines += [
-            f"Measured: {len(measured)} types. The rank correlation with fp64 is at least {MIN_RANK_CORRELATION} for all",
-            f"but {len(below)} (jvp in a separate pass / fused / transformers itself):",
+            f"Measured: {len(measured)} types. The rank correlation with fp64 is at least {MIN_RANK_CORRELATION} for",
+            f"all but {len(below)} (jvp in a separate pass / fused / transformers itself):",
             "",
         ]
         lines += textwrap.wrap("; ".join(f"{result.name} {'/'.join(_format_bf16(result))}" for result in below), 120)
