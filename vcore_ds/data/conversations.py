@@ -174,7 +174,7 @@ def _add_ends(
             continue
         start, end = span
         if not find_end(template.tokenizer, text[start:end]):
-            if turn == last and (begin := template.find_next_token(messages[turn])):
+            if turn == last and (begin := template.traits.next_tokens["tool_calls" in messages[turn]]):
                 text = text[:end] + begin
             token = re.compile(rf"\s*{special.pattern}").match(text, end)
             end = token.end() if token else end

@@ -47,8 +47,8 @@ WEIGHTS = frozenset({"weight", "loss", "train"})
 """Keys of OpenAI, ms-swift and Axolotl that say whether a message is learned."""
 
 
-UNCLOSED_THINKING = "thinking that does not end, as of a generation that was cut off"
-EMPTY_ANSWER = "an empty answer, or none after the thinking"
+UNCLOSED_THINKING = "unclosed thinking (cut off)"
+EMPTY_ANSWER = "empty answer"
 
 
 class Malformed(Exception):

@@ -162,18 +162,6 @@ class ChatTemplate:
             return None
         return f"{opening}{thinking}{closing}{turn.removeprefix(asked)}", "block"
 
-    def find_next_token(self, last: Message) -> str:
-        """Return the special token with which the message after a last turn begins, and the white space before it;
-        empty if there is none. GLM-4.5's turns end with it."""
-        following = {"role": "tool", "content": _WORDS[0]} if "tool_calls" in last else _QUESTION
-        try:
-            text = self.render([_QUESTION, remove_thinking(last)]).rstrip()
-            after = self.render([_QUESTION, remove_thinking(last), following])
-        except TemplateError:
-            return ""
-        token = re.compile(rf"\s*{self.traits.special_token.pattern}").match(after, len(text))
-        return token[0] if token and after.startswith(text) else ""
-
 
 class TemplateTraits(NamedTuple):
     """Properties of a template that are found by rendering."""
@@ -186,6 +174,9 @@ class TemplateTraits(NamedTuple):
     """The texts around thinking that the template does not write by itself."""
     has_switch: bool
     """Whether prompts with thinking differ from those without."""
+    next_tokens: tuple[str, str]
+    """The special token, and the white space before it, with which the message after a last answer, and after a last
+    call, begins; empty if there is none. GLM-4.5's turns end with it."""
     end_of_text: str
     """What follows the end of a conversation's last turn (Phi-3: `<|endoftext|>` after `<|end|>`)."""
 
@@ -208,7 +199,14 @@ def _find_traits(tokenizer: "PreTrainedTokenizerBase", source: str) -> TemplateT
     switched_off = ChatTemplate(tokenizer, source, variables=dict.fromkeys(_SWITCHES, False))
     has_switch = _try_render(template, [_QUESTION], True) != _try_render(switched_off, [_QUESTION], True)
     return TemplateTraits(
-        special_token, *_find_thinking_form(template), has_switch, _find_end_of_text(template, special_token)
+        special_token,
+        *_find_thinking_form(template),
+        has_switch,
+        (
+            _find_next_token(template, special_token, _ANSWER, _QUESTION),
+            _find_next_token(template, special_token, _CALLING, {"role": "tool", "content": _WORDS[0]}),
+        ),
+        _find_end_of_text(template, special_token),
     )
 
 
@@ -238,6 +236,13 @@ def _find_thinking_form(template: ChatTemplate) -> tuple[str | None, tuple[str, 
     thought = {**_ANSWER, "content": _WORDS[1].join(unopened) + _WORDS[2]}
     text = _try_render(template, [_QUESTION, thought]).rpartition(_WORDS[0])[2]
     return None, unopened if text.count("<think>") == 1 else tags
+
+
+def _find_next_token(template: ChatTemplate, special_token: re.Pattern[str], turn: Message, following: Message) -> str:
+    text = _try_render(template, [_QUESTION, turn]).rstrip()
+    after = _try_render(template, [_QUESTION, turn, following])
+    token = re.compile(rf"\s*{special_token.pattern}").match(after, len(text))
+    return token[0] if token and after.startswith(text) else ""
 
 
 def _find_end_of_text(template: ChatTemplate, special_token: re.Pattern[str]) -> str:
