@@ -1,7 +1,7 @@
 """Records of single tokens: writing and reading the files in `tokens/`, one or two for each of a few steps.
 
 `step_00000012.npz` holds complete sequences of the main batch of optimizer step 12, `followed_00000012.npz` the
-followed traces before the update of that step; docs/tokens.md lists the arrays. Imports no torch.
+followed traces before the update of that step; docs/reading-a-report.md lists the arrays. Imports no torch.
 """
 
 import io
