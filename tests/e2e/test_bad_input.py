@@ -4,6 +4,7 @@ import io
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.train.model_card import METHODS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
@@ -49,6 +51,20 @@ def refuses(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         return captured.out + captured.err
 
     return refuses
+
+
+@pytest.fixture
+def both_refuse(refuses: Refuses) -> Refuses:
+    """A function as `refuses`, for mistakes that `check` refuses with the message of `train`."""
+
+    def both_refuse(*changes: str, **options: Any) -> str:
+        checked = refuses(*changes, command=("check",), **options)
+        assert checked.startswith("vcore-ds: ")
+        message = refuses(*changes, **options)
+        assert message.endswith(checked)
+        return message
+
+    return both_refuse
 
 
 # Recipes
@@ -128,29 +144,29 @@ def test_a_missing_validation_file_is_named(refuses: Refuses, tmp_path: Path):
     assert f"{tmp_path}/held_out.jsonl: there is no such" in refuses(f"data.validation_path={tmp_path}/held_out.jsonl")
 
 
-def test_a_data_file_without_rows_is_refused(refuses: Refuses, tmp_path: Path):
+def test_a_data_file_without_rows_is_refused(both_refuse: Refuses, tmp_path: Path):
     (tmp_path / "train.jsonl").write_text("\n\n")
-    message = refuses(f"data.train_path={tmp_path}/train.jsonl")
+    message = both_refuse(f"data.train_path={tmp_path}/train.jsonl")
     assert f"{tmp_path}/train.jsonl: no row is left" in message
 
 
-def test_a_line_that_is_not_json_is_named(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_a_line_that_is_not_json_is_named(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
     lines = setup.train.read_text().splitlines()
     lines[4] = lines[4][:-5]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    assert f"{tmp_path}/train.jsonl:5: not JSON" in refuses(f"data.train_path={tmp_path}/train.jsonl")
+    assert f"{tmp_path}/train.jsonl:5: not JSON" in both_refuse(f"data.train_path={tmp_path}/train.jsonl")
 
 
-def test_a_message_without_content_is_named(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_a_message_without_content_is_named(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
     lines = setup.train.read_text().splitlines()
     lines[2] = '{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "text": "hi"}]}'
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    message = refuses(f"data.train_path={tmp_path}/train.jsonl")
+    message = both_refuse(f"data.train_path={tmp_path}/train.jsonl")
     assert f"{tmp_path}/train.jsonl:3: message 2 has no `content`, found role, text" in message
 
 
-def test_data_with_only_sequences_above_the_cutoff_is_refused(refuses: Refuses, setup: TinySetup):
-    message = refuses("data.cutoff_length=20")
+def test_data_with_only_sequences_above_the_cutoff_is_refused(both_refuse: Refuses, setup: TinySetup):
+    message = both_refuse("data.cutoff_length=20")
     assert f"{setup.train}: no sequence is left" in message
     assert "prompt alone longer than the cutoff            12" in message
 
@@ -169,21 +185,21 @@ def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp
     assert f"{train}: {kept}, " in output and f"3 {verb}" in output
 
 
-def test_a_damaged_store_of_the_right_size_is_refused(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_a_damaged_store_of_the_right_size_is_refused(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
     store = tmp_path / "store"
     assert main(["prepare", "chat", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(store)]) == 0
     tokens = store / "tokens.bin"
     tokens.write_bytes(b"\xff\xff\xff\x7f" + tokens.read_bytes()[4:])
-    message = refuses(f"data.train_path={store}")
+    message = both_refuse(f"data.train_path={store}")
     assert f"{tokens}: damaged, or of another store: its size is right" in message
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+def test_token_ids_beyond_the_vocabulary_are_refused(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
     model = tmp_path / "model"
     tokenizer = make_tokenizer()
     tiny.qwen3(vocab_size=200).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    message = refuses(model=model)
+    message = both_refuse(model=model)
     largest = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert f"found token ids up to {largest}, expected ids below 200, the vocab_size of the model" in message
 
@@ -191,9 +207,9 @@ def test_token_ids_beyond_the_vocabulary_are_refused(refuses: Refuses, tmp_path:
 # Models
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(refuses: Refuses, tmp_path: Path):
+def test_a_tokenizer_without_a_chat_template_is_refused(both_refuse: Refuses, tmp_path: Path):
     model = write_model(tmp_path / "model", chat_template=None)
-    message = refuses(model=model)
+    message = both_refuse(model=model)
     assert f"The tokenizer of {model} has no chat template" in message and "chat_template.jinja" in message
 
 
@@ -204,11 +220,11 @@ def test_a_model_folder_without_weights_is_refused(refuses: Refuses, tmp_path: P
     assert f"model.path: {model}: found a config.json but no weights (*.safetensors)" in message
 
 
-def test_truncated_weights_are_refused(refuses: Refuses, tmp_path: Path):
+def test_truncated_weights_are_refused(both_refuse: Refuses, tmp_path: Path):
     model = write_model(tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    message = refuses(model=model)
+    message = both_refuse(model=model)
     assert f"model.path: {model}: model.safetensors: truncated: found " in message and "download complete?" in message
 
 
@@ -253,12 +269,21 @@ def test_a_result_that_could_not_be_written_is_noticed_at_the_start(
     assert not (tmp_path / "output").exists()
 
 
-def test_the_folder_of_another_run_is_left_alone(refuses: Refuses, tmp_path: Path):
+def test_the_folder_of_another_run_is_left_alone(both_refuse: Refuses, tmp_path: Path):
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "recipe.yaml").write_text("method: {}\n")
-    message = refuses()
+    message = both_refuse()
     assert f"run.output_dir: {tmp_path}/output: holds another run" in message and "Set run.output_dir" in message
     assert (tmp_path / "output" / "recipe.yaml").read_text() == "method: {}\n"
+
+
+def test_the_finished_run_of_another_recipe_is_refused(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
+    earlier = load_recipe(FULL, setup.overrides(tmp_path / "output", "optimizer.learning_rate=0.02"))
+    (tmp_path / "output" / "model").mkdir(parents=True)
+    (tmp_path / "output" / "recipe.yaml").write_text(dump_recipe(earlier))
+    message = both_refuse()
+    assert f"run.output_dir: {tmp_path}/output: holds a run of another recipe" in message
+    assert "optimizer.learning_rate: 0.02 there, 0.01 here" in message
 
 
 def test_an_output_folder_that_is_a_file_is_left_alone(refuses: Refuses, tmp_path: Path):

@@ -26,10 +26,10 @@ from vcore_ds.train.run_folder import FinishedRun, can_resume, check_output_fold
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
-    "Resolve and validate a recipe, and say how its batch is divided among the ranks. Needs no GPU, model or data, and "
-    "writes nothing. If the data are on this machine, their lengths are read; if the model is, its configuration is "
-    "checked: both take seconds. Example: vcore-ds check qwen3_8b_math_lora.yaml batch.global_size=16 --ranks 8 "
-    "--gpu H100"
+    "Resolve and validate a recipe, and say how its batch is divided among the ranks. Needs no GPU, model or data. "
+    "A model and data on this machine are checked as a run checks them; token stores of small data are made in "
+    "data.cache_dir, where the run finds them. Example: vcore-ds check qwen3_8b_math_lora.yaml batch.global_size=16 "
+    "--ranks 8 --gpu H100"
 )
 
 
@@ -45,18 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError where training would refuse the recipe: batch arithmetic, a contradiction with the DeepSpeed
-    JSON, the model's configuration, an output folder in use or not writable; and with --gpu if it does not fit."""
+    JSON, the model's configuration, data on this machine, an output folder in use or not writable; and with --gpu if it
+    does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    settings = derive_plan_settings(recipe)
+    settings, tokenizer = derive_plan_settings(recipe), None
     if is_on_disk(recipe.model.path):
         from vcore_ds.models.architecture_check import check_configuration  # imports torch and transformers: seconds
+        from vcore_ds.models.model_folder import check_model_folder
 
         check_configuration(settings)
+        if any(Path(recipe.model.path).glob("*.safetensors")):  # a configuration alone is enough for planning
+            check_model_folder(recipe.model.path)
         if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
             from vcore_ds.data.tokenization import load_tokenizer
             from vcore_ds.train.rehearsal import rehearse_result
 
-            rehearse_result(recipe, load_tokenizer(recipe.model.path))
+            tokenizer = load_tokenizer(recipe.model.path)
+            rehearse_result(recipe, tokenizer)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, run_plan.find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
@@ -69,6 +74,10 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.prints_recipe:
         print(dump_recipe(recipe), end="")
         return
+    if tokenizer is not None:
+        from vcore_ds.train.feed import check_local_data
+
+        check_local_data(recipe.data, recipe.model.path, tokenizer)
     lengths = find_lengths(recipe)
     on_gpus = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
     lines = [

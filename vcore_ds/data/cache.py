@@ -21,7 +21,7 @@ from vcore_ds.data.store_checks import MANIFEST, check_supervision
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ONE_PROCESS_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
+SMALL_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
 
 
 def check_source(path: str) -> None:
@@ -31,6 +31,16 @@ def check_source(path: str) -> None:
             from vcore_ds.data.prepare.sources import find_files
 
             find_files(path, "train")
+
+
+def is_small(path: str) -> bool:
+    """Whether `path` is a token store, or raw data on this machine of which one is made in seconds."""
+    from vcore_ds.data.prepare.sources import find_files
+
+    if (Path(path) / MANIFEST).is_file():
+        return True
+    files = find_files(path, "train")
+    return files is not None and sum(file.stat().st_size for file in files) < SMALL_BYTES
 
 
 def find_or_make_store(
@@ -91,8 +101,7 @@ def find_or_make_store(
             say(f"Data: {path}: another process is making {folder}; waiting for it")
             lock.acquire()
         try:
-            is_small = sum(file.stat().st_size for file in files) < _ONE_PROCESS_BYTES
-            processes = 1 if is_small else len(os.sched_getaffinity(0))
+            processes = 1 if is_small(path) else len(os.sched_getaffinity(0))
             # The folder's name is a hash of everything else in the request, and no user chose it or could be asked.
             is_of_another_version = read_request(unfinished_path(folder)).get("version") != __version__
             prepare(

@@ -1,7 +1,7 @@
 """The feed of a run: from data files to this rank's micro-batches of every step."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.digests import cache_root
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import reading
+from vcore_ds.common.paths import is_readable, reading
 from vcore_ds.common.random_streams import Stream
-from vcore_ds.config.sections import DataConfig, MethodConfig
+from vcore_ds.config.sections import WRITTEN_BY_COMMANDS, DataConfig, MethodConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
-from vcore_ds.data.cache import find_or_make_store
+from vcore_ds.data.cache import check_source, find_or_make_store, is_small
 from vcore_ds.data.dataset import (
     ChangedDataset,
     Dataset,
@@ -258,12 +258,8 @@ class DataReader:
         it cannot be made, is damaged, or does not fit the model."""
         if path in self._stores:
             return self._stores[path]
-        store = TokenStore(
-            run_first_rank_first(lambda: self._find_store(path)),
-            self.tokenizer,
-            cutoff_length=self.settings.cutoff_length,
-            vocabulary_size=read_vocabulary_size(self.model),
-        )
+        folder = run_first_rank_first(lambda: self._find_store(path))
+        store = open_store(self.settings, folder, self.model, self.tokenizer)
         self.console.note(f"Data: {path}: {store.describe()}")
         for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
             self.console.warn(f"{path}: {number:,} {what}")
@@ -272,20 +268,55 @@ class DataReader:
 
     def _find_store(self, path: str) -> Path:
         settings = self.settings
-        folder = find_or_make_store(
-            path,
-            self.tokenizer,
-            cutoff_length=settings.cutoff_length,
-            overlong=settings.overlong,
-            supervise=settings.supervise,
-            cache_folder=settings.cache_dir,
-            say=self.console.say,
-            note=self.console.note,
-        )
+        folder = find_store(settings, path, self.tokenizer, self.console.say, self.console.note)
         if local_rank() == 0:
-            with reading("", folder, "a token store that can be read"):
-                check_contents(folder, cache_root(settings.cache_dir), self.console.say)
+            check_store(settings, folder, self.console.say)
         return folder
+
+
+def find_store(
+    settings: DataConfig,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> Path:
+    """Find or make the token store of `path`, with the settings of a recipe; see `find_or_make_store`."""
+    return find_or_make_store(
+        path,
+        tokenizer,
+        cutoff_length=settings.cutoff_length,
+        overlong=settings.overlong,
+        supervise=settings.supervise,
+        cache_folder=settings.cache_dir,
+        say=say,
+        note=note,
+    )
+
+
+def check_store(settings: DataConfig, folder: Path, say: Callable[[str], None]) -> None:
+    """Compare a token store's files with their checksums; see `check_contents`."""
+    with reading("", folder, "a token store that can be read"):
+        check_contents(folder, cache_root(settings.cache_dir), say)
+
+
+def open_store(settings: DataConfig, folder: Path, model: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:
+    """Open a token store. Raises UserError if it is damaged, or does not fit the model."""
+    length, size = settings.cutoff_length, read_vocabulary_size(model)
+    return TokenStore(folder, tokenizer, cutoff_length=length, vocabulary_size=size)
+
+
+def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Open the data of a recipe that are on this machine as a run does. Token stores of raw data above `SMALL_BYTES`
+    are left to the run. Raises its UserErrors."""
+    for key, path in settings.paths().items():
+        if key in WRITTEN_BY_COMMANDS or not is_readable(path):
+            continue
+        check_source(path)
+        if is_small(path):
+            folder = find_store(settings, path, tokenizer, lambda _: None, lambda _: None)
+            check_store(settings, folder, print)
+            open_store(settings, folder, model, tokenizer)
 
 
 def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:

@@ -346,13 +346,6 @@ def _holds_this_run(recipe: Recipe) -> bool:
         if recipe.checkpoint.branch_from is not None:
             _check_branch(recipe, Path(recipe.checkpoint.branch_from))
         return False
-    result = export_folder(folder, is_adapter=recipe.lora is not None)
-    if result.exists() and not _extends_run(recipe, folder):
-        raise FinishedRun(
-            f"run.output_dir: {folder}: holds a run that has finished, with its result in "
-            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
-            "schedule.num_steps to make the run longer"
-        )
     try:
         earlier = read_resolved_recipe(folder / RECIPE)
     except UserError as error:
@@ -366,19 +359,23 @@ def _holds_this_run(recipe: Recipe) -> bool:
             "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
             "run.output_dir" + (_LAYERS_ADVICE if differing.keys() & {"model.provider", "parallel.tensor"} else "")
         )
+    result = export_folder(folder, is_adapter=recipe.lora is not None)
+    if result.exists() and not _extends_run(recipe, earlier):
+        raise FinishedRun(
+            f"run.output_dir: {folder}: holds a run that has finished, with its result in "
+            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
+            "schedule.num_steps to make the run longer"
+        )
     return True
 
 
-def _extends_run(recipe: Recipe, folder: Path) -> bool:
-    """Whether the recipe's schedule has more steps or epochs than that of the run in the folder."""
-    try:
-        earlier, now = read_resolved_recipe(folder / RECIPE).schedule, recipe.schedule
-    except UserError:
-        return False
-    if earlier.num_steps is not None and now.num_steps is not None:
-        return now.num_steps > earlier.num_steps
-    if earlier.num_epochs is not None and now.num_epochs is not None:
-        return now.num_epochs > earlier.num_epochs
+def _extends_run(recipe: Recipe, earlier: Recipe) -> bool:
+    """Whether the recipe's schedule has more steps or epochs than that of the earlier run."""
+    before, now = earlier.schedule, recipe.schedule
+    if before.num_steps is not None and now.num_steps is not None:
+        return now.num_steps > before.num_steps
+    if before.num_epochs is not None and now.num_epochs is not None:
+        return now.num_epochs > before.num_epochs
     return True  # known once the data are read; a shorter schedule finds no checkpoint to continue from
 
 
