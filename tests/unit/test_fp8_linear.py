@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vcore_ds.models.lora_linear import fp8_linear, is_supported, linear_tangent
+from vcore_ds.models import lora_linear
+from vcore_ds.models.lora_linear import fp8_linear, has_fp8_units, is_supported, linear_tangent
 
 
 def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -44,3 +45,13 @@ def test_an_adapter_is_added_unrounded() -> None:
     addend = torch.randn(6, 16, generator=generator).bfloat16()
     tangent = linear_tangent(d_x, weight, d_x=d_x, d_addend=addend, scaling=2.0, in_fp8=True)
     assert torch.equal(tangent, fp8_linear(d_x, weight) + 2.0 * addend)
+
+
+def test_a_device_that_cannot_multiply_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_fp8_units()
+
+    def refuse(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(lora_linear, "fp8_linear", refuse)
+    assert not has_fp8_units()

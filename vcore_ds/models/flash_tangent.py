@@ -323,7 +323,8 @@ class BlockMemory:
         if device.type != "cuda":
             return cls(227 * 1024, False)
         properties = torch.cuda.get_device_properties(device)
-        return cls(properties.shared_memory_per_block_optin, properties.major == 10)
+        # AMD's GPUs do not say; the tiles were chosen for none of them.
+        return cls(getattr(properties, "shared_memory_per_block_optin", 0), properties.major == 10)
 
 
 def half_precision_tiles(dim: int, value_is_given: bool, memory: BlockMemory) -> Tiles:

@@ -36,8 +36,15 @@ def is_supported(weight: Tensor) -> bool:
 
 
 def has_fp8_units() -> bool:
-    """Whether this rank's device multiplies FP8 matrices: a GPU from Ada and Hopper on, or the CPU, which is slow."""
-    return device().type != "cuda" or torch.cuda.get_device_capability(device()) >= (8, 9)
+    """Whether this rank's device computes `fp8_linear`: GPUs from Ada and Hopper on, depending on PyTorch's version and
+    CUDA's libraries, and CPUs, slowly. Multiplies once, since the capability alone does not tell for RTX PRO 6000
+    (https://github.com/pytorch/pytorch/issues/192707)."""
+    ones = torch.ones(_SIZE_MULTIPLE, _SIZE_MULTIPLE, dtype=torch.bfloat16, device=device())
+    try:
+        fp8_linear(ones, ones)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -51,9 +58,12 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
         `[..., out]`, bf16, summed in fp32.
     """
     (rows, row_scales), (columns, column_scales) = _quantize(x.flatten(0, -2)), _quantize(weight)
-    output = torch._scaled_mm(
-        rows, columns.t(), scale_a=row_scales, scale_b=column_scales.t().contiguous(), out_dtype=x.dtype
-    )
+    if x.is_cuda:
+        output = torch._scaled_mm(
+            rows, columns.t(), scale_a=row_scales, scale_b=column_scales.t().contiguous(), out_dtype=x.dtype
+        )
+    else:  # on CPUs, PyTorch 2.11 takes only one scale for a whole factor
+        output = (rows.float() @ columns.float().t()).mul_(row_scales).mul_(column_scales.t()).to(x.dtype)
     return output.view(*x.shape[:-1], len(weight))
 
 

@@ -125,8 +125,8 @@ def build_direction(engine: Engine, probe: ProbeConfig, utility: UtilityConfig) 
     fp8_tangents = utility.tangent_precision == "fp8"
     if fp8_tangents and not has_fp8_units():
         raise UserError(
-            f"utility.tangent_precision: fp8, which {torch.cuda.get_device_name()} cannot multiply; expected null, or "
-            "GPUs from Hopper on"
+            f"utility.tangent_precision: fp8, which {torch.cuda.get_device_name()} cannot multiply with PyTorch "
+            f"{torch.__version__}; expected null, or GPUs from Hopper on"
         )
     return Direction(engine, probe.rank, probe.rank_passes, fp8_tangents=fp8_tangents)
 
