@@ -392,6 +392,15 @@ def test_other_head_sizes_fall_back_to_one_call_a_sequence(on_gpu, head_dim: int
     assert on_gpu(torch.bfloat16, head_dim) == ("one call a sequence", (1, 4, 16, head_dim))
 
 
+def test_heads_that_the_flash_backward_refuses_on_small_cards_do_not_use_it(
+    on_gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's kernel raises for 192 < D <= 224 on compute capability 8.6, 8.9 and 12.x, in the backward."""
+    for capability, kernel in {(8, 9): "one call a sequence", (12, 0): "one call a sequence", (9, 0): "varlen"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert [on_gpu(torch.bfloat16, head_dim)[0] for head_dim in (200, 224, 256)] == [kernel, kernel, "varlen"]
+
+
 def test_fp32_repeats_keys_for_each_query_head(on_gpu) -> None:
     """With grouped heads the only fp32 kernel of PyTorch holds all scores."""
     assert on_gpu(torch.float32, 64) == ("one call a sequence", (1, 4, 16, 64))

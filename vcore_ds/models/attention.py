@@ -101,6 +101,9 @@ MAX_KERNEL_HEAD_DIM = 256
 MAX_FLASH_HEAD_DIM = 256
 """Largest head dimension of PyTorch's flash kernel."""
 
+FLASH_WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""GPUs on which its backward supports heads of 200 to 224 dimensions."""
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -223,7 +226,10 @@ def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
     head_dim = query.shape[-1]
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     fits = head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
-    return query.is_cuda and is_half and fits and scoring.softcap is None
+    if not (query.is_cuda and is_half and fits and scoring.softcap is None):
+        return False
+    # Its backward refuses these sizes where a block of threads has 99 KiB of shared memory.
+    return not 192 < head_dim <= 224 or torch.cuda.get_device_capability(query.device) in FLASH_WIDE_CAPABILITIES
 
 
 def _attend_on_gpu(primals: AttentionInputs, layout: SequenceLayout, scoring: Scoring) -> tuple[Tensor, Tensor]:
