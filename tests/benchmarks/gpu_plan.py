@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
@@ -14,8 +15,8 @@ from vcore_ds.planning.hardware import Cluster, Gpu, find_gpu
 from vcore_ds.planning.memory import MemorySettings, Phase, estimate_memory, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.packing import Waste
+from vcore_ds.planning.passes import StepPasses
 from vcore_ds.planning.spread import Spread
-from vcore_ds.planning.step_cost import StepModel, StepPasses
 
 PARTS_OF_A_PACK = (8, 4, 3, 1)
 """Lengths of a pack's sequences, in sixteenths."""

@@ -34,7 +34,8 @@ from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import CPU, MicroBatchLimit, spread
+from vcore_ds.planning.spread import MicroBatchLimit, spread
+from vcore_ds.planning.time_model import CPU
 from vcore_ds.train.feed import Feed
 
 MODEL = dict(

@@ -43,7 +43,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import pack_batch, split_batch
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import TimeModel
+from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks

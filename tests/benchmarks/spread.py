@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import LengthModel, MicroBatchLimit, TimeModel, list_sequence_parallel_sizes, spread
+from vcore_ds.planning.spread import LengthModel, MicroBatchLimit, list_sequence_parallel_sizes, spread
+from vcore_ds.planning.time_model import TimeModel
 
 CUTOFF = 16_384
 

@@ -12,11 +12,12 @@ from tests.helpers import step_runs
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import soak
+from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.distributed import layout
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.memory import MemorySettings, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.step_cost import StepModel, StepPasses
+from vcore_ds.planning.passes import StepPasses
 
 pytestmark = pytest.mark.dist
 

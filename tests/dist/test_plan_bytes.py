@@ -19,16 +19,17 @@ from tests.helpers.scaled_model import (
     scaled_shape,
     write_scaled_model,
 )
+from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.fit import plan_memory
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import parameter_counts
-from vcore_ds.planning.memory_plan import plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, read_shape
+from vcore_ds.planning.passes import StepPasses
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import summarize
-from vcore_ds.planning.step_cost import StepModel, StepPasses
 
 pytestmark = pytest.mark.dist
 

@@ -14,7 +14,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import CPU, H100, TimeModel
+from vcore_ds.planning.time_model import CPU, H100, TimeModel
 
 
 def plan(ranks: int, shape: ModelShape = QWEN3_32B, **sections: dict[str, Any]) -> BatchPlan:

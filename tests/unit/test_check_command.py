@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from vcore_ds.commands.cli import COMMANDS, main
+from vcore_ds.commands.plan.prediction import plan_run
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS
 from vcore_ds.planning.memory import estimate_memory
-from vcore_ds.planning.run_plan import plan_run
 from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from tests.helpers.recipes import smallest_recipe
 from tests.unit.test_step_cost import FAST, IDEAL
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.plan.prediction import plan_run
+from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
@@ -21,10 +23,10 @@ from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, estimate_weights_
 from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import MemorySettings, estimate_memory, parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, estimate_fullest_load
-from vcore_ds.planning.run_plan import plan_run
+from vcore_ds.planning.passes import StepPasses
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import MicroBatchLimit, TimeModel, spread
-from vcore_ds.planning.step_cost import StepCost, StepModel, StepPasses
+from vcore_ds.planning.spread import MicroBatchLimit, spread
+from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.train.console import Console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -230,20 +232,12 @@ def test_a_large_moe_model_gains_from_groups_over_nodes() -> None:
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_prints_the_expert_parallel_size_and_tries_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_assumes_a_load_of_the_fullest_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(LARGE), "--gpus", "64", "--gpu", "H200"]) == 0
     printed = capsys.readouterr().out
-    assert "expert parallelism                                     " in printed and "expert-parallel tokens" in printed
-    tried = printed.partition("vcore with other expert-parallel sizes")[2].split("\n\n")[0]
-    assert [line.split(":")[0].strip() for line in tried.splitlines()[1:]] == [
-        f"parallel.expert={n}" for n in (1, 2, 4, 8, 16, 64)
-    ]
     assert f"is sent {estimate_fullest_load(128, 32):.2f} times the mean GPU's tokens" in printed
     assert main(["plan", str(LARGE), "--gpus", "64", "--gpu", "H200", "--json"]) == 0
-    sft, vcore = json.loads(capsys.readouterr().out)["columns"]
-    assert sft["expert"] == 32 and len(sft["expert_degrees"]) == len(vcore["expert_degrees"]) == 6
-    assert main(["plan", str(LARGE), "parallel.expert=1", "--gpus", "64", "--gpu", "H200"]) == 0
-    assert "Every GPU all-gathers all experts of a layer" in capsys.readouterr().out
+    assert [column["expert"] for column in json.loads(capsys.readouterr().out)["columns"]] == [32, 32, 32]
 
 
 @pytest.mark.parametrize("command", [["check", "--ranks", "32"], ["plan", "--gpus", "32"]])

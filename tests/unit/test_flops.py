@@ -4,7 +4,7 @@ import pytest
 
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.step_cost import forward_flops
+from vcore_ds.planning.passes import forward_flops
 
 
 def test_a_forward_counts_two_flop_for_each_weight_and_the_causal_half_of_attention() -> None:

@@ -282,7 +282,7 @@ def test_a_right_import_passes(source: str, module: str) -> None:
     [
         "vcore_ds",
         "vcore_ds.config.load",
-        "vcore_ds.planning.run_plan",
+        "vcore_ds.commands.plan.prediction",
         "vcore_ds.distributed.signals",
         "vcore_ds.commands.cli",
     ],

@@ -14,9 +14,9 @@ from vcore_ds.distributed import device
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, estimate_memory, parameter_counts
-from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console

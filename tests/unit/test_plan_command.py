@@ -9,18 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matplotlib import image
 from transformers import Qwen3Config
 
 from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import calibrate, change_method, choose_gpu, with_share
+from vcore_ds.commands.plan.prediction import find_model, find_smallest_cluster, plan_run
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
-from vcore_ds.planning import run_plan
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.run_plan import find_model, find_smallest_cluster, plan_run
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import LengthModel
 
@@ -42,8 +41,7 @@ def test_every_shipped_recipe_plans(path: Path) -> None:
     recipe = load_recipe(path)
     shape, _ = find_model(recipe.model.path)
     plan = plan_run(derive_plan_settings(recipe), Cluster(GPUS["H200"], max(16, recipe.parallel.expert)), shape)
-    assert 0 < plan.utilization < 0.4  # at most what matrix multiplications achieve
-    assert plan.cost.seconds_step > 0 and plan.tokens_per_day > 0
+    assert plan.cost.seconds_step > 0
     smallest = find_smallest_cluster(plan)
     assert smallest is not None and smallest.fits_with_margin
     sft = plan_run(derive_plan_settings(change_method(recipe, "sft")), plan.cluster, shape)
@@ -95,43 +93,22 @@ def test_the_table_has_both_methods_and_the_assumptions(capsys: pytest.CaptureFi
     seconds = [[float(word) for word in re.findall(r"[0-9.]+", row[3])] for row in verdict[1:]]
     assert all(fast < likely < slow for likely, fast, slow in seconds)
     assert seconds[0][0] < seconds[2][0] < 0.8 * seconds[1][0]  # the probe is most of what VCORE adds
-    assert verdict[2][-1] == "8" and float(verdict[2][4]) == pytest.approx(seconds[1][0] * 3200 / 3600, abs=0.1)
+    assert [row[-1] for row in verdict[1:]] == ["4", "8", "8"]
+    assert float(verdict[2][4]) == pytest.approx(seconds[1][0] * 3200 / 3600, abs=0.1)
     assert lines[6].startswith("Model: Qwen3-32B by its name: 32,762,123,264 parameters, 32,762,123,264 trained")
-    rows = {line[:50].strip(): line.split()[-2:] for line in lines}
-    assert rows["moments"] == ["7.63", "7.63"]  # 8 bytes of 32.76e9 parameters over 32, in GiB
-    assert rows["direction"] == ["-", "1.91"]
-    for name in (
-        "for the whole run",
-        "at the peak",
-        "margin",
-        "main batch",
-        "gradients",
-        "of which matrix multiplications",
-        "total",
-    ):
-        assert name in rows, name
     text = "\n".join(lines)
-    assert "main, forward-mode (JVP) pass: tangents of the parameters" in text
     assert "matrix multiplications reach 40% of B200's 2,250 TFLOP/s (30% to 68% in the range)" in text
     assert "fused attention 330 TFLOP/s" in text
-    assert "Tensor parallelism within a node would not reduce the bytes between nodes" in text
-    assert main(["plan", str(RECIPE), "--gpus", "8", "--gpu", "B300"]) == 0
-    one_node = capsys.readouterr().out
-    assert "Tensor parallelism" not in one_node and "from other nodes" not in one_node
 
 
 def test_tensor_parallel_plans_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpus", "32", "--gpu", "B200"]
     assert main(["plan", str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml"]) == 0
-    text = capsys.readouterr().out
-    lines = text.splitlines()
-    assert lines[6].startswith(
-        "Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, in packs of at most 65,536"
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[6]
+        .startswith("Batch: 32 sequences a step on 4 tensor-parallel groups of 8 ranks, in packs of at most 65,536")
     )
-    rows = {line[:54].strip(): line.split()[-2:] for line in lines}
-    assert rows["tensor parallelism"] == ["1", "8"] and rows["main batch"] == ["8", "8"]
-    assert lines[-1].startswith("parallel.tensor 8 saves no bytes between nodes")
-    assert lines[-1].endswith("not for speed (docs/parallelism.md)") and "Tensor parallelism" not in text
     alone, shared = read_plan(capsys, str(RECIPE), *words, "--compare", "parts/layers/tensor8.yaml")["columns"]
     assert shared["parameters"] == alone["parameters"] == 32_762_123_264 and shared["tensor"] == 8
     assert shared["sequence_parallel"] == {"main": 1, "probe": 1}
@@ -159,12 +136,10 @@ def test_remedies_of_tensor_parallel_plans_are_numbers_of_gpus(capsys: pytest.Ca
 
 def test_json_has_the_plan_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     plan = read_plan(capsys, str(RECIPE), "--gpus", "64")
-    sft, vcore = plan["columns"]
-    assert (sft["title"], vcore["title"]) == ("sft", "vcore")
+    _, vcore, _ = plan["columns"]
+    assert [column["title"] for column in plan["columns"]] == ["sft", "vcore", "vcore probe.every=8"]
     assert vcore["memory_bytes"]["persistent"]["moments"] == 8 * -(-32_762_123_264 // 64)
     assert vcore["seconds_step"] == pytest.approx(sum(vcore["seconds"].values()))
-    assert vcore["seconds_step"] == pytest.approx(sum(vcore["seconds_by_part"].values()))
-    assert vcore["tokens_per_day"] == pytest.approx(86_400 * vcore["tokens_per_step"] / vcore["seconds_step"])
     assert vcore["gpu_hours_per_100_steps"] == pytest.approx(100 * vcore["seconds_step"] * 64 / 3600)
     assert vcore["smallest_cluster"]["gpus"] == 16 and vcore["ways_to_fit"] == []
     assert plan["cluster"]["gpu"]["name"] == "H100"
@@ -182,7 +157,7 @@ def test_a_plan_that_does_not_fit_has_its_cheapest_remedies(
         "96.70\n"
     )
     assert "vcore does not fit. The changes with the fewest GPU hours that make it fit\n  16 ranks: " in text
-    _, vcore = read_plan(capsys, str(RECIPE), "--gpus", "8", fits=False)["columns"]
+    vcore = read_plan(capsys, str(RECIPE), "--gpus", "8", fits=False)["columns"][1]
     ways = vcore["ways_to_fit"]
     assert len(ways) == 3
     assert [way["gpu_hours_per_100_steps"] for way in ways] == sorted(way["gpu_hours_per_100_steps"] for way in ways)
@@ -191,7 +166,7 @@ def test_a_plan_that_does_not_fit_has_its_cheapest_remedies(
         words = way["change"].split()
         again = ["--gpus", words[0]] if words[1:] == ["ranks"] else ["--gpus", "8", *words]
         assert read_plan(capsys, str(RECIPE), *again)["columns"][1]["verdict"] != "does not fit"
-    monkeypatch.setattr(run_plan, "MOST_GPUS", 32)  # the search for a cluster ends earlier
+    monkeypatch.setattr(prediction, "MOST_GPUS", 32)  # the search for a cluster ends earlier
     words = ["--gpus", "8", "--gpu-memory", "1", "--host-memory", "1"]
     tiny = read_plan(capsys, str(RECIPE), *words, fits=False)["columns"][1]
     assert tiny["ways_to_fit"] == [] and tiny["smallest_cluster"] is None
@@ -237,7 +212,6 @@ def test_a_local_model_is_counted_by_its_configuration(tmp_path: Path, capsys: p
         (["model.pth=x"], "model.pth"),
         (["batch.sequence_parallel=3"], "batch.sequence_parallel: found 3 on 16 ranks"),
         (["batch.global_size=5000"], "plan: found batch.global_size 5000 and probe.batch_size 32; expected at most"),
-        (["--picture", "plan.gif"], "--picture: found plan.gif; expected a name that ends in .png, .pdf, .svg"),
         (["--calibrate", "nowhere"], "nowhere"),
     ],
 )  # fmt: skip
@@ -279,12 +253,6 @@ def test_plans_import_nothing_heavy() -> None:
     command = [sys.executable, "-c", code, "plan", str(RECIPE), "--gpus", "16", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert (done.stderr, done.returncode) == ("loaded:\n", 0)
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    assert main(["plan", str(LORA), "--gpus", "8", "--picture", str(tmp_path / "plan.png")]) == 0
-    pixels = image.imread(tmp_path / "plan.png")
-    assert pixels.shape[:2] == (600, 1500) and pixels[..., :3].std() > 0.05
 
 
 def write_run(folder: Path, achieved: Achieved, device: str = "NVIDIA H100 80GB HBM3") -> None:

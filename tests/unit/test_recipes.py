@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.helpers.recipes import find_problem, find_problems
+from vcore_ds.commands.plan.prediction import find_model
 from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
@@ -19,7 +20,6 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.run_plan import find_model
 from vcore_ds.planning.settings import derive_plan_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -152,6 +152,10 @@ def test_a_method_composes_over_every_recipe_and_preset_or_is_refused_with_the_r
             )
             words += ["lora.rank=4", "lora.alpha=8"]  # the remedy
             changed |= {"lora"}
+            if load(path).model.provider == "megatron":
+                assert "model.provider: found megatron together with lora.rank 4" in find_problem(path, *words)
+                words += ["model.provider=huggingface", "parallel.tensor=1"]  # the remedy
+                changed |= {"model", "parallel"}
         if name == "stored":
             assert "data.token_weights: found null together with method.name stored" in find_problem(path, *words)
             words.append("data.token_weights=weights.parquet")  # the remedy

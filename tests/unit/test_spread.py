@@ -12,18 +12,16 @@ from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.packing import padded_length
 from vcore_ds.planning.spread import (
-    CPU,
     FREE_TOKENS,
-    H100,
     LengthModel,
     MicroBatchLimit,
     Spread,
-    TimeModel,
     list_sequence_parallel_sizes,
     select_sizes_with_room,
     spread,
     summarize,
 )
+from vcore_ds.planning.time_model import CPU, H100, TimeModel
 
 TINY = ModelShape(2, 4, 2, 16, 30_000)
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from tests.helpers.allocations import Allocations
 from vcore_ds.models.token_loss import PLAIN, LogitTransform, token_entropy, token_loss
-from vcore_ds.planning.memory import loss_block_multiple
+from vcore_ds.planning.model_shape import loss_block_multiple
 
 # The package exports a function of the module's name, which hides the module from an ordinary import.
 module = importlib.import_module("vcore_ds.models.token_loss")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
+from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import find_lengths, with_num_steps
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
@@ -13,13 +14,12 @@ from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import WRITTEN_BY_COMMANDS
-from vcore_ds.planning import run_plan
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.fit import describe_memory, plan_memory
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.memory_plan import describe_memory, plan_memory
+from vcore_ds.planning.known_models import find_or_assume_shape, find_shape
 from vcore_ds.planning.model_shape import is_on_disk
-from vcore_ds.planning.run_plan import RunPlan, find_shape
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.planning.spread import LengthModel
 from vcore_ds.train.run_folder import FinishedRun, can_resume, check_output_folder
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
             tokenizer = load_tokenizer(recipe.model.path)
             rehearse_result(recipe, tokenizer)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
-    plan = plan_batch(settings, num_ranks, run_plan.find_or_assume_shape(recipe.model.path))
+    plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
     warnings = []
     try:
@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace) -> None:
     on_gpus = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
     lines = [
         f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)",
-        *([] if on_gpus is None else [run_plan.describe_plan(on_gpus)]),
+        *([] if on_gpus is None else [prediction.describe_plan(on_gpus)]),
         *warnings,
         f"Batch: {plan.describe()}",
         *describe_data(recipe, lengths),
@@ -94,19 +94,19 @@ def main(arguments: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
-def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> RunPlan:
+def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> prediction.RunPlan:
     """Plan the run on the GPUs of --gpu. Raises UserError if it does not fit, with the cheapest changes that make it
     fit; not with `engine.memory_check: false`."""
-    shape, _ = run_plan.find_model(recipe.model.path)
-    cluster = Cluster(run_plan.require_gpu(arguments.gpu), num_ranks)
-    plan = run_plan.plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
+    shape, _ = prediction.find_model(recipe.model.path)
+    cluster = Cluster(prediction.require_gpu(arguments.gpu), num_ranks)
+    plan = prediction.plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
     if plan.fits or not recipe.engine.memory_check:
         return plan
 
     def reload(extra: Sequence[str]) -> PlanSettings:
         return with_num_steps(load_recipe(arguments.recipe, [*arguments.overrides, *extra]), lengths)
 
-    raise UserError(run_plan.describe_refusal(plan, run_plan.find_cheapest_ways(plan, reload)))
+    raise UserError(prediction.describe_refusal(plan, prediction.find_cheapest_ways(plan, reload)))
 
 
 def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
@@ -156,7 +156,7 @@ def describe_missing(recipe: Recipe) -> Iterator[str]:
 
 
 def describe_ranks(
-    recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel, on_gpus: RunPlan | None
+    recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel, on_gpus: prediction.RunPlan | None
 ) -> Iterator[str]:
     """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank. `on_gpus`: the plan on
     the GPUs of --gpu."""
@@ -178,14 +178,14 @@ def describe_ranks(
             "name (download its config.json and set model.path to it)"
         )
         return
-    if (warning := run_plan.warn_of_positions(settings, shape[0])) is not None:
+    if (warning := prediction.warn_of_positions(settings, shape[0])) is not None:
         yield warning
     utilizations = plan.simulate(longest, lengths)
     for part, utilization in utilizations.items():
         yield f"Balance of the {part} batch: {utilization.describe(plan.member)}"
         if utilization.is_low:
             yield f"Warning: {plan.describe_warning(part)}"
-    if (most := run_plan.find_longest_sequence(plan, on_gpus)) is not None:
+    if (most := prediction.find_longest_sequence(plan, on_gpus)) is not None:
         yield most.describe() + ("" if on_gpus is not None else "; with --gpu, memory counts too")
     if (memory := plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)) is not None:
         yield describe_memory(memory)

@@ -7,13 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from vcore_ds.commands.arguments import positive
-from vcore_ds.common.errors import UserError
-from vcore_ds.common.text import Progress, align_columns, gib
-from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES
-from vcore_ds.config.load import load_recipe
-from vcore_ds.config.problems import RecipeError
-from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.run_plan import (
+from vcore_ds.commands.plan.prediction import (
     RunPlan,
     describe_verdict,
     find_model,
@@ -21,6 +15,12 @@ from vcore_ds.planning.run_plan import (
     plan_run,
     require_gpu,
 )
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.text import Progress, align_columns, gib
+from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS, SHIPPED_RECIPES
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.problems import RecipeError
+from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.settings import derive_plan_settings
 
 HELP = "list the shipped recipes, presets, methods and parts"

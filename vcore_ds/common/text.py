@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from vcore_ds.common.errors import UserError
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-PICTURE_FORMATS = (".png", ".pdf", ".svg")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """The palette of Okabe and Ito, which colour-blind readers can distinguish."""
 
@@ -39,13 +37,6 @@ def count(number: float, noun: str) -> str:
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a Markdown table; the second row, of `---` and `---:`, aligns the columns."""
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-
-
-def check_picture(option: str, path: Path) -> None:
-    """Raise UserError if the option's picture has an unknown format, or matplotlib is missing."""
-    if path.suffix.lower() not in PICTURE_FORMATS:
-        raise UserError(f"{option}: found {path.name}; expected a name that ends in {', '.join(PICTURE_FORMATS)}")
-    check_matplotlib(option)
 
 
 def check_matplotlib(option: str) -> None:

@@ -29,7 +29,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from vcore_ds.models.dual_tensors import LowRank
-from vcore_ds.planning.memory import LOSS_BLOCK_BYTES, loss_block_multiple
+from vcore_ds.planning.model_shape import LOSS_BLOCK_BYTES, loss_block_multiple
 
 PredictionStatistic = Literal["entropy", "top_entropy", "concentration"]
 """`entropy`: of the prediction in nats; takes another matrix multiplication. `top_entropy`: entropy of the 20 most

@@ -11,12 +11,10 @@ from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, explain_refused_differences
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import (
-    H100,
     LengthModel,
     Member,
     MicroBatchLimit,
     Spread,
-    TimeModel,
     Utilization,
     count_ranks,
     list_sequence_parallel_sizes,
@@ -24,6 +22,7 @@ from vcore_ds.planning.spread import (
     spread,
     summarize,
 )
+from vcore_ds.planning.time_model import H100, TimeModel
 
 # Possible parallel sizes, and refusals of impossible ones.
 

@@ -239,8 +239,6 @@ class Cluster:
     achieved: Achieved = Achieved()
     host_bytes_per_node: int = 2048 * GIB
     """Host memory, for offloaded shards."""
-    storage_bandwidth: float = 20e9
-    """Bytes a second at which all nodes together read or write checkpoints."""
 
     @property
     def ranks_per_node(self) -> int:

@@ -1,8 +1,9 @@
 """Published models by name, for planning without their files: the fields of their config.json that a plan reads."""
 
+from dataclasses import replace
 from typing import Any
 
-from vcore_ds.planning.model_shape import parse_shape
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, parse_shape, read_shape
 
 
 def _config(
@@ -170,3 +171,18 @@ def find_known_model(path: str) -> str | None:
     last = path.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     names = [name for name in KNOWN_MODELS if f"{last}-".startswith(f"{name.lower()}-")]
     return max(names, key=len, default=None)
+
+
+def find_shape(path: str) -> tuple[ModelShape, str] | None:
+    """Find the shape of a model that is on this machine or whose name is known, and say which; None for others."""
+    shape = read_shape(path)
+    if shape is not None:
+        return shape, f"read from {path}"
+    name = find_known_model(path)
+    return None if name is None else (KNOWN_MODELS[name], f"{name} by its name")
+
+
+def find_or_assume_shape(path: str) -> ModelShape:
+    """Find the shape of a model; for one that is neither on this machine nor known assume Qwen3-32B's."""
+    known = find_shape(path)
+    return replace(QWEN3_32B, is_assumed=True) if known is None else known[0]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.model_shape import LOSS_BLOCK_BYTES, ModelShape, loss_block_multiple
 
 # Inputs of the estimate.
 
@@ -131,20 +131,6 @@ def count_factors(shape: ModelShape, rank: int, *, active: bool = False) -> int:
 
 Phase = Literal["probe", "utility", "main", "step"]
 
-LOSS_BLOCK_BYTES = 256 * 2**20
-"""Bytes of one fp32 `[block, V]` tensor of the token loss; a handful of them are alive at a time."""
-
-
-def loss_block_multiple(hidden_size: int, *, on_gpu: bool) -> int:
-    """Size of a block of the token loss, in units of `LOSS_BLOCK_BYTES`.
-
-    Each block of a backward adds to an fp32 sum of the output embedding's gradient: 12 bytes an element with the
-    block's term. On a GPU that takes longer than the block's GEMM, 12 to 18% of a step of models under 2B by a roofline
-    estimate. From a hidden size of 2,048 on, MoE models of 30B among them, memory is scarcer.
-    """
-    return 4 if on_gpu and hidden_size < 2048 else 1
-
-
 SUB_GROUP_NUMEL = 10**9
 """Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""
 
@@ -153,6 +139,9 @@ MARGIN_BYTES = 2**30
 
 MARGIN_SHARE = 0.05
 """Share of the estimate added for fragmentation and everything small."""
+
+COALESCING_SHARE = 0.05
+"""Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
 
 _FP32 = 4
 _INT64 = 8

@@ -9,14 +9,6 @@ from functools import partial
 from typing import Literal
 
 from vcore_ds.common.text import count
-from vcore_ds.planning.hardware import (
-    EXCHANGES_OF_EXPERTS,
-    Machine,
-    count_exchanged_numbers,
-    estimate_exchange_traffic,
-    estimate_weights_traffic,
-)
-from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import (
     Waste,
     find_most_tokens,
@@ -27,73 +19,7 @@ from vcore_ds.planning.packing import (
     padded_length,
     split_batch,
 )
-
-_BYTES = 2
-"""Bytes of a bf16 number."""
-
-H100 = Machine(400e12, 360e9, 42e9, 40e-6, 300.0)
-"""An HGX node: 40% of 989 TFLOP/s in bf16, 0.8 of NVLink's 450 GB/s in one direction, 0.85 of one 400 Gb/s adapter a
-GPU. Data sheets and usual shares, not measured here. On a B200 arithmetic and NVLink are both twice as fast."""
-
-CPU = Machine(65e9, 1e9, 1e9, 4e-4, 16.0)
-"""A core of a server and gloo over the loopback device, measured on four cores: for runs and tests without GPUs."""
-
-
-@dataclass(frozen=True)
-class TimeModel:
-    """Times of a model's micro-steps on the ranks of a job, in tokens."""
-
-    shape: ModelShape
-    num_ranks: int
-    ranks_per_node: int
-    machine: Machine = H100
-    expert: int = 1
-    """Ranks of an expert-parallel group."""
-
-    def work(self, num_tokens: int) -> float:
-        """Linear layers and attention of one sequence on one rank."""
-        return num_tokens * (1.0 + num_tokens / self.shape.attention_length)
-
-    @property
-    def micro_step(self) -> float:
-        """Fixed cost of a micro-step: it all-gathers the weights of every layer once, and its kernels start.
-
-        A parameter takes `_BYTES` in an all-gather, and 2 FLOP for each token; so the all-gather costs as much as
-        `flops * _BYTES / (2 * bandwidth)` tokens for any model: about 1,000 on H100s, both within a node (everything
-        but the rank's shard comes over its link) and between nodes (the node's adapters together bring in one copy).
-        It is added to the work although it partly overlaps with it: little work cannot hide it, and beside much work it
-        is small. An MoE model all-gathers and reads all weights, while a token takes the FLOP of a few experts, which
-        multiplies these tokens. Expert parallelism all-gathers and reads a part of the experts, and adds the latency of
-        a layer's exchanges.
-        """
-        shape, machine = self.shape, self.machine
-        active, expert_parameters = shape.num_layers * shape.layer_parameters, shape.expert_parameters
-        others = active + shape.idle_parameters - expert_parameters
-        moved = estimate_weights_traffic(others, expert_parameters, self.num_ranks, self.ranks_per_node, self.expert)
-        tokens = machine.flops * _BYTES / 2 * moved.seconds(machine) / active
-        tokens += machine.half_speed_tokens * (others + expert_parameters / self.expert) / active
-        if self.expert > 1:
-            tokens += EXCHANGES_OF_EXPERTS * machine.exchange_latency / self._seconds_per_token
-        return tokens
-
-    def estimate_exchange(self, sequence_parallel: int) -> float:
-        """Estimate the time to send query, key, value and output of a token to the rank's sequence-parallel group.
-
-        Transfers within the node and to other nodes overlap. The slowest rank counts.
-        """
-        handed_over = _BYTES * count_exchanged_numbers(self.shape, sequence_parallel)
-        traffic = estimate_exchange_traffic(handed_over, sequence_parallel, self.ranks_per_node)
-        return traffic.seconds(self.machine) / self._seconds_per_token
-
-    def estimate_exchange_latency(self, sequence_parallel: int) -> float:
-        """Estimate the latency of a layer's two exchanges, in every micro-step."""
-        return 0.0 if sequence_parallel == 1 else 2 * self.machine.exchange_latency / self._seconds_per_token
-
-    @property
-    def _seconds_per_token(self) -> float:
-        """Time of a token in the linear layers of one decoder layer."""
-        return 2 * self.shape.layer_parameters / self.machine.flops
-
+from vcore_ds.planning.time_model import TimeModel
 
 FREE_TOKENS = 1024
 """Tokens of a rank that sequences may always share, however short the longest one is: any model that trains at all has

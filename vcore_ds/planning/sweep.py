@@ -18,7 +18,7 @@ from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.run_plan import find_or_assume_shape
+from vcore_ds.planning.known_models import find_or_assume_shape
 from vcore_ds.planning.settings import derive_plan_settings
 
 KEYS = ("recipe", "output_dir", "seeds", "common", "grid", "cells", "reference")

@@ -23,7 +23,7 @@ from vcore_ds.models.architecture_check import advise_on_noise
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.step_cost import StepPasses
+from vcore_ds.planning.passes import StepPasses
 from vcore_ds.train.checkpoints import Checkpoints, SavedCheckpoint
 from vcore_ds.train.console import Console, explain_steps
 from vcore_ds.train.faults import describe_divergence, describe_fault, explain_fault

@@ -27,7 +27,7 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import suggest_alternative_to_jvp
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import refuse_failing_code
-from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, describe_tightness
+from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, describe_tightness
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
 from vcore_ds.train.settings import StepSettings

@@ -2,20 +2,18 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.text import GIB, check_picture, gib
+from vcore_ds.common.text import GIB, gib
+from vcore_ds.planning.fit import find_shortage
 from vcore_ds.planning.hardware import GPUS
-from vcore_ds.planning.memory_plan import find_shortage
 from vcore_ds.planning.spread import SIMULATED_MEAN
 
-HELP = "estimate memory, traffic, time and GPU hours of a recipe on a cluster"
+HELP = "estimate memory, time and GPU hours of a recipe on a cluster"
 DESCRIPTION = (
     "Estimate the cost of a recipe on a cluster, for plain fine-tuning and VCORE side by side: whether it fits, "
-    "seconds of a step, GPU hours and the fewest GPUs; then GPU memory by kind, sequence-parallel sizes, bytes sent "
-    "within and between nodes and seconds by phase. Exits with 2 if it does not fit. Needs no GPU, weights or data: "
+    "seconds of a step, GPU hours and the fewest GPUs. Exits with 2 if it does not fit. Needs no GPU, weights or data: "
     "only the model's folder, its config.json or a known name; lengths are read from data on this machine, else "
     "simulated. Seconds assume a share of the data sheet's speeds, which --calibrate takes from a run instead. "
     "docs/planning.md has the formulas. Example: vcore-ds plan qwen3_32b_math_full.yaml --gpus 64 --gpu H200"
@@ -43,29 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         changed.add_argument(f"--{option.replace('_', '-')}", type=positive_number, metavar=metavar, help=meaning)
     host = "memory of a node, GiB (default 2048)"
     add("--host-memory", type=positive_number, default=2048.0, metavar="GIB", help=host)
-    storage = "speed at which all nodes together read or write checkpoints, GB/s (default 20)"
-    add("--storage", type=positive_number, default=20.0, metavar="GB/S", help=storage)
     mean = f"mean tokens of sequences before truncation (default: those of local data, else {SIMULATED_MEAN:,})"
     add("--mean-tokens", type=positive_number, metavar="N", help=mean)
     compare = "instead, a column per setting: overrides or fragments, several in quotes ('lora.rank=64 lora.alpha=128')"
     add("--compare", nargs="+", action="extend", default=[], metavar="SETTING", help=compare)
     add("--calibrate", metavar="RUN", help="use the speed achieved by this run, from its metrics.jsonl")
-    add("--picture", metavar="FILE", help="also plot memory and seconds over the number of GPUs (.png, .pdf, .svg)")
     add("--json", action="store_true", help="print the plan as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Raises UserError for a recipe, GPU, model, run or picture that cannot be used; and, after printing the plan, if
+    """Raises UserError for a recipe, GPU, model or run that cannot be used; and, after printing the plan, if
     the recipe does not fit, not with `engine.memory_check: false`."""
-    from vcore_ds.commands.plan.columns import build_columns, draw
+    from vcore_ds.commands.plan.columns import build_columns
     from vcore_ds.commands.plan.table import as_dict, describe
 
-    picture = None if arguments.picture is None else Path(arguments.picture)
-    if picture is not None:
-        check_picture("--picture", picture)
     columns = build_columns(arguments)
-    if picture is not None:
-        draw(columns, picture)
     print(json.dumps(as_dict(columns), indent=2) if arguments.json else describe(columns))
     plan = columns.recipe_column.plan
     if columns.must_fit and not plan.fits:

@@ -1,29 +1,27 @@
-"""The columns of a plan: the recipe next to plain fine-tuning, or next to other settings; their picture, and what
-local data and a measured run tell a plan."""
+"""The columns of a plan: the recipe next to plain fine-tuning, or next to other settings; and what local data and a
+measured run tell a plan."""
 
 import argparse
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vcore_ds.commands.plan import GPU_OPTIONS
+from vcore_ds.commands.plan import GPU_OPTIONS, prediction
+from vcore_ds.commands.plan.step_cost import StepCost
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import is_readable, writing
-from vcore_ds.common.text import GIB, new_figure
+from vcore_ds.common.paths import is_readable
+from vcore_ds.common.text import GIB
 from vcore_ds.config.load import load_recipe
-from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning import run_plan
 from vcore_ds.planning.hardware import Achieved, Cluster, Gpu, find_gpu
+from vcore_ds.planning.known_models import find_shape
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.planning.spread import LengthModel
-from vcore_ds.planning.step_cost import StepCost
 from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
 
 NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
@@ -79,7 +77,7 @@ def calibrate(run: str) -> Calibration:
             f"--calibrate: {folder / ENVIRONMENT}: found devices {device}; expected GPUs whose peak is known, because "
             "the shares of other devices say nothing about a GPU"
         )
-    shape, _ = run_plan.find_model(recipe.model.path)
+    shape, _ = prediction.find_model(recipe.model.path)
     cluster = Cluster(gpu, environment["world_size"], len(devices))
     mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
 
@@ -88,7 +86,7 @@ def calibrate(run: str) -> Calibration:
 
     def predict(achieved: Achieved) -> StepCost:
         settings, changed = derive_plan_settings(recipe), replace(cluster, achieved=achieved)
-        return run_plan.plan_run(settings, changed, shape, lengths=LengthModel(mean_tokens)).cost
+        return prediction.plan_run(settings, changed, shape, lengths=LengthModel(mean_tokens)).cost
 
     measured, update = median("probe", "utility", "main"), median("step")
     achieved = Achieved()
@@ -145,7 +143,7 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
 
 
 _KL_BUDGET = 0.005  # nats, for the `vcore` column of a recipe with another method; no cost depends on it
-RARER_PROBE = 8  # steps per probe batch of the plan that is shown beside one with a probe in every step
+RARER_PROBE = "probe.every=8"  # of the column beside a recipe with a probe in every step
 
 
 @dataclass(frozen=True)
@@ -153,12 +151,9 @@ class Column:
     """A plan, and changes that make the run fit."""
 
     title: str
-    plan: run_plan.RunPlan
-    smallest: run_plan.RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
-    ways: list[run_plan.Way]  # the cheapest changes that make it fit; empty if it fits
-    expert_sizes: list[run_plan.Way]  # other possible expert-parallel sizes; empty for a dense model
-    rarer_probe: run_plan.RunPlan | None = None
-    """The plan with a probe batch in every eighth step only, where every step takes one; None beside --compare."""
+    plan: prediction.RunPlan
+    smallest: prediction.RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
+    ways: list[prediction.Way]  # the cheapest changes that make it fit; empty if it fits
 
 
 @dataclass(frozen=True)
@@ -193,39 +188,35 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
 
         check_configuration(derive_plan_settings(recipe))
     gpu = choose_gpu(arguments)
-    shape, model = run_plan.find_model(recipe.model.path)
+    shape, model = prediction.find_model(recipe.model.path)
     calibration = None if arguments.calibrate is None else calibrate(arguments.calibrate)
     achieved = Achieved() if calibration is None else calibration.achieved
-    host_bytes, storage = int(arguments.host_memory * GIB), arguments.storage * 1e9
-    cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node, achieved, host_bytes, storage)
+    host_bytes = int(arguments.host_memory * GIB)
+    cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node, achieved, host_bytes)
 
     def column(title: str, reload: Callable[[Sequence[str]], Recipe]) -> Column:
         recipe = reload(())
-        column_shape, _ = run_plan.find_shape(recipe.model.path) or (shape, model)
+        column_shape, _ = find_shape(recipe.model.path) or (shape, model)
         lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
-        plan = run_plan.plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
-        ways = (
-            [] if plan.fits else run_plan.find_cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
-        )
-        rarer_probe = None
-        if plan.settings.estimator is not None and plan.settings.probe.every == 1 and not arguments.compare:
-            probe = plan.settings.probe.model_copy(update={"every": RARER_PROBE})
-            settings = replace(plan.settings, probe=probe)
-            rarer_probe = run_plan.plan_run(settings, cluster, column_shape, lengths=lengths)
-        return Column(
-            title, plan, run_plan.find_smallest_cluster(plan), ways, run_plan.plan_other_expert_sizes(plan), rarer_probe
-        )
+        plan = prediction.plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
+        ways: list[prediction.Way] = []
+        if not plan.fits:
+            ways = prediction.find_cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
+        return Column(title, plan, prediction.find_smallest_cluster(plan), ways)
 
     def with_setting(setting: str, extra: Sequence[str]) -> Recipe:
         return reload([*split_setting(setting), *extra])
 
-    def with_method(name: str, extra: Sequence[str]) -> Recipe:
-        return change_method(reload(extra), name)
+    def with_method(name: str, more: Sequence[str], extra: Sequence[str]) -> Recipe:
+        return change_method(reload([*more, *extra]), name)
 
     recipe_title = "recipe" if arguments.compare else recipe.method.name
     reloads: dict[str, Callable[[Sequence[str]], Recipe]] = {"recipe": reload} if arguments.compare else {}
     reloads |= {setting: partial(with_setting, setting) for setting in arguments.compare}
-    reloads = reloads or {name: partial(with_method, name) for name in ("sft", recipe_title, "vcore")}
+    if not reloads:
+        reloads = {name: partial(with_method, name, ()) for name in ("sft", recipe_title, "vcore")}
+        if recipe.probe.every == 1:
+            reloads[f"vcore {RARER_PROBE}"] = partial(with_method, "vcore", (RARER_PROBE,))
     columns = [column(title, load) for title, load in reloads.items()]
     return Columns(arguments.recipe, model, columns, calibration, recipe_title, recipe.engine.memory_check)
 
@@ -248,7 +239,7 @@ def split_setting(setting: str) -> list[str]:
 
 def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     """The GPU of `--gpu`, with the values of the options that replace some. Raises UserError for an unknown name."""
-    gpu = run_plan.require_gpu(arguments.gpu)
+    gpu = prediction.require_gpu(arguments.gpu)
     given = {option: value for option in GPU_OPTIONS if (value := getattr(arguments, option)) is not None}
     if not given:
         return gpu
@@ -258,41 +249,3 @@ def choose_gpu(arguments: argparse.Namespace) -> Gpu:
     if "memory_bytes" in changed:
         changed["memory_bytes"] = int(changed["memory_bytes"])
     return replace(gpu, name=f"{gpu.name} (changed)", **changed)
-
-
-def draw(columns: Columns, path: Path) -> None:
-    """Plot memory and seconds of a step over the number of GPUs, from 1 to 4 * --gpus, at least 64. Raises UserError if
-    the file cannot be written."""
-    from matplotlib import ticker  # takes a second to import
-
-    figure = new_figure(10.0, 4.0)
-    memory, seconds = figure.subplots(1, 2)
-    most = max(64, 4 * columns.cluster.num_gpus)
-    for column in columns.columns:
-        plans = list(plans_by_size(column.plan, most))
-        sizes = [plan.cluster.num_gpus for plan in plans]
-        memory.plot(sizes, [plan.memory.estimate.peak_bytes / GIB for plan in plans], marker="o", label=column.title)
-        fitting = [plan for plan in plans if plan.fits]
-        times = [plan.cost.seconds_step for plan in fitting]
-        seconds.plot([plan.cluster.num_gpus for plan in fitting], times, marker="o", label=column.title)
-    gpu = columns.cluster.gpu
-    memory.axhline(gpu.memory_bytes / GIB, color="black", linestyle="--", label=gpu.name)
-    memory.set(title="Peak memory of a GPU", ylabel="GiB")
-    seconds.set(title="Time of a step, where it fits (assumed speeds)", ylabel="seconds")
-    for axes in (memory, seconds):
-        axes.set(xlabel=f"{gpu.name} GPUs")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.grid(alpha=0.3)
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    with writing("--picture", path):
-        figure.savefig(path, dpi=150)
-
-
-def plans_by_size(plan: run_plan.RunPlan, most: int) -> Iterator[run_plan.RunPlan]:
-    """The plan on 1, 2, 4, ... GPUs, without numbers on which the recipe's packs are impossible."""
-    for exponent in range(most.bit_length()):
-        with suppress(RecipeError):
-            yield plan.replan(2**exponent)

@@ -38,7 +38,7 @@ from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.planning.batch_plan import Part
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.memory_plan import MemoryPlan, plan_memory
+from vcore_ds.planning.fit import MemoryPlan, plan_memory
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.train.checkpoints import Checkpoints

@@ -1,93 +1,23 @@
-"""Cost of a recipe on a cluster: memory by kind, bytes between GPUs, seconds by phase, and the cluster it needs.
-
-Failures of a long run come independently of each other. A run that fails goes on from its last checkpoint, and may fail
-again while it starts. docs/planning.md has the sources of what is assumed.
-"""
+"""Cost of a recipe on a cluster: memory, seconds and GPU hours, the fewest GPUs, and the changes with which it fits."""
 
 import difflib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count, gib, shorten
 from vcore_ds.config.problems import RecipeError, did_you_mean
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
+from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
-from vcore_ds.planning.known_models import KNOWN_MODELS, find_known_model
-from vcore_ds.planning.memory import MemorySettings, ParameterCounts, parameter_counts
-from vcore_ds.planning.memory_plan import Available, MemoryPlan, describe_shortage, plan_memory
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, read_shape
+from vcore_ds.planning.known_models import KNOWN_MODELS, find_shape
+from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts, parameter_counts
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.passes import derive_passes
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import LengthModel, Utilization, summarize
-from vcore_ds.planning.step_cost import HOST_LINK, StepCost, StepModel, StepPasses
-
-GPU_HOURS_BETWEEN_FAILURES = 20_000.0
-"""The geometric mean of the two below."""
-
-WORST_GPU_HOURS, BEST_GPU_HOURS = 7_400.0, 50_700.0
-"""OPT-175B on 992 A100 (2021): 7.5 hours between failures. Llama 3 on 16,384 H100 (2024): 419 in 54 days."""
-
-RESTART_SECONDS = 300.0
-"""From a failure to the first step but for reading the checkpoint: a lost rank is noticed after a minute, then the job
-is queued, starts its processes and connects them. Assumed."""
-
-_FP32 = 4
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """Time of a run lost to failures and checkpoints."""
-
-    seconds_checkpoint: float
-    """For which training waits: a checkpoint is written and read back, or with `checkpoint.async` copied to the
-    host."""
-    seconds_write: float
-    """In which it is written and read back; a checkpoint waits for the one before."""
-    seconds_restart: float
-    """From a failure to the next step."""
-    num_gpus: int
-
-    @classmethod
-    def derive(cls, cluster: Cluster, counts: ParameterCounts, settings: MemorySettings) -> "Goodput":
-        """Derive it for ranks that write the trained fp32 parameters and Adam's moments; Muon's one moment counts as
-        two."""
-        num_bytes = counts.trained * _FP32 * (1 if settings.optimizer == "sgd" else 3)
-        seconds = 2 * num_bytes / cluster.storage_bandwidth  # written and read back, or verified and read
-        waits = num_bytes / cluster.num_gpus / HOST_LINK if settings.stages_checkpoints else seconds
-        return cls(waits, seconds, RESTART_SECONDS + seconds, cluster.num_gpus)
-
-    def hours_between_failures(self, gpu_hours: float = GPU_HOURS_BETWEEN_FAILURES) -> float:
-        """Mean hours between failures of any GPU of the run."""
-        return gpu_hours / self.num_gpus
-
-    @property
-    def best_minutes(self) -> float:
-        """`checkpoint.every_minutes` with the largest share, by the formula of Daly, "A higher order estimate of the
-        optimum checkpoint interval" (2006), whose first term is Young's."""
-        seconds, between = self.seconds_checkpoint, 3600 * self.hours_between_failures()
-        if seconds >= 2 * between:
-            return between / 60
-        x = seconds / (2 * between)
-        best = math.sqrt(2 * seconds * between) * (1 + math.sqrt(x) / 3 + x / 9) - seconds
-        return max(best, self.seconds_write - seconds) / 60
-
-    def share(self, minutes: float, gpu_hours: float = GPU_HOURS_BETWEEN_FAILURES) -> float:
-        """The share of the time in which the run takes steps that are not lost, by Daly's model of a whole run.
-
-        Args:
-            minutes: of training between two checkpoints.
-        """
-        between, seconds = 3600 * self.hours_between_failures(gpu_hours), 60 * minutes
-        if seconds > 100 * between:  # no checkpoint is ever reached
-            return 0.0
-        lost = math.exp(self.seconds_restart / between) * math.expm1((seconds + self.seconds_checkpoint) / between)
-        return seconds / (between * lost)
-
-
-COALESCING_SHARE = 0.05
-"""Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
 
 MOST_GPUS = 4096
 """Largest cluster that is searched."""
@@ -97,8 +27,6 @@ _MOST_WAYS = 3
 
 _MOST_TOKENS = 2**22
 """Longest sequence that is searched where neither packs nor positions limit it."""
-
-_SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -119,11 +47,6 @@ class RunPlan:
     cost: StepCost
     tokens_per_step: float
     """Tokens of the main batch, mean of the simulated batches."""
-    flops_per_step: float
-    """FLOP that the step needs, over all GPUs; what activation checkpoints compute again does not count."""
-    goodput: Goodput
-    seconds_scoring: float
-    """Seconds in which `vcore-ds score` scores the traces of a global batch, along one trusted set."""
     estimate_cost: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
     """The step's cost with other shares of the peak."""
 
@@ -146,16 +69,6 @@ class RunPlan:
             return None
         return self.estimate_cost(FAST).seconds_step, self.estimate_cost(SLOW).seconds_step
 
-    @property
-    def tokens_per_day(self) -> float:
-        return self.tokens_per_step / self.cost.seconds_step * _SECONDS_PER_DAY
-
-    @property
-    def utilization(self) -> float:
-        """Share of the GPUs' peak that the step's GEMMs use (MFU)."""
-        peak = self.cluster.num_gpus * self.cluster.gpu.flops
-        return self.flops_per_step / self.cost.seconds_step / peak
-
     def gpu_hours(self, num_steps: int) -> float:
         return num_steps * self.cost.seconds_step * self.cluster.num_gpus / 3600
 
@@ -163,11 +76,6 @@ class RunPlan:
     def costed_steps(self) -> int:
         """Steps that the GPU hours are given for: those of the run, or 100 where they are not known."""
         return self.settings.num_steps or 100
-
-    def scoring_gpu_hours(self, num_traces: int) -> float:
-        """GPU hours of `vcore-ds score` along one trusted set, without the gradient of that set."""
-        num_batches = num_traces / self.batch.global_batch_size
-        return num_batches * self.seconds_scoring * self.cluster.num_gpus / 3600
 
     def replan(self, num_gpus: int) -> "RunPlan":
         """Plan the same run on another number of GPUs. Raises RecipeError as `plan_run` does."""
@@ -220,23 +128,8 @@ def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
     )
 
 
-def find_shape(path: str) -> tuple[ModelShape, str] | None:
-    """Find the shape of a model that is on this machine or whose name is known, and say which; None for others."""
-    shape = read_shape(path)
-    if shape is not None:
-        return shape, f"read from {path}"
-    name = find_known_model(path)
-    return None if name is None else (KNOWN_MODELS[name], f"{name} by its name")
-
-
-def find_or_assume_shape(path: str) -> ModelShape:
-    """As `find_shape`; for a model that is neither on this machine nor known, Qwen3-32B's, marked as assumed."""
-    known = find_shape(path)
-    return replace(QWEN3_32B, is_assumed=True) if known is None else known[0]
-
-
 def find_model(path: str) -> tuple[ModelShape, str]:
-    """As `find_shape`. Raises UserError for a model that is neither."""
+    """Find the shape of a model, as `find_shape`. Raises UserError for a model that is neither here nor known."""
     known = find_shape(path)
     if known is not None:
         return known
@@ -311,7 +204,6 @@ def plan_run(
     def estimate_cost(achieved: Achieved) -> StepCost:
         return replace(model, cluster=replace(cluster, achieved=achieved)).estimate_step(step_passes, main, probe)
 
-    main_lengths, probe_lengths = [lengths for lengths, _ in main], [lengths for lengths, _ in probe]
     return RunPlan(
         settings,
         cluster,
@@ -322,23 +214,9 @@ def plan_run(
         passes,
         parameter_counts(shape, memory_settings.adapters),
         estimate_cost(cluster.achieved),
-        sum(map(sum, main_lengths)) / len(main),
-        model.needed_flops(derive_needed_passes(settings, memory_settings), main_lengths, probe_lengths),
-        Goodput.derive(cluster, parameter_counts(shape, memory_settings.adapters), memory_settings),
-        model.scoring_seconds(main),
+        sum(sum(lengths) for lengths, _ in main) / len(main),
         estimate_cost,
     )
-
-
-def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
-    """Derive the passes of an optimizer step."""
-    steps_per_probe = settings.probe.every if settings.estimator is not None else 1
-    return StepPasses.derive(memory, reference_forwards=int(settings.runs_reference), steps_per_probe=steps_per_probe)
-
-
-def derive_needed_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
-    """Derive the passes without activation checkpoints: recomputation does not count."""
-    return derive_passes(settings, replace(memory, is_checkpointed=False))
 
 
 def find_smallest_cluster(plan: RunPlan) -> RunPlan | None:
@@ -396,20 +274,6 @@ def find_cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSett
     return ways[:_MOST_WAYS]
 
 
-def plan_other_expert_sizes(plan: RunPlan) -> list[Way]:
-    """Plan the run with every other expert-parallel size that is possible, ascending."""
-    ways = []
-    for size in plan.memory.other_expert_sizes:
-        parallel = plan.settings.parallel.model_copy(update={"expert": size})
-        settings = replace(plan.settings, parallel=parallel)
-        try:
-            changed = plan_run(settings, plan.cluster, plan.shape, lengths=plan.lengths)
-        except RecipeError:  # the DeepSpeed JSON rules expert parallelism out
-            continue
-        ways.append(Way(f"parallel.expert={size}", changed))
-    return ways
-
-
 # Plans in words.
 
 
@@ -431,8 +295,8 @@ def describe_plan(plan: RunPlan) -> str:
     return (
         f"Plan on {plan.cluster.describe()}: {describe_verdict(plan)}, {gib(estimate.peak_bytes, 1)} of "
         f"{gib(plan.available.device, 0)} GiB; {plan.cost.seconds_step:,.3g} s per step{describe_range(plan)}, "
-        f"{plan.tokens_per_day / 1e6:,.0f} million tokens per day, {plan.gpu_hours(plan.costed_steps):,.1f} GPU hours "
-        f"for {count(plan.costed_steps, 'step')} (assumed speeds: vcore-ds plan)"
+        f"{plan.gpu_hours(plan.costed_steps):,.1f} GPU hours for {count(plan.costed_steps, 'step')} "
+        "(assumed speeds: vcore-ds plan)"
     )
 
 

@@ -1,0 +1,365 @@
+"""Seconds and bytes of an optimizer step on a named cluster, by the formula of `planning.time_model`.
+
+Every pass is counted in multiples of one forward (`planning.passes`). Everything runs at an assumed share of the peak
+(`hardware.Achieved`); all-gathers and reduce-scatters hide behind a share of the GEMMs. docs/planning.md has the
+formulas.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vcore_ds.planning.hardware import (
+    EXCHANGES_OF_EXPERTS,
+    Cluster,
+    Traffic,
+    count_numbers_to_experts,
+    estimate_exchange_traffic,
+    estimate_gather_traffic,
+    estimate_hidden_state_traffic,
+)
+from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase, count_factors, list_unrouted_mlps
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.packing import list_padded_lengths
+from vcore_ds.planning.passes import PassWork, StepPasses, linear_flops_per_token, routed_flops_per_token
+from vcore_ds.planning.spread import Spread
+from vcore_ds.planning.time_model import TimeModel
+
+NUM_ITERATIONS = 5
+"""Newton-Schulz iterations of Muon."""
+
+_BYTES_OF_QUANTIZATION = 17
+"""Memory traffic of rounding an element of bf16 to FP8 by PyTorch's operations: absolute value, largest of a row,
+quotient in fp32, conversion."""
+
+_NEVER_HIDDEN = 0.1
+"""Share of all-gathers and reduce-scatters that nothing hides: those of the first and the last layer."""
+
+_PARAMETERS_OF_A_LAYER = 7
+"""Parameters of a layer that are gathered: queries, keys, values, output, and three of the MLP, or of the experts and
+their router. Norms are small enough to be kept on each rank."""
+
+_HOST_LINK = 50e9
+"""Bytes a second between a device and its host: 0.8 of PCIe 5.0 x16."""
+
+_HOST_MEMORY = 40e9
+"""Bytes a second of host memory for each rank: an eighth of two sockets, shared with everything else."""
+
+_FP32 = 4
+
+SpreadBatch = tuple[Sequence[int], Spread]
+"""Lengths in tokens of a batch's sequences, and their spread, whose ids are positions in the lengths."""
+
+
+def quantized_bytes(shape: ModelShape, num_tokens: float) -> float:
+    """Memory traffic of rounding to FP8 in a forward with tangents: the weights of linear layers but those of experts
+    and head, and the tangents of their inputs, once for each of the seven layers."""
+    weights = (linear_flops_per_token(shape) - routed_flops_per_token(shape)) / 2
+    weights -= shape.vocabulary_size * shape.hidden_size
+    inputs = shape.num_layers * (3 * shape.hidden_size + shape.num_heads * shape.head_dim)
+    for number, width in list_unrouted_mlps(shape):
+        inputs += number * (2 * shape.hidden_size + width)
+    return _BYTES_OF_QUANTIZATION * (weights + num_tokens * inputs)
+
+
+class StepCost:
+    """Predictions for one optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Phase, float] = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
+        """By phase; 0 for one that the step does not have."""
+        self.traffic: dict[str, Traffic] = {}
+        """Bytes that a rank receives, by kind."""
+
+    @property
+    def seconds_step(self) -> float:
+        """Sum over the phases."""
+        return sum(self.seconds.values())
+
+    def add(self, phase: Phase, seconds: float, weight: float, traffic: Mapping[str, Traffic] | None = None) -> None:
+        """Add seconds and bytes, times `weight`."""
+        self.seconds[phase] += weight * seconds
+        for kind, moved in (traffic or {}).items():
+            self.traffic[kind] = self.traffic.get(kind, Traffic()) + moved * weight
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A model and a cluster, for the costs of steps."""
+
+    shape: ModelShape
+    counts: ParameterCounts
+    """With tensor parallelism, of the part that one GPU has."""
+    settings: MemorySettings
+    cluster: Cluster
+    reuse_distance: int = 10**9
+    """Parameters between two uses of a layer within which ZeRO-3 keeps it gathered."""
+    gathers_in_place: bool = False
+    """DeepSpeed's `stage3_allgather_sequential`: one all-gather for each parameter, without copies."""
+
+    def estimate_step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
+        """Estimate the cost of a step, mean over the batches.
+
+        Args:
+            main, probe: batches, spread over the GPUs of the cluster, or over its tensor-parallel groups.
+        """
+        cost = StepCost()
+        for batch in main:
+            if passes.utility is not None:
+                self._add_pass(cost, "utility", passes.utility, batch, 1 / len(main))
+            self._add_pass(cost, "main", passes.main, batch, 1 / len(main))
+        if passes.probe is not None:
+            for batch in probe:
+                self._add_pass(cost, "probe", passes.probe, batch, 1 / (len(probe) * passes.steps_per_probe))
+            self._add_factorization(cost, 1 / passes.steps_per_probe)
+        self._add_update(cost, passes)
+        return cost
+
+    def _add_pass(self, cost: StepCost, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
+        """Add all micro-steps of one pass over one batch."""
+        last, (lengths, spread) = len(batch[1].micro_steps) - 1, batch
+        k = spread.sequence_parallel
+        for step, groups in enumerate(spread.micro_steps):
+            # The slowest group: seconds of linear layers and of attention in a forward, and tokens on a rank.
+            linear = attention = tokens = 0.0
+            for positions in groups:
+                unpadded = [lengths[i] for i in positions]
+                padded = list_padded_lengths(unpadded, k, is_packed=spread.is_packed)
+                squares = sum(n * n for n in (unpadded if spread.is_packed else padded))
+                group = self._estimate_forward(sum(padded) / k, squares / k)
+                if sum(group) > linear + attention:
+                    (linear, attention), tokens = group, sum(padded) / k
+            reduces = work.reduces and (step == last or not self.settings.coalesces_gradients)
+            # ZeRO++'s second copy is made by the first all-gather of a step, which crosses all ranks.
+            makes_copy = self._num_in_copy < self._num_groups and phase == "main" and step == 0
+            compute = self._estimate_compute(work, linear, attention, tokens)
+            gathered = self._estimate_gathers(work, makes_copy, reduces=reduces)
+            exchange_seconds, exchanged = self._estimate_exchanges(work, k, tokens)
+            gather_seconds = sum((moved.seconds(self.cluster.machine) for moved in gathered.values()), 0.0)
+            gather_seconds += self._estimate_host_copy_seconds(work)
+            gather_seconds += self._estimate_ring_seconds(work, makes_copy, reduces=reduces)
+            hidden = self.cluster.achieved.hidden * compute
+            seconds = compute + exchange_seconds + max(gather_seconds - hidden, _NEVER_HIDDEN * gather_seconds)
+            seconds += work.runs * self.shape.num_layers * self.cluster.achieved.layer_overhead
+            if self.settings.offloads_checkpoints and work.reduces:
+                numbers = tokens / self.settings.tensor * self.shape.hidden_size * (self.shape.num_layers + 1)
+                seconds += 2 * self.settings.number_bytes * numbers / _HOST_LINK
+            # The device waits where the host needs longer to launch a pass than the device to compute it.
+            seconds = max(seconds, self._estimate_launch_seconds(work, makes_copy))
+            cost.add(phase, seconds, weight, gathered | exchanged)
+
+    def _estimate_forward(self, tokens: float, squares: float) -> tuple[float, float]:
+        """Estimate the seconds of linear layers, head included, and of attention for a group's tokens on a rank. All
+        ranks of an expert-parallel group wait for the one that is sent most tokens."""
+        shape, machine = self._shard_shape, self.cluster.machine
+        flops = linear_flops_per_token(shape) + (self.settings.expert_load - 1) * routed_flops_per_token(shape)
+        squares *= self._time.seconds_per_token / shape.attention_length * machine.flops / self.cluster.attention_flops
+        return flops / machine.flops * tokens, squares
+
+    def _estimate_compute(self, work: PassWork, linear: float, attention: float, tokens: float) -> float:
+        """Estimate the seconds of a micro-step's GEMMs, of which a forward takes `linear` and `attention`."""
+        shape, machine = self._shard_shape, self.cluster.machine
+        head = 2 * shape.vocabulary_size * shape.hidden_size / machine.flops
+        empty_pass = self._time.read * self._time.seconds_per_token + machine.half_speed_tokens * head
+        compute = work.linear_time_multiple(shape) * (linear + empty_pass)
+        compute += (work.attention + work.attention_again) * attention
+        return compute + work.fp8 * quantized_bytes(shape, tokens) / self.cluster.memory_bandwidth
+
+    def _estimate_exchanges(self, work: PassWork, k: int, tokens: float) -> tuple[float, dict[str, Traffic]]:
+        """Estimate the seconds and bytes of exchanges within sequence-, expert- and tensor-parallel groups."""
+        settings, shape, machine = self.settings, self.shape, self.cluster.machine
+        seconds, moved = 0.0, dict[str, Traffic]()
+        if k > 1:
+            units = self._time.estimate_exchange(k) * tokens + self._time.estimate_exchange_latency(k)
+            seconds += work.exchanges * units * self._time.seconds_per_token
+            numbers = tokens * shape.num_layers * work.exchanges
+            moved["sequence-parallel activations"] = self._time.estimate_exchange_traffic(k) * numbers
+        if settings.expert > 1:
+            num_bytes = settings.number_bytes * count_numbers_to_experts(shape) * tokens * work.exchanges
+            traffic = estimate_exchange_traffic(num_bytes, settings.expert, self._time.ranks_per_node)
+            moved["expert-parallel tokens"] = traffic
+            num_exchanges = work.exchanges * EXCHANGES_OF_EXPERTS * shape.num_layers
+            seconds += settings.expert_load * traffic.seconds(machine) + num_exchanges * machine.exchange_latency
+        if settings.tensor > 1:
+            traffic, num_exchanges = self.estimate_tensor_exchanges(work, tokens)
+            moved["tensor-parallel activations"] = traffic
+            seconds += traffic.seconds(machine) + num_exchanges * machine.exchange_latency
+        return seconds, moved
+
+    def _estimate_ring_seconds(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> float:
+        """Estimate the latency of the all-gathers and reduce-scatters of one micro-step: one for each layer, embedding
+        and head, or one for each parameter."""
+        num_layers, in_node = self.shape.num_layers, self._time.ranks_per_node
+        over_all_ranks = self.cluster.ring_seconds(self._num_groups, in_node)
+        within_copy = self.cluster.ring_seconds(self._num_in_copy, min(self._num_in_copy, in_node))
+        num_gathers = 2 + num_layers * (_PARAMETERS_OF_A_LAYER if self.gathers_in_place else 1)
+        num_others = (2 + num_layers) * (work.tangent_gathers + int(reduces))
+        seconds_gathers = work.gathers * within_copy + makes_copy * (over_all_ranks - within_copy)
+        return num_gathers * seconds_gathers + num_others * over_all_ranks
+
+    def _estimate_launch_seconds(self, work: PassWork, makes_copy: bool) -> float:
+        """Estimate the host time of a pass: Python and launches of its layers, and of all-gathers, which grows with the
+        ranks."""
+        achieved = self.cluster.achieved
+        per_layer = work.runs * achieved.layer_overhead + work.num_with_tangents * achieved.tangent_overhead
+        per_layer += work.fp8 * achieved.fp8_overhead + work.reduces * achieved.backward_overhead
+        if not self.gathers_in_place and self._num_groups > 1:
+            num_ranks = work.gathers * self._num_in_copy + makes_copy * (self._num_groups - self._num_in_copy)
+            per_layer += num_ranks * achieved.gather_overhead
+        return self.shape.num_layers * per_layer
+
+    def _add_factorization(self, cost: StepCost, weight: float) -> None:
+        """Add the factorization of a low-rank direction: in each pass two GEMMs with the rank's shard, and the sums of
+        `G Omega` and `Q^T G` over the ranks, in fp32 and not hidden."""
+        rank, shape = self.settings.probe_rank, self._shard_shape
+        if rank is None:
+            return
+        experts, expert_part = shape.experts, 0
+        if experts is not None:
+            expert_part = 3 * experts.num_layers * experts.num_experts * rank * (shape.hidden_size + experts.width)
+        others = count_factors(shape, rank) - expert_part
+        # An all-reduce is a reduce-scatter and an all-gather.
+        traffic = self._time.estimate_gather(2 * _FP32 * others, 2 * _FP32 * expert_part)
+        seconds = 4 * rank * self.counts.trained / self._num_groups / self.cluster.machine.flops
+        seconds += traffic.seconds(self.cluster.machine)
+        cost.add("probe", seconds, weight * self.settings.rank_passes, {"factors of the direction": traffic})
+
+    def estimate_tensor_exchanges(self, work: PassWork, num_tokens: float) -> tuple[Traffic, int]:
+        """Estimate the exchanges of one micro-step over a tensor-parallel group, and count them. Those of the losses, 8
+        bytes for each token and GPU, are left out, and so is the sum of the gradients that all of them have, once a
+        pass."""
+        settings, shape = self.settings, self.shape
+        num_exchanges, num_hidden = work.count_hidden_state_exchanges(shape.num_layers)
+        num_bytes = float(settings.number_bytes * num_hidden * shape.hidden_size)
+        return estimate_hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
+
+    def _estimate_gathers(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> dict[str, Traffic]:
+        """Estimate the all-gathers and the reduce-scatter of one micro-step.
+
+        Args:
+            makes_copy: whether the first one makes ZeRO++'s second copy.
+        """
+        counts, b = self.counts, self.settings.number_bytes
+        expert_part = b * self.shape.expert_parameters
+        others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - expert_part
+        moved = self._estimate_gather(others, expert_part) * (work.gathers - work.reduces)
+        if makes_copy:
+            moved += self._time.estimate_gather(others, expert_part) + self._estimate_gather(others, expert_part) * -1
+        if work.reduces:
+            moved += self._estimate_gather(*self._count_gathered_again(others, expert_part))
+        traffic = {"parameters": moved}
+        if work.tangent_gathers:
+            traffic["tangents"] = self._estimate_trained_traffic(self._bytes_trained) * work.tangent_gathers
+        if reduces:
+            traffic["gradients"] = self._estimate_trained_traffic(b)
+        return traffic
+
+    def _count_gathered_again(self, others: float, expert_part: float) -> tuple[float, float]:
+        """Return the bytes that a backward all-gathers again after its forward: of all parameters but the experts, and
+        of the experts.
+
+        It needs layers and head. ZeRO-3 keeps what is used again within the reuse distance, as it walks through the
+        order of the modules: a layer, where the layers after it and the head have fewer parameters; the last layer in
+        any case; the head, where twice its own are fewer.
+        """
+        shape, b, reuse = self._shard_shape, self.settings.number_bytes, self.reuse_distance
+        head = shape.vocabulary_size * shape.hidden_size
+        embeddings = head if shape.is_tied else 2 * head
+        layer = (self.counts.all - embeddings - shape.remote_expert_parameters(self.settings.expert)) / shape.num_layers
+        num_kept = max(1, math.ceil((reuse - head) / layer))
+        share = max(0, shape.num_layers - num_kept) / shape.num_layers
+        head_again = b * head if reuse <= 2 * head else 0
+        return share * (others - b * embeddings) + head_again, share * expert_part
+
+    def _estimate_host_copy_seconds(self, work: PassWork) -> float:
+        """Estimate the seconds of copies of offloaded shards between host and device in one micro-step."""
+        settings, n = self.settings, self._num_groups
+        num_bytes = 0.0
+        if settings.offloads_parameters:
+            num_bytes += work.gathers * settings.number_bytes * self.counts.all / n
+        if settings.offloads_optimizer and work.reduces:
+            num_bytes += _FP32 * self.counts.trained / n
+        return num_bytes / _HOST_LINK
+
+    def _add_update(self, cost: StepCost, passes: StepPasses) -> None:
+        """Add the optimizer's update and the direction's: bytes of a shard, read and written."""
+        settings, memory = self.settings, self.cluster.memory_bandwidth
+        shard = self.counts.trained / self._num_groups
+        # Norm and alpha read and write the gradient; the update reads gradient, master and moments, writes the last
+        # three and the parameter.
+        moments = 0 if settings.optimizer == "sgd" else 4 * _FP32
+        update = (3 + 1 + 2) * _FP32 + moments + settings.number_bytes
+        if settings.offloads_optimizer:
+            cost.add("step", shard * update / _HOST_MEMORY + shard * settings.number_bytes / _HOST_LINK, 1.0)
+        else:
+            cost.add("step", shard * update / memory, 1.0)
+        if settings.optimizer == "muon":
+            self._add_orthogonalization(cost, "step", 1.0, num_exchanges=2, wide=4, square=2)
+        if settings.estimator is None:
+            return
+        if passes.probe is not None and settings.has_muon_direction:
+            # The derivative of the iterations: gradient and momentum go in, the direction comes out.
+            self._add_orthogonalization(cost, "probe", 1 / passes.steps_per_probe, num_exchanges=3, wide=10, square=4)
+        if passes.probe is not None:  # reads the gradient and the moments, writes the direction
+            read = 3 * _FP32 + settings.number_bytes
+            cost.add("probe", shard * read / memory, 1 / passes.steps_per_probe)
+        if settings.estimator == "finite_difference":  # perturbed and put back
+            cost.add("utility", 2 * shard * (_FP32 + 2 * settings.number_bytes) / memory, 1.0)
+
+    def _add_orthogonalization(
+        self, cost: StepCost, phase: Phase, weight: float, *, num_exchanges: int, wide: int, square: int
+    ) -> None:
+        """Add Newton-Schulz iterations of all matrices, divided among the ranks, and the exchanges of their shards.
+
+        Args:
+            num_exchanges: all-to-alls of the shards.
+            wide: FLOP of an iteration, in units of `n^2 m` for a matrix of n rows and m >= n columns.
+            square: the same in units of `n^3`.
+        """
+        hidden = self._shard_shape.list_hidden_matrices()
+        sizes = [(number, min(rows, columns), max(rows, columns)) for number, rows, columns in hidden]
+        flops = NUM_ITERATIONS * sum(number * n * n * (wide * m + square * n) for number, n, m in sizes)
+        shard = self.settings.number_bytes * sum(number * n * m for number, n, m in sizes) / self._num_groups
+        traffic = estimate_exchange_traffic(num_exchanges * shard, self._num_groups, self._time.ranks_per_node)
+        seconds = traffic.seconds(self.cluster.machine) + flops / self._num_groups / self.cluster.machine.flops
+        cost.add(phase, seconds, weight, {"matrices of Muon": traffic})
+
+    def _estimate_trained_traffic(self, number_bytes: int) -> Traffic:
+        """Estimate a reduce-scatter of all gradients, or an all-gather of the direction."""
+        expert_part = self.shape.expert_parameters if self.settings.adapters is None else 0
+        others = self.counts.trained - expert_part
+        return self._time.estimate_gather(number_bytes * others, number_bytes * expert_part)
+
+    def _estimate_gather(self, others: float, expert_part: float) -> Traffic:
+        """Estimate an all-gather of parameters: only over the ranks that share a second copy, if there is one."""
+        in_copy = self._num_in_copy
+        if in_copy < self._num_groups:
+            return estimate_gather_traffic(others + expert_part, in_copy, min(in_copy, self._time.ranks_per_node))
+        return self._time.estimate_gather(others, expert_part)
+
+    @property
+    def _bytes_trained(self) -> int:
+        return self.settings.number_bytes if self.settings.adapters is None else _FP32
+
+    @cached_property
+    def _shard_shape(self) -> ModelShape:
+        """Shape of a GPU's shard of every layer."""
+        return self.shape.take_tensor_shard(self.settings.tensor)
+
+    @property
+    def _num_groups(self) -> int:
+        """GPUs that shard the model, a tensor-parallel group as one."""
+        return self.cluster.num_gpus // self.settings.tensor
+
+    @property
+    def _num_in_copy(self) -> int:
+        """Ranks over which parameters are gathered: those that share a second copy, or all."""
+        num_ranks = self.settings.ranks_of_second_copy
+        return num_ranks if num_ranks > 1 else self._num_groups
+
+    @cached_property
+    def _time(self) -> TimeModel:
+        settings, in_node = self.settings, self.cluster.ranks_per_node // self.settings.tensor
+        shape, machine = self._shard_shape, self.cluster.machine
+        return TimeModel(shape, self._num_groups, in_node, machine, settings.expert, settings.number_bytes)

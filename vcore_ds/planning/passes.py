@@ -1,0 +1,211 @@
+"""The passes of an optimizer step, in multiples of a plain forward, and their FLOP (docs/planning.md)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from vcore_ds.planning.memory import MemorySettings, count_factors
+from vcore_ds.planning.model_shape import ModelShape
+from vcore_ds.planning.settings import PlanSettings
+
+# FLOP of a pass.
+
+
+def linear_flops_per_token(shape: ModelShape) -> int:
+    """FLOP of a forward's linear layers and head for one token, which goes through few of a layer's experts."""
+    return 2 * (shape.num_layers * shape.layer_parameters + shape.vocabulary_size * shape.hidden_size)
+
+
+def routed_flops_per_token(shape: ModelShape) -> int:
+    """FLOP of the routed experts in a token's forward; 0 in a dense model."""
+    experts = shape.experts
+    return 0 if experts is None else 6 * shape.hidden_size * experts.num_layers * experts.per_token * experts.width
+
+
+def attention_flops_per_square(shape: ModelShape) -> int:
+    """FLOP of a forward's causal attention over a sequence, divided by the square of its tokens: scores and values,
+    half of them hidden."""
+    return 2 * shape.num_layers * shape.num_heads * shape.head_dim
+
+
+def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 1.0, attention: float = 1.0) -> float:
+    """FLOP of the GEMMs of one forward over sequences of these lengths: linear layers, head, causal attention.
+
+    Args:
+        linear, attention: multiples of a forward's GEMMs that a pass computes.
+    """
+    per_token = linear * linear_flops_per_token(shape)
+    per_square = attention * attention_flops_per_square(shape)
+    return float(sum(per_token * n + per_square * n * n for n in lengths))
+
+
+# The passes of an optimizer step, in multiples of a plain forward.
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """One micro-step of a pass, in multiples of a plain forward."""
+
+    linear: int
+    """GEMMs of linear layers."""
+    attention: int
+    """GEMMs of attention that the result needs."""
+    gathers: int
+    """All-gathers of all parameters."""
+    exchanges: int
+    """Exchanges of a forward within a sequence-parallel group."""
+    runs: int
+    """Runs through the layers."""
+    tangent_gathers: int = 0
+    """All-gathers of the direction of all trained parameters."""
+    fp8: int = 0
+    """GEMMs of linear layers, among `linear`, that run in FP8, in half the time; not those of experts and head."""
+    low_rank: int = 0
+    """Rank r of the direction's factors in the GEMMs `Q (B x)`, which replace those of the weights' tangents; 0 for
+    none."""
+    reduces: bool = False
+    """Whether the gradient is reduced."""
+    attention_again: float = 0.0
+    """GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU."""
+
+    def count_hidden_state_exchanges(self, num_layers: int) -> tuple[int, int]:
+        """Count the exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and
+        tangents travel together, twice the hidden states. Returns their number, and the hidden states they hold of each
+        token.
+
+        A layer all-gathers before and reduce-scatters after attention and MLP, once more in a backward, and all-gathers
+        the inputs of trained weights again; the embedding and the head have one each. tests/dist/test_megatron.py
+        counts them.
+        """
+        held = num_layers * (4 * self.exchanges + 2 * self.reduces) + 2 * self.runs
+        return held - self.num_with_tangents * (4 * num_layers + 2), held
+
+    @property
+    def num_with_tangents(self) -> int:
+        """Forwards in which tangents travel with the values."""
+        return max(self.tangent_gathers, int(self.low_rank > 0))
+
+    def linear_multiple(self, shape: ModelShape) -> float:
+        """GEMMs of linear layers, with those of a low-rank direction's factors, in multiples of a plain forward's."""
+        if self.low_rank == 0:
+            return self.linear
+        num_active = sum(number * rows * columns for number, rows, columns in shape.list_weight_matrices(active=True))
+        return self.linear + count_factors(shape, self.low_rank, active=True) / num_active
+
+    def linear_time_multiple(self, shape: ModelShape) -> float:
+        """The same, with a GEMM in FP8 as half of one."""
+        in_head = 2 * shape.vocabulary_size * shape.hidden_size
+        in_fp8 = 1 - (in_head + routed_flops_per_token(shape)) / linear_flops_per_token(shape)
+        return self.linear_multiple(shape) - 0.5 * self.fp8 * in_fp8
+
+    def __add__(self, other: "PassWork") -> "PassWork":
+        return PassWork(
+            self.linear + other.linear,
+            self.attention + other.attention,
+            self.gathers + other.gathers,
+            self.exchanges + other.exchanges,
+            self.runs + other.runs,
+            self.tangent_gathers + other.tangent_gathers,
+            self.fp8 + other.fp8,
+            max(self.low_rank, other.low_rank),
+            self.reduces or other.reduces,
+            self.attention_again + other.attention_again,
+        )
+
+
+FORWARD = PassWork(1, 1, 1, 1, 1)
+
+
+def derive_tangent_work(settings: MemorySettings, *, is_fused: bool) -> PassWork:
+    """Derive the work that tangents add to a forward.
+
+    Args:
+        is_fused: the forward is the main one, whose values FlashAttention computes.
+    """
+    # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input. A forward of
+    # attention has two GEMMs, its tangent another four, in one kernel; beside FlashAttention's values that kernel has
+    # five, as it computes the scores again.
+    fp8, rank, again = int(settings.fp8_tangents), settings.probe_rank, 0.5 if is_fused else 0.0
+    if rank is not None:
+        return PassWork(1, 2, gathers=0, exchanges=1, runs=1, fp8=fp8, low_rank=rank, attention_again=again)
+    linear = 2 if settings.adapters is None else 1
+    return PassWork(linear, 2, gathers=0, exchanges=1, runs=1, tangent_gathers=1, fp8=fp8, attention_again=again)
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOP of an optimizer step, over all ranks."""
+
+    training: float
+    """Forward and backward of the main batch, as in plain fine-tuning."""
+    extra: float
+    """All others: probe, tangents, forwards for utilities or of a reference."""
+
+    @property
+    def total(self) -> float:
+        """Training and extra FLOP."""
+        return self.training + self.extra
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """The passes of an optimizer step; None for one that it does not have."""
+
+    training: PassWork
+    """The main batch in plain fine-tuning."""
+    main: PassWork
+    """The same, with the tangents where they travel along."""
+    probe: PassWork | None = None
+    utility: PassWork | None = None
+    """A separate pass over the main batch."""
+    steps_per_probe: int = 1
+
+    @classmethod
+    def derive(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
+        """Derive the passes of a step.
+
+        Args:
+            reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
+        """
+        # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
+        is_full, again = settings.adapters is None, int(settings.is_checkpointed)
+        linear = (3 if is_full else 2) + again
+        # The backward of FlashAttention computes the scores again, half a forward.
+        train = PassWork(linear, 3 + again, gathers=2, exchanges=2 + again, runs=2, reduces=True, attention_again=0.5)
+        tangents = derive_tangent_work(settings, is_fused=settings.is_fused)
+        forwards = reference_forwards
+        utility: PassWork | None = None
+        if settings.estimator == "jvp" and not settings.is_fused:
+            utility = FORWARD + tangents
+        elif settings.estimator == "finite_difference":
+            # With dropout the main forward has a mask, and cannot serve as the loss before the perturbation.
+            forwards += 2 if settings.adapters is not None and settings.adapters.has_dropout else 1
+        for _ in range(forwards):
+            utility = FORWARD if utility is None else utility + FORWARD
+        has_probe = settings.estimator is not None and settings.probe_tokens > 0
+        main = train + tangents if settings.is_fused else train
+        return cls(train, main, train if has_probe else None, utility, steps_per_probe)
+
+    def flops(self, shape: ModelShape, main: Sequence[int], probe: Sequence[int]) -> StepFlops:
+        """Count the FLOP of a step with batches of sequences of these lengths; an empty probe batch adds none."""
+
+        def count_flops(work: PassWork | None, lengths: Sequence[int]) -> float:
+            if work is None:
+                return 0.0
+            return forward_flops(shape, lengths, linear=work.linear_multiple(shape), attention=work.attention)
+
+        training = count_flops(self.training, main)
+        return StepFlops(
+            training,
+            count_flops(self.main, main) - training + count_flops(self.utility, main) + count_flops(self.probe, probe),
+        )
+
+
+def derive_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
+    """Derive the passes of an optimizer step."""
+    steps_per_probe = settings.probe.every if settings.estimator is not None else 1
+    return StepPasses.derive(memory, reference_forwards=int(settings.runs_reference), steps_per_probe=steps_per_probe)
+
+
+def derive_needed_passes(settings: PlanSettings, memory: MemorySettings) -> StepPasses:
+    """Derive the passes without activation checkpoints: recomputation does not count."""
+    return derive_passes(settings, replace(memory, is_checkpointed=False))
