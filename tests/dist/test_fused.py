@@ -2,8 +2,10 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -13,11 +15,12 @@ from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK, soak
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.batches import StepBatches
+from vcore_ds.data.batches import StepBatches, collate
+from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_estimator
-from vcore_ds.train.start_checks import TOLERANCE, differentiate_along_gradient
+from vcore_ds.train.start_checks import TOLERANCE, differentiate_along_gradient, take_ending
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, why_not_fused
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
@@ -183,27 +186,38 @@ def results_on_one_rank() -> dict[str, Any]:
 
 
 def compare_modes() -> dict[str, tuple[float, float]]:
-    """Squared norm of a gradient, and derivative along it: of a correct model, and of one in which forward mode loses
-    the tangents of some activations."""
-    modes = {}
-    for name in ("correct", "wrong"):
+    """Squared norm of a gradient, and derivative along it: of correct models, of one in which forward mode loses the
+    tangents of some activations, and of one in which reverse mode drops the padding token of the tied input embedding.
+    That token starts and ends the sequence, as in chat data; the model reads the first of the two alone."""
+    modes, random = {}, np.random.default_rng(0)
+    ids = random.integers(1, tiny.VOCABULARY, 61, dtype=np.int32)
+    ids[[0, -1]] = tiny.PADDING
+    feed: Any = SimpleNamespace(dataset=[TokenizedSequence(0, ids, np.arange(61) > 9)])
+    for name in ("correct", "wrong", "tied", "tied, wrong"):
         recipe = step_runs.make_recipe()
-        model = tiny.token_loss_model(moe_kind="qwen3_moe")
-        if name == "wrong":
+        model = tiny.token_loss_model(moe_kind=None if "tied" in name else "qwen3_moe", tied="tied" in name)
+        if name == "tied, wrong":
+            model.base.get_input_embeddings().padding_idx = tiny.PADDING
+        elif name == "wrong":
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
         estimator = build_estimator(derive_step_settings(recipe), engine)
-        modes[name] = differentiate_along_gradient(engine, estimator, tiny.make_batch(1))
+        batch = collate([take_ending(engine, feed, 0, 32)], tiny.PADDING)
+        modes[name] = differentiate_along_gradient(engine, estimator, batch)
         engine.close()
     return modes
 
 
-def test_the_gradients_norm_shows_a_wrong_forward_mode(results_on_one_rank) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong", "least"), [("correct", "wrong", 100), ("tied", "tied, wrong", 10)], ids=["forward", "reverse"]
+)
+def test_the_gradients_norm_shows_a_wrong_mode(results_on_one_rank, name: str, wrong: str, least: float) -> None:
+    """`least`: times the tolerance."""
     modes = results_on_one_rank["modes"]
-    expected, measured = modes["correct"]
+    expected, measured = modes[name]
     assert measured == pytest.approx(expected, rel=1e-6)
-    expected, measured = modes["wrong"]
-    assert abs(measured / expected - 1) > 100 * TOLERANCE[torch.float32]
+    expected, measured = modes[wrong]
+    assert abs(measured / expected - 1) > least * TOLERANCE[torch.float32]
 
 
 def read_outside_module() -> str:

@@ -67,9 +67,17 @@ class Muon(torch.optim.Optimizer):
         return pulled.to(parameter.dtype)
 
 
+def differentiate_padding(model):
+    """Make autograd differentiate `model` with respect to all rows of its embeddings, as forward mode does."""
+    for module in model.modules():
+        if hasattr(module, "padding_idx"):
+            module.padding_idx = None
+    return model
+
+
 class Reference:
     def __init__(self, model, optimizer):
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer = differentiate_padding(model), optimizer
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.start = {name: p.detach().clone() for name, p in self.trained.items()}
         self.direction = {name: torch.zeros_like(p) for name, p in self.trained.items()}

@@ -17,9 +17,13 @@ from vcore_ds.models.lora import add_lora
 
 VOCABULARY = 128
 
+PADDING = 0
+"""Padding token of the models; also a token of prompts and answers, as in many chat models."""
+
 
 def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: int) -> PreTrainedModel:
-    """A Qwen3 of two layers with grouped-query heads (4 query, 2 key/value heads)."""
+    """A Qwen3 of two layers with grouped-query heads (4 query, 2 key/value heads). Its padding token has an embedding
+    like any other, but no gradient in reverse mode by PyTorch's `padding_idx`."""
     sizes = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
@@ -27,7 +31,9 @@ def qwen3(*, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int =
         **{**sizes, "vocab_size": VOCABULARY, "head_dim": 8, **changes}, tie_word_embeddings=tied, use_cache=False
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.pad_token_id = model.get_input_embeddings().padding_idx = PADDING
+    return model
 
 
 _MOE_SIZES = dict(
@@ -103,9 +109,11 @@ def token_loss_model(
 
 
 def make_batch(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = VOCABULARY) -> Batch:
-    """Random sequences of different lengths, right-padded, with prompts of different lengths."""
+    """Random sequences of different lengths, right-padded, with prompts of different lengths, which contain the padding
+    token in every other row."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
+    input_ids[::2, 1] = PADDING
     labels = input_ids.clone()
     for row in range(num_rows):
         labels[row, : 3 + row % 4] = -100

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
+from tests.helpers.oracle import differentiate_padding
 from tests.models.families import find_auto_class
 
 
@@ -44,6 +45,7 @@ def load_plain_model(folder: Path, *, rounded_to: torch.dtype = torch.float32) -
     """Load the stored model in fp64, its parameters rounded to a precision first."""
     options = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float64)
     model = find_auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, **options).eval()
+    differentiate_padding(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(rounded_to).double()
     return model

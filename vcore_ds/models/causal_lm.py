@@ -88,6 +88,15 @@ def freeze_towers(model: PreTrainedModel) -> None:
             parameter.requires_grad_(False)
 
 
+def differentiate_all_rows(model: nn.Module) -> None:
+    """Make the gradient of every embedding the derivative of the loss, in place. Reverse mode drops the gradient of row
+    `padding_idx` and may divide others by their frequency; forward mode does neither, so with tied embeddings a utility
+    would combine two gradients. In many chat models the padding token ends every turn."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx, module.scale_grad_by_freq, module.sparse = None, False, False
+
+
 class TokenLossHead(nn.Module):
     """The output embedding, returning losses instead of logits.
 
@@ -151,6 +160,7 @@ class TokenLossModel(nn.Module):
         self._activation_offload = activation_offload
         use_token_dropout(causal_lm)
         use_formulas(causal_lm)
+        differentiate_all_rows(causal_lm)
         base = self.base
         head = base.get_output_embeddings()
         if not isinstance(head, nn.Linear):

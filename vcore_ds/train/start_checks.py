@@ -39,6 +39,9 @@ NUM_TOKENS = (32, 24)
 """Last tokens of two training sequences, since conversations often begin with the same system prompt. The lengths
 differ: unpacked, the second is padded, which must not change its losses."""
 
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+"""Fields of config.json: a token id, several, or none."""
+
 SAME_KERNELS = {torch.bfloat16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-9}
 """Largest mean difference, nats, of losses that the same kernels compute from the same numbers; by the least precise of
 the parameters' dtypes. It allows for nondeterministic orders of summation on GPUs."""
@@ -86,7 +89,7 @@ def check_start(engine: Engine, feed: Feed, console: Console) -> None:
 
 def compare_losses(engine: Engine, feed: Feed) -> list[Comparison]:
     """Make this rank's comparisons, each after those that would explain its failure. A collective."""
-    first, second = (take_ending(feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
+    first, second = (take_ending(engine, feed, number, num_tokens) for number, num_tokens in enumerate(NUM_TOKENS))
     backwards = replace(first, input_ids=first.input_ids[::-1].copy())
     # With packing, the second sequence comes after each of two others; without, both are unpacked.
     packs = [[first, second], [backwards, second]] if feed.plan.is_packed else [[first], [second]]
@@ -182,11 +185,14 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, targets[supervised], reduction="none")
 
 
-def take_ending(feed: Feed, number: int, num_tokens: int, *, left_out: int | None = None) -> TokenizedSequence:
-    """Take the last tokens of training sequence `number` (or of the last sequence), all supervised, without the token
-    id `left_out`."""
+def take_ending(engine: Engine, feed: Feed, number: int, num_tokens: int) -> TokenizedSequence:
+    """Take the last tokens of training sequence `number` (or of the last sequence), all supervised, after the special
+    tokens that it contains: an architecture may treat those differently, as PyTorch does `padding_idx`."""
+    config = engine.module.base.config.get_text_config()
+    special = [x for name in SPECIAL_TOKENS if (x := getattr(config, name, None)) is not None]
     ids = feed.dataset[min(number, len(feed.dataset) - 1)].input_ids
-    ids = ids[ids != left_out][-num_tokens:]
+    first = np.intersect1d(ids, np.hstack([[], *special])).astype(ids.dtype)
+    ids = np.concatenate([first, ids[len(first) - num_tokens :]])
     return TokenizedSequence(number, ids, np.arange(len(ids)) > 0)
 
 
@@ -219,7 +225,8 @@ def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console:
     mark("checking derivatives")
     started = time.perf_counter()
     try:
-        expected, measured = differentiate_along_gradient(engine, estimator, make_short_batch(engine, feed))
+        batch = collate([take_ending(engine, feed, 0, NUM_DERIVATIVE_TOKENS)], feed.pad_token_id)
+        expected, measured = differentiate_along_gradient(engine, estimator, batch)
     except RuntimeError as error:  # NotImplementedError is one
         if "jvp" not in str(error) and "forward AD" not in str(error):
             raise
@@ -298,14 +305,6 @@ def check_approximation(
         console.warn(f"{agreement}, expected at least {LEAST_RANK_CORRELATION}. Set {' or '.join(remedies)}")
     else:
         console.say(f"Approximation: {agreement}")
-
-
-def make_short_batch(engine: Engine, feed: Feed) -> Batch:
-    """Make a batch of the end of the first sequence."""
-    # Reverse mode ignores the input embedding of this token (`torch.nn.Embedding(padding_idx=...)`), forward mode does
-    # not; with tied embeddings both are right.
-    padding = getattr(engine.module.base.config.get_text_config(), "pad_token_id", None)
-    return collate([take_ending(feed, 0, NUM_DERIVATIVE_TOKENS, left_out=padding)], feed.pad_token_id)
 
 
 def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console) -> None:
