@@ -1,13 +1,15 @@
 """`vcore_ds.probe_direction`, `token_utilities` and `gibbs_weights` against plain transformers and `torch.func.jvp`."""
 
 import copy
+import io
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn.functional import cross_entropy
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 import vcore_ds
 from tests.helpers import tiny
+from tests.helpers.oracle import differentiate_padding
 from tests.unit.test_estimators import make_exact_rms_norm
 
 KINDS = ["full", "tied", "lora", "moe", "dropout"]
@@ -57,7 +60,7 @@ def make_batches() -> list[dict[str, Tensor]]:
 
 def make_reference(model: Model) -> tuple[Model, dict[str, Tensor]]:
     """A copy of the model for plain transformers, without dropout, and its trained parameters."""
-    plain = copy.deepcopy(model).eval()
+    plain = differentiate_padding(copy.deepcopy(model).eval())
     find_base(plain).set_attn_implementation("eager")
     for module, copied in zip(model.modules(), plain.modules(), strict=True):
         if "forward" in module.__dict__:
@@ -109,8 +112,9 @@ def test_utilities_are_the_derivatives_of_plain_losses(kind: str) -> None:
     )
 
 
-def test_utilities_are_the_limit_of_finite_differences() -> None:
-    model, batches = make_model("full"), make_batches()
+@pytest.mark.parametrize("kind", ["full", "tied"])
+def test_utilities_are_the_limit_of_finite_differences(kind: str) -> None:
+    model, batches = make_model(kind), make_batches()
     plain, parameters = make_reference(model)
     find_base(plain).set_attn_implementation("sdpa")  # eager attention has a softmax in fp32
     probe = vcore_ds.probe_direction(model, batches[1:])
@@ -138,7 +142,7 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
 
     def describe_state() -> object:
         config = base.config.get_text_config()
-        modules = [(name, id(m), m.training, sorted(m.__dict__), len(m._forward_hooks), len(m._forward_pre_hooks))
+        modules = [(name, type(m), *(dict(part) for part in (m.__dict__, m._modules, m._buffers, m._forward_hooks)))
                    for name, m in model.named_modules()]  # fmt: skip
         gradients = [(name, p.grad is None, p.requires_grad) for name, p in model.named_parameters()]
         return modules, gradients, config._attn_implementation, config._experts_implementation
@@ -153,6 +157,36 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
     with pytest.raises((vcore_ds.UserError, RuntimeError)):
         vcore_ds.token_utilities(model, {**batches[0], "labels": batches[0]["labels"][:, :5]}, bad)
     assert describe_state() == before
+
+
+def test_the_model_can_be_saved_and_differentiated_afterwards() -> None:
+    model, batches = tiny.qwen3(tied=True), make_batches()
+    vcore_ds.token_utilities(model, batches[0], vcore_ds.probe_direction(model, batches))
+    torch.save(model, io.BytesIO())  # pickles the classes by their names
+    parameters = dict(model.named_parameters())
+    derivative = torch.func.grad(lambda p: compute_losses(model, p, batches[0]).sum())(parameters)
+    assert all(map(torch.any, derivative.values()))
+
+
+def test_the_callers_autocast_and_grad_mode_change_nothing() -> None:
+    """A Trainer with bf16=True computes its loss under autocast; inference mode alone allows no gradient."""
+    model, (batch, _) = tiny.qwen3(), make_batches()
+    probe = vcore_ds.probe_direction(model, [batch])
+    utilities = vcore_ds.token_utilities(model, batch, probe)
+    with torch.inference_mode():
+        with pytest.raises(vcore_ds.UserError, match="inference_mode"):
+            vcore_ds.probe_direction(model, [batch])
+        with pytest.raises(vcore_ds.UserError, match="inference_mode"):
+            vcore_ds.token_utilities(model, batch, probe)
+        batch = {name: tensor.clone() for name, tensor in batch.items()}
+        frozen = copy.deepcopy(model)
+    with pytest.raises(vcore_ds.UserError, match="inference_mode"):
+        vcore_ds.probe_direction(frozen, [batch])
+    for context in (nullcontext(), torch.autocast("cpu", torch.bfloat16), torch.no_grad()):
+        with context:
+            again = vcore_ds.probe_direction(model, [batch])
+            assert again.loss == probe.loss
+            assert torch.equal(vcore_ds.token_utilities(model, batch, again), utilities)
 
 
 def test_padding_changes_no_utility() -> None:
@@ -220,6 +254,10 @@ def test_other_mistakes_have_one_message() -> None:
         vcore_ds.gibbs_weights(torch.full((1, 2), math.nan), torch.zeros(1, 2), kl_budget=0.1)
     with pytest.raises(vcore_ds.UserError, match=r"found shapes \[1, 2\] and \[1, 3\]"):
         vcore_ds.gibbs_weights(torch.zeros(1, 2), torch.zeros(1, 3), kl_budget=0.1)
+    for prompts in (PromptTuningConfig, PrefixTuningConfig):
+        prompted = get_peft_model(tiny.qwen3(), prompts(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        with pytest.raises(vcore_ds.UserError, match=r"model: found P\w+_TUNING.* virtual tokens"):
+            vcore_ds.probe_direction(prompted, batches)
     with pytest.raises(vcore_ds.UserError, match="model: found no parameter that requires a gradient"):
         vcore_ds.probe_direction(model.requires_grad_(False), batches)
 

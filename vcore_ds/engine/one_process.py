@@ -93,8 +93,8 @@ class OneProcessEngine(Engine):
 @contextmanager
 def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
     """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
-    device), which is restored on exit. Raises UserError for another model, one without trained parameters, or one whose
-    attention has no forward-mode derivative."""
+    device), which is restored on exit; autocast is off within it. Raises UserError for another model, one without
+    trained parameters, one whose attention has no forward-mode derivative, or in inference mode."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if (
         not isinstance(model, PreTrainedModel | PeftModel)
@@ -105,9 +105,19 @@ def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
             f"model: found a {type(model).__name__}; expected a causal language model of transformers, or peft's model "
             "around one. Unwrap it from DDP, FSDP or a compiled module first"
         )
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        raise UserError(
+            f"model: found {model.active_peft_config.peft_type.value}, whose virtual tokens are not supported; "
+            "expected adapters of layers, such as LoRA"
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("model: found no parameter that requires a gradient; expected those that training would change")
+    if torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in model.parameters()):
+        raise UserError(
+            "model: found torch.inference_mode, which forbids gradients; expected a model that was loaded, and a call, "
+            "outside of it"
+        )
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1 or "meta" in devices:
         raise UserError(
             f"model: found parameters on {', '.join(sorted(devices))}; expected one device. For models that one device "
@@ -118,18 +128,25 @@ def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
             f"model: found a {type(base).__name__}, whose attention cannot be replaced by one with a forward-mode "
             "derivative; expected another architecture (docs/models.md)"
         )
-    modes = {module: module.training for module in model.modules()}
-    dropouts = [(m, name, child) for m in modes for name, child in m.named_children() if type(child) is nn.Dropout]
-    head, config = base.get_output_embeddings(), base.config.get_text_config()
+    config = base.config.get_text_config()
     attention, experts = config._attn_implementation, config._experts_implementation
-    model.eval()
+    with _restoring(model), torch.autocast(trained[0].device.type, enabled=False):
+        try:
+            config._attn_implementation, config._experts_implementation = TRAINING_ATTENTION, OUR_EXPERTS
+            yield OneProcessEngine(TokenLossModel(model.eval()).eval())
+        finally:
+            config._attn_implementation, config._experts_implementation = attention, experts
+
+
+@contextmanager
+def _restoring(model: nn.Module) -> Iterator[None]:
+    """A context after which the model has its classes, attributes, submodules and buffers of before."""
+    before = [(m, type(m), [dict(part) for part in (m.__dict__, m._modules, m._buffers)]) for m in model.modules()]
     try:
-        config._attn_implementation, config._experts_implementation = TRAINING_ATTENTION, OUR_EXPERTS
-        yield OneProcessEngine(TokenLossModel(model).eval())
+        yield
     finally:
-        config._attn_implementation, config._experts_implementation = attention, experts
-        base.set_output_embeddings(head)
-        for parent, name, child in dropouts:
-            setattr(parent, name, child)
-        for module, was_training in modes.items():
-            module.training = was_training
+        for module, kind, saved in before:
+            module.__class__ = kind
+            for part, values in zip((module.__dict__, module._modules, module._buffers), saved, strict=True):
+                part.clear()
+                part.update(values)

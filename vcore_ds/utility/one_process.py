@@ -149,7 +149,8 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
     """Convert a batch of right-padded, unpacked sequences. Raises UserError for another one."""
     if missing := [name for name in ("input_ids", "labels") if name not in batch]:
         raise UserError(f"batch: found no {missing[0]}; expected input_ids and labels, [b, T]")
-    input_ids, labels = batch["input_ids"].cpu().long(), batch["labels"].cpu().long()
+    # Cloned, since the graph cannot save tensors of torch.inference_mode.
+    input_ids, labels = (batch[name].cpu().long().clone() for name in ("input_ids", "labels"))
     if input_ids.dim() != 2 or input_ids.shape != labels.shape:
         shapes = f"{list(input_ids.shape)} and {list(labels.shape)}"
         raise UserError(f"batch: found input_ids and labels of shapes {shapes}; expected the same [b, T]")
