@@ -109,11 +109,10 @@ def token_loss_model(
 
 
 def make_batch(num_rows: int, num_tokens: int = 24, seed: int = 3, vocabulary: int = VOCABULARY) -> Batch:
-    """Random sequences of different lengths, right-padded, with prompts of different lengths, which contain the padding
-    token in every other row."""
+    """Random sequences of different lengths, right-padded, with prompts of different lengths. The padding token is also
+    drawn as one of the tokens."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
-    input_ids[::2, 1] = PADDING
     labels = input_ids.clone()
     for row in range(num_rows):
         labels[row, : 3 + row % 4] = -100
