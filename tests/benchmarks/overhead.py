@@ -123,7 +123,7 @@ def make_feed(num_main: int = NUM_MAIN, num_probe: int = NUM_PROBE) -> Feed:
     plan = plan_batch(derive_plan_settings(recipe), layout.size("shards"), SHAPE, machine=CPU)
     layout.make_sequence_groups(plan.sequence_parallel_sizes)
     data = Sequences()
-    main, probe = MainOrder([len(data)], num_main, 0), RandomDraws(len(data), num_probe, 0, Stream.PROBE)
+    main, probe = MainOrder([len(data)], num_main, 0), RandomDraws([len(data)], num_probe, 0, Stream.PROBE)
     return Feed(data, plan, main, probe, data, None, data, pad_token_id=0, probe_every=1)
 
 

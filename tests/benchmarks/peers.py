@@ -110,7 +110,7 @@ class OurLoop:
         )
         probes = None
         if self.estimator.direction is not None:
-            probes = RandomDraws(len(traces), peer_fixture.PROBE_SIZE, 0, Stream.PROBE)
+            probes = RandomDraws([len(traces)], peer_fixture.PROBE_SIZE, 0, Stream.PROBE)
         self.feed = Feed(traces, plan, FixtureOrder(), probes, traces, None, traces, pad_token_id=0, probe_every=1)
 
     def step(self, k: int) -> None:

@@ -55,7 +55,7 @@ def test_finite_difference_below_the_resolution_of_bf16_warns(setup: TinySetup, 
 
 def test_non_finite_loss_ends_the_run(setup: TinySetup, tmp_path: Path):
     """The embedding of a character that only one sequence contains is NaN; the sequence comes in the second step."""
-    main_order, probe_stream = MainOrder([12], 4, 42), RandomDraws(12, 2, 42, Stream.PROBE)
+    main_order, probe_stream = MainOrder([12], 4, 42), RandomDraws([12], 2, 42, Stream.PROBE)
     probed = {i for k in range(2) for i in probe_stream.step(k)}
     bad = next(i for i in main_order.step(1) if i not in probed)
     pairs = sums(range(12))

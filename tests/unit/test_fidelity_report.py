@@ -180,7 +180,7 @@ def test_an_output_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 @given(st.integers(3, 300), st.integers(1, 40), st.integers(1, 8), st.integers(0, 80), st.integers(0, 2**70))
 def test_measured_and_probe_sequences_are_disjoint(n: int, probe: int, measured: int, large: int, seed: int) -> None:
     options = FidelityOptions(num_sequences=measured, large_probe_size=large)
-    choice = choose_sequences(n, None, probe, options, seed)
+    choice = choose_sequences(([n], [1]), None, probe, options, seed)
     together = choice.measured + choice.small_probes + choice.large_probe
     assert len(set(together)) == len(together) and set(together) <= set(range(n))
     assert choice.measured and choice.small_probes and bool(choice.large_probe) == (large > 0)
@@ -194,16 +194,16 @@ def test_measured_and_probe_sequences_are_disjoint(n: int, probe: int, measured:
 
 
 def test_trusted_probe_sequences_are_chosen_from_their_own_file() -> None:
-    choice = choose_sequences(2, 6, 2, FidelityOptions(num_sequences=4), 0)
+    choice = choose_sequences(([2], [1]), 6, 2, FidelityOptions(num_sequences=4), 0)
     assert sorted(choice.measured) == [0, 1] and "2 instead of 4 sequences" in choice.notes[0]
     assert sorted(choice.small_probes + choice.large_probe) == list(range(6)) and choice.probe_sizes == [1, 2]
 
 
 def test_too_little_data_and_invalid_options_are_refused() -> None:
     with pytest.raises(UserError, match=r"data.train_path: found 2 sequences.*at least 3"):
-        choose_sequences(2, None, 1, FidelityOptions(), 0)
+        choose_sequences(([2], [1]), None, 1, FidelityOptions(), 0)
     with pytest.raises(UserError, match=r"data.probe_path: found 1 sequence.*at least 2: one as probe"):
-        choose_sequences(9, 1, 1, FidelityOptions(), 0)
+        choose_sequences(([9], [1]), 1, 1, FidelityOptions(), 0)
     with pytest.raises(UserError, match="--epsilons -1, --epsilons nan, --large-probe -2: expected positive"):
         check_options(FidelityOptions(epsilons=(-1.0, math.nan, 1.0), large_probe_size=-2))
     with pytest.raises(UserError, match="--sequences 0"):

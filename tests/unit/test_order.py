@@ -32,26 +32,26 @@ def test_the_position_in_the_data_depends_on_sequences_seen_not_on_batch_size() 
 def test_order_of_a_seed_does_not_change_between_versions() -> None:
     # A resumed run continues in this order: a change here breaks the runs of others.
     assert MainOrder([8], 8, seed=42).step(0) == [6, 1, 0, 2, 4, 7, 3, 5]
-    assert RandomDraws(100, 4, seed=42, stream=Stream.PROBE).step(3) == [43, 76, 15, 31]
+    assert RandomDraws([100], 4, seed=42, stream=Stream.PROBE).step(3) == [43, 76, 15, 31]
 
 
 def test_different_seeds_give_different_orders() -> None:
     assert len({tuple(MainOrder([50], 50, seed).step(0)) for seed in (-1, 0, 1, 42)}) == 4
-    assert len({tuple(RandomDraws(50, 8, seed, Stream.PROBE).step(0)) for seed in (-1, 0, 1, 42)}) == 4
+    assert len({tuple(RandomDraws([50], 8, seed, Stream.PROBE).step(0)) for seed in (-1, 0, 1, 42)}) == 4
 
 
 def test_probe_is_drawn_without_replacement_and_wraps() -> None:
     for k in range(50):
-        ids = RandomDraws(num_sequences=6, batch_size=4, seed=42, stream=Stream.PROBE).step(k)
+        ids = RandomDraws([6], batch_size=4, seed=42, stream=Stream.PROBE).step(k)
         assert len(ids) == len(set(ids)) == 4 and set(ids) <= set(range(6))
-        wrapped = RandomDraws(num_sequences=3, batch_size=7, seed=42, stream=Stream.PROBE).step(k)
+        wrapped = RandomDraws([3], batch_size=7, seed=42, stream=Stream.PROBE).step(k)
         assert sorted(Counter(wrapped).values()) == [2, 2, 3]
         assert sorted(wrapped[:3]) == sorted(wrapped[3:6]) == [0, 1, 2]
 
 
 def test_probe_and_main_order_are_independent() -> None:
     num_steps, num_sequences = 2000, 20
-    main, probe = MainOrder([num_sequences], 4, seed=42), RandomDraws(num_sequences, 4, seed=42, stream=Stream.PROBE)
+    main, probe = MainOrder([num_sequences], 4, seed=42), RandomDraws([num_sequences], 4, seed=42, stream=Stream.PROBE)
     main_before = [main.step(k) for k in range(num_steps)]
     overlap = sum(len(set(main_before[k]) & set(probe.step(k))) for k in range(num_steps)) / num_steps
     # Two independent draws of 4 of 20 share 4 * 4 / 20 on average; the standard error is about 0.017.

@@ -12,17 +12,28 @@ from tests.helpers.recipes import smallest_recipe
 from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import DataConfig, MethodConfig, WeightedPath
+from vcore_ds.config.sections import DataConfig, MethodConfig, RunConfig, WeightedPath
 from vcore_ds.data.cache import find_or_make_store
-from vcore_ds.data.dataset import JoinedDataset, JoinedStores, KeptDataset, MainOrder, Shares, list_files
+from vcore_ds.data.dataset import (
+    JoinedDataset,
+    JoinedStores,
+    KeptDataset,
+    MainOrder,
+    RandomDraws,
+    Shares,
+    list_files,
+    shuffle_by_share,
+)
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.train.console import Console
 from vcore_ds.train.faults import describe_rows
 from vcore_ds.train.feed import DataReader, build_feed
+from vcore_ds.train.followed import choose_traces
 from vcore_ds.train.start_screen import describe_files, describe_training
 
 
@@ -81,6 +92,33 @@ def test_a_mixed_order_takes_each_file_in_its_own_epochs_and_needs_no_state() ->
 def test_the_order_of_several_files_does_not_change_between_versions() -> None:
     # A resumed run continues in this order: a change here breaks the runs of others.
     assert MainOrder([8, 8], 8, 42, [1, 1]).step(0) == [6, 13, 1, 9, 0, 11, 2, 12]
+
+
+def test_random_draws_have_the_shares_of_the_main_batches() -> None:
+    def draw(size: int, k: int) -> list[int]:
+        return RandomDraws([50, 400], size, 42, Stream.PROBE, [9, 1]).step(k)
+
+    for k in range(20):  # a batch that the shares divide has them exactly, of different sequences
+        assert len(set(draw(40, k))) == 40 and sum(i < 50 for i in draw(40, k)) == 36
+        assert len(draw(4, k)) == 4 and sum(i < 50 for i in draw(4, k)) >= 3
+    ids = [i for k in range(4000) for i in draw(4, k)]
+    # At most one of four from the rare file: the standard error of its share is below 0.25 * 0.5 / sqrt(4000).
+    assert np.mean([i >= 50 for i in ids]) == pytest.approx(0.1, abs=0.006)
+    assert np.mean([i >= 50 for k in range(0, 8000, 2) for i in draw(1, k)]) == pytest.approx(0.1, abs=0.015)
+    assert set(ids) >= set(range(50)) and len(set(ids)) > 400
+    # With one file the weight changes nothing.
+    assert RandomDraws([9], 4, 1, Stream.PROBE, [0.3]).step(5) == RandomDraws([9], 4, 1, Stream.PROBE).step(5)
+
+
+def test_a_shuffle_by_share_has_each_position_once_and_the_shares_at_its_start() -> None:
+    order = shuffle_by_share([50, 400], [9, 1], np.random.default_rng(0)).tolist()
+    assert sorted(order) == list(range(450))
+    for n in (10, 20, 50):
+        assert sum(i < 50 for i in order[:n]) == pytest.approx(0.9 * n, abs=1)
+    assert (
+        shuffle_by_share([7], [0.3], np.random.default_rng(0)).tolist()
+        == np.random.default_rng(0).permutation(7).tolist()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +190,24 @@ def test_one_file_in_a_list_is_that_file(setup: Path, one_rank: None) -> None:
     assert MainOrder([6], 4, 7, [0.3]).step(5) == MainOrder([6], 4, 7).step(5)
 
 
-def make_feed(data) -> object:
-    settings = SimpleNamespace(method=SFT, probe=SimpleNamespace(every=1))
-    plan = SimpleNamespace(num_trusted_global=0, global_batch_size=4)
-    return build_feed(settings, plan, data, 0, seed=42)
+def make_feed(data, method: MethodConfig = SFT, num_probe: int = 4):
+    settings = SimpleNamespace(method=method, probe=SimpleNamespace(every=1))
+    plan = SimpleNamespace(num_trusted_global=0, global_batch_size=4, probe_batch_size_global=num_probe)
+    return build_feed(settings, plan, data, 0, seed=42)  # type: ignore[arg-type]
+
+
+def test_probes_and_followed_traces_have_the_weights_of_their_files(setup: Path, one_rank: None) -> None:
+    """Files of 6 and 4 sequences with weights 1:9, also where a trace of each is left out."""
+    train = list_weighted(setup, a=1, b=9)
+    for pool in ({}, {"probe_path": str(setup / "trusted.jsonl")}):
+        data = make_reader(setup, train_path=train, **pool).read_training_data(SFT, 0)
+        num_first = 5 if pool else 6
+        feed = make_feed(data, MethodConfig(name="vcore"), num_probe=20)
+        for k in range(3):
+            assert sum(i < num_first for i in feed.probe_stream.step(k)) == 2
+        followed = choose_traces(RunConfig(output_dir="x", num_followed_traces=4), DataConfig(train_path="x"), SFT,
+                                 data, {})  # fmt: skip
+        assert sum(origin.sequence_id < 6 for origin, _ in followed) <= 1 and len(followed) == 4
 
 
 def test_the_weights_are_part_of_the_digest_of_the_training_data(setup: Path, one_rank: None) -> None:

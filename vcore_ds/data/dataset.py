@@ -215,6 +215,13 @@ def list_files(dataset: Dataset) -> list[tuple[TokenStore, np.ndarray]]:
     return [(part, chosen - start) for part, chosen, start in zip(store.parts, by_file, store.starts, strict=False)]
 
 
+def list_shares(dataset: Dataset) -> tuple[list[int], Sequence[float]]:
+    """List the number of a data set's sequences of each training file, and the files' weights."""
+    store = find_token_store(dataset)
+    weights = store.weights if isinstance(store, JoinedStores) else (1.0,)
+    return [len(positions) for _, positions in list_files(dataset)], weights
+
+
 def keep_random_tokens(dataset: Dataset, keep_share: float, seed: int) -> ChangedDataset:
     """Set `kept` to the answer's tokens and random others, `keep_share` of the supervised tokens in total (the method
     `random`)."""
@@ -272,20 +279,43 @@ class MainOrder:
 
 class RandomDraws:
     """Random batches, independent of `MainOrder`: the probe batches B' (Algorithm 1 of the paper), and the trusted part
-    of the main batches."""
+    of the main batches. Files have their shares of all batches together, and of each to within two draws."""
 
-    def __init__(self, num_sequences: int, batch_size: int, seed: int, stream: Stream) -> None:
-        """`batch_size`: sequences per optimizer step over all ranks."""
+    def __init__(
+        self,
+        num_sequences: Sequence[int],
+        batch_size: int,
+        seed: int,
+        stream: Stream,
+        weights: Sequence[float] = (1.0,),
+    ) -> None:
+        """`num_sequences` and `weights`: as in `MainOrder`; `batch_size`: sequences per optimizer step over all
+        ranks."""
         self.num_sequences, self.batch_size, self.seed, self.stream = num_sequences, batch_size, seed, stream
+        self.shares = Shares(weights)
 
     def step(self, k: int) -> list[int]:
-        """Draw the ids [batch_size] of optimizer step k, from 0; none repeats before all were drawn."""
+        """Draw the ids [batch_size] of optimizer step k, from 0; none repeats before all of its file were drawn."""
         rng = generator(self.stream, self.seed, k)
+        # A window of the draws in proportion, from a random one, since a batch may be too small for a rare file.
+        first = int(rng.random() * sum(self.shares.weights)) if len(self.num_sequences) > 1 else 0
+        counts = zip(self.shares.count(first), self.shares.count(first + self.batch_size), strict=True)
         ids: list[int] = []
-        while len(ids) < self.batch_size:
-            size = min(self.batch_size - len(ids), self.num_sequences)
-            ids += rng.choice(self.num_sequences, size, replace=False).tolist()
+        for (before, after), size, start in zip(
+            counts, self.num_sequences, accumulate(self.num_sequences, initial=0), strict=False
+        ):
+            for left in range(after - before, 0, -size):
+                ids += (start + rng.choice(size, min(left, size), replace=False)).tolist()
         return ids
+
+
+def shuffle_by_share(num_sequences: Sequence[int], weights: Sequence[float], rng: np.random.Generator) -> np.ndarray:
+    """All positions in random order, int64 [n], each file in proportion to its weight as long as it lasts.
+    `num_sequences` and `weights`: as in `MainOrder`."""
+    starts = accumulate(num_sequences, initial=0)
+    shuffled = [start + rng.permutation(size) for start, size in zip(starts, num_sequences, strict=False)]
+    places = [(np.arange(size) + 0.5) / weight for size, weight in zip(num_sequences, weights, strict=True)]
+    return np.concatenate(shuffled)[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def select_positions(

@@ -26,9 +26,9 @@ from vcore_ds.data.dataset import (
     RandomDraws,
     Store,
     add_reference,
-    find_token_store,
     keep_random_tokens,
     list_files,
+    list_shares,
 )
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.store import TokenStore
@@ -361,22 +361,21 @@ def build_feed(
 ) -> Feed:
     """Build the feed. `probe_dataset`: source of probe batches and of the trusted part of main batches; None for the
     training data."""
-    num_trusted = plan.num_trusted_global
-    probe_source = dataset if probe_dataset is None else probe_dataset
-    probe_stream = trusted_stream = None
-    if settings.method.uses_utilities:
-        size = len(probe_source) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
-        probe_stream = RandomDraws(len(probe_source), size, seed, Stream.PROBE)
-    if num_trusted:
-        trusted_stream = RandomDraws(len(probe_source), num_trusted, seed, Stream.TRUSTED)
-    store = find_token_store(dataset)
-    weights = store.weights if isinstance(store, JoinedStores) else (1.0,)
-    sizes = [len(positions) for _, positions in list_files(dataset)]
+    sizes, weights = list_shares(dataset)
     if 0 in sizes:
         raise UserError(
             f"data.train_path: found no trace left of file {sizes.index(0) + 1} of the list (data.keep and "
             "data.trusted_overlap leave traces out); expected at least one of each file. Remove the file from the list"
         )
+    num_trusted = plan.num_trusted_global
+    probe_source = dataset if probe_dataset is None else probe_dataset
+    probe_sizes, probe_weights = list_shares(probe_source)
+    probe_stream = trusted_stream = None
+    if settings.method.uses_utilities:
+        size = len(probe_source) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
+        probe_stream = RandomDraws(probe_sizes, size, seed, Stream.PROBE, probe_weights)
+    if num_trusted:
+        trusted_stream = RandomDraws(probe_sizes, num_trusted, seed, Stream.TRUSTED, probe_weights)
     main_order = MainOrder(sizes, plan.global_batch_size - num_trusted, seed, weights)
     return Feed(
         dataset,

@@ -14,7 +14,7 @@ import torch
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.config.sections import DataConfig, MethodConfig, RunConfig
 from vcore_ds.data.batches import Batch
-from vcore_ds.data.dataset import Dataset, keep_random_tokens
+from vcore_ds.data.dataset import Dataset, keep_random_tokens, list_shares, shuffle_by_share
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark
@@ -77,8 +77,9 @@ def choose_traces(
 def _draw_traces(
     dataset: Dataset, seed: int, place: int, held_out: str | None = None
 ) -> Iterator[tuple[Origin, TokenizedSequence]]:
-    """Yield sequences with supervised tokens, in random order; `held_out` names their set, None for training data."""
-    for i in generator(Stream.FOLLOWED_TRACES, seed, place).permutation(len(dataset)).tolist():
+    """Yield sequences with supervised tokens, in random order; `held_out` names their set, None for training data, of
+    which each file has its share."""
+    for i in shuffle_by_share(*list_shares(dataset), generator(Stream.FOLLOWED_TRACES, seed, place)).tolist():
         sequence = dataset[i]
         if sequence.supervised[1:].any():
             yield Origin(held_out is not None, held_out or "", sequence.sequence_id), sequence

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,15 +142,21 @@ def limit_to_recipe(options: FidelityOptions, num_steps: int) -> tuple[FidelityO
 
 
 def choose_sequences(
-    num_training: int, num_trusted: int | None, probe_size: int, options: FidelityOptions, seed: int
+    training: tuple[Sequence[int], Sequence[float]],
+    num_trusted: int | None,
+    probe_size: int,
+    options: FidelityOptions,
+    seed: int,
 ) -> Choice:
-    """Draw the measured sequences from the training data, and the probes from the rest of it or from `data.probe_path`
-    (`num_trusted` sequences; None without it). Too few sequences make the probes smaller. Raises UserError unless there
-    is a sequence for each purpose."""
+    """Draw the measured sequences from the training data (sizes and weights of its files), and the probes from the rest
+    of it or from `data.probe_path` (`num_trusted` sequences; None without it). Too few sequences make the probes
+    smaller. Raises UserError unless there is a sequence for each purpose."""
     from vcore_ds.common.random_streams import Stream, generator  # imports numpy
+    from vcore_ds.data.dataset import shuffle_by_share
 
     drawn, notes = generator(Stream.FIDELITY, seed), []
-    order = drawn.permutation(num_training).tolist()
+    order = shuffle_by_share(*training, drawn).tolist()
+    num_training = len(order)
     num_measured = max(0, min(options.num_sequences, num_training if num_trusted is not None else num_training - 2))
     measured, others = order[:num_measured], order[num_measured:]
     if num_trusted is not None:
@@ -165,7 +172,8 @@ def choose_sequences(
         notes.append(f"{num_measured} instead of {options.num_sequences} sequences are measured: there are no more")
     sizes = sorted({*options.probe_sizes, probe_size})
     num_large = min(options.large_probe_size, max(len(others) - sizes[-1], len(others) // 2))
-    small, large = others[: min(sizes[-1], len(others) - num_large)], others[len(others) - num_large :]
+    num_small = min(sizes[-1], len(others) - num_large)
+    small, large = others[:num_small], others[num_small : num_small + num_large]
     if num_large < options.large_probe_size:
         notes.append(f"the large probe has {num_large} instead of {options.large_probe_size} sequences")
     fitting = [size for size in sizes if size <= len(small)]

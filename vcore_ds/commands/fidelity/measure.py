@@ -21,6 +21,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import duration
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig
+from vcore_ds.data.dataset import list_shares
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark, watching
@@ -91,7 +92,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     options, notes = limit_to_recipe(options, schedule.num_steps)
     probe_size = len(feed.probe_dataset) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
     num_trusted = None if trusted is None else len(trusted)
-    choice = choose_sequences(len(dataset), num_trusted, probe_size, options, seed)
+    choice = choose_sequences(list_shares(dataset), num_trusted, probe_size, options, seed)
     notes += choice.notes
     if not recipe.method.uses_utilities:
         notes.append(f"method {recipe.method.name} has no utilities; measured with method.name=vcore")
