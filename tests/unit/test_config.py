@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tests.helpers.recipes import find_problem, find_problems, smallest_recipe, write_yaml
 from vcore_ds.config.files import dump_yaml, parse_yaml
-from vcore_ds.config.load import dump_recipe, load_recipe, make_override
+from vcore_ds.config.load import dump_recipe, list_overrides, load_recipe, make_override
 from vcore_ds.config.problems import NAMES_ELSEWHERE, RecipeError, recipe_keys
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe
@@ -94,6 +94,25 @@ def test_any_text_and_number_survive_yaml_and_an_override(value: str | float) ->
 def test_an_override_has_quotes_only_where_it_needs_them() -> None:
     assert make_override("run.output_dir", Path("runs/my run_2")) == "run.output_dir=runs/my run_2"
     assert make_override("run.seed", 3) == "run.seed=3"
+
+
+def test_sections_of_the_python_api_are_read_back_whole(recipe_file: Path) -> None:
+    """A mapping below a section is a value, unless it is a nested section; a Path may be anywhere."""
+    paths = {"math": Path("held out.jsonl"), "code": "it's # 2.jsonl"}
+    files = [{"path": Path("a: b.jsonl"), "weight": 3}, {"path": "c.jsonl", "weight": 0.5}]
+    keep = {"scores": Path("scores/mine"), "top": 0.5}
+    sections: dict[str, Any] = {
+        "data": {"validation_path": paths, "train_path": files, "keep": keep},
+        "optimizer": {"betas": (0.8, 0.9)},
+        "lora": None,
+    }
+    recipe = load_recipe(recipe_file, list(list_overrides(sections)))
+    assert recipe.data.validation_path == {"math": "held out.jsonl", "code": "it's # 2.jsonl"}
+    assert [(file.path, file.weight) for file in recipe.data.train_files()] == [("a: b.jsonl", 3), ("c.jsonl", 0.5)]
+    assert recipe.data.keep is not None and (recipe.data.keep.scores, recipe.data.keep.top) == ("scores/mine", 0.5)
+    assert recipe.optimizer.betas == (0.8, 0.9) and recipe.lora is None
+    with pytest.raises(RecipeError, match=r"data\.math"):  # still refused, and named, beside a section's keys
+        load_recipe(recipe_file, list(list_overrides({"data": {"math": paths}})))
 
 
 # ---------------------------------------------------------------- single keys

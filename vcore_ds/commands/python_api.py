@@ -1,6 +1,6 @@
 """Commands as functions, public through `vcore_ds`: `train` and `score`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from vcore_ds.commands.score.compute import score as run_scoring
 from vcore_ds.commands.score.request import make_request
-from vcore_ds.config.load import load_recipe, make_override
+from vcore_ds.config.load import list_overrides, load_recipe
 from vcore_ds.distributed.device import local_rank, uses_gpu
 from vcore_ds.train.run import RunResult
 from vcore_ds.train.run import train as run_training
@@ -26,7 +26,7 @@ def train(recipe: str | Path, *fragments: str, **overrides: Any) -> RunResult:
     Raises UserError before anything is written, for whatever the user can fix.
     """
     with _preserved_random_state():
-        return run_training(load_recipe(recipe, [*fragments, *_list_overrides(overrides)]), says_next=False)
+        return run_training(load_recipe(recipe, [*fragments, *list_overrides(overrides)]), says_next=False)
 
 
 def score(
@@ -54,7 +54,7 @@ def score(
     Raises UserError for whatever the user can fix.
     """
     words = [f"{name}={path}" for name, path in (sets or {}).items()]
-    lines = [*fragments, *_list_overrides(overrides)]
+    lines = [*fragments, *list_overrides(overrides)]
     request = make_request(str(recipe), lines, words, checkpoint, Path(output), all_tokens=all_tokens)
     with _preserved_random_state():
         run_scoring(request)
@@ -63,12 +63,3 @@ def score(
 
 def _preserved_random_state() -> AbstractContextManager[None]:
     return torch.random.fork_rng([local_rank()] if uses_gpu() else [])
-
-
-def _list_overrides(values: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """Overrides `section.key=value` of nested mappings."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _list_overrides(value, f"{within}{name}.")
-        else:
-            yield make_override(f"{within}{name}", value)

@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,13 +114,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def list_overrides(values: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """List the words `section.key=value` that `load_recipe` reads back to these sections. A mapping below a section is
+    a value, such as data.validation_path, unless it is a nested section."""
+    for name, value in values.items():
+        key = f"{within}{name}"
+        if isinstance(value, Mapping) and (not within or tuple(key.split(".")) in SUBSECTIONS):
+            yield from list_overrides(value, f"{key}.")
+        else:
+            yield make_override(key, value)
+
+
 def make_override(key: str, value: object) -> str:
-    """The word `key=value` that `load_recipe` reads back to this value, quoted only where YAML needs it."""
-    text = str(value) if isinstance(value, Path) else value
+    """The word `key=value` that `load_recipe` reads back to this value, quoted only where YAML needs it. Paths may be
+    anywhere in the value."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
     with suppress(UnreadableFile):
         if isinstance(text, str) and parse_yaml(text).value == text:
             return f"{key}={text}"
-    quoted = json.dumps(text, ensure_ascii=False)  # JSON is YAML except for unescaped U+0085 and the like
+    # JSON is YAML except for unescaped U+0085 and the like
+    quoted = json.dumps(text, ensure_ascii=False, default=os.fspath)
     return f"{key}=" + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
 
 
