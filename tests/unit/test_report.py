@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts, write_pictures
 from vcore_ds.commands.report.page import BASE, SCRIPTS, SOURCES, STYLE, as_json, correlate_with_losses, weight_range
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
-from vcore_ds.commands.report.tables import environment_table, explain_results, results_table, summary
+from vcore_ds.commands.report.tables import NOTHING, environment_table, explain_results, results_table, summary
 from vcore_ds.commands.report.tokens import KINDS
 from vcore_ds.commands.report.traces import (
     IN_ANSWER,
@@ -321,6 +322,27 @@ def test_the_results_of_one_run(tmp_path: Path) -> None:
         "some-model fine-tuned with vcore, all parameters: 1 optimizer step, 8 sequences, 12,345 supervised tokens in "
         "1 h 30 min on 2 ranks."
     )
+
+
+def test_losses_of_another_normalization_have_another_name(tmp_path: Path) -> None:
+    """No row compares a mean over sequences with one over tokens; a file of an earlier version has the former."""
+    token: dict[str, Any] = {"normalization": "token"}
+    add_evaluation(make_run(tmp_path / "a"), 0.5)
+    make_run(tmp_path / "b", method=token)
+    losses = {"before": {"a": 1.0}, "after": {"a": 0.5}} | token
+    (tmp_path / "b/held_out.json").write_text(json.dumps(losses))
+    runs = read_reported(tmp_path / "a", tmp_path / "b")
+    names = ("held-out loss, a (nats)", "held-out loss, a (nats, mean over tokens)",
+             "training loss, first and last step (nats, mean over tokens)")  # fmt: skip
+    table = results_table(runs)
+    assert [[row[table.head.index(name)] for name in names] for row in table.rows] == [
+        ["1.5000 → 1.2500", NOTHING, NOTHING],
+        [NOTHING, "1.0000 → 0.5000", "1.0000 → 0.2500"],
+    ]
+    assert "over sequences" in explain_results(runs) and "over all tokens" in explain_results(runs)
+    assert "over all tokens" not in explain_results(runs[:1])
+    (chart,) = [chart for chart in make_charts(group_runs(runs)) if chart.key == "loss"]
+    assert "method.normalization" in chart.note
 
 
 def test_the_results_of_several_runs(tmp_path: Path) -> None:

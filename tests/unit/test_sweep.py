@@ -459,6 +459,13 @@ def test_report_writes_the_tables_of_a_sweep(folder: Path, capsys: pytest.Captur
     assert rows[3] == ["vcore", "2", "sft", "1.3500", "-0.1500", "1.8500", "-0.1500"]
     assert rows[6] == ["sft", "20", "1,000", "4", f"{20 * 4 * 2 / 3600:.3g}"]
     page = Path("out/report.html").read_text()
+    token = sweep.run_folder("vcore/seed_1") / "held_out.json"  # a mean over tokens is not compared with the others
+    token.write_text('{"before": {}, "after": {"": 7}, "normalization": "token"}')
+    assert main(["report", "out"]) == 0
+    rows = [[word.strip() for word in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    (head,) = [row for row in rows if row[:1] == ["cell"] and "held-out loss" in row]
+    (row,) = [row for row in rows if row[0] == "vcore" and row[2] == "sft"]
+    assert row[3:5] == ["1.8000", "-0.2000"] and row[head.index("held-out loss, mean over tokens")] == "7.0000"
     assert (
         "<h2>Sweep</h2>" in page
         and "vcore/seed_3 (waiting)" in page

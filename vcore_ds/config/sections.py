@@ -257,8 +257,9 @@ class DataConfig(Section):
     keep: KeepConfig | None = None
     """Train on the traces with the highest scores only (`vcore-ds score`); null for all traces."""
     validation_path: PathText | Annotated[dict[Name, PathText], Field(min_length=1)] | None = None
-    """Held-out conversations for the loss before, during and after the run. Several sets as {NAME: PATH, ...}, each
-    with a metric `validation_loss_NAME`; names have letters, digits and underscores. null for none."""
+    """Held-out conversations for the loss (the mean of method.normalization) before, during and after the run. Several
+    sets as {NAME: PATH, ...}, each with a metric `validation_loss_NAME`; names have letters, digits and underscores.
+    null for none."""
     probe_path: PathText | None = None
     """A pool of conversations from which the probe batch is drawn, such as a few trusted ones if the training data is
     noisy: utilities then measure what lowers *their* loss. null draws from the training data, as in the paper."""

@@ -18,7 +18,8 @@ from vcore_ds.distributed.device import device
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.distributed.stops import Stops
 from vcore_ds.distributed.watchdog import mark
-from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
+from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, count_globally
+from vcore_ds.method.objective import Normalization, sequence_shares
 from vcore_ds.models.architecture_check import advise_on_noise
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
@@ -177,9 +178,9 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         }
         losses: dict[str, float] = {}
         if done == num_steps and run.checkpoints.compares:
-            losses = run.checkpoints.validation_losses_after = validate(run.trainer.engine, run.data, console)
+            losses = run.checkpoints.validation_losses_after = validate(run.trainer, run.data, console)
         elif settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
-            losses = validate(run.trainer.engine, run.data, console)
+            losses = validate(run.trainer, run.data, console)
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
         if run.log.metrics is not None:
             run.log.metrics.write(line)
@@ -270,30 +271,33 @@ def warn_of_noise(settings: StepSettings, model: PretrainedConfig, metrics: Step
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")
 
 
-def validate(engine: Engine, data: RunData, console: Console) -> dict[str, float]:
-    """Compute the mean over the sequences of each held-out set of the mean token loss, nats. A collective."""
+def validate(trainer: Trainer, data: RunData, console: Console) -> dict[str, float]:
+    """Compute the loss of each held-out set. A collective."""
     mark("validation")
-    feed = data.feed
+    feed, normalization = data.feed, trainer.settings.method.normalization
     micro_batch_size = feed.plan.utility_micro_batch_size_per_rank
     batches = {
         name: feed.batches(range(len(dataset)), micro_batch_size, dataset) for name, dataset in data.validation.items()
     }
     num_tokens = sum(batch.input_ids.numel() for set_batches in batches.values() for batch in set_batches)
     with console.progress("Evaluating held-out sequences", num_tokens) as progress:
-        return {name: held_out_loss(engine, set_batches, progress) for name, set_batches in batches.items()}
+        return {
+            name: held_out_loss(trainer.engine, set_batches, normalization, progress)
+            for name, set_batches in batches.items()
+        }
 
 
-def held_out_loss(engine: Engine, batches: list[Batch], progress: Progress) -> float:
-    """Mean over one set's sequences of the mean token loss, nats. A collective. `batches`: this rank's; `progress`
-    counts their tokens."""
-    total = num_sequences = 0.0
+def held_out_loss(engine: Engine, batches: list[Batch], normalization: Normalization, progress: Progress) -> float:
+    """Loss of one set with uniform weights, nats: the mean over its sequences of their tokens' mean, or over all tokens
+    (`normalization`). A collective. `batches`: this rank's; `progress` counts their tokens."""
+    counts, total = count_globally(batches), 0.0
     with engine.without_gradient():
         for batch in batches:
             losses = engine.token_losses(batch).cpu()
             num_tokens = batch.num_supervised_tokens()
-            sums = torch.zeros(batch.num_sequences).index_add_(0, batch.sequence_index(), losses)
-            total += float((sums / num_tokens.clamp_min(1)).sum())
-            num_sequences += float((num_tokens > 0).sum())
+            sums = torch.zeros(batch.num_sequences, dtype=losses.dtype).index_add_(0, batch.sequence_index(), losses)
+            shares = sequence_shares(num_tokens, counts, normalization)
+            total += float((shares * sums / num_tokens.clamp_min(1)).sum())
             progress.advance(batch.input_ids.numel())
-    total, num_sequences = layout.sum_over("data", [total, num_sequences], batches[0].sequence_parallel)
-    return total / num_sequences
+    (total,) = layout.sum_over("data", [total], batches[0].sequence_parallel)
+    return total

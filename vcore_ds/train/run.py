@@ -288,7 +288,7 @@ def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
     """Take the remaining steps, after validating a new run. A collective."""
     console, checkpoints = run.log.console, run.checkpoints
     if is_new:
-        checkpoints.validation_losses_before = validate(run.trainer.engine, run.data, console)
+        checkpoints.validation_losses_before = validate(run.trainer, run.data, console)
     if before := checkpoints.validation_losses_before:
         losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
         console.say(f"Held-out loss before training: {losses}")
@@ -310,10 +310,10 @@ def write_result(
     before = run.checkpoints.validation_losses_before
     after = run.checkpoints.validation_losses_after
     if after is None:
-        after = validate(run.trainer.engine, run.data, run.log.console)
+        after = validate(run.trainer, run.data, run.log.console)
     mark("export")
     if after:
-        losses = {"before": before, "after": after}
+        losses = {"normalization": recipe.method.normalization, "before": before, "after": after}
         run_on_first_rank(lambda: run_folder.write_json(run.folder / run_folder.HELD_OUT, losses))
     folder = run_folder.export_folder(run.folder, is_adapter=recipe.lora is not None)
     kind: Kind = "adapter" if recipe.lora is not None else "model"

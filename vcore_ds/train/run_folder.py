@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -234,10 +234,12 @@ def _git_commit() -> str | None:
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """Contents of held_out.json: mean nats per token, by name of the set."""
+    """Contents of held_out.json: nats, by name of the set."""
 
     before: dict[str, float]
     after: dict[str, float]
+    normalization: Literal["sequence", "token"] = "sequence"
+    """Mean over sequences of their tokens' mean (files of version 0.7.0 have no other), or over all tokens."""
 
 
 _HELD_OUT = TypeAdapter(HeldOutLosses)

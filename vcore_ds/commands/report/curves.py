@@ -129,9 +129,13 @@ def _omits_first_step(run: ReportedRun, key: str) -> bool:
 
 
 def _add_note(groups: Sequence[Group], key: str, note: str) -> str:
-    if not any(_omits_first_step(run, key) for group in groups for run in group.runs):
-        return note
-    return f"{note}{note and '. '}Without step 1, where the optimizer has no state yet and utilities another scale"
+    runs = [run for group in groups for run in group.runs]
+    notes = [note] if note else []
+    if any(_omits_first_step(run, key) for run in runs):
+        notes.append("Without step 1, where the optimizer has no state yet and utilities another scale")
+    if "loss" in key and len({run.recipe.method.normalization for run in runs}) > 1:
+        notes.append("Means over sequences or over tokens (method.normalization), which do not compare")
+    return ". ".join(notes)
 
 
 def make_charts(groups: Sequence[Group]) -> list[Chart]:

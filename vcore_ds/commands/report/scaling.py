@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
-from vcore_ds.commands.report.tables import NOTHING, Table
+from vcore_ds.commands.report.tables import MEANS, NOTHING, Table
 from vcore_ds.commands.sweep.folder import State, SweepFolder, read_sweep_folder
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.statistics import cell, paired
@@ -302,14 +302,26 @@ Measure = Callable[[ReportedRun], float | None]
 
 
 def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
-    """Title -> value of a run: each held-out loss that any run has, then the training loss."""
+    """Title -> value of a run: each held-out loss that any run has, then the training loss; those of another
+    `method.normalization` apart."""
 
-    def measure_held_out(name: str) -> Measure:
-        return lambda run: run.held_out.after.get(name)
+    def measure_held_out(name: str, mean: str) -> Measure:
+        return lambda run: run.held_out.after.get(name) if run.held_out.normalization == mean else None
 
-    names = dict.fromkeys(name for run in runs for name in run.held_out.after)
-    held_out = {f"held-out loss{name and f', {name}'}": measure_held_out(name) for name in names}
-    return {**held_out, f"training loss, last {LAST_SHARE:.0%} of the steps": _average_last_losses}
+    def measure_training(mean: str) -> Measure:
+        return lambda run: _average_last_losses(run) if run.recipe.method.normalization == mean else None
+
+    held_out = dict.fromkeys((name, run.held_out.normalization) for run in runs for name in run.held_out.after)
+    training = dict.fromkeys(run.recipe.method.normalization for run in runs)
+    return {
+        **{
+            f"held-out loss{name and f', {name}'}{MEANS[mean]}": measure_held_out(name, mean) for name, mean in held_out
+        },
+        **{
+            f"training loss, last {LAST_SHARE:.0%} of the steps{MEANS[mean]}": measure_training(mean)
+            for mean in training
+        },
+    }
 
 
 def _average_last_losses(run: ReportedRun) -> float | None:

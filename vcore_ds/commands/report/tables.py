@@ -259,20 +259,31 @@ def results_table(runs: Sequence[ReportedRun]) -> Table:
 
 def explain_results(runs: Sequence[ReportedRun]) -> str:
     """How to read the losses of `results_table`, and their limits."""
+    means = [MEANINGS[name] for name in dict.fromkeys(run.recipe.method.normalization for run in runs)]
     text = (
-        "Losses are in nats per token. They fall, by any method, as the model learns the form of the traces, right or "
-        "wrong. Whether its answers get better is for accuracy to say (vcore-ds eval)"
+        f"Losses are {' or '.join(means)}. They fall, by any method, as the model learns the form of the traces, right "
+        "or wrong. Whether its answers get better is for accuracy to say (vcore-ds eval)"
     )
     if all(run.recipe.method.uses_utilities for run in runs):
         text += ", and what VCORE adds for a report with a run of plain SFT beside it (methods/sft.yaml)"
     return f"{text}."
 
 
+MEANINGS = {"sequence": "means over sequences of the nats per token", "token": "means over all tokens in nats"}
+"""Of a run's losses, by `method.normalization`."""
+
+MEANS = {"sequence": "", "token": ", mean over tokens"}
+"""What the name of a loss says of its `method.normalization`: losses of another one have another name, so that no table
+compares the two."""
+
+
 def _measure_results(run: ReportedRun) -> dict[str, Result]:
-    before, after = run.held_out.before, run.held_out.after
-    results = {f"held-out loss{name and f', {name}'} (nats)": Result(before.get(name), after[name]) for name in after}
-    losses = [line.get("loss") for line in run.metrics]
-    results["training loss, first and last step (nats)"] = Result(losses[0], losses[-1])
+    before, after, mean = run.held_out.before, run.held_out.after, MEANS[run.held_out.normalization]
+    results = {
+        f"held-out loss{name and f', {name}'} (nats{mean})": Result(before.get(name), after[name]) for name in after
+    }
+    losses, mean = [line.get("loss") for line in run.metrics], MEANS[run.recipe.method.normalization]
+    results[f"training loss, first and last step (nats{mean})"] = Result(losses[0], losses[-1])
     for name, task in run.evaluated.items():
         title = f"accuracy, {name} ({count(task.num_problems, 'problem')})"
         results[title] = Result(None, task.accuracy, is_share=True)
