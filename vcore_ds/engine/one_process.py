@@ -4,6 +4,7 @@ trainer."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -147,6 +148,7 @@ def _restoring(model: nn.Module) -> Iterator[None]:
     finally:
         for module, kind, saved in before:
             module.__class__ = kind
-            for part, values in zip((module.__dict__, module._modules, module._buffers), saved, strict=True):
+            parts: tuple[dict[str, Any], ...] = (module.__dict__, module._modules, module._buffers)
+            for part, values in zip(parts, saved, strict=True):
                 part.clear()
                 part.update(values)

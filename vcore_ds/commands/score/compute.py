@@ -209,7 +209,7 @@ class Scoring:
                 is_checked = True
             if not is_compared:
                 trusted = self.sets[one.set_name]
-                draws = RandomDraws(len(trusted), len(trusted), recipe.run.seed, Stream.PROBE)
+                draws = RandomDraws([len(trusted)], len(trusted), recipe.run.seed, Stream.PROBE)
                 feed = replace(self.feed, probe_dataset=trusted, probe_stream=draws)
                 check_approximation(engine, ForwardMode(engine, direction), feed, self.settings, console)
                 is_compared = True
