@@ -34,8 +34,8 @@ def compute_file_digest(path: Path) -> str:
     state = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
     entry = cache_root() / "digests" / hashlib.sha256(state.encode()).hexdigest()[:32]
     with suppress(OSError):
-        if (digest := entry.read_text()).startswith(_RULE):
-            return digest
+        if (known := entry.read_text()).startswith(_RULE):
+            return known
     digest = hashlib.sha256(f"{stat.st_size} ".encode())
     if stat.st_size <= WHOLE_BYTES:
         with path.open("rb") as file:
