@@ -74,10 +74,11 @@ def test_standard_input_is_one_prompt(base: Path, say: Callable) -> None:
 
 
 def test_a_conversation_goes_on_until_a_new_one_begins(base: Path, say: Callable) -> None:
-    output, _ = say(Terminal("hello\n\nagain\n/new\nagain\n"), base)
+    output, notes = say(Terminal("caf\udce9\nhello\n\nagain\n/new\nagain\n"), base)
+    assert "chat: found a byte that is no UTF-8" in notes
     first = answer_greedily(base, "hello")
     second, anew = answer_greedily(base, "hello", first.strip(), "again"), answer_greedily(base, "again")
-    assert second != anew and output == f"> {first}\n> > {second}\n> > {anew}\n> \n"
+    assert second != anew and output == f"> > {first}\n> > {second}\n> > {anew}\n> \n"
 
 
 def test_a_run_answers_by_its_newest_checkpoint_or_its_result(base: Path, tmp_path: Path, say: Callable) -> None:
@@ -140,11 +141,14 @@ def test_a_small_adapter_is_not_lost_to_rounding_in_bf16(base: Path, tmp_path: P
         (["{base}", "extra"], "x", "chat: found extra; expected no more than its --help lists"),
         (["{damaged}"], "x", "found no base_model_name_or_path"),
         (["{base}"], "x" * 40_000, "tokens so far, which leave the model no room"),
+        (["{base}"], b"caf\xe9", "chat: found a byte that is no UTF-8"),
+        (["{base}", "--system", os.fsdecode(b"caf\xe9")], "x", "--system: found a byte that is no UTF-8"),
     ],
 )
 def test_each_mistake_is_one_message(words, text, expected, base, tmp_path, monkeypatch, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    stdin = io.StringIO(text) if isinstance(text, str) else io.TextIOWrapper(io.BytesIO(text), "utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
     assert main(["chat", *(word.format(base=base, damaged=tmp_path) for word in words)]) == 2
     message = capsys.readouterr().err
     assert expected in message and message.count("; expected") <= 1

@@ -1,6 +1,7 @@
 """`vcore-ds chat`: talk to a model in the terminal."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -49,6 +50,7 @@ def chat(arguments: argparse.Namespace) -> None:
     from vcore_ds.data.tokenization import load_tokenizer
 
     logging.disable_progress_bar()
+    check_text(arguments.system or "", "--system")
     named = find_named_model(export_unfinished(arguments.model))
     tokenizer = load_tokenizer(named.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
@@ -65,6 +67,7 @@ def chat(arguments: argparse.Namespace) -> None:
             continue
         messages.append({"role": "user", "content": make_prompt(question)})
         try:
+            check_text(question, "chat")
             answer = print_answer(model, tokenizer, messages, arguments)
             messages.append(read_turn(answer))
         except (UserError, KeyboardInterrupt) as problem:
@@ -86,8 +89,21 @@ def export_unfinished(path: str) -> str:
         return str(export_run(run, reuse=True))
 
 
+def check_text(text: str, where: str) -> None:
+    """Raise UserError for bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{where}: found a byte that is no UTF-8; expected text in UTF-8. Check the encoding of terminal or file"
+        ) from None
+
+
 def read_questions() -> Iterator[str]:
     """Yield each typed question; standard input that is no terminal is one question."""
+    # As Python reads words of the command line and, in some locales, standard input.
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     if not sys.stdin.isatty():
         question = sys.stdin.read().strip()
         if not question:
