@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -14,8 +15,8 @@ MODULES = {"pyyaml": "yaml", "megatron-core": "megatron"}
 """Distribution -> the module that it brings, where the name differs in more than a dash."""
 IF_INSTALLED = {"triton", "transformer_engine"}
 """Come with PyTorch for GPUs, or are installed for a machine; the code does without."""
-IMPORTED_BY_OTHERS = {"gguf"}
-"""transformers imports it to read the quickstart's model."""
+IMPORTED_BY_OTHERS = {"gguf", "antlr4_python3_runtime"}
+"""transformers imports the first to read the quickstart's model, math-verify the second."""
 TOOLS = {"pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "types-pyyaml", "setuptools"}
 """Packages of the extra `test` that are run, not imported."""
 USERS = {
@@ -85,6 +86,15 @@ def test_constraints_pin_every_declared_distribution() -> None:
     declared = parse_distributions([*PROJECT["dependencies"], *(word for extra in extras for word in extra)])
     missing = {name for name in declared if name.replace("_", "-") not in pinned}
     assert missing == set()
+
+
+def test_extras_of_other_distributions_have_the_names_that_pip_finds() -> None:
+    """pip warns of others, such as those with an underscore, and leaves them out."""
+    extras = PROJECT["optional-dependencies"].values()
+    for word in [*PROJECT["dependencies"], *(word for extra in extras for word in extra)]:
+        match = re.match(r"([\w-]+)\[(.*?)\]", word)
+        if match is not None and match[1] != PROJECT["name"]:
+            assert set(match[2].split(",")) <= set(metadata(match[1]).get_all("Provides-Extra") or ()), word
 
 
 def test_the_environment_of_the_tests_has_every_extra() -> None:

@@ -187,6 +187,10 @@ def test_the_needed_space_counts_checkpoints_and_result(model: Path, tmp_path: P
         (folder / "COMPLETE").touch()
     assert compute_output_bytes(full) == num_all * (12 + 4) + num_all * 4
 
+    unknown = compute_output_bytes(make_recipe(tmp_path / "none", tmp_path / "other"))
+    assert unknown is None and find_problems([GOOD], replace(NEEDED, output_bytes=unknown)) == []
+    assert "needed: an unknown size in /shared/runs, 2.0 GiB" in describe([GOOD], replace(NEEDED, output_bytes=unknown))
+
     adapters = make_recipe(model, tmp_path / "other", lora={"rank": 4, "alpha": 8})
     num_trained = sum(p.numel() for p in tiny.with_lora(tiny.qwen3()).parameters() if p.requires_grad)
     assert count_parameters(adapters.model.path, adapters.lora).trained == num_trained

@@ -339,3 +339,12 @@ def test_opening_a_store_warns_of_nothing_and_loads_megatron_core_only_then(stor
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == (f"7 {len(make_sequences()[0])}\n", "")
+
+
+def test_malformed_rows_are_in_the_counts(tmp_path: Path) -> None:
+    counts = {"rows": 10, "malformed": 2, "dropped": {"a rule": 1}}
+    write_store(tmp_path / "store", make_sequences(), make_tokenizer(), counts=counts)
+    store = TokenStore(tmp_path / "store")
+    num_rows, dropped = store.count_dropped_rows()
+    assert num_rows == len(store) + sum(dropped.values()) == 10
+    assert "\n2 dropped: malformed\n" in store.describe()

@@ -250,10 +250,10 @@ def test_a_run_names_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None)
     train = str(setup / "a.jsonl")
     lengths = make_reader(setup, train_path=train).read_training_data(SFT, 0).lengths
 
-    def say(cutoff: int, path: object = train) -> str:
+    def say(cutoff: int, path: object = train, positions: int | None = None) -> str:
         settings = make_reader(setup, train_path=path, cutoff_length=cutoff).settings
         return describe_training(
-            settings, make_reader(setup, train_path=path, cutoff_length=cutoff).read_training_data(SFT, 0)
+            settings, make_reader(setup, train_path=path, cutoff_length=cutoff).read_training_data(SFT, 0), positions
         )
 
     longest, cutoff = int(lengths.max()), int(lengths.max()) - 1
@@ -263,6 +263,12 @@ def test_a_run_names_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None)
     assert say(cutoff).endswith(f"; {rule}; data.cutoff_length={longest} keeps all")
     assert f"{num_kept} of {len(lengths)} rows kept" in say(cutoff)
     assert say(cutoff, list_weighted(setup, a=1)).endswith("keeps all")
+    assert say(cutoff - 1, positions=longest).endswith(f"data.cutoff_length={longest} keeps all")
+    for path in (train, list_weighted(setup, a=1, b=1)):
+        assert say(cutoff - 1, path, positions=cutoff).endswith(
+            f"data.cutoff_length={cutoff}, the model's positions, keeps more"
+        )
+        assert say(cutoff - 1, path, positions=cutoff - 1).endswith(" tokens")
 
 
 def test_a_file_without_remaining_traces_is_refused(setup: Path, one_rank: None) -> None:

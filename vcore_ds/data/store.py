@@ -115,7 +115,8 @@ class TokenStore(TokenizedSequences):
     def count_dropped_rows(self) -> tuple[int | None, dict[str, int]]:
         """Number of rows read to make the store (None if unknown), and of rows dropped for each reason."""
         counts = self.manifest.get("counts", {})
-        return counts.get("rows"), counts.get("dropped", {})
+        malformed = {"malformed": counts["malformed"]} if counts.get("malformed") else {}
+        return counts.get("rows"), malformed | counts.get("dropped", {})
 
     def max_token_id(self) -> int:
         """Find the largest token id. Stores of early versions, whose manifest lacks it, are read completely: 0.3 s per
@@ -128,13 +129,14 @@ class TokenStore(TokenizedSequences):
     def describe(self) -> str:
         """Describe the amount of data, each rule that dropped rows, and each observation, in a line each."""
         manifest, counts = self.manifest, self.manifest.get("counts", {})
-        rows_read = f" of {counts['rows']:,} rows" if "rows" in counts else ""
+        num_rows, dropped = self.count_dropped_rows()
+        rows_read = f" of {num_rows:,} rows" if num_rows is not None else ""
         lines = [
             f"{len(self):,}{rows_read} kept: {manifest['num_tokens']:,} tokens, "
             f"{manifest['num_supervised_tokens']:,} of them supervised; "
             f"{manifest['num_tokens'] / len(self):,.0f} tokens a sequence, up to {manifest['max_length']:,}"
         ]
-        lines += [f"{number:,} dropped: {rule}" for rule, number in counts.get("dropped", {}).items()]
+        lines += [f"{number:,} dropped: {rule}" for rule, number in dropped.items()]
         lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
         lines += counts.get("reading", [])
         return "\n".join(lines)

@@ -232,7 +232,7 @@ def describe_run(
 ) -> str:
     """Describe the run in the first lines on the screen. `counts`: of the model, or of a rank's shard of it; None if it
     cannot be read. `num_done`: steps that a resumed run has taken."""
-    data, optimizer = recipe.data, recipe.optimizer
+    data, optimizer, positions = recipe.data, recipe.optimizer, feed.plan.time_model.shape.max_positions
     counts_of_model = counts if recipe.parallel.tensor == 1 else None
     lines = [f"Model:        {start_screen.describe_model(recipe.model, recipe.lora, counts_of_model)}"]
     if (experts := feed.plan.time_model.shape.experts) is not None:
@@ -240,11 +240,11 @@ def describe_run(
             f"Mixture:      {experts.per_token} of {experts.num_experts} experts for a token; no auxiliary loss of the "
             "router, and biases that balance experts stay as they are"
         )
-    lines.append(f"Data:         {start_screen.describe_training(data, feed.dataset)}")
+    lines.append(f"Data:         {start_screen.describe_training(data, feed.dataset, positions)}")
     if len(files := data.train_files()) > 1:
         lines += [f"              {line}" for line in start_screen.describe_files(files, feed.main_order, num_steps)]
     if feed.probe_dataset is not feed.dataset and data.probe_path is not None:
-        lines.append(f"Trusted data: {start_screen.describe_data(data.probe_path, feed.probe_dataset)}")
+        lines.append(f"Trusted data: {start_screen.describe_data(data.probe_path, feed.probe_dataset, positions)}")
     if validation:
         sets = ", ".join(f"{name} {count(len(dataset), 'sequence')}".strip() for name, dataset in validation.items())
         lines.append(f"Held out:     {sets}")

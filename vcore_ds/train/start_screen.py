@@ -34,13 +34,14 @@ def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: Paramete
     return f"{shorten_path(model.path)}: {size}, {model.precision}"
 
 
-def describe_training(data: DataConfig, dataset: Dataset) -> str:
+def describe_training(data: DataConfig, dataset: Dataset, positions: int | None = None) -> str:
     """Describe the training data, which may be several files."""
-    return describe_data(" + ".join(shorten_path(file.path) for file in data.train_files()), dataset)
+    return describe_data(" + ".join(shorten_path(file.path) for file in data.train_files()), dataset, positions)
 
 
-def describe_data(path: str, dataset: Dataset) -> str:
-    """Describe data, such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: ...`."""
+def describe_data(path: str, dataset: Dataset, positions: int | None = None) -> str:
+    """Describe data, such as `train.jsonl: 62 of 320 rows kept, 11,292 tokens (6,070 supervised); 258 dropped: ...`.
+    `positions`: longest sequence of the model; None if unknown."""
     num_tokens, num_supervised = count_dataset_tokens(dataset)
     tokens = f"{num_tokens:,} tokens ({num_supervised:,} supervised), {dataset.lengths.max():,} in the longest"
     num_trusted = dataset.num_trusted if isinstance(dataset, KeptDataset) else 0
@@ -54,9 +55,13 @@ def describe_data(path: str, dataset: Dataset) -> str:
     if num_trusted:
         dropped = dropped | {"in data.probe_path too": num_trusted}
     parts = [f"{n:,} dropped: {rule}" for rule, n in dropped.items()]
-    longest = find_token_store(dataset).manifest.get("longest", 0)
+    manifest = find_token_store(dataset).manifest
+    longest, cutoff = manifest.get("longest", 0), manifest.get("filters", {}).get("cutoff_length", 0)
     if any("longer than" in rule for rule in dropped) and longest and not (Path(path) / MANIFEST).is_file():
-        parts.append(f"data.cutoff_length={longest} keeps all")
+        if positions is None or longest <= positions:
+            parts.append(f"data.cutoff_length={longest} keeps all")
+        elif cutoff < positions:
+            parts.append(f"data.cutoff_length={positions}, the model's positions, keeps more")
     return "; ".join([f"{shorten_path(path)}: {size}, {tokens}", *parts])
 
 

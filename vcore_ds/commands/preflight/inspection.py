@@ -61,7 +61,7 @@ class Requirements:
     """Requirements of a run on each node."""
 
     num_gpus: int
-    output_bytes: int
+    output_bytes: int | None  # None for a model of unknown size
     output_folder: Path
     temporary_bytes: int = TEMPORARY_BYTES
     temporary_folder: Path = Path(tempfile.gettempdir())
@@ -111,7 +111,7 @@ def _find_node_problems(node: Node, needed: Requirements, first_host: str) -> It
             f"run.output_dir: found no file that {first_host} made in {needed.output_folder}, expected a folder that "
             "all nodes share. Set run.output_dir"
         )
-    elif node.free_output_bytes < needed.output_bytes:
+    elif needed.output_bytes is not None and node.free_output_bytes < needed.output_bytes:
         yield (
             f"free disk: found {_space(node.free_output_bytes)} in {needed.output_folder}, expected "
             f"{_space(needed.output_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
@@ -137,7 +137,8 @@ def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[st
 def describe(nodes: Sequence[Node], needed: Requirements) -> str:
     first = nodes[0]
     packages = ", ".join(f"{name} {version}" for name, version in first.packages.items())
-    output, temporary = _space(needed.output_bytes), _space(needed.temporary_bytes)
+    temporary = _space(needed.temporary_bytes)
+    output = "an unknown size" if needed.output_bytes is None else _space(needed.output_bytes)
     lines = [
         f"preflight: {len(nodes)} nodes; on {first.host}: commit {first.commit}, {packages}",
         f"  needed: {output} in {needed.output_folder}, {temporary} in {needed.temporary_folder}",
@@ -264,13 +265,16 @@ def find_missing_compiler() -> str | None:
     return None if headers.exists() else f"no {headers}"
 
 
-def compute_output_bytes(recipe: Recipe) -> int:
-    """Free bytes that the run still needs, for its result and its checkpoints, one more than it keeps."""
+def compute_output_bytes(recipe: Recipe) -> int | None:
+    """Free bytes that the run still needs, for its result and its checkpoints, one more than it keeps; None for a model
+    that cannot be read."""
     from vcore_ds.models.architecture_check import count_parameters
     from vcore_ds.models.loading import DTYPES  # takes seconds to import, and only rank 0 needs it
 
     num_parts = recipe.parallel.tensor
     counts = count_parameters(recipe.model.path, recipe.lora, num_parts)
+    if not counts.all:
+        return None
     # Master weights, and two moments of AdamW. Muon's matrices have one, but not the embeddings.
     num_fp32_states = 1 if recipe.optimizer.name == "sgd" else 3
     parameter_bytes = DTYPES[recipe.model.precision].itemsize
