@@ -180,13 +180,13 @@ def test_a_step_waits_for_the_fullest_rank() -> None:
 
 def test_memory_of_sharded_experts_by_hand() -> None:
     """Persistent memory is unchanged; a gathered layer has a shard of its experts, or none in one group of all."""
-    settings = MemorySettings(num_ranks=16, main_tokens=64, max_live_parameters=0, estimator="jvp", is_fused=True)
+    settings = MemorySettings(num_ranks=16, main_tokens=64, utility_tokens=64, max_live_parameters=0, estimator="jvp")
     counts = parameter_counts(SHAPE)
     experts, layer = 3 * 2048 * 768 * 128, (counts.all - 2 * 151936 * 2048) // 48
     for expert, gathered in (1, layer), (4, layer - experts * 3 // 4), (16, layer - experts):
         estimate = estimate_memory(SHAPE, replace(settings, expert=expert))
         assert estimate.persistent == estimate_memory(SHAPE, settings).persistent
-        phase = estimate.with_tangents
+        phase = estimate.phases["utility"]
         embedding = 151936 * 2048
         assert phase["gathered parameters"] == pytest.approx(2 * (max(2 * gathered, embedding) + gathered), rel=1e-3)
         held = phase.get("tangents of the parameters")

@@ -354,7 +354,7 @@ def plan_batch(
     micro: int | None = None
     if batch.micro_batch_size_per_rank != "auto":
         micro = batch.micro_batch_size_per_rank
-    elif batch.pack_tokens_per_rank is not None or settings.alpha_of_micro_batch or shape.is_alone:
+    elif batch.pack_tokens_per_rank is not None or settings.method.alpha_scope == "micro_batch" or shape.is_alone:
         micro = 1  # a pack; with alpha_scope micro_batch, sequences that share a micro-batch would change alpha
     has_probe = settings.estimator is not None
     probe_batch_size = None if probe.batch_size == "all" else probe.batch_size
@@ -368,7 +368,7 @@ def plan_batch(
         num_trusted_global=settings.num_trusted,
         probe_batch_size_global=probe_batch_size if has_probe else 0,
         probe_micro_batch_size_per_rank=probe.micro_batch_size_per_rank or micro,
-        utility_micro_batch_size_per_rank=settings.utility_micro_batch_size or micro,
+        utility_micro_batch_size_per_rank=settings.utility.micro_batch_size_per_rank or micro,
         main_parallel_sizes=sizes["batch"],
         probe_parallel_sizes=sizes.get("probe", (1,)),
         time_model=TimeModel(shape, num_ranks, ranks_per_node, machine, expert),
@@ -399,7 +399,7 @@ def check_shared_forwards(settings: PlanSettings, shape: ModelShape) -> None:
         sizes = {
             "batch": batch.micro_batch_size_per_rank,
             "probe": settings.probe.micro_batch_size_per_rank,
-            "utility": settings.utility_micro_batch_size,
+            "utility": settings.utility.micro_batch_size_per_rank,
         }
         problems += [
             f"{section}.micro_batch_size_per_rank: found {size} {beside}, {shape.unpackable}; expected 1, or {remedy}"

@@ -23,7 +23,7 @@ def deepspeed_config(settings: PlanSettings, plan: BatchPlan) -> dict[str, Any]:
 
     Raises RecipeError with all contradictions (JSON file, JSON key, both values, remedy) at once.
     """
-    path, config = _read_json(settings.deepspeed_config)
+    path, config = _read_json(settings.engine.deepspeed_config)
     problems = [
         *_find_auto_values(config),
         *_find_contradictions(config, settings),
@@ -57,7 +57,7 @@ def _list_recipe_values(settings: PlanSettings) -> dict[str, tuple[Any, str]]:
         "train_batch_size": (settings.batch.global_size, "batch.global_size"),
         "bf16.enabled": (settings.model.precision == "bf16", "model.precision"),
         "fp16.enabled": (False, "model.precision"),
-        "gradient_clipping": (settings.gradient_clipping or 0.0, "optimizer.gradient_clipping"),
+        "gradient_clipping": (settings.optimizer.gradient_clipping or 0.0, "optimizer.gradient_clipping"),
     }
 
 

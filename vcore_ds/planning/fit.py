@@ -41,30 +41,24 @@ class Available:
         return estimate.peak_bytes + margin <= self.device and estimate.host_bytes <= self.host
 
 
+_Change = tuple[Mapping[str, str], Mapping[str, Any]]
+"""Overrides of a recipe, and the fields of `MemorySettings` that they change."""
+
+
 @dataclass(frozen=True)
 class Remedy:
     """A change that needs less memory."""
 
-    change: str
-    """Overrides, a world size, or both."""
+    overrides: tuple[str, ...]
     estimate: MemoryEstimate
-    overrides: tuple[str, ...] = ()
     num_ranks: int | None = None
     """Ranks of the job; None for no change."""
 
-
-@dataclass(frozen=True)
-class _Change:
-    overrides: Mapping[str, str]
-    settings: Mapping[str, Any]
-    """Fields of `MemorySettings` that they change."""
-
-    def __str__(self) -> str:
-        return " ".join(self.arguments)
-
     @property
-    def arguments(self) -> tuple[str, ...]:
-        return tuple(f"{key}={value}" for key, value in self.overrides.items())
+    def change(self) -> str:
+        """Overrides, a world size, or both."""
+        ranks = [] if self.num_ranks is None else [f"{self.num_ranks} ranks"]
+        return " and ".join([*ranks, *([" ".join(self.overrides)] if self.overrides else [])])
 
 
 @dataclass(frozen=True)
@@ -105,25 +99,30 @@ class MemoryPlan:
         """Find the changes that need less memory, one by one, cheapest first; if none is enough, also all of them
         together."""
         changes = [*self._list_changes(available)]
-        remedies = [
-            Remedy(str(change), self._estimate_changed(change.settings), change.arguments) for change in changes
-        ]
+        remedies = [self._apply(change) for change in changes]
         remedies += self._find_more_ranks(available)
         if len(changes) > 1 and not any(available.holds(remedy.estimate) for remedy in remedies):
-            overrides = {key: value for change in changes for key, value in change.overrides.items()}
-            settings = {key: value for change in changes for key, value in change.settings.items()}
-            together = _Change(overrides, settings)
-            remedies.append(Remedy(str(together), self._estimate_changed(settings), together.arguments))
+            overrides = {key: value for change, _ in changes for key, value in change.items()}
+            together = overrides, {key: value for _, settings in changes for key, value in settings.items()}
+            remedies.append(self._apply(together))
             if not available.holds(remedies[-1].estimate):
                 remedies += self._find_more_ranks(available, together)
         return remedies
 
+    def _apply(self, change: _Change, num_ranks: int | None = None) -> Remedy:
+        """`num_ranks`: ranks of the job; None for no change."""
+        overrides, settings = change
+        if num_ranks is not None:
+            settings = {**settings, "num_ranks": num_ranks // self.settings.tensor}
+        words = tuple(f"{key}={value}" for key, value in overrides.items())
+        return Remedy(words, self._estimate_changed(settings), num_ranks)
+
     def _list_changes(self, available: Available) -> Iterator[_Change]:
         settings = self.settings
         if settings.stages_checkpoints:
-            yield _Change({"checkpoint.async": "false"}, {"stages_checkpoints": False})
+            yield ({"checkpoint.async": "false"}, {"stages_checkpoints": False})
         if not settings.is_checkpointed:
-            yield _Change({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
+            yield ({"model.gradient_checkpointing": "true"}, {"is_checkpointed": True})
         yield from self._list_expert_changes()
         yield from self._list_micro_batch_changes()
         if available.is_cpu:  # offloading moves nothing there
@@ -134,11 +133,11 @@ class MemoryPlan:
                     continue
                 file = f"{SHIPPED_DEEPSPEED_CONFIGS.name}/zero3_bf16_{name}.json"
                 offloaded = {"offloads_optimizer": True, "offloads_parameters": all_of_it, "ranks_of_second_copy": 1}
-                yield _Change({"engine.deepspeed_config": file}, offloaded)
+                yield ({"engine.deepspeed_config": file}, offloaded)
         if not settings.offloads_checkpoints:
             key = {} if settings.is_checkpointed else {"model.gradient_checkpointing": "true"}
             overrides = {**key, "model.activation_offload": "true"}
-            yield _Change(overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
+            yield (overrides, {"is_checkpointed": True, "offloads_checkpoints": True})
 
     def _list_expert_changes(self) -> Iterator[_Change]:
         """List expert parallelism over the ranks of a node, and at the largest possible size."""
@@ -147,7 +146,7 @@ class MemoryPlan:
         for size in dict.fromkeys([*(n for n in larger if n == in_node), *larger[-1:]]):
             assert experts is not None  # whose sizes these are
             changed = {"expert": size, "expert_load": estimate_fullest_load(experts.num_experts, size)}
-            yield _Change({"parallel.expert": str(size)}, changed)
+            yield ({"parallel.expert": str(size)}, changed)
 
     def _list_micro_batch_changes(self) -> Iterator[_Change]:
         """List changes with fewer tokens on a rank: half a pack, one sequence, or a larger sequence-parallel size."""
@@ -155,11 +154,11 @@ class MemoryPlan:
         if pack is not None:
             half = pack // 2
             if half >= _MIN_PACK_TOKENS and plan.main_parallel_sizes[-1] * half >= self.cutoff_length:
-                yield _Change({"batch.pack_tokens_per_rank": str(half)}, self._scale_tokens(half / pack))
+                yield ({"batch.pack_tokens_per_rank": str(half)}, self._scale_tokens(half / pack))
             return
         if plan.micro_batch_size_per_rank is not None and plan.micro_batch_size_per_rank > 1:
             share = 1 / plan.micro_batch_size_per_rank
-            yield _Change({"batch.micro_batch_size_per_rank": "1"}, self._scale_tokens(share))
+            yield ({"batch.micro_batch_size_per_rank": "1"}, self._scale_tokens(share))
         shape = plan.time_model.shape
         larger = [
             k for k in list_sequence_parallel_sizes(plan.num_ranks, shape.num_heads) if k > self.sequence_parallel
@@ -168,23 +167,21 @@ class MemoryPlan:
             overrides = {"batch.sequence_parallel": str(larger[0])}
             if plan.probe_batch_size_global != 0:
                 overrides["probe.sequence_parallel"] = str(larger[0])
-            yield _Change(overrides, self._scale_tokens(self.sequence_parallel / larger[0]))
+            yield (overrides, self._scale_tokens(self.sequence_parallel / larger[0]))
 
     def _scale_tokens(self, share: float) -> dict[str, int]:
         keys = ("main_tokens", "probe_tokens", "utility_tokens")
         return {key: round(getattr(self.settings, key) * share) for key in keys}
 
-    def _find_more_ranks(self, available: Available, change: _Change | None = None) -> Iterator[Remedy]:
+    def _find_more_ranks(self, available: Available, change: _Change = ({}, {})) -> Iterator[Remedy]:
         """Find the smallest number of ranks that fits, by doubling."""
-        num_groups = 2 * self.settings.num_ranks
-        while (num_ranks := num_groups * self.settings.tensor) <= _MOST_RANKS:
-            settings = {**(change.settings if change is not None else {}), "num_ranks": num_groups}
-            estimate = self._estimate_changed(settings)
-            if available.holds(estimate):
-                words = f"{num_ranks} ranks" if change is None else f"{num_ranks} ranks and {change}"
-                yield Remedy(words, estimate, () if change is None else change.arguments, num_ranks)
+        num_ranks = 2 * self.settings.num_ranks * self.settings.tensor
+        while num_ranks <= _MOST_RANKS:
+            remedy = self._apply(change, num_ranks)
+            if available.holds(remedy.estimate):
+                yield remedy
                 return
-            num_groups *= 2
+            num_ranks *= 2
 
     def _estimate_changed(self, changed: Mapping[str, Any]) -> MemoryEstimate:
         return estimate_memory(self.plan.time_model.shape, replace(self.settings, **changed), self.counts)
@@ -233,12 +230,12 @@ def plan_memory(
         estimator=settings.estimator,
         probe_rank=settings.probe.rank if settings.estimator == "jvp" and lora is None else None,
         rank_passes=settings.probe.rank_passes,
-        fp8_tangents=settings.fp8_tangents,
+        fp8_tangents=settings.utility.tangent_precision == "fp8",
         is_fused=settings.is_fused,
         number_bytes=2 if model.precision == "bf16" else 4,
         adapters=None if lora is None else AdapterShape(lora.rank, lora.dropout > 0.0),
-        is_anchored=settings.is_anchored,
-        optimizer=settings.optimizer,
+        is_anchored=settings.method.is_anchored,
+        optimizer=settings.optimizer.name,
         has_muon_direction=settings.estimator is not None and settings.probe.direction == "muon",
         is_checkpointed=model.gradient_checkpointing,
         offloads_checkpoints=model.activation_offload,
@@ -247,7 +244,7 @@ def plan_memory(
         stages_checkpoints=settings.stages_checkpoints,
         keeps_direction=settings.estimator is not None and settings.probe.every > 1,
         # `auto` stays within the margin.
-        coalesces_gradients=settings.coalesce_gradient_reduction is True,
+        coalesces_gradients=settings.engine.coalesce_gradient_reduction is True,
         ranks_of_second_copy=min(hpz, plan.num_ranks) if isinstance(hpz, int) else 1,
         on_gpu=on_gpu,
         **{field: int(zero[key]) for key, field in _SIZES.items() if isinstance(zero.get(key), int | float)},

@@ -157,9 +157,6 @@ class MemoryEstimate:
     """By kind, on the device at the peak of each phase of the run, beyond the persistent bytes."""
     host: Mapping[str, int]
     """By kind, in host memory: offloaded shards, and the copy of a checkpoint."""
-    with_tangents: Mapping[str, int]
-    """By kind, beyond the persistent bytes, while the main forward carries tangents; the peak of main is at least that.
-    Empty where it carries none."""
 
     @property
     def persistent_bytes(self) -> int:
@@ -223,7 +220,7 @@ def estimate_memory(
     if settings.offloads_checkpoints:
         most = max(settings.main_tokens, settings.probe_tokens)
         host["activation checkpoints"] = model.estimate_kept_activations(most)
-    return MemoryEstimate(device, phases, host, model.estimate_tangent_forward() if settings.is_fused else {})
+    return MemoryEstimate(device, phases, host)
 
 
 def _shard(numel: int, settings: MemorySettings) -> int:
@@ -326,16 +323,9 @@ class _Model:
             {"a layer's backward": layer, "whole gradients": gradients + coalesced},
             {"loss": loss, "whole gradients": coalesced},
         ]
-        if carries_tangents:
+        if carries_tangents:  # without checkpoints the values are among the kept activations
             stages.append(self._estimate_tangents(num_tokens, has_values=not settings.is_checkpointed))
         return kept | max(stages, key=lambda stage: sum(stage.values()))
-
-    def estimate_tangent_forward(self) -> dict[str, int]:
-        """Estimate the bytes of the main forward that also computes the utilities, by kind."""
-        num_tokens = self.settings.main_tokens
-        # Without checkpoints the values are among the kept activations; only the tangents are added.
-        has_values = not self.settings.is_checkpointed
-        return self._estimate_kept_on_device(num_tokens) | self._estimate_tangents(num_tokens, has_values=has_values)
 
     def estimate_gradient_free_pass(self, num_tokens: int) -> dict[str, int]:
         """Estimate the bytes of a JVP pass, or of a plain forward for a finite difference, by kind."""

@@ -186,7 +186,7 @@ def plan_run(
     is_full = memory_settings.adapters is None
     unsharded = rank_counts.trained - (shape.remote_expert_parameters(memory_settings.expert) if is_full else 0)
     unsharded *= 6 if is_full and memory_settings.number_bytes == 2 else 4
-    coalesces = settings.coalesce_gradient_reduction
+    coalesces = settings.engine.coalesce_gradient_reduction
     if coalesces == "auto":
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
     zero = ds_config["zero_optimization"]
