@@ -70,6 +70,13 @@ def find_shard_group(parameter: nn.Parameter) -> ShardGroup:
     return ShardGroup("shards", layout.size("shards"), layout.rank("shards"))
 
 
+def unpadded_shard(parameter: PartitionedParameter) -> Tensor:
+    """This rank's shard without its padding, which may be uninitialised: a flat view, empty on the last ranks of a
+    small parameter."""
+    shard = parameter.ds_tensor.detach().view(-1)
+    return shard[: max(0, parameter.ds_numel - find_shard_group(parameter).rank * shard.numel())]
+
+
 def full_shape(parameter: PartitionedParameter) -> torch.Size:
     """The unsharded parameter's shape, with all experts."""
     if not is_expert_block(parameter):

@@ -10,7 +10,7 @@ import torch
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset, JoinedDataset, find_token_store
 from vcore_ds.distributed import layout
-from vcore_ds.engine.flat_shards import as_partitioned
+from vcore_ds.engine.flat_shards import as_partitioned, unpadded_shard
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, describe_sequences
 from vcore_ds.train.console import Console
 from vcore_ds.train.feed import Feed
@@ -33,8 +33,8 @@ def find_largest_value(engine: Engine) -> tuple[str, float]:
     """Find the parameter with the largest magnitude, or the first one that is not finite, and that value. A
     collective."""
     names, parameters = zip(*engine.module.named_parameters(), strict=True)
-    shards = [as_partitioned(parameter).ds_tensor.detach() for parameter in parameters]
-    local = [float(norm) for norm in torch._foreach_norm(shards, math.inf)]
+    shards = [unpadded_shard(as_partitioned(parameter)) for parameter in parameters]
+    local = [float(torch.linalg.vector_norm(shard, math.inf)) if shard.numel() else 0.0 for shard in shards]
     by_rank = np.array(layout.gather_objects("job", local))
     largest = by_rank.max(axis=0)  # NaN where a rank has NaN
     first_bad = np.flatnonzero(~np.isfinite(largest))
