@@ -236,9 +236,12 @@ def test_a_rank_that_cannot_write_ends_the_export_on_all_ranks(outcomes, name):
 @pytest.mark.parametrize("name", [*FULL, *ADAPTED])
 def test_tokenizer_and_generation_settings_are_exported_with_the_weights(outcomes, name):
     folder = outcomes[0][name].folder / ("adapter" if "lora" in CASES[name] else "model")
-    assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == CHATML
     if "lora" not in CASES[name]:
-        assert json.loads((folder / "generation_config.json").read_text()) == {"do_sample": False, "temperature": 0.6}
+        end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        expected = {"do_sample": False, "temperature": 0.6, "eos_token_id": [end_of_turn]}
+        assert json.loads((folder / "generation_config.json").read_text()) == expected
         base = json.loads((folder.parent.parent / "untied" / "config.json").read_text())
         assert json.loads((folder / "config.json").read_text())["use_cache"] == base["use_cache"]
     assert not list(folder.parent.glob("*.unfinished"))

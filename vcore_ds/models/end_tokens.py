@@ -38,21 +38,27 @@ def read_end_tokens(path: str) -> list[int]:
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            ends = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id")
-            return ends if isinstance(ends, list) else [] if ends is None else [ends]
+            ends = _read_object(Path(file)).get("eos_token_id")
+            return [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
     return []
 
 
 def add_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the ends of learned turns to generation_config.json in a model's folder, where it does not list them."""
     own = read_end_tokens(str(folder))
-    missing = [token for token in find_end_tokens(tokenizer) if token not in own]
-    if not missing:
-        return
-    path, settings = folder / GENERATION_CONFIG_NAME, dict[str, Any]()
-    if path.is_file():
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(settings | {"eos_token_id": own + missing}, indent=2) + "\n", encoding="utf-8")
+    if missing := [token for token in find_end_tokens(tokenizer) if token not in own]:
+        path = folder / GENERATION_CONFIG_NAME
+        settings = (_read_object(path) if path.is_file() else {}) | {"eos_token_id": own + missing}
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read an object; empty for a damaged file, which loading the model reports."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def describe_end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
