@@ -189,8 +189,8 @@ def find_gpu(name: str) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Achieved:
-    """Shares of a device's peak that a step achieves. The defaults are those of comparable trainers (docs/planning.md),
-    measured on no run of this one."""
+    """Shares of a device's peak that a step achieves. The defaults are those of comparable trainers (docs/planning.md);
+    on one H200, SFT of the 8B shape took 0.97 to 1.01 of the seconds that follow from them (docs/gpu.md)."""
 
     compute: float = 0.40
     """Share of the peak that matrix multiplications in large passes achieve, the kernels between them included."""
