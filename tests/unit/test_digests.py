@@ -8,6 +8,7 @@ import pytest
 
 from vcore_ds.common import digests
 from vcore_ds.common.digests import STEP_BYTES, cache_root, compute_file_digest
+from vcore_ds.common.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,13 @@ def test_a_change_in_the_middle_of_equal_size_and_time_counts(tmp_path: Path, mo
     assert compute_file_digest(path) != first
     (tmp_path / "copy").write_bytes(path.read_bytes())
     assert compute_file_digest(tmp_path / "copy") == compute_file_digest(path)
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    path.write_text("{}")
+    with pytest.raises(UserError, match="found a name that is no UTF-8"):
+        compute_file_digest(path)
 
 
 @pytest.mark.parametrize("position", [0, STEP_BYTES + 4095, 2 * STEP_BYTES + 99])

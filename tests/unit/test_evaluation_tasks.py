@@ -136,6 +136,11 @@ def test_champ_problems_have_numbers_as_answers() -> None:
         ("math500", [[1]], "row 1: found list"),
         ("aime", [ROWS["aime"][0]] * 2, "found the problem 60 twice"),
         ("gsm8k", [{"question": "half \ud83d pair", "answer": "#### 1"}], "row 1: half of a surrogate pair"),
+        (
+            "supergpqa",
+            [{"question": "q", "options": ["a", "b"], "answer_letter": "A", "discipline": "half \ud83d"}],
+            "row 1: half of a surrogate pair",
+        ),
     ],
 )
 def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: str, tmp_path: Path) -> None:

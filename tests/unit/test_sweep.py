@@ -314,6 +314,17 @@ def test_inputs_that_changed_since_the_sweep_began_are_refused(inputs: Path, key
     assert begin_sweep(load_changed(common=READING)) == sweep
 
 
+def test_a_change_in_the_middle_of_a_file_is_refused(inputs: Path) -> None:
+    train, size = write_conversations(Path("train.jsonl"), sums(range(60_000))), Path("train.jsonl").stat().st_size
+    sweep = begin_sweep(load_changed(common=READING))
+    with train.open("r+b") as file:
+        file.seek(train.read_bytes().index(b"what is", size // 2))
+        file.write(b"What")
+    assert train.stat().st_size == size > 5 * 2**20  # far from both ends
+    with pytest.raises(UserError, match=r"data.train_path: train.jsonl: contents have changed"):
+        check_inputs(sweep)
+
+
 def test_inputs_that_appear_later_are_recorded_then(inputs: Path) -> None:
     begin_sweep(load_changed(common=READING))
     write_conversations(Path("absent.jsonl"), sums(range(2)))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_text
 
 WHOLE_BYTES = 512 * 2**20
@@ -29,10 +30,15 @@ def cache_root(cache_folder: str | None = None) -> Path:
 
 def compute_file_digest(path: Path) -> str:
     """Compute `_RULE` plus a SHA-256 of a file's size and contents; of one larger than `WHOLE_BYTES`, of samples. It is
-    read again only if its size, times or inode have changed. Raises OSError."""
+    read again only if its size, times or inode have changed. Raises OSError, and UserError for a name that is no
+    UTF-8."""
     stat = path.stat()
     state = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-    entry = cache_root() / "digests" / hashlib.sha256(state.encode()).hexdigest()[:32]
+    try:
+        name = hashlib.sha256(state.encode()).hexdigest()[:32]
+    except UnicodeEncodeError:  # manifests and tables, which keep the names of files, could not be written
+        raise UserError(f"{path}: found a name that is no UTF-8; expected text. Rename the file or folder") from None
+    entry = cache_root() / "digests" / name
     with suppress(OSError):
         if (known := entry.read_text()).startswith(_RULE):
             return known

@@ -87,7 +87,8 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
                 if isinstance(row, Broken):
                     raise ValueError(row.reason)
                 problem = task.read(row)
-                "".join(map(str, (problem.id, problem.input, problem.target))).encode()
+                fields = (problem.id, problem.input, problem.target, *(problem.metadata or {}).values())
+                "".join(map(str, fields)).encode()
             except UnicodeEncodeError:
                 raise UserError(
                     f"--tasks: {name}: {where}: half of a surrogate pair, which is no Unicode text; repair the row"

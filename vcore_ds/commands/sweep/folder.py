@@ -20,6 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
+from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.common.paths import is_readable, reading, write_text, writing
 from vcore_ds.config.files import UnreadableFile, dump_yaml, parse_yaml, read_text
@@ -81,8 +82,8 @@ def _digest(key: str, path: str) -> str | None:
         file = Path(path) / TRACES if key == "data.keep.scores" else Path(path)
         if not file.is_file():
             return None
-        with reading(key, file, "a file that can be read"), file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        with reading(key, file, "a file that can be read"):
+            return compute_file_digest(file)
     if (Path(path) / MANIFEST).is_file():
         return read_manifest(Path(path))["digest"]
     entries = describe_source(find_shards([path], "train"))
