@@ -48,7 +48,12 @@ def main(arguments: argparse.Namespace) -> None:
     JSON, the model's configuration, data on this machine, an output folder in use or not writable; and with --gpu if it
     does not fit."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    settings, tokenizer = derive_plan_settings(recipe), None
+    settings, tokenizer, warnings = derive_plan_settings(recipe), None, []
+    try:
+        can_resume(recipe)
+    except FinishedRun as error:
+        warnings.append(f"Warning: {error}")
+    check_output_folder(Path(recipe.run.output_dir))
     if is_on_disk(recipe.model.path):
         from vcore_ds.models.architecture_check import check_configuration  # imports torch and transformers: seconds
         from vcore_ds.models.model_folder import check_model_folder
@@ -65,12 +70,6 @@ def main(arguments: argparse.Namespace) -> None:
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)
-    warnings = []
-    try:
-        can_resume(recipe)
-    except FinishedRun as error:
-        warnings.append(f"Warning: {error}")
-    check_output_folder(Path(recipe.run.output_dir))
     if arguments.prints_recipe:
         print(dump_recipe(recipe), end="")
         return
