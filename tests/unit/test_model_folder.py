@@ -105,7 +105,8 @@ CHANGES = {
     "encoder": (dict(model_type="bert"), "'bert' is an encoder"),
     "embedding model": (dict(is_causal=False), "'qwen3' is an encoder, whose attention is not causal"),
     "embedding model of Gemma": (
-        dict(model_type="gemma3_text", use_bidirectional_attention=True, sliding_window=8),
+        # Qwen's rotary parameters do not describe a Gemma, which transformers 5.17 notices first.
+        dict(model_type="gemma3_text", use_bidirectional_attention=True, sliding_window=8, rope_parameters=...),
         "'gemma3_text' is an encoder",
     ),
     "seq2seq": (dict(model_type="t5"), "'t5' is an encoder and a decoder (seq2seq); expected a decoder-only"),
