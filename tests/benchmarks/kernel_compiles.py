@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -249,6 +249,21 @@ def compile_pointwise(card: str) -> dict[str, tuple[int, int]]:
     return results
 
 
+def compile_tiles(options: argparse.Namespace) -> Iterator[Compiled]:
+    """Compile the tiles that the command line asks for, one by one: together they take minutes."""
+    for gpu in options.gpu:
+        for head_dim in options.head_dim:
+            dim = triton.next_power_of_2(head_dim)
+            for is_given in (False, True):
+                chosen = half_precision_tiles(dim, is_given, block_memory(gpu))
+                tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
+                compile_one = partial(compile_tile, gpu, head_dim, value_is_given=is_given)
+                if not (options.quick and is_given):
+                    yield from map(compile_one, tiles[: 1 if options.first else None])
+                if not options.quick or is_given:
+                    yield compile_one(tiles[0], windowed_with_sinks=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256], help="dimensions of a head")
@@ -261,35 +276,27 @@ def main() -> None:
     driver.set_active(NoDevice())
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
-    compiled = []
-    for gpu in options.gpu:
-        for head_dim in options.head_dim:
-            dim = triton.next_power_of_2(head_dim)
-            for is_given in (False, True):
-                chosen = half_precision_tiles(dim, is_given, block_memory(gpu))
-                tiles = [tuple(map(int, tile.split(","))) for tile in options.tile] if options.tile else chosen
-                compile_one = partial(compile_tile, gpu, head_dim, value_is_given=is_given)
-                if not (options.quick and is_given):
-                    compiled += [compile_one(tile) for tile in tiles[: 1 if options.first else None]]
-                if not options.quick or is_given:
-                    compiled.append(compile_one(tiles[0], windowed_with_sinks=True))
-    pointwise = {gpu: compile_pointwise(gpu) for gpu in options.gpu}
-    num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
     if options.json:
-        print(json.dumps(dict(tiles=[asdict(one) for one in compiled], num_compiles=num_compiles, pointwise=pointwise)))
+        compiled = [asdict(one) for one in compile_tiles(options)]
+        pointwise = {gpu: compile_pointwise(gpu) for gpu in options.gpu}
+        num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
+        print(json.dumps(dict(tiles=compiled, num_compiles=num_compiles, pointwise=pointwise)))
         return
     print(
         "| GPU | D | computed | queries, keys, warps, stages | registers | spilled B | shared KiB | tensor memory |"
         " fits | serialized | in the loop | repeated | instructions | waits |\n|" + "---|" * 14
     )
-    for one in compiled:
+    for one in compile_tiles(options):
         computed = ("tangent" if one.value_is_given else "both") + ", window, sinks" * one.windowed_with_sinks
         print(
             f"| {one.gpu} | {one.head_dim} | {computed} | {one.tile} | {one.registers} | {one.spilled_bytes} |"
             f" {one.shared_bytes / 1024:.0f} | {one.tensor_memory_columns} | {'yes' if one.fits else 'no'} |"
             f" {'yes' if one.is_serialized else 'no'} | {one.products} |"
-            f" {'' if one.repeated is None else f'{one.repeated:.2f}'} | {one.num_instructions} | {one.num_waits} |"
+            f" {'' if one.repeated is None else f'{one.repeated:.2f}'} | {one.num_instructions} | {one.num_waits} |",
+            flush=True,
         )
+    pointwise = {gpu: compile_pointwise(gpu) for gpu in options.gpu}
+    num_compiles = {head_dim: count_compiles(head_dim) for head_dim in options.head_dim}
     print("\nPointwise kernels, registers and spilled bytes:", pointwise)
     print("\nKernels compiled for one tile and 22 kinds of batches, by head dimension:", num_compiles)
 
