@@ -45,7 +45,7 @@ from vcore_ds.planning.packing import pack_batch, split_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.train.feed import Feed
-from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
 
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
@@ -103,7 +103,7 @@ class OurLoop:
         )
         plan = plan_ranks(derive_plan_settings(self.recipe))
         self.engine = build_engine(
-            derive_engine_settings(self.recipe), deepspeed_config(derive_plan_settings(self.recipe), plan)
+            derive_plan_settings(self.recipe), deepspeed_config(derive_plan_settings(self.recipe), plan)
         )
         self.estimator = build_estimator(
             derive_step_settings(self.recipe), self.engine, batches_per_pass=plan.batches_per_utility_pass

@@ -23,7 +23,6 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import build_engine
 
 pytestmark = pytest.mark.dist
@@ -84,7 +83,7 @@ def train_two_steps(
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed makes it once a process, which here starts many engines
     settings = derive_plan_settings(recipe)
     config = deepspeed_config(settings, plan_batch(settings, layout.size("shards"), QWEN3_32B))
-    engine = build_engine(derive_engine_settings(recipe), config)
+    engine = build_engine(derive_plan_settings(recipe), config)
     estimator = step_runs.make_estimator(recipe, engine)
     losses, norms, utilities = [], [], []
     handle = partition_parameters.AllGatherCoalescedHandle

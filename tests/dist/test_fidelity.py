@@ -47,7 +47,6 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -267,7 +266,7 @@ def make_engine(model_folder: str, lora: bool) -> Engine:
     recipe = load_recipe(quickstart, [f"model.path={model_folder}", f"lora={adapters}"])
     settings = derive_plan_settings(recipe)
     config = deepspeed_config(settings, plan_batch(settings, 1, QWEN3_32B))
-    return build_engine(derive_engine_settings(recipe), config)
+    return build_engine(derive_plan_settings(recipe), config)
 
 
 def take_steps(

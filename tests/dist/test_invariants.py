@@ -14,7 +14,7 @@ from tests.helpers.soak import IS_SOAK, soak
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.train.settings import derive_engine_settings
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -55,7 +55,7 @@ def make_engine(folder: str | None, bf16: bool, lora: bool):
     recipe = step_runs.make_recipe(model=model, lora={"rank": 4, "alpha": 8} if lora else None)
     if folder is not None:
         return recipe, build_engine(
-            derive_engine_settings(recipe), tiny.deepspeed_config(bf16=bf16, persistence_threshold=500)
+            derive_plan_settings(recipe), tiny.deepspeed_config(bf16=bf16, persistence_threshold=500)
         )
     return recipe, step_runs.make_engine(tiny.token_loss_model(lora=lora), recipe, persistence_threshold=500)
 

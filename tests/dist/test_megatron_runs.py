@@ -28,7 +28,6 @@ from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.settings import derive_engine_settings
 from vcore_ds.train.setup import build_engine, plan_ranks
 
 pytestmark = pytest.mark.dist
@@ -102,7 +101,7 @@ def make_untrained_engine(recipe: Recipe) -> Engine:
     """Load the recipe's model as a run does."""
     start_process_group(10, recipe.parallel.tensor)
     settings = derive_plan_settings(recipe)
-    return build_engine(derive_engine_settings(recipe), deepspeed_config(settings, plan_ranks(settings)))
+    return build_engine(derive_plan_settings(recipe), deepspeed_config(settings, plan_ranks(settings)))
 
 
 def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, estimate_memory
-from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
+from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_engine
 from vcore_ds.train.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, compute_jvp_utilities
@@ -80,7 +81,7 @@ def make_recipe(folder: str, precision: str, lora: bool, is_checkpointed: bool, 
 def measure(recipe: Recipe) -> dict[str, Any]:
     """Persistent bytes by kind, for vcore and for sft, and the peaks of the passes beyond them."""
     precision = recipe.model.precision
-    engine = build_engine(derive_engine_settings(recipe), tiny.deepspeed_config(bf16=precision == "bf16"))
+    engine = build_engine(derive_plan_settings(recipe), tiny.deepspeed_config(bf16=precision == "bf16"))
     estimator, batch = step_runs.make_estimator(recipe, engine), make_row()
     num_bytes: dict[str, Any] = {
         "sft": count_persistent_bytes(engine, None),

@@ -53,7 +53,7 @@ from vcore_ds.train.console import Console
 from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.profile_folder import read_profiles
 from vcore_ds.train.run_folder import begin
-from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_engine, plan_ranks
 from vcore_ds.train.token_records import read_records
 
@@ -576,7 +576,7 @@ def train_by_fidelity_command(folder: Path, name: str) -> list[str]:
         reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), Console(enabled=False))
         training = reader.read_training_data(recipe.method, seed)
         feed = build_feed(step_settings, plan, training, reader.pad_token_id, seed=seed)
-        engine = build_engine(derive_engine_settings(recipe), deepspeed_config(plan_settings, plan))
+        engine = build_engine(derive_plan_settings(recipe), deepspeed_config(plan_settings, plan))
         schedule = settings.derive_schedule(recipe, len(feed.dataset))
         steps = train_steps(engine, step_settings, feed, schedule, say=lambda line: None)
         assert len(list(islice(steps, NUM_STEPS))) == NUM_STEPS

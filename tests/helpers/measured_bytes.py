@@ -22,7 +22,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.feed import make_rank_batches
-from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator
 from vcore_ds.train.step import train_step
 from vcore_ds.train.step_metrics import StepRecorder
@@ -65,7 +65,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         read_model_shape(recipe.model.path),
         ranks_per_node=layout.size("job"),
     )
-    engine = build_engine(derive_engine_settings(recipe), deepspeed_config(derive_plan_settings(recipe), plan))
+    engine = build_engine(derive_plan_settings(recipe), deepspeed_config(derive_plan_settings(recipe), plan))
     estimator = build_estimator(derive_step_settings(recipe), engine, batches_per_pass=plan.batches_per_utility_pass)
     num_probe = len(case.lengths) // 2
 

@@ -36,7 +36,7 @@ from vcore_ds.models.megatron.configuration import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.console import Console
-from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_estimator, load_model
 from vcore_ds.train.start_checks import check_derivatives, check_start
 from vcore_ds.utility.direction import Direction
@@ -331,7 +331,7 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
     config = tiny.deepspeed_config(bf16=is_bf16)
     torch.manual_seed(5)
     try:
-        model = load_model(derive_engine_settings(recipe), config)
+        model = load_model(derive_plan_settings(recipe), config)
     except UserError as error:
         if "own code fails" not in str(error):
             raise

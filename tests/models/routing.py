@@ -32,7 +32,7 @@ from tests.models.measurement import MeasuredEngine, make_recipe, rank_correlati
 from tests.models.reference import Text, compute_expected, compute_gradient, compute_token_losses, load_plain_model
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.train.settings import derive_engine_settings
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.train.setup import load_model
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "qwen3_next")
@@ -172,7 +172,7 @@ def run_ours(path: Path) -> list[tuple[Ours, Ours]]:
 def measure(reference: Reference, forced: Choices | None) -> Ours:
     recipe = make_recipe(reference.folder, model={"precision": "bf16"})
     config = tiny.deepspeed_config(bf16=True)
-    model = load_model(derive_engine_settings(recipe), config).train()
+    model = load_model(derive_plan_settings(recipe), config).train()
     engine = Engine(model, build_optimizer(model, recipe.optimizer), config)
     measured = MeasuredEngine(engine, reference.main, reference.probe, alone=True)
     try:

@@ -61,7 +61,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         from vcore_ds.planning.settings import derive_plan_settings
         from vcore_ds.train.console import Console
         from vcore_ds.train.feed import DataReader, build_feed
-        from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
+        from vcore_ds.train.settings import derive_step_settings
         from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
         from vcore_ds.train.start_checks import check_start
         from vcore_ds.train.start_screen import describe_training
@@ -84,7 +84,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         dataset = reader.read_training_stores()
         console.say(f"Data: {describe_training(recipe.data, dataset)}")
         feed = build_feed(derive_step_settings(recipe), plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
-        engine = build_engine(derive_engine_settings(recipe), deepspeed_config(settings, plan))
+        engine = build_engine(settings, deepspeed_config(settings, plan))
         check_start(engine, feed, console)
         mark("log-probabilities")
         values = _compute(feed, dataset, engine, console)

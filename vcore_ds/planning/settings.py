@@ -19,7 +19,7 @@ from vcore_ds.config.sections import (
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Everything that plans, the memory estimate and the DeepSpeed configuration read of a recipe."""
+    """Everything that plans, the memory estimate, the DeepSpeed configuration and the engine read of a recipe."""
 
     method: MethodConfig
     utility: UtilityConfig
@@ -38,6 +38,8 @@ class PlanSettings:
     """Optimizer steps of the run; None where they depend on the data."""
     stages_checkpoints: bool
     """`checkpoint.async`"""
+    seed: int
+    """`run.seed`, by which adapters are drawn."""
 
     @property
     def estimator(self) -> Literal["jvp", "finite_difference"] | None:
@@ -77,6 +79,7 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
         num_trusted=count_trusted(recipe),
         num_steps=recipe.schedule.num_steps,
         stages_checkpoints=recipe.checkpoint.async_,
+        seed=recipe.run.seed,
     )
 
 

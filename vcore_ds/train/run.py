@@ -45,7 +45,7 @@ from vcore_ds.train.model_card import Kind, make_model_card
 from vcore_ds.train.profile import check_profile
 from vcore_ds.train.rehearsal import rehearse_result
 from vcore_ds.train.run_folder import can_resume
-from vcore_ds.train.settings import derive_engine_settings, derive_schedule, derive_step_settings
+from vcore_ds.train.settings import derive_schedule, derive_step_settings
 from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.train.step_metrics import StepMetrics
@@ -142,7 +142,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
     run_on_first_rank(lambda: rehearse_result(recipe, reader.tokenizer))
     mark("loading the model", is_loading=True)
-    engine = build_engine(derive_engine_settings(recipe), ds_config)
+    engine = build_engine(plan_settings, ds_config)
     # Computed now: the weights on disk may change before the first save.
     run_on_first_rank(lambda: checkpoints.frozen_digest)
     estimator = build_estimator(settings, engine, batches_per_pass=plan.batches_per_utility_pass)

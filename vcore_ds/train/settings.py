@@ -14,23 +14,6 @@ MEASURE_NOISE_EVERY = 100
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """Trained parameters and optimizer."""
-
-    model: sections.ModelConfig
-    lora: sections.LoraConfig | None
-    optimizer: sections.OptimizerConfig
-    coalesce_gradient_reduction: Literal["auto"] | bool
-    seed: int
-
-
-def derive_engine_settings(recipe: Recipe) -> EngineSettings:
-    """Derive the engine's settings from a recipe."""
-    coalesce = recipe.engine.coalesce_gradient_reduction
-    return EngineSettings(recipe.model, recipe.lora, recipe.optimizer, coalesce, recipe.run.seed)
-
-
-@dataclass(frozen=True)
 class StepSettings:
     """How an optimizer step weights tokens, takes its direction and estimates utilities."""
 

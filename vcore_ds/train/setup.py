@@ -23,7 +23,7 @@ from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.time_model import CPU, H100
-from vcore_ds.train.settings import EngineSettings, StepSettings
+from vcore_ds.train.settings import StepSettings
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference
@@ -54,7 +54,7 @@ def plan_ranks(settings: PlanSettings) -> BatchPlan:
     return plan
 
 
-def build_engine(settings: EngineSettings, ds_config: dict) -> Engine:
+def build_engine(settings: PlanSettings, ds_config: dict) -> Engine:
     """Build model, adapters, optimizer and ZeRO-3 engine. A collective."""
     # The same on every rank: adapters are initialised before they are sharded.
     torch.manual_seed(settings.seed)
@@ -69,7 +69,7 @@ def build_engine(settings: EngineSettings, ds_config: dict) -> Engine:
     )
 
 
-def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | ParallelTokenLossModel":
+def load_model(settings: PlanSettings, ds_config: dict) -> "TokenLossModel | ParallelTokenLossModel":
     """Load the sharded model, and add the adapters. A collective."""
     model_settings, lora, say = settings.model, settings.lora, partial(print, flush=True)
     dtype = DTYPES[model_settings.precision]
@@ -97,10 +97,10 @@ def load_model(settings: EngineSettings, ds_config: dict) -> "TokenLossModel | P
     )
 
 
-def should_coalesce(settings: EngineSettings, model: torch.nn.Module) -> bool:
+def should_coalesce(settings: PlanSettings, model: torch.nn.Module) -> bool:
     """Whether to reduce gradients once a step; the same on all ranks, even if their memory differs. A collective."""
-    if settings.coalesce_gradient_reduction != "auto":
-        return settings.coalesce_gradient_reduction
+    if (coalesce := settings.engine.coalesce_gradient_reduction) != "auto":
+        return coalesce
     room = COALESCING_SHARE * min(layout.gather_objects("job", total_memory_bytes()))
     return unsharded_gradient_bytes(p for p in model.parameters() if p.requires_grad) <= room
 

@@ -41,7 +41,6 @@ from vcore_ds.train.run_folder import describe_environment
 from vcore_ds.train.settings import (
     Schedule,
     StepSettings,
-    derive_engine_settings,
     derive_schedule,
     derive_step_settings,
 )
@@ -102,7 +101,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         lines.append(f"Trusted data: {describe_data(probe_path, trusted)}")
     console.say("\n".join([*lines, f"Method: {describe_method(settings, probe_path)}"]))
 
-    engine = build_engine(derive_engine_settings(recipe), ds_config)
+    engine = build_engine(plan_settings, ds_config)
     check_start(engine, feed, console)
     mark("measuring utilities")
     started = time.perf_counter()

@@ -46,7 +46,7 @@ from vcore_ds.train.console import Console
 from vcore_ds.train.faults import warn_of_non_finite
 from vcore_ds.train.feed import DataReader, build_feed
 from vcore_ds.train.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
-from vcore_ds.train.settings import derive_engine_settings, derive_step_settings
+from vcore_ds.train.settings import derive_step_settings
 from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.train.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.train.start_screen import describe_data, describe_training
@@ -119,7 +119,8 @@ class Scoring:
     def __init__(self, request: ScoreRequest, console: Console, folder: Path, chunk_tokens_per_rank: int):
         self.request, self.console, self.folder = request, console, folder
         recipe = request.recipe
-        self.plan = plan_ranks(derive_plan_settings(recipe))
+        self.plan_settings = derive_plan_settings(recipe)
+        self.plan = plan_ranks(self.plan_settings)
         reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
         self.store = reader.read_training_stores()
         self.sets = {name: reader.read_store(path) for name, path in request.sets.items()}
@@ -145,13 +146,13 @@ class Scoring:
 
     def run(self) -> None:
         recipe = self.request.recipe
-        ds_config = deepspeed_config(derive_plan_settings(recipe), self.plan)
+        ds_config = deepspeed_config(self.plan_settings, self.plan)
         run_on_first_rank(lambda: self._resume_or_begin(ds_config))
         remaining = layout.gather_objects("job", self._list_remaining() if layout.is_first() else None)[0]
         if any(remaining):
             longest = next(self._split_into_chunks(next(filter(None, remaining))))
             check_memory(self._plan_memory(ds_config, longest), recipe.engine, self.console)
-            engine = build_engine(derive_engine_settings(recipe), ds_config)
+            engine = build_engine(self.plan_settings, ds_config)
             self._compute(engine, remaining)
             engine.close()
         run_on_first_rank(self._write)
@@ -164,7 +165,7 @@ class Scoring:
         passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
         counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
         on_gpu = device().type == "cuda"
-        memory = plan_memory(derive_plan_settings(recipe), plan, ds_config, passes, counts, on_gpu=on_gpu)
+        memory = plan_memory(self.plan_settings, plan, ds_config, passes, counts, on_gpu=on_gpu)
         if memory is None:
             return None
         # Only the pass over a trusted set has a backward; the one over the data has none.
