@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import LengthModel, MicroBatchLimit, list_sequence_parallel_sizes, spread
+from vcore_ds.planning.spread import MicroBatchLimit, list_sequence_parallel_sizes, spread
 from vcore_ds.planning.time_model import TimeModel
 
 CUTOFF = 16_384

@@ -9,16 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_parts
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
+from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.spread import Utilization
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
 
 
 def plan(ranks: int, shape: ModelShape = QWEN3_32B, **sections: dict[str, Any]) -> BatchPlan:
     return plan_batch(derive_plan_settings(Recipe.model_validate(smallest_recipe() | sections)), ranks, shape)
+
+
+def use_ranks(batch_plan: BatchPlan) -> dict[Part, Utilization]:
+    return summarize_parts(simulate(batch_plan, 16_384, LengthModel()))
 
 
 def test_a_plan_has_the_sizes_of_the_recipe() -> None:
@@ -224,16 +230,16 @@ def test_the_longest_sequence_needs_a_pack_that_holds_it() -> None:
 def test_the_remedy_for_idle_ranks_helps() -> None:
     packed, size = {"pack_tokens_per_rank": 16_384}, {"global_size": 4}
     fixed = plan(64, batch=packed | {"sequence_parallel": 1})
-    assert fixed.simulate(16_384)["main"].is_low
+    assert use_ranks(fixed)["main"].is_low
     assert fixed.describe_remedy("main") == "set batch.sequence_parallel to auto"
-    assert not plan(64, batch=packed).simulate(16_384)["main"].is_low
+    assert not use_ranks(plan(64, batch=packed))["main"].is_low
 
     odd = plan(63, batch=packed | size)  # no parallel size but 1
-    assert odd.simulate(16_384)["main"].is_low
+    assert use_ranks(odd)["main"].is_low
     assert odd.describe_remedy("main") == (
         "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can form a Ulysses group)"
     )
-    assert not plan(63, batch=packed | {"global_size": 504}).simulate(16_384)["main"].is_low
+    assert not use_ranks(plan(63, batch=packed | {"global_size": 504}))["main"].is_low
     assert (
         plan(63, batch=packed)
         .describe_remedy("probe")
@@ -245,9 +251,9 @@ def test_the_remedy_for_idle_ranks_helps() -> None:
 
 
 def test_a_simulation_covers_the_batches_of_the_recipe() -> None:
-    assert plan(8).simulate(16_384).keys() == {"main", "probe"}
-    assert plan(8, method={"name": "sft"}).simulate(16_384).keys() == {"main"}
-    assert plan(8, batch={"global_size": 2**31 - 1}).simulate(16_384).keys() == {"probe"}
+    assert use_ranks(plan(8)).keys() == {"main", "probe"}
+    assert use_ranks(plan(8, method={"name": "sft"})).keys() == {"main"}
+    assert use_ranks(plan(8, batch={"global_size": 2**31 - 1})).keys() == {"probe"}
 
 
 def test_a_plan_needs_a_rank() -> None:

@@ -15,13 +15,13 @@ from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import calibrate, change_method, choose_gpu, with_share
+from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.commands.plan.prediction import find_model, find_smallest_cluster, plan_run
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.planning.hardware import GPUS, Achieved, Cluster
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import LengthModel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"

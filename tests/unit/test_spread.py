@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.benchmarks.spread import measure
+from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.packing import padded_length
 from vcore_ds.planning.spread import (
     FREE_TOKENS,
-    LengthModel,
     MicroBatchLimit,
     Spread,
     list_sequence_parallel_sizes,

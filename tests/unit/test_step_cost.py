@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.commands.plan.prediction import plan_run
 from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.load import load_recipe
@@ -29,7 +30,7 @@ from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCoun
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.passes import PassWork, StepPasses, forward_flops
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import LengthModel, MicroBatchLimit, spread
+from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import TimeModel
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)

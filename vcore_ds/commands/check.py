@@ -8,6 +8,7 @@ from typing import Any
 from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import find_lengths, with_num_steps
+from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_parts
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
@@ -21,7 +22,6 @@ from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import find_or_assume_shape, find_shape
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
-from vcore_ds.planning.spread import LengthModel
 from vcore_ds.train.run_folder import FinishedRun, can_resume, check_output_folder
 
 HELP = "validate a recipe without a GPU"
@@ -179,7 +179,7 @@ def describe_ranks(
         return
     if (warning := prediction.warn_of_positions(settings, shape[0])) is not None:
         yield warning
-    utilizations = plan.simulate(longest, lengths)
+    utilizations = summarize_parts(simulate(plan, longest, lengths))
     for part, utilization in utilizations.items():
         yield f"Balance of the {part} batch: {utilization.describe(plan.member)}"
         if utilization.is_low:

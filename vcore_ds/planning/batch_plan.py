@@ -11,16 +11,13 @@ from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, explain_refused_differences
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import (
-    LengthModel,
     Member,
     MicroBatchLimit,
     Spread,
-    Utilization,
     count_ranks,
     list_sequence_parallel_sizes,
     name_member,
     spread,
-    summarize,
 )
 from vcore_ds.planning.time_model import H100, TimeModel
 
@@ -256,28 +253,6 @@ class BatchPlan:
         """Whether the attention knows packed sequences by their lengths, so that packing them costs nothing."""
         shape = self.time_model.shape
         return shape.unpackable is None and shape.no_sequence_parallelism is None
-
-    def simulate(self, longest: int, lengths: LengthModel | None = None) -> dict[Part, Utilization]:
-        """Simulate how batches with lengths of at most `longest` tokens use the ranks; leaves out batches too large to
-        simulate quickly."""
-        batches = self.simulate_spreads(longest, lengths)
-        return {part: summarize([spread for _, spread in spreads]) for part, spreads in batches.items()}
-
-    def simulate_spreads(
-        self, longest: int, lengths: LengthModel | None = None
-    ) -> dict[Part, list[tuple[list[int], Spread]]]:
-        """Simulate batches as in `simulate`: return their lengths, and how they would be spread.
-
-        Args:
-            lengths: None for those of typical reasoning traces.
-        """
-        model = lengths or LengthModel()
-        simulated: dict[Part, list[tuple[list[int], Spread]]] = {}
-        if batches := model.draw_batches("main", self.global_batch_size, longest):
-            simulated["main"] = [(lengths, self.spread_main(range(len(lengths)), lengths)) for lengths in batches]
-        if batches := model.draw_batches("probe", self.probe_batch_size_global or 0, longest):
-            simulated["probe"] = [(lengths, self.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
-        return simulated
 
     def describe_warning(self, part: Part) -> str:
         """Describe that a part's batches leave many ranks waiting, and what to change."""

@@ -1,7 +1,6 @@
 """The layout of a batch on the ranks: sequence-parallel size, and the sequences of each group, that take least time."""
 
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -192,17 +191,6 @@ Member = Literal["rank", "group"]
 LOW_UTILIZATION = 0.8
 """Share of useful work below which a run warns."""
 
-SIMULATED_MEAN = 2970
-"""Tokens of the mean simulated sequence: reasoning traces as those of the paper."""
-
-_SIMULATED_SIGMA = 0.85
-"""Spread of the logarithms of simulated lengths."""
-
-_SIMULATED_SEQUENCES = 4096
-"""Sequences in all simulated batches together, which bounds the time that they take."""
-
-_SIMULATED_BATCHES = 40
-
 
 @dataclass(frozen=True)
 class Utilization:
@@ -248,50 +236,6 @@ def summarize(spreads: Sequence[Spread]) -> Utilization:
         max(spread.most_tokens for spread in spreads),
         sum(spread.time for spread in spreads),
     )
-
-
-@dataclass(frozen=True)
-class LengthModel:
-    """The lengths of which a plan simulates batches: those of sampled sequences or, without any, of typical reasoning
-    traces."""
-
-    mean: float = SIMULATED_MEAN
-    """Tokens of the mean sequence; of simulated ones before long ones are cut."""
-    sampled: tuple[int, ...] = ()
-    """Tokens of sampled training sequences."""
-    sampled_probe: tuple[int, ...] = ()
-    """The same of data.probe_path; empty where the probe is drawn from the training data, or it was not sampled."""
-    num_sequences: int | None = None
-    """Training sequences in all; None where that is not known."""
-    source: str = ""
-    """The sample, in words."""
-
-    def draw_batches(self, part: Literal["main", "probe"], batch_size: int, longest: int) -> list[list[int]]:
-        """Draw the lengths in tokens of simulated batches: fewer batches if they are large; none if one alone would
-        take long, or has no sequences.
-
-        Args:
-            longest: tokens at which sequences are cut.
-        """
-        generator = random.Random(0)
-        sampled = (part == "probe" and self.sampled_probe) or self.sampled
-        mu = math.log(self.mean) - _SIMULATED_SIGMA**2 / 2
-
-        def draw_length() -> int:
-            tokens = generator.choice(sampled) if sampled else int(generator.lognormvariate(mu, _SIMULATED_SIGMA))
-            return max(2, min(longest, tokens))
-
-        num_batches = min(_SIMULATED_BATCHES, _SIMULATED_SEQUENCES // batch_size) if batch_size else 0
-        return [[draw_length() for _ in range(batch_size)] for _ in range(num_batches)]
-
-    def describe(self, longest: int) -> str:
-        """A line on where the lengths come from; `longest` as in `draw_batches`."""
-        if self.sampled:
-            return f"Lengths: {self.source}"
-        return (
-            f"Assumed: lengths of typical reasoning traces (lognormal, mean {self.mean:,.0f} tokens, cut at "
-            f"{longest:,})"
-        )
 
 
 # Counts in words.

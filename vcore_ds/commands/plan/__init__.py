@@ -4,11 +4,11 @@ import argparse
 import json
 
 from vcore_ds.commands.arguments import add_recipe, positive, positive_number
+from vcore_ds.commands.plan.lengths import SIMULATED_MEAN
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import GIB, gib
 from vcore_ds.planning.fit import find_shortage
 from vcore_ds.planning.hardware import GPUS
-from vcore_ds.planning.spread import SIMULATED_MEAN
 
 HELP = "estimate memory, time and GPU hours of a recipe on a cluster"
 DESCRIPTION = (

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from vcore_ds.commands.plan import GPU_OPTIONS, prediction
+from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.commands.plan.step_cost import StepCost
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
@@ -21,7 +22,6 @@ from vcore_ds.planning.known_models import find_shape
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
-from vcore_ds.planning.spread import LengthModel
 from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
 
 NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
@@ -120,7 +120,9 @@ def find_lengths(recipe: Recipe) -> LengthModel:
     """The lengths of a recipe's data, as far as they are on this machine, else those of typical reasoning traces."""
     if not all(is_readable(file.path) for file in recipe.data.train_files()):
         return LengthModel()
-    from vcore_ds.train.local_lengths import sample_lengths  # imports numpy, and transformers to tokenize: seconds
+    from vcore_ds.commands.plan.local_lengths import (
+        sample_lengths,  # imports numpy, and transformers to tokenize: seconds
+    )
 
     return sample_lengths(recipe.data, recipe.model.path) or LengthModel()
 

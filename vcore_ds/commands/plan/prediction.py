@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_parts
 from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count, gib, shorten
@@ -17,7 +18,7 @@ from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts, paramete
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import derive_passes
 from vcore_ds.planning.settings import PlanSettings
-from vcore_ds.planning.spread import LengthModel, Utilization, summarize
+from vcore_ds.planning.spread import Utilization
 
 MOST_GPUS = 4096
 """Largest cluster that is searched."""
@@ -168,8 +169,8 @@ def plan_run(
     ds_config = deepspeed_config(settings, plan)
     if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
-    spreads = plan.simulate_spreads(settings.cutoff_length, lengths)
-    passes = {part: summarize([spread for _, spread in simulated]) for part, simulated in spreads.items()}
+    spreads = simulate(plan, settings.cutoff_length, lengths)
+    passes = summarize_parts(spreads)
     memory = plan_memory(settings, plan, ds_config, passes, on_gpu=True)
     if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
         sizes = f"batch.global_size {settings.batch.global_size} and probe.batch_size {settings.probe.batch_size}"

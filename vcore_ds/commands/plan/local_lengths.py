@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable, reading
 from vcore_ds.config.sections import DataConfig
@@ -15,7 +16,6 @@ from vcore_ds.data.prepare.sources import find_shards
 from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.model_shape import find_folder
-from vcore_ds.planning.spread import LengthModel
 
 _MAX_ROWS = 256  # rows of raw data that are tokenized, which takes a second or two
 

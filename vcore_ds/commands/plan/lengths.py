@@ -1,0 +1,80 @@
+"""Batches that a plan simulates, from the lengths of sampled sequences or of typical reasoning traces."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vcore_ds.planning.batch_plan import BatchPlan, Part
+from vcore_ds.planning.spread import Spread, Utilization, summarize
+
+SIMULATED_MEAN = 2970
+"""Tokens of the mean simulated sequence: reasoning traces as those of the paper."""
+
+_SIMULATED_SIGMA = 0.85
+"""Spread of the logarithms of simulated lengths."""
+
+_SIMULATED_SEQUENCES = 4096
+"""Sequences in all simulated batches together, which bounds the time that they take."""
+
+_SIMULATED_BATCHES = 40
+
+
+@dataclass(frozen=True)
+class LengthModel:
+    """The lengths of which a plan simulates batches: those of sampled sequences or, without any, of typical reasoning
+    traces."""
+
+    mean: float = SIMULATED_MEAN
+    """Tokens of the mean sequence; of simulated ones before long ones are cut."""
+    sampled: tuple[int, ...] = ()
+    """Tokens of sampled training sequences."""
+    sampled_probe: tuple[int, ...] = ()
+    """The same of data.probe_path; empty where the probe is drawn from the training data, or it was not sampled."""
+    num_sequences: int | None = None
+    """Training sequences in all; None where that is not known."""
+    source: str = ""
+    """The sample, in words."""
+
+    def draw_batches(self, part: Part, batch_size: int, longest: int) -> list[list[int]]:
+        """Draw the lengths in tokens of simulated batches: fewer batches if they are large; none if one alone would
+        take long, or has no sequences.
+
+        Args:
+            longest: tokens at which sequences are cut.
+        """
+        generator = random.Random(0)
+        sampled = (part == "probe" and self.sampled_probe) or self.sampled
+        mu = math.log(self.mean) - _SIMULATED_SIGMA**2 / 2
+
+        def draw_length() -> int:
+            tokens = generator.choice(sampled) if sampled else int(generator.lognormvariate(mu, _SIMULATED_SIGMA))
+            return max(2, min(longest, tokens))
+
+        num_batches = min(_SIMULATED_BATCHES, _SIMULATED_SEQUENCES // batch_size) if batch_size else 0
+        return [[draw_length() for _ in range(batch_size)] for _ in range(num_batches)]
+
+    def describe(self, longest: int) -> str:
+        """A line on where the lengths come from; `longest` as in `draw_batches`."""
+        if self.sampled:
+            return f"Lengths: {self.source}"
+        return (
+            f"Assumed: lengths of typical reasoning traces (lognormal, mean {self.mean:,.0f} tokens, cut at "
+            f"{longest:,})"
+        )
+
+
+def simulate(plan: BatchPlan, longest: int, model: LengthModel) -> dict[Part, list[tuple[list[int], Spread]]]:
+    """Simulate batches with lengths of at most `longest` tokens: return their lengths, and how they would be spread.
+    Leaves out batches too large to simulate quickly."""
+    simulated: dict[Part, list[tuple[list[int], Spread]]] = {}
+    if batches := model.draw_batches("main", plan.global_batch_size, longest):
+        simulated["main"] = [(lengths, plan.spread_main(range(len(lengths)), lengths)) for lengths in batches]
+    if batches := model.draw_batches("probe", plan.probe_batch_size_global or 0, longest):
+        simulated["probe"] = [(lengths, plan.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
+    return simulated
+
+
+def summarize_parts(simulated: Mapping[Part, Sequence[tuple[list[int], Spread]]]) -> dict[Part, Utilization]:
+    """Sum up how simulated batches use the ranks."""
+    return {part: summarize([spread for _, spread in spreads]) for part, spreads in simulated.items()}
