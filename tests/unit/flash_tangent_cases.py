@@ -27,7 +27,15 @@ from vcore_ds.distributed.device import use_local_compile_caches
 from vcore_ds.models import flash_tangent as kernels
 from vcore_ds.models.attention import SequenceLayout, forward_mode_attention
 from vcore_ds.models.block_attention import BLOCK_TOKENS, block_attention
-from vcore_ds.models.flash_tangent import TILE_KEYS, TILES, _select_tiles, flash_tangent, launch
+from vcore_ds.models.flash_tangent import (
+    TILE_KEYS,
+    TILES,
+    BlockMemory,
+    _select_tiles,
+    flash_tangent,
+    half_precision_tiles,
+    launch,
+)
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/test_flash_tangent.py, which sets TRITON_INTERPRET"
 
@@ -320,14 +328,23 @@ def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: tor
         torch.testing.assert_close(x.transpose(1, 2), y, rtol=0.02, atol=0.02)
 
 
-def test_deterministic_runs_do_not_time_tiles() -> None:
-    arguments, sizes = {"query": torch.zeros(1, dtype=torch.bfloat16)}, dict(DIM=128, VALUE_IS_GIVEN=False)
-    assert len(_select_tiles([], arguments, **sizes)) > 1
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert len(_select_tiles([], arguments, **sizes)) == 1
-    finally:
-        torch.use_deterministic_algorithms(False)
+@pytest.mark.parametrize("shared_kib", [227, 163, 99])
+def test_deterministic_runs_take_the_first_tile_of_the_card(shared_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_flash_tangent.py` compiles these first tiles, and finds that they fit."""
+    memory = BlockMemory(shared_kib * 1024, has_tensor_memory=False)
+    monkeypatch.setattr(BlockMemory, "of_device", lambda device: memory)
+    for dim in (64, 128, 256):
+        for is_given in (False, True):
+            options = [], {"query": torch.zeros(1, dtype=torch.bfloat16)}
+            candidates = _select_tiles(*options, DIM=dim, VALUE_IS_GIVEN=is_given)
+            torch.use_deterministic_algorithms(True)
+            try:
+                (chosen,) = _select_tiles(*options, DIM=dim, VALUE_IS_GIVEN=is_given)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert len(candidates) > 1 and chosen.all_kwargs() == candidates[0].all_kwargs()
+            tile = half_precision_tiles(dim, is_given, memory)[0]
+            assert tuple(chosen.all_kwargs()[key] for key in TILE_KEYS) == tile
 
 
 # ---- one tile on all ranks -----------------------------------------------------------------------------------------
