@@ -25,6 +25,10 @@ VOCABULARY = 128
 FIRST_TOKEN, END_TOKEN = 10, 110
 """Text tokens lie from the first of these to below the second; image tokens and the like come after them."""
 
+START, END, PADDING = 1, 2, 5
+"""Special tokens. As in many chat models the padding token, whose gradient PyTorch drops by `padding_idx`, starts
+prompts and ends answers."""
+
 NUM_LAYERS = 4
 
 _SIZES: tuple[tuple[str, int], ...] = (
@@ -143,6 +147,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """More models of a type: name -> (model type, changes)."""
 
+TIES = {", tied": True, ", untied": False}
+"""Any other name may end in one of these, which sets `tie_word_embeddings`."""
+
 
 def list_model_types() -> list[str]:
     """List the types of all causal language models in transformers and of the supported vision-language models."""
@@ -157,10 +164,17 @@ def find_auto_class(config: PretrainedConfig) -> type:
 
 def make_tiny_config(name: str) -> PretrainedConfig:
     """Make the configuration of a tiny model, of a type or of `VARIANTS`. Raises the architecture's errors."""
+    tie = "" if name in VARIANTS else next((suffix for suffix in TIES if name.endswith(suffix)), "")
+    name = name.removesuffix(tie)
     model_type, changes = VARIANTS.get(name, (name, {}))
     config_class = CONFIG_MAPPING[model_type]
     shrunk = _merge(_merge(_shrink(config_class().to_dict()), CHANGES.get(model_type, {})), changes)
-    return config_class.from_dict({key: value for key, value in shrunk.items() if value is not ...})
+    config = config_class.from_dict({key: value for key, value in shrunk.items() if value is not ...})
+    for part in (config, config.get_text_config()):
+        part.bos_token_id, part.eos_token_id, part.pad_token_id = START, END, PADDING
+        if tie:
+            part.tie_word_embeddings = TIES[tie]
+    return config
 
 
 def make_tiny_model(config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:

@@ -18,6 +18,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+import vcore_ds
 from tests.helpers import step_runs, tiny
 from tests.models import families
 from tests.models.reference import Expected, Text, compute_expected, compute_gradient, load_plain_model
@@ -105,10 +106,13 @@ class ModelResult:
 
 
 def draw_texts(num: int, seed: int, longest: int = LONGEST) -> list[Text]:
-    """Draw random sequences of different lengths."""
+    """Draw random sequences of different lengths, with special tokens in their prompts and at their ends."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [longest - 7 * (index % 3) for index in range(num)]
     draw = [torch.randint(families.FIRST_TOKEN, families.END_TOKEN, (n,), generator=generator) for n in lengths]
+    for tokens in draw:
+        tokens[:3] = torch.tensor([families.START, families.PADDING, families.END])
+        tokens[-1] = families.PADDING
     return [Text(tokens, 4 + index) for index, tokens in enumerate(draw)]
 
 
@@ -373,9 +377,26 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
         if is_bf16:
             in_bf16 = compute_expected(plain.bfloat16(), main, probe).utilities
             result.numbers["plain bf16 rank"] = rank_correlation(in_bf16, wanted.utilities)
+        if part == "full" and has_jvp and layout.size("job") == 1:
+            api = compute_api_utilities(folder, main, probe)
+            result.numbers["full API utility"] = relative_error(api, wanted.utilities)
         _compare(result, part, MeasuredEngine(engine, main, probe, alone=result.is_alone), wanted, has_jvp)
     finally:
         engine.close()
+
+
+def compute_api_utilities(folder: Path, main: Sequence[Text], probe: Sequence[Text]) -> Tensor:
+    """Utilities of the main sequences by the Python API, on the stored model in fp32."""
+    model = families.find_auto_class(read_config(str(folder))).from_pretrained(folder, dtype=torch.float32)
+
+    def make_row(text: Text) -> dict[str, Tensor]:
+        labels = text.tokens.clone()
+        labels[: text.prompt] = -100
+        return {"input_ids": text.tokens[None], "labels": labels[None]}
+
+    direction = vcore_ds.probe_direction(model, map(make_row, probe))
+    rows = [vcore_ds.token_utilities(model, make_row(text), direction)[0, text.prompt :] for text in main]
+    return torch.cat(rows).double()
 
 
 def _make_check_data(result: ModelResult) -> Any:

@@ -13,8 +13,8 @@ from tests.models.page import PAGE, list_types
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-DENSE = ("gemma4_text", *(("llama", "gemma3_text", "granite") if IS_SOAK else ()))
-MOE_MODELS = ("qwen3_moe", "gpt_oss", *(("deepseek_v3", "glm4_moe") if IS_SOAK else ()))
+DENSE = ("gemma4_text", *(("llama", "gemma3_text, untied", "granite, tied") if IS_SOAK else ()))
+MOE_MODELS = ("qwen3_moe, tied", "gpt_oss", *(("deepseek_v3, tied", "glm4_moe") if IS_SOAK else ()))
 WITHOUT_RULES = {
     "xlnet": "depends on the tokens behind it",
     "hrm_text": "a decoder layer runs ",
@@ -29,7 +29,7 @@ WITHOUT_RULES = {
     }
 )
 """Types that no rule covers, and the message at the start of a run."""
-HYBRIDS = ("qwen3_next", "granitemoehybrid", *(("qwen3_5_text", "lfm2") if IS_SOAK else ()))
+HYBRIDS = ("qwen3_next, tied", "granitemoehybrid, untied", *(("qwen3_5_text", "lfm2, untied") if IS_SOAK else ()))
 
 TWO_RANKS = ("qwen3_moe", *(("lfm2",) if IS_SOAK else ()))
 
@@ -52,6 +52,7 @@ def on_two_ranks() -> dict[str, ModelResult]:
 @pytest.mark.parametrize("name", [*DENSE, *MOE_MODELS, *HYBRIDS])
 def test_one_rank_computes_the_same_as_transformers(alone: dict[str, ModelResult], name: str) -> None:
     assert_right(alone[name])
+    assert "full API utility" in alone[name].numbers
 
 
 @pytest.mark.dist
