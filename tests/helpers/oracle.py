@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
 def differentiate_padding(model):
     """Make autograd differentiate `model` with respect to all rows of its embeddings, as forward mode does."""
     for module in model.modules():
-        if hasattr(module, "padding_idx"):
+        if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     return model
 

@@ -258,6 +258,12 @@ def test_other_mistakes_have_one_message() -> None:
         prompted = get_peft_model(tiny.qwen3(), prompts(task_type="CAUSAL_LM", num_virtual_tokens=2))
         with pytest.raises(vcore_ds.UserError, match=r"model: found P\w+_TUNING.* virtual tokens"):
             vcore_ds.probe_direction(prompted, batches)
+    bidirectional = tiny.qwen3(is_causal=False)
+    bidirectional.get_output_embeddings().weight.data.mul_(20)  # logits as large as trained ones
+    for call in (lambda: vcore_ds.probe_direction(bidirectional, batches),
+                 lambda: vcore_ds.token_utilities(bidirectional, batches[0], {})):  # fmt: skip
+        with pytest.raises(vcore_ds.UserError, match="model: found a Qwen3ForCausalLM, whose own forward"):
+            call()
     with pytest.raises(vcore_ds.UserError, match="model: found no parameter that requires a gradient"):
         vcore_ds.probe_direction(model.requires_grad_(False), batches)
 

@@ -229,7 +229,7 @@ class TokenLossModel(nn.Module):
                 An option here, since ZeRO-3 all-gathers parameters within this forward.
         """
         if original_logits:
-            with _use_eager_attention(self.base.config.get_text_config()):
+            with use_eager_attention(self.base.config.get_text_config()):
                 return self.causal_lm(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
         # Hugging Face's attention takes no layout, and detects packed sequences by their positions.
         attention = self.base.config.get_text_config()._attn_implementation
@@ -252,7 +252,7 @@ class TokenLossModel(nn.Module):
 
 
 @contextmanager
-def _use_eager_attention(config: PretrainedConfig) -> Iterator[None]:
+def use_eager_attention(config: PretrainedConfig) -> Iterator[None]:
     """Context in which the decoder runs transformers' eager attention instead of ours, with the architecture's mask."""
     before = config._attn_implementation
     if before in OUR_ATTENTION:

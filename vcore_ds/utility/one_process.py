@@ -3,9 +3,11 @@ without sharding. Public through `vcore_ds`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, Batch
@@ -13,8 +15,14 @@ from vcore_ds.engine.one_process import OneProcessEngine, one_process_engine
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
 from vcore_ds.method.objective import Normalization
+from vcore_ds.models.causal_lm import use_eager_attention
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
+
+_NUM_CHECKED = 32
+
+_TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Largest mean difference, nats, of losses by kernels that round differently; 1e-4 in other dtypes."""
 
 _WRAPPER = "causal_lm."
 """Prefix that `TokenLossModel` adds to the names of a model's parameters."""
@@ -54,6 +62,7 @@ def probe_direction(
     if not probe_batches:
         raise UserError("batches: found none; expected at least one batch of probe sequences")
     with one_process_engine(model) as engine:
+        _check_losses(engine, probe_batches[0])
         direction = Direction(engine)
         try:
             probe = direction.compute(probe_batches, normalization=normalization, clip=None)
@@ -84,6 +93,7 @@ def token_utilities(
     parsed = _read_batch(batch)
     gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
     with one_process_engine(model) as engine:
+        _check_losses(engine, parsed)
         buffers = _read_direction(engine, gradient)
         (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [parsed])
     if not bool(torch.isfinite(utilities).all()):
@@ -171,6 +181,25 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
             )
         lengths = counts.tolist()
     return Batch(list(range(len(labels))), input_ids, labels, row_lengths=lengths)
+
+
+def _check_losses(engine: OneProcessEngine, batch: Batch) -> None:
+    """Compare the losses of the first tokens with those of the model's own forward, as the check before a run's first
+    step does. Raises UserError if they differ: the architecture is not causal, has other positions, or computes its
+    logits in another way."""
+    ids = batch.input_ids[:1, :_NUM_CHECKED]
+    model: Any = engine.module
+    with engine.without_gradient():
+        losses = engine.token_losses(Batch([0], ids, ids))
+        with use_eager_attention(model.base.config.get_text_config()):
+            logits = model.causal_lm(input_ids=ids.to(engine.device), use_cache=False).logits
+    expected = cross_entropy(logits[0, :-1].to(losses.dtype), ids[0, 1:].to(engine.device), reduction="none")
+    difference = float((losses - expected).abs().mean())
+    if not difference <= _TOLERANCE.get(engine.trainable[0][1].dtype, 1e-4) and bool(expected.isfinite().all()):
+        raise UserError(
+            f"model: found a {type(engine.module.base).__name__}, whose own forward has other losses than a causal "
+            f"language model's (by {difference:.2g} nats in the mean); expected a decoder-only model (docs/models.md)"
+        )
 
 
 def _read_direction(engine: OneProcessEngine, gradient: Mapping[str, Tensor]) -> list[Tensor]:
