@@ -162,43 +162,33 @@ def _find_nearest(numbers: Sequence[int], target: int) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-Part = Literal["main", "probe"]
-"""A pass over a batch that has its own sequence-parallel size."""
+Part = Literal["main", "probe"]  # a pass over a batch that has its own sequence-parallel size
 
 _SECTIONS: dict[Part, Literal["batch", "probe"]] = {"main": "batch", "probe": "probe"}
 """The recipe's section for each of them."""
 
-_SEQUENCES_PER_GROUP = 8
-"""Sequences that each group of ranks should have, so that their packs can be made about equal."""
+_SEQUENCES_PER_GROUP = 8  # sequences that each group of ranks should have, so that their packs can be made about equal
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """The arithmetic of one optimizer step on the ranks of a job; all sizes in sequences."""
 
-    num_ranks: int
-    """Ranks that may have different micro-batches; a tensor-parallel group counts as one."""
-    global_batch_size: int
-    """|B|, over all ranks and micro-batches."""
-    micro_batch_size_per_rank: int | None
-    """None where the time model chooses it for each micro-batch."""
+    num_ranks: int  # ranks that may have different micro-batches; a tensor-parallel group counts as one
+    global_batch_size: int  # |B|, over all ranks and micro-batches
+    micro_batch_size_per_rank: int | None  # None where the time model chooses it for each micro-batch
+    # Maximum tokens of a pack on each rank of a sequence-parallel group; None where the recipe does not say
     pack_tokens_per_rank: int | None
-    """Maximum tokens of a pack on each rank of a sequence-parallel group; None where the recipe does not say."""
-    num_trusted_global: int
-    """Sequences of |B| that are drawn from the pool in data.probe_path."""
+    num_trusted_global: int  # sequences of |B| that are drawn from the pool in data.probe_path
+    # |B'|, over all ranks; None for the whole pool, 0 where no probe batch is drawn
     probe_batch_size_global: int | None
-    """|B'|, over all ranks; None for the whole pool, 0 where no probe batch is drawn."""
-    probe_micro_batch_size_per_rank: int | None
-    """Sequences of B' per rank in one forward and backward; None as above."""
-    utility_micro_batch_size_per_rank: int | None
-    """Sequences per rank in one gradient-free forward; None as above."""
+    probe_micro_batch_size_per_rank: int | None  # sequences of B' per rank in one forward and backward; None as above
+    utility_micro_batch_size_per_rank: int | None  # sequences per rank in one gradient-free forward; None as above
+    # Possible sequence-parallel sizes of the main batch, ascending; also in validation
     main_parallel_sizes: tuple[int, ...]
-    """Possible sequence-parallel sizes of the main batch, ascending; also in validation."""
-    probe_parallel_sizes: tuple[int, ...]
-    """The same of the probe batch."""
+    probe_parallel_sizes: tuple[int, ...]  # the same of the probe batch
     time_model: TimeModel
-    tensor: int = 1
-    """Ranks of a tensor-parallel group."""
+    tensor: int = 1  # ranks of a tensor-parallel group
 
     @property
     def num_ranks_of_job(self) -> int:

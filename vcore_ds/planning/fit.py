@@ -15,8 +15,7 @@ from vcore_ds.planning.spread import Utilization, list_sequence_parallel_sizes
 _MIN_PACK_TOKENS = 1024
 """Shortest pack that is offered as a remedy: passes over shorter ones spend their time on all-gathers."""
 
-_MOST_RANKS = 1024
-"""Largest job that is offered as a remedy."""
+_MOST_RANKS = 1024  # largest job that is offered as a remedy
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Available:
 
     device: int
     host: int
-    is_cpu: bool = False
-    """Whether the device is the host: offloaded shards take the same memory."""
+    is_cpu: bool = False  # whether the device is the host: offloaded shards take the same memory
 
     def holds(self, estimate: MemoryEstimate) -> bool:
         """Whether the estimate fits, without a margin."""
@@ -51,8 +49,7 @@ class Remedy:
 
     overrides: tuple[str, ...]
     estimate: MemoryEstimate
-    num_ranks: int | None = None
-    """Ranks of the job; None for no change."""
+    num_ranks: int | None = None  # ranks of the job; None for no change
 
     @property
     def change(self) -> str:
@@ -67,14 +64,11 @@ class MemoryPlan:
 
     plan: BatchPlan
     settings: MemorySettings
-    sequence_parallel: int
-    """Sequence-parallel size of most passes over the main batch."""
-    cutoff_length: int
-    """Longest sequence, in tokens."""
+    sequence_parallel: int  # sequence-parallel size of most passes over the main batch
+    cutoff_length: int  # longest sequence, in tokens
+    # Parameters of the model itself, or of a rank's part; None for those of its shape
     counts: ParameterCounts | None = None
-    """Parameters of the model itself, or of a rank's part; None for those of its shape."""
-    other_expert_sizes: Sequence[int] = ()
-    """Other possible expert-parallel sizes, ascending."""
+    other_expert_sizes: Sequence[int] = ()  # other possible expert-parallel sizes, ascending
 
     @property
     def estimate(self) -> MemoryEstimate:

@@ -18,26 +18,20 @@ backward has two of them."""
 class Machine:
     """Sustained speeds of one device, the part of the peak that large passes reach."""
 
-    flops: float
-    """FLOP a second of matrix multiplications."""
-    node_bandwidth: float
-    """Bytes a second that a device sends to others of its node."""
-    network_bandwidth: float
-    """Bytes a second that a device sends to other nodes."""
-    exchange_latency: float
-    """Seconds of an exchange without contents."""
+    flops: float  # FLOP a second of matrix multiplications
+    node_bandwidth: float  # bytes a second that a device sends to others of its node
+    network_bandwidth: float  # bytes a second that a device sends to other nodes
+    exchange_latency: float  # seconds of an exchange without contents
+    # Tokens at which matrix multiplications reach half of `flops`: the cost of a pass without tokens, in tokens
     half_speed_tokens: float
-    """Tokens at which matrix multiplications reach half of `flops`: the cost of a pass without tokens, in tokens."""
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that one rank receives."""
 
-    inside: float = 0.0
-    """From ranks of the same node."""
-    between: float = 0.0
-    """From other nodes, through its share of the node's adapters."""
+    inside: float = 0.0  # from ranks of the same node
+    between: float = 0.0  # from other nodes, through its share of the node's adapters
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.inside + other.inside, self.between + other.between)
@@ -112,18 +106,14 @@ class Gpu:
     """Peak numbers of one device in its usual server."""
 
     name: str
-    memory_bytes: int
-    """Memory that the driver leaves to processes, in whole GiB."""
-    flops: float
-    """FLOP a second of dense bf16 matrix multiplications."""
-    memory_bandwidth: float
-    """Bytes a second."""
-    node_bandwidth: float
-    """Bytes a second in one direction to the other devices of the node."""
+    memory_bytes: int  # memory that the driver leaves to processes, in whole GiB
+    flops: float  # FLOP a second of dense bf16 matrix multiplications
+    memory_bandwidth: float  # bytes a second
+    node_bandwidth: float  # bytes a second in one direction to the other devices of the node
+    # Bytes a second in one direction through the device's share of the node's network adapters
     network_bandwidth: float
-    """Bytes a second in one direction through the device's share of the node's network adapters."""
+    # FLOP a second of PyTorch's FlashAttention-2, measured over forward and backward; a backward is 2.5 forwards
     attention_flops: float
-    """FLOP a second of PyTorch's FlashAttention-2, measured over forward and backward; a backward is 2.5 forwards."""
 
 
 # `attention_flops`, for a head dimension of 128 and 8,192 tokens or more. A100: FlashAttention-2's paper
@@ -192,37 +182,31 @@ class Achieved:
     """Shares of a device's peak that a step achieves. The defaults are those of comparable trainers (docs/planning.md);
     on one H200, SFT of the 8B shape took 0.97 to 1.01 of the seconds that follow from them (docs/gpu.md)."""
 
+    # Share of the peak that matrix multiplications in large passes achieve, the kernels between them included
     compute: float = 0.40
-    """Share of the peak that matrix multiplications in large passes achieve, the kernels between them included."""
-    attention: float = 1.0
-    """Speed of fused attention over `Gpu.attention_flops`."""
+    attention: float = 1.0  # speed of fused attention over `Gpu.attention_flops`
     memory: float = 0.80
     node: float = 0.80
     network: float = 0.84
-    hidden: float = 0.70
-    """Share of the computation that all-gathers and reduce-scatters can overlap with."""
-    exchange_latency: float = 40e-6
-    """Seconds of an all-to-all without contents."""
+    hidden: float = 0.70  # share of the computation that all-gathers and reduce-scatters can overlap with
+    exchange_latency: float = 40e-6  # seconds of an all-to-all without contents
+    # Seconds of hooks, Python and kernel tails for each layer of a run through the model
     layer_overhead: float = 0.8e-3
-    """Seconds of hooks, Python and kernel tails for each layer of a run through the model."""
     # Host time on a CPU (2026-11-26, docs/reports/performance.md), less `layer_overhead`: 4.1 ms for a
     # layer with tangents along factors (3.9 along a whole direction), 5.3 in FP8, 3.5 for a backward.
-    tangent_overhead: float = 3.3e-3
-    """Seconds beyond these that the host takes for each layer with tangents."""
+    tangent_overhead: float = 3.3e-3  # seconds beyond these that the host takes for each layer with tangents
+    # Seconds beyond these that it takes for each layer whose tangents are multiplied in FP8
     fp8_overhead: float = 1.2e-3
-    """Seconds beyond these that it takes for each layer whose tangents are multiplied in FP8."""
+    # Seconds beyond `layer_overhead` that it takes for each layer's backward, and the forward that is run again
     backward_overhead: float = 2.7e-3
-    """Seconds beyond `layer_overhead` that it takes for each layer's backward, and the forward that is run again."""
+    # Seconds that the host takes for each rank of a layer's all-gather, for which DeepSpeed makes a view in Python;
+    # none where it gathers in place. Measured on a CPU (docs/reports/performance.md).
     gather_overhead: float = 2.6e-6
-    """Seconds that the host takes for each rank of a layer's all-gather, for which DeepSpeed makes a view in Python;
-    none where it gathers in place. Measured on a CPU (docs/reports/performance.md)."""
     # NCCL's model of its rings with protocol LL128, which it takes by default on NVLink (NVIDIA/nccl,
     # src/graph/tuning.cc, 2026-06): the time of an all-gather or reduce-scatter without contents.
     ring_latency: float = 14e-6
-    ring_step_latency: float = 1.9e-6
-    """Seconds of each step of a ring within a node; a ring of n ranks has n - 1 steps."""
-    ring_step_latency_between: float = 4e-6
-    """Seconds of each step from one node to the next."""
+    ring_step_latency: float = 1.9e-6  # seconds of each step of a ring within a node; a ring of n ranks has n - 1 steps
+    ring_step_latency_between: float = 4e-6  # seconds of each step from one node to the next
 
 
 SLOW, FAST = Achieved(compute=0.30, attention=0.85), Achieved(compute=0.68, attention=1.15)
@@ -237,8 +221,7 @@ class Cluster:
     num_gpus: int
     gpus_per_node: int = 8
     achieved: Achieved = Achieved()
-    host_bytes_per_node: int = 2048 * GIB
-    """Host memory, for offloaded shards."""
+    host_bytes_per_node: int = 2048 * GIB  # host memory, for offloaded shards
 
     @property
     def ranks_per_node(self) -> int:

@@ -37,57 +37,38 @@ class AdapterShape:
 class MemorySettings:
     """Settings of a run that determine a rank's memory."""
 
-    num_ranks: int
-    """Ranks that shard the model; a tensor-parallel group counts as one."""
+    num_ranks: int  # ranks that shard the model; a tensor-parallel group counts as one
+    # Tokens of the largest main micro-batch on a rank: of a pack, or of unpacked sequences with their padding
     main_tokens: int
-    """Tokens of the largest main micro-batch on a rank: of a pack, or of unpacked sequences with their padding."""
-    probe_tokens: int = 0
-    """The same for the probe batch; 0 for a method without one."""
-    utility_tokens: int = 0
-    """The same for a separate gradient-free pass; 0 without one."""
-    tensor: int = 1
-    """Tensor-parallel size. All ranks of a group process the group's micro-batches."""
-    expert: int = 1
-    """Expert-parallel size. The ranks of a group hold equal shares of every layer's experts."""
-    expert_load: float = 1.0
-    """Tokens sent to the fullest rank of an expert-parallel group, over the mean."""
+    probe_tokens: int = 0  # the same for the probe batch; 0 for a method without one
+    utility_tokens: int = 0  # the same for a separate gradient-free pass; 0 without one
+    tensor: int = 1  # tensor-parallel size. All ranks of a group process the group's micro-batches.
+    expert: int = 1  # expert-parallel size. The ranks of a group hold equal shares of every layer's experts.
+    expert_load: float = 1.0  # tokens sent to the fullest rank of an expert-parallel group, over the mean
+    # Estimator of the utilities; None for a method without them
     estimator: Literal["jvp", "finite_difference"] | None = None
-    """Estimator of the utilities; None for a method without them."""
-    probe_rank: int | None = None
-    """Rank of the direction's factors; None for the full-rank direction."""
-    rank_passes: int = 1
-    """Passes of subspace iteration that compute the factors."""
-    fp8_tangents: bool = False
-    """Whether tangents of activations and weights are multiplied in FP8."""
-    is_fused: bool = False
-    """Whether the main forward gives the utilities."""
-    number_bytes: int = 2
-    """Bytes of a number: 2 in bf16, 4 in fp32. Adapters are always in fp32."""
-    adapters: AdapterShape | None = None
-    """None to train all parameters."""
-    is_anchored: bool = False
-    """Whether the loss includes the KL divergence from the base model."""
+    probe_rank: int | None = None  # rank of the direction's factors; None for the full-rank direction
+    rank_passes: int = 1  # passes of subspace iteration that compute the factors
+    fp8_tangents: bool = False  # whether tangents of activations and weights are multiplied in FP8
+    is_fused: bool = False  # whether the main forward gives the utilities
+    number_bytes: int = 2  # bytes of a number: 2 in bf16, 4 in fp32. Adapters are always in fp32.
+    adapters: AdapterShape | None = None  # None to train all parameters
+    is_anchored: bool = False  # whether the loss includes the KL divergence from the base model
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    has_muon_direction: bool = False
-    """Whether the direction is Muon's update."""
+    has_muon_direction: bool = False  # whether the direction is Muon's update
     is_checkpointed: bool = False
-    offloads_checkpoints: bool = False
-    """Whether activations wait in host memory for the backward."""
+    offloads_checkpoints: bool = False  # whether activations wait in host memory for the backward
     offloads_parameters: bool = False
     offloads_optimizer: bool = False
-    stages_checkpoints: bool = False
-    """Whether a checkpoint is written from a copy in host memory (`checkpoint.async`)."""
-    keeps_direction: bool = False
-    """Whether checkpoints hold the direction, as between two probes."""
-    coalesces_gradients: bool = False
-    """One reduction a step, from an unsharded gradient."""
+    stages_checkpoints: bool = False  # whether a checkpoint is written from a copy in host memory (`checkpoint.async`)
+    keeps_direction: bool = False  # whether checkpoints hold the direction, as between two probes
+    coalesces_gradients: bool = False  # one reduction a step, from an unsharded gradient
+    # Ranks that shard the second copy of the parameters (hierarchical partitioning); 1 for no copy
     ranks_of_second_copy: int = 1
-    """Ranks that shard the second copy of the parameters (hierarchical partitioning); 1 for no copy."""
     max_live_parameters: int = 10**9
-    bucket_numel: int = 5 * 10**8
-    """Elements of the buffer in which gradients are reduced."""
+    bucket_numel: int = 5 * 10**8  # elements of the buffer in which gradients are reduced
+    # Whether ranks compute on GPUs, where the token loss of narrow models has larger blocks: `loss_block_multiple`
     on_gpu: bool = True
-    """Whether ranks compute on GPUs, where the token loss of narrow models has larger blocks: `loss_block_multiple`."""
 
 
 def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
@@ -134,11 +115,9 @@ Phase = Literal["probe", "utility", "main", "step"]
 SUB_GROUP_NUMEL = 10**9
 """Parameters that DeepSpeed updates at a time (`sub_group_size`), whose gradients it copies to do so."""
 
-MARGIN_BYTES = 2**30
-"""Communicators and library workspaces."""
+MARGIN_BYTES = 2**30  # communicators and library workspaces
 
-MARGIN_SHARE = 0.05
-"""Share of the estimate added for fragmentation and everything small."""
+MARGIN_SHARE = 0.05  # share of the estimate added for fragmentation and everything small
 
 COALESCING_SHARE = 0.05
 """Share of a rank's memory that unsharded gradients may take with `engine.coalesce_gradient_reduction: auto`."""
@@ -151,12 +130,10 @@ _INT64 = 8
 class MemoryEstimate:
     """Bytes of one rank."""
 
-    persistent: Mapping[str, int]
-    """By kind, on the device for the whole run."""
+    persistent: Mapping[str, int]  # by kind, on the device for the whole run
+    # By kind, on the device at the peak of each phase of the run, beyond the persistent bytes
     phases: Mapping[Phase, Mapping[str, int]]
-    """By kind, on the device at the peak of each phase of the run, beyond the persistent bytes."""
-    host: Mapping[str, int]
-    """By kind, in host memory: offloaded shards, and the copy of a checkpoint."""
+    host: Mapping[str, int]  # by kind, in host memory: offloaded shards, and the copy of a checkpoint
 
     @property
     def persistent_bytes(self) -> int:

@@ -29,16 +29,12 @@ _SHARED_WIDTH = (
 class Experts:
     """The routed experts of a decoder, gated MLPs of one width."""
 
-    num_layers: int
-    """Layers that have them; the others have a dense MLP."""
-    num_experts: int
-    """E, of each of these layers."""
-    per_token: int
-    """k, experts that a token goes through."""
-    width: int
-    """W, of one expert."""
+    num_layers: int  # layers that have them; the others have a dense MLP
+    num_experts: int  # E, of each of these layers
+    per_token: int  # k, experts that a token goes through
+    width: int  # W, of one expert
+    # S, width of the MLP that all tokens of these layers pass through in addition: shared experts, or a dense MLP
     shared_width: int = 0
-    """S, width of the MLP that all tokens of these layers pass through in addition: shared experts, or a dense MLP."""
 
     @property
     def active_width(self) -> int:
@@ -151,8 +147,7 @@ SIZE_NAMES = {
 }
 """Names of a size in config.json, by architecture; the first is transformers' own for all of them."""
 
-_NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")
-"""Prefixes of architectures that normalise queries and keys."""
+_NORMALIZED_HEADS = ("qwen3", "olmo2", "olmo3", "gemma3")  # prefixes of architectures that normalise queries and keys
 
 _OTHER_NORMS = (
     "gemma",
@@ -177,43 +172,30 @@ class ModelShape:
     """A decoder, as far as the time and the memory of a pass over it go."""
 
     num_layers: int
-    num_heads: int
-    """Query heads, A."""
-    num_kv_heads: int
-    """K; a divisor of A."""
-    head_dim: int
-    """D."""
+    num_heads: int  # query heads, A
+    num_kv_heads: int  # K; a divisor of A
+    head_dim: int  # D
+    # P, parameters of the linear layers of one decoder layer that a token goes through; in an MoE model their
+    # mean over the layers, without the experts to which it is not routed
     layer_parameters: int
-    """P, parameters of the linear layers of one decoder layer that a token goes through; in an MoE model their
-    mean over the layers, without the experts to which it is not routed."""
+    # Why sequence parallelism is not possible, such as `whose attention cannot be replaced`; None where it is
     no_sequence_parallelism: str | None = None
-    """Why sequence parallelism is not possible, such as `whose attention cannot be replaced`; None where it is."""
-    unpackable: str | None = None
-    """Why sequences cannot be packed, in the same form; None where they can."""
+    unpackable: str | None = None  # why sequences cannot be packed, in the same form; None where they can
+    # Kind of the rotary embedding where its frequencies depend on the largest position in a forward
     rope: str = "default"
-    """Kind of the rotary embedding where its frequencies depend on the largest position in a forward."""
-    rope_limit: int | None = None
-    """Tokens of a sequence up to which they do not; None where they never do."""
-    is_alone: bool = False
-    """Whether each sequence needs a separate forward."""
-    is_assumed: bool = False
-    """The model was not there to be read, and this is another one's shape."""
-    hidden_size: int = 0
-    """H; 0 where the sizes that memory depends on are unknown."""
-    intermediate_size: int = 0
-    """F, width of the MLP."""
-    vocabulary_size: int = 0
-    """V, rows of the embeddings."""
-    is_tied: bool = False
-    """Whether input and output embedding are one parameter."""
-    normalizes_heads: bool = False
-    """Whether queries and keys are normalised, as in Qwen3."""
+    rope_limit: int | None = None  # tokens of a sequence up to which they do not; None where they never do
+    is_alone: bool = False  # whether each sequence needs a separate forward
+    is_assumed: bool = False  # the model was not there to be read, and this is another one's shape
+    hidden_size: int = 0  # H; 0 where the sizes that memory depends on are unknown
+    intermediate_size: int = 0  # F, width of the MLP
+    vocabulary_size: int = 0  # V, rows of the embeddings
+    is_tied: bool = False  # whether input and output embedding are one parameter
+    normalizes_heads: bool = False  # whether queries and keys are normalised, as in Qwen3
+    # Whether norms and gated MLPs are those of Llama, which keep little for the backward (`models/pointwise.py`)
     has_llama_norms: bool = True
-    """Whether norms and gated MLPs are those of Llama, which keep little for the backward (`models/pointwise.py`)."""
-    experts: Experts | None = None
-    """None for a dense model."""
+    experts: Experts | None = None  # None for a dense model
+    # Tokens of the longest sequence that the model was made for; None where its configuration does not say
     max_positions: int | None = None
-    """Tokens of the longest sequence that the model was made for; None where its configuration does not say."""
 
     def take_tensor_shard(self, size: int) -> "ModelShape":
         """Return the shape of a rank's shard in a tensor-parallel group of `size` ranks. A vocabulary that the group

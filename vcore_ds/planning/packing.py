@@ -11,8 +11,7 @@ from dataclasses import astuple, dataclass
 from itertools import count
 from typing import Any
 
-_LENGTH_MULTIPLE = 8
-"""Micro-batches are padded to a multiple of this many tokens, which suits matrix units."""
+_LENGTH_MULTIPLE = 8  # micro-batches are padded to a multiple of this many tokens, which suits matrix units
 
 _ROUNDING = 1e-9
 """Relative difference of two times that counts as none: sums of floats round as the version of Python does, and a
@@ -181,14 +180,10 @@ class Waste:
     """The padding of one pass over a batch, or of several together, and the time that ranks wait for each other."""
 
     num_tokens: int
-    num_computed_tokens: int
-    """With padding."""
-    mean_work: float
-    """Mean working time of a rank, attention included, in units of one token's linear layers."""
-    slowest_work: float
-    """The same of the slowest rank of each micro-step, for which all wait."""
-    num_idle_ranks: int
-    """Ranks that have no sequence in any micro-step; summed over the passes."""
+    num_computed_tokens: int  # with padding
+    mean_work: float  # mean working time of a rank, attention included, in units of one token's linear layers
+    slowest_work: float  # the same of the slowest rank of each micro-step, for which all wait
+    num_idle_ranks: int  # ranks that have no sequence in any micro-step; summed over the passes
     num_passes: int = 1
 
     @property

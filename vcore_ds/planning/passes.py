@@ -45,27 +45,20 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 
 class PassWork:
     """One micro-step of a pass, in multiples of a plain forward."""
 
-    linear: int
-    """GEMMs of linear layers."""
-    attention: int
-    """GEMMs of attention that the result needs."""
-    gathers: int
-    """All-gathers of all parameters."""
-    exchanges: int
-    """Exchanges of a forward within a sequence-parallel group."""
-    runs: int
-    """Runs through the layers."""
-    tangent_gathers: int = 0
-    """All-gathers of the direction of all trained parameters."""
+    linear: int  # GEMMs of linear layers
+    attention: int  # GEMMs of attention that the result needs
+    gathers: int  # all-gathers of all parameters
+    exchanges: int  # exchanges of a forward within a sequence-parallel group
+    runs: int  # runs through the layers
+    tangent_gathers: int = 0  # all-gathers of the direction of all trained parameters
+    # GEMMs of linear layers, among `linear`, that run in FP8, in half the time; not those of experts and head
     fp8: int = 0
-    """GEMMs of linear layers, among `linear`, that run in FP8, in half the time; not those of experts and head."""
+    # Rank r of the direction's factors in the GEMMs `Q (B x)`, which replace those of the weights' tangents; 0 for
+    # none
     low_rank: int = 0
-    """Rank r of the direction's factors in the GEMMs `Q (B x)`, which replace those of the weights' tangents; 0 for
-    none."""
-    reduces: bool = False
-    """Whether the gradient is reduced."""
+    reduces: bool = False  # whether the gradient is reduced
+    # GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU
     attention_again: float = 0.0
-    """GEMMs of attention that its kernels compute again: they take time and count nothing in the MFU."""
 
     def count_hidden_state_exchanges(self, num_layers: int) -> tuple[int, int]:
         """Count the exchanges over a tensor-parallel group, of hidden states of all tokens or, where values and
@@ -135,10 +128,8 @@ def derive_tangent_work(settings: MemorySettings, *, is_fused: bool) -> PassWork
 class StepFlops:
     """FLOP of an optimizer step, over all ranks."""
 
-    training: float
-    """Forward and backward of the main batch, as in plain fine-tuning."""
-    extra: float
-    """All others: probe, tangents, forwards for utilities or of a reference."""
+    training: float  # forward and backward of the main batch, as in plain fine-tuning
+    extra: float  # all others: probe, tangents, forwards for utilities or of a reference
 
     @property
     def total(self) -> float:
@@ -150,13 +141,10 @@ class StepFlops:
 class StepPasses:
     """The passes of an optimizer step; None for one that it does not have."""
 
-    training: PassWork
-    """The main batch in plain fine-tuning."""
-    main: PassWork
-    """The same, with the tangents where they travel along."""
+    training: PassWork  # the main batch in plain fine-tuning
+    main: PassWork  # the same, with the tangents where they travel along
     probe: PassWork | None = None
-    utility: PassWork | None = None
-    """A separate pass over the main batch."""
+    utility: PassWork | None = None  # a separate pass over the main batch
     steps_per_probe: int = 1
 
     @classmethod

@@ -30,16 +30,11 @@ class PlanSettings:
     batch: BatchConfig
     optimizer: OptimizerConfig
     engine: EngineConfig
-    cutoff_length: int
-    """Tokens of the longest sequence."""
-    num_trusted: int
-    """Sequences of each global batch that are drawn from data.probe_path."""
-    num_steps: int | None
-    """Optimizer steps of the run; None where they depend on the data."""
-    stages_checkpoints: bool
-    """`checkpoint.async`"""
-    seed: int
-    """`run.seed`, by which adapters are drawn."""
+    cutoff_length: int  # tokens of the longest sequence
+    num_trusted: int  # sequences of each global batch that are drawn from data.probe_path
+    num_steps: int | None  # optimizer steps of the run; None where they depend on the data
+    stages_checkpoints: bool  # `checkpoint.async`
+    seed: int  # `run.seed`, by which adapters are drawn
 
     @property
     def estimator(self) -> Literal["jvp", "finite_difference"] | None:

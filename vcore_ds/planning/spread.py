@@ -29,13 +29,12 @@ memory for them."""
 class MicroBatchLimit:
     """Limits of a micro-batch: one pack of at most N tokens per rank of a group, or N unpacked sequences."""
 
+    # Maximum tokens of a pack on each rank of a sequence-parallel group; None where the recipe does not say
     pack_tokens_per_rank: int | None = None
-    """Maximum tokens of a pack on each rank of a sequence-parallel group; None where the recipe does not say."""
+    # Maximum unpacked sequences of a micro-batch; None for the number that takes least time without more tokens than
+    # the longest sequence has (or `FREE_TOKENS`)
     num_sequences: int | None = 1
-    """Maximum unpacked sequences of a micro-batch; None for the number that takes least time without more tokens than
-    the longest sequence has (or `FREE_TOKENS`)."""
-    may_pack: bool = False
-    """Whether sequences are packed, where `num_sequences` is None."""
+    may_pack: bool = False  # whether sequences are packed, where `num_sequences` is None
 
     @property
     def is_packed(self) -> bool:
@@ -59,15 +58,12 @@ class Spread:
 
     sequence_parallel: int
     num_ranks: int
+    # Ids by micro-step and group. Groups beyond the last one that stands here have nothing to do.
     micro_steps: list[list[list[int]]]
-    """Ids by micro-step and group. Groups beyond the last one that stands here have nothing to do."""
     waste: Waste
-    most_tokens: int
-    """Tokens of the largest micro-batch on one rank, padding included."""
-    is_packed: bool
-    """Whether a group's sequences of a micro-step are one pack."""
-    time: float
-    """Predicted time of a forward, in units of one token's linear layers."""
+    most_tokens: int  # tokens of the largest micro-batch on one rank, padding included
+    is_packed: bool  # whether a group's sequences of a micro-step are one pack
+    time: float  # predicted time of a forward, in units of one token's linear layers
 
     @property
     def ids(self) -> list[int]:
@@ -185,25 +181,19 @@ def _estimate_sequence_time(num_tokens: int, k: int, work: Callable[[int], float
 # Utilization of the ranks.
 
 
-Member = Literal["rank", "group"]
-"""A member of the data-parallel group: a rank, or a tensor-parallel group."""
+Member = Literal["rank", "group"]  # a member of the data-parallel group: a rank, or a tensor-parallel group
 
-LOW_UTILIZATION = 0.8
-"""Share of useful work below which a run warns."""
+LOW_UTILIZATION = 0.8  # share of useful work below which a run warns
 
 
 @dataclass(frozen=True)
 class Utilization:
     """Use of the ranks in the passes over some batches."""
 
-    typical_parallel_size: int
-    """Sequence-parallel size of most of the passes."""
-    waste: Waste
-    """The waste of all passes together."""
-    most_tokens: int
-    """Tokens of the largest micro-batch on one rank, padding included."""
-    time: float
-    """Predicted time of all passes together, in units of one token's linear layers."""
+    typical_parallel_size: int  # sequence-parallel size of most of the passes
+    waste: Waste  # the waste of all passes together
+    most_tokens: int  # tokens of the largest micro-batch on one rank, padding included
+    time: float  # predicted time of all passes together, in units of one token's linear layers
 
     @property
     def is_low(self) -> bool:

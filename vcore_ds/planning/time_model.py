@@ -32,8 +32,7 @@ class TimeModel:
     num_ranks: int
     ranks_per_node: int
     machine: Machine = H100
-    expert: int = 1
-    """Ranks of an expert-parallel group."""
+    expert: int = 1  # ranks of an expert-parallel group
     number_bytes: int = 2
 
     def work(self, num_tokens: int) -> float:

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 
-SIMULATED_MEAN = 2970
-"""Tokens of the mean simulated sequence: reasoning traces as those of the paper."""
+SIMULATED_MEAN = 2970  # tokens of the mean simulated sequence: reasoning traces as those of the paper
 
-_SIMULATED_SIGMA = 0.85
-"""Spread of the logarithms of simulated lengths."""
+_SIMULATED_SIGMA = 0.85  # spread of the logarithms of simulated lengths
 
-_SIMULATED_SEQUENCES = 4096
-"""Sequences in all simulated batches together, which bounds the time that they take."""
+_SIMULATED_SEQUENCES = 4096  # sequences in all simulated batches together, which bounds the time that they take
 
 _SIMULATED_BATCHES = 40
 
@@ -25,16 +22,12 @@ class LengthModel:
     """The lengths of which a plan simulates batches: those of sampled sequences or, without any, of typical reasoning
     traces."""
 
-    mean: float = SIMULATED_MEAN
-    """Tokens of the mean sequence; of simulated ones before long ones are cut."""
-    sampled: tuple[int, ...] = ()
-    """Tokens of sampled training sequences."""
+    mean: float = SIMULATED_MEAN  # tokens of the mean sequence; of simulated ones before long ones are cut
+    sampled: tuple[int, ...] = ()  # tokens of sampled training sequences
+    # The same of data.probe_path; empty where the probe is drawn from the training data, or it was not sampled
     sampled_probe: tuple[int, ...] = ()
-    """The same of data.probe_path; empty where the probe is drawn from the training data, or it was not sampled."""
-    num_sequences: int | None = None
-    """Training sequences in all; None where that is not known."""
-    source: str = ""
-    """The sample, in words."""
+    num_sequences: int | None = None  # training sequences in all; None where that is not known
+    source: str = ""  # the sample, in words
 
     def draw_batches(self, part: Part, batch_size: int, longest: int) -> list[list[int]]:
         """Draw the lengths in tokens of simulated batches: fewer batches if they are large; none if one alone would

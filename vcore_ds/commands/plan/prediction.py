@@ -20,14 +20,11 @@ from vcore_ds.planning.passes import derive_passes
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import Utilization
 
-MOST_GPUS = 4096
-"""Largest cluster that is searched."""
+MOST_GPUS = 4096  # largest cluster that is searched
 
-_MOST_WAYS = 3
-"""Changes with which a run would fit that are offered."""
+_MOST_WAYS = 3  # changes with which a run would fit that are offered
 
-_MOST_TOKENS = 2**22
-"""Longest sequence that is searched where neither packs nor positions limit it."""
+_MOST_TOKENS = 2**22  # longest sequence that is searched where neither packs nor positions limit it
 
 
 @dataclass(frozen=True)
@@ -36,20 +33,16 @@ class RunPlan:
 
     settings: PlanSettings
     cluster: Cluster
-    shape: ModelShape
-    """Parameters of the whole model."""
-    lengths: LengthModel
-    """Lengths of the sequences in the simulated batches."""
+    shape: ModelShape  # parameters of the whole model
+    lengths: LengthModel  # lengths of the sequences in the simulated batches
     batch: BatchPlan
     memory: MemoryPlan
     passes: Mapping[Part, Utilization]
-    counts: ParameterCounts
-    """The parameters of the whole model."""
+    counts: ParameterCounts  # the parameters of the whole model
     cost: StepCost
-    tokens_per_step: float
-    """Tokens of the main batch, mean of the simulated batches."""
+    tokens_per_step: float  # tokens of the main batch, mean of the simulated batches
+    # The step's cost with other shares of the peak
     estimate_cost: Callable[[Achieved], StepCost] = field(repr=False, compare=False)
-    """The step's cost with other shares of the peak."""
 
     @property
     def available(self) -> Available:
@@ -89,8 +82,7 @@ class LongestSequence:
     """The longest sequence that a run can train on."""
 
     num_tokens: int
-    limit: str
-    """The limit, in words."""
+    limit: str  # the limit, in words
 
     def describe(self) -> str:
         return f"Longest sequence that fits: {self.num_tokens:,} tokens ({self.limit})"

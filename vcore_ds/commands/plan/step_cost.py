@@ -26,8 +26,7 @@ from vcore_ds.planning.passes import PassWork, StepPasses, linear_flops_per_toke
 from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.time_model import TimeModel
 
-NUM_ITERATIONS = 5
-"""Newton-Schulz iterations of Muon."""
+NUM_ITERATIONS = 5  # Newton-Schulz iterations of Muon
 
 _BYTES_OF_QUANTIZATION = 17
 """Memory traffic of rounding an element of bf16 to FP8 by PyTorch's operations: absolute value, largest of a row,
@@ -40,8 +39,7 @@ _PARAMETERS_OF_A_LAYER = 7
 """Parameters of a layer that are gathered: queries, keys, values, output, and three of the MLP, or of the experts and
 their router. Norms are small enough to be kept on each rank."""
 
-_HOST_LINK = 50e9
-"""Bytes a second between a device and its host: 0.8 of PCIe 5.0 x16."""
+_HOST_LINK = 50e9  # bytes a second between a device and its host: 0.8 of PCIe 5.0 x16
 
 _HOST_MEMORY = 40e9
 """Bytes a second of host memory for each rank: an eighth of two sockets, shared with everything else."""
@@ -89,14 +87,12 @@ class StepModel:
     """A model and a cluster, for the costs of steps."""
 
     shape: ModelShape
-    counts: ParameterCounts
-    """With tensor parallelism, of the part that one GPU has."""
+    counts: ParameterCounts  # with tensor parallelism, of the part that one GPU has
     settings: MemorySettings
     cluster: Cluster
-    reuse_distance: int = 10**9
-    """Parameters between two uses of a layer within which ZeRO-3 keeps it gathered."""
+    reuse_distance: int = 10**9  # parameters between two uses of a layer within which ZeRO-3 keeps it gathered
+    # DeepSpeed's `stage3_allgather_sequential`: one all-gather for each parameter, without copies
     gathers_in_place: bool = False
-    """DeepSpeed's `stage3_allgather_sequential`: one all-gather for each parameter, without copies."""
 
     def estimate_step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
         """Estimate the cost of a step, mean over the batches.
