@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 
 
 def prepare_and_stall(words: Sequence[str]) -> int:
-    """Run the command up to its first finished shard and wait there to be killed."""
+    """Run the command up to its first finished chunk and wait there to be killed."""
     run = Pool.run
 
     def run_and_stall(self, calls):
@@ -50,12 +50,12 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
     straight = capsys.readouterr().out
     assert "rows read" in straight and "the paper (CoT, Qwen3)" in straight and f"{'kept':<10}" in straight
 
-    curated = tmp_path / "store.unfinished" / "curated"
+    chunks = tmp_path / "store.unfinished" / "chunks"
     words = [*prepare_words, "--output", f"{tmp_path}/store", "--processes", "2"]
     with ForkedJob(prepare_and_stall, words, tmp_path / "log") as job:
         process = job.rank(0)
         deadline = time.monotonic() + HANG_SECONDS
-        while not list(curated.glob("*.json")):
+        while not list(chunks.glob("*.arrow")):
             assert process.is_running() and time.monotonic() < deadline, job.output
             time.sleep(0.01)
         process.kill()  # only this process: its children must notice
@@ -63,12 +63,12 @@ def test_a_killed_prepare_resumes_to_the_same_bytes(
     while _is_alive(process.pid):
         assert time.monotonic() < deadline, "processes outlive the command that was killed"
         time.sleep(0.1)
-    num_finished = len(list(curated.glob("*.json")))
+    num_finished = len(list(chunks.glob("*.arrow")))
 
     assert main([*prepare_words, "--output", f"{tmp_path}/store", "--processes", "1"]) == 0
     again = capsys.readouterr().out
     assert "resuming where an earlier run ended" in again
-    assert f"{num_finished} of 6 shards were finished before" in again
+    assert f"{num_finished} chunks were finished before" in again
     assert read_contents(tmp_path / "store") == read_contents(tmp_path / "straight")
     assert len(TokenStore(tmp_path / "store", make_tokenizer())) == 75
 

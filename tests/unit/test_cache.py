@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +32,9 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def make(path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, overlong: str = "drop") -> tuple[Path, str]:
+def make(
+    path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, overlong: str = "drop", **settings: Any
+) -> tuple[Path, str]:
     """Find or make a store; returns its folder and the messages."""
     from transformers import AutoTokenizer
 
@@ -43,6 +46,7 @@ def make(path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, overlong
         overlong=overlong,
         cache_folder=str(path.parent / "cache"),
         say=said.append,
+        **settings,
     )
     return folder, "\n".join(said)
 
@@ -85,8 +89,7 @@ def test_one_bad_line_is_refused_with_file_and_line(prepare: Prepared, tmp_path:
         prepare(path)
     message = str(error.value)
     assert f"{path}:3: " in message and reason in message
-    assert f"vcore-ds prepare chat {path} --tokenizer " in message  # how to leave out the row
-    assert "--max-malformed 0.5 --output STORE" in message and "expected none" in message
+    assert "1 of 2 rows are malformed (50.00%), expected at most 1.00%" in message and "data.max_malformed" in message
 
 
 def test_skipping_rows_is_not_recommended_where_no_row_is_usable(prepare: Prepared, tmp_path: Path) -> None:
@@ -94,7 +97,34 @@ def test_skipping_rows_is_not_recommended_where_no_row_is_usable(prepare: Prepar
     path.write_text('{"question": "x", "answer": "y"}\n')
     with pytest.raises(UserError, match="1 of 1 rows are malformed .* rename the keys") as error:
         prepare(path)
-    assert "vcore-ds prepare" not in str(error.value)
+    assert "raise the share" not in str(error.value)
+
+
+def test_malformed_rows_up_to_the_share_are_left_out_and_said(prepare: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(make_row("a") * 49 + "{broken\n" + make_row("b") * 50)
+    folder, _ = prepare(path)  # 1 of 100, the default share
+    line = f"1 malformed rows are left out; the first: {path}:50: not JSON"
+    assert line in TokenStore(folder).describe() and len(TokenStore(folder)) == 99
+    assert any(what.startswith("malformed rows") for what in TokenStore(folder).manifest["counts"]["noticed"])
+    assert Path(f"{folder}.malformed.txt").read_text().startswith(f"{path}:50: not JSON")
+    with pytest.raises(UserError, match=f"1 of 100 rows are malformed .1.00%.*The first: {path}:50: not JSON"):
+        prepare(path, max_malformed=0.005)  # the store that is there was made with another share
+    path.write_text(make_row("a") * 48 + "{broken\n" + make_row("b") * 50)
+    with pytest.raises(UserError, match="1 of 99 rows are malformed .1.01%.*expected at most 1.00%"):
+        prepare(path)
+    assert len(TokenStore(prepare(path, max_malformed=0.02)[0])) == 98
+
+
+def test_columns_of_other_names_are_mapped(prepare: Prepared, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"question": "q", "solution": "s", "attempt": "a", "messages": "other"}))
+    columns = {"prompt": "question", "completion": "attempt"}
+    folder, said = prepare(path, columns=columns)
+    assert decode_texts(folder) == ["a"] and "ignored: `messages` 1, `solution` 1" in said
+    assert prepare(path, columns={**columns, "completion": "solution"})[0] != folder
+    with pytest.raises(UserError, match="no column `answer`, which data.columns .*names; found question, solution"):
+        prepare(path, columns={**columns, "completion": "answer"})
 
 
 @pytest.mark.parametrize(
@@ -103,8 +133,8 @@ def test_skipping_rows_is_not_recommended_where_no_row_is_usable(prepare: Prepar
         ("missing.jsonl", None, "there is no such file"),
         ("empty.jsonl", b"", "the file is empty"),
         ("blank.jsonl", b"\n \n", "no row is left"),
-        ("table.csv", b"a,b\n", "ending in '.csv'"),
-        ("broken.parquet", b"not parquet", "not a readable parquet file"),
+        ("table.txt", b"a,b\n", "ending in '.txt'"),
+        ("broken.parquet", b"not parquet", "not readable to its end as .parquet"),
     ],
 )
 def test_a_bad_file_is_named(prepare: Prepared, tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
@@ -160,9 +190,9 @@ def test_overlong_sequences_are_dropped_or_truncated_and_counted(prepare: Prepar
     assert "1 truncated at the cutoff" in truncated.describe() and "2 of 2 rows kept" in truncated.describe()
     assert truncated.manifest["num_supervised_tokens"] == sum(s.supervised.sum() for s in truncated)
 
-    with pytest.raises(UserError, match="2 of 2 rows are unusable.*the prompt alone has"):
+    with pytest.raises(UserError, match="2 of 2 rows are malformed.*the prompt alone has"):
         prepare(path, cutoff_length=4, overlong="truncate")
-    with pytest.raises(UserError, match=r"no sequence is left[\s\S]*longer than the cutoff +2"):
+    with pytest.raises(UserError, match=r"no row is left[\s\S]*longer than the cutoff +2"):
         prepare(path, cutoff_length=4)
 
 

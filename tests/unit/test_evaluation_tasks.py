@@ -149,8 +149,8 @@ def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: 
 
 
 def test_a_row_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blank lines count, and a large file's shards do not begin again."""
-    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 300)
+    """Blank lines count, and chunks of a file do not begin again."""
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
     lines = [*(json.dumps({"id": n, "problem": "1 + 1?", "answer": "2"}) for n in range(30)), "", "{"]
     (tmp_path / "aime.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match="aime.jsonl: row 32: not JSON"):

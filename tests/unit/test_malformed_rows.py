@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from vcore_ds.data.answers import _BOXED, _BRACE, find_answer_spans
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.pipeline import prepare
+from vcore_ds.data.prepare.rows import read_chat_rows
+from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store import TokenStore
 
 GOOD = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}]}
@@ -38,9 +42,10 @@ def prepare_rows(kind: str, source: Path, tokenizer: Path) -> tuple[list[int], l
     output = source.with_name("store")
     shutil.rmtree(output, ignore_errors=True)
     request = PrepareRequest(kind, (str(source),), str(tokenizer), "train")
-    prepare(request, output, max_malformed_share=0.9, say=lambda text: None)
+    prepare(request, output, max_malformed=0.9, say=lambda text: None)
     report = output.with_name("store.malformed.txt")
-    return TokenStore(output).sequence_ids.tolist(), report.read_text(encoding="utf-8").splitlines()
+    lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
+    return TokenStore(output).sequence_ids.tolist(), lines
 
 
 LINES = {
@@ -78,11 +83,27 @@ def test_malformed_lines_are_reported_and_other_rows_kept(tmp_path: Path, tokeni
         assert reason in faults[f"{source}:{2 * number + 2}"]
 
 
-def test_line_of_50_megabytes_is_read(tmp_path: Path, tokenizer_folder: Path) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_text('"' + "x" * 50 * 10**6 + '"\n' + json.dumps(GOOD))
-    kept, report = prepare_rows("chat", source, tokenizer_folder)
-    assert kept == [1] and report == [f"{source}:1: found str, expected an object"]
+READ_LONG_LINE = """
+import resource, sys
+from tests.unit.test_malformed_rows import prepare_rows
+from pathlib import Path
+import pyarrow, transformers.models.auto.tokenization_auto
+source, tokenizer = map(Path, sys.argv[1:])
+short = source.with_name("short.jsonl")
+short.write_text(source.read_text().splitlines()[1])
+prepare_rows("chat", short, tokenizer)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(*prepare_rows("chat", source, tokenizer)[0])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_line_of_60_megabytes_takes_a_few_times_its_size(tmp_path: Path, tokenizer_folder: Path) -> None:
+    long = json.dumps({"messages": [GOOD["messages"][0], {"role": "assistant", "content": "word " * 12_000_000}]})
+    (tmp_path / "rows.jsonl").write_text(f"{long}\n{json.dumps(GOOD)}")
+    command = [sys.executable, "-c", READ_LONG_LINE, str(tmp_path / "rows.jsonl"), str(tokenizer_folder)]
+    kept, kilobytes = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert kept == "1" and int(kilobytes) * 1024 < 6 * len(long)
 
 
 @pytest.mark.parametrize("name", ["no UTF-8", "key that breaks the template"])  # found while reading, and rendering
@@ -150,23 +171,19 @@ def test_parquet_of_other_columns_is_malformed(column, reason: str, tmp_path: Pa
     assert reason in str(error.value)
 
 
-def test_time_within_a_message_is_malformed(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_time_within_a_message_is_ignored(tmp_path: Path, tokenizer_folder: Path) -> None:
     time = pa.array([0], pa.int64()).cast(pa.timestamp("us")).to_pylist()[0]
     with_time = [{**message, "at": time} for message in GOOD["messages"]]
     without = [{**message, "at": None} for message in GOOD["messages"]]
     source = write_table(tmp_path / "rows.parquet", pa.array([with_time, without]))
-    kept, report = prepare_rows("chat", source, tokenizer_folder)
-    assert kept == [1]
-    assert report == [
-        f"{source}:1: a message that cannot be written as JSON (Object of type datetime is not JSON serializable)"
-    ]
+    assert prepare_rows("chat", source, tokenizer_folder) == ([0, 1], [])
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 100, -1, -50])
 def test_truncated_parquet_is_refused(num_bytes: int, tmp_path: Path, tokenizer_folder: Path) -> None:
     source = write_table(tmp_path / "rows.parquet", pa.array([GOOD["messages"]] * 100))
     source.write_bytes(source.read_bytes()[:num_bytes])
-    with pytest.raises(UserError, match=f"{source}: (not a readable parquet file|the file is empty)"):
+    with pytest.raises(UserError, match=f"{source}: (not readable to its end as .parquet|the file is empty)"):
         prepare_rows("chat", source, tokenizer_folder)
 
 
@@ -215,3 +232,37 @@ def test_a_limit_that_is_no_share_is_refused(share: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         parse(["prepare", "chat", "a.jsonl", "--tokenizer", "t", "--output", "o", f"--max-malformed={share}"])
     assert f"--max-malformed: found {share}, expected a number from 0 to 1" in capsys.readouterr().err
+
+
+def test_null_arguments_in_a_table_are_counted(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """Whether the row had the argument, a table does not tell: {"a": null, "b": 2} and {"b": 2} are the same in it."""
+
+    def make_row(arguments: object) -> dict:
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        return {"messages": [GOOD["messages"][0], call, {"role": "tool", "content": "3"}, GOOD["messages"][1]]}
+
+    rows = [make_row({"a": 1, "b": 2}), make_row({"a": None, "b": 2})]
+    for name, has_null in (("rows.parquet", True), ("rows.jsonl", False)):
+        read = [{"a": 1, "b": 2}, {"b": 2} if has_null else {"a": None, "b": 2}]
+        if has_null:
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+        else:
+            (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        (file,) = find_files([str(tmp_path / name)], "train")
+        chats = list(read_chat_rows(file))
+        calls = [chat.messages[1]["tool_calls"][0]["function"]["arguments"] for chat in chats]
+        assert calls == read and [chat.has_null_arguments for chat in chats] == [False, has_null]
+    text = json.dumps({"a": None})
+    pq.write_table(pa.Table.from_pylist([make_row(text)]), tmp_path / "text.parquet")
+    (chat,) = read_chat_rows(find_files([str(tmp_path / "text.parquet")], "train")[0])
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.role + ' ' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c | tojson }}{% endfor %}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "calls")
+    request = PrepareRequest("chat", (str(tmp_path / "rows.parquet"),), str(tmp_path / "calls"), "train")
+    report = prepare(request, tmp_path / "store", say=lambda text: None)
+    assert report.num_kept == 2
+    assert any("null arguments" in text and number == 1 for text, number in report.noticed.items())

@@ -1,26 +1,31 @@
 """Raw rows in the schemas of the real data sets to token stores: rules, sampling, restarts, every kind of bad row."""
 
+import bz2
+import gzip
 import json
 import resource
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict, load_dataset
+from huggingface_hub import HfApi
 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
 from vcore_ds.data.messages import Dropped, Malformed
-from vcore_ds.data.prepare import curation, pipeline, shards, sources
+from vcore_ds.data.prepare import convert, curation, pipeline, sources
 from vcore_ds.data.prepare.curation import PrepareRequest, find_statement
 from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.selection import LengthSummary, PrepareReport
-from vcore_ds.data.prepare.sources import BLANK, Broken, Shard, find_shards
+from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
+from vcore_ds.data.prepare.sources import BLANK, Broken, find_files
 from vcore_ds.data.store import TokenStore
 
 TRACE = "<think>\nHm, {n}.\n</think>\n\nThe answer is \\boxed{{{n}}}."
@@ -95,7 +100,7 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
         output: str = "store",
         *,
         processes: int = 1,
-        max_malformed_share: float = 1.0,
+        max_malformed: float = 1.0,
         again: bool = False,
         **request,
     ) -> PrepareReport | None:
@@ -113,7 +118,7 @@ def run(tmp_path: Path, tokenizer: str) -> Callable[..., PrepareReport | None]:
             full_request,
             tmp_path / output,
             processes=processes,
-            max_malformed_share=max_malformed_share,
+            max_malformed=max_malformed,
             again=again,
             say=said.append,
         )
@@ -299,48 +304,166 @@ def test_statements_that_cannot_be_loaded_are_an_error(statements: str, tmp_path
 # Sources
 
 
-@pytest.mark.parametrize("shard_bytes", [1, 7, 8, 64, 10_000])
-def test_every_line_is_in_exactly_one_shard(tmp_path: Path, monkeypatch, shard_bytes: int) -> None:
-    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", shard_bytes)
+def compress_zstd(contents: bytes) -> bytes:
+    return pa.compress(contents, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 10_000])
+def test_every_line_is_a_row_of_one_chunk(tmp_path: Path, monkeypatch, chunk_bytes: int, suffix: str) -> None:
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
     lines = ['{"n": 0}', "", '{"n": 2}', "x" * 30, "[]", '{"n": "ü"}', '{"n": 6}']
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())  # without a last line break
-    rows, first = {}, 0
-    for shard in find_shards([str(path)], "train"):
-        numbers = list(shard.rows())
-        rows |= {first + number: row for number, row in numbers}
-        first += len(numbers)
-    assert list(rows) == list(range(7)) and rows[1] is BLANK
+    path = tmp_path / f"rows.jsonl{suffix}"
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": compress_zstd, "": bytes}[suffix]
+    path.write_bytes(compress(b"\xef\xbb\xbf" + "\n".join(lines).encode()))  # without a last line break
+    (file,) = find_files([str(path)], "train")
+    rows = list(file.rows())
+    assert len(rows) == 7 and rows[1] is BLANK
     assert rows[3] == Broken("not JSON (Expecting value at column 1)")
     assert [rows[i] for i in (0, 2, 4, 5, 6)] == [{"n": 0}, {"n": 2}, [], {"n": "ü"}, {"n": 6}]
+    assert sum(map(sources.count_rows, file.chunks())) == 6
+    if chunk_bytes == 1:
+        assert [len(chunk) for chunk in file.chunks()] == [1] * 7
 
 
-def test_parquet_and_lists_are_read_and_a_copy_of_a_hub_data_set_by_its_split(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "_PARQUET_SHARD_ROWS", 4)
+def read_values(source: object, split: str = "train") -> list[Any]:
+    return [row["n"] for file in find_files([str(source)], split) for row in file.rows()]
+
+
+def test_parquet_and_lists_are_read_and_a_copy_of_a_hub_data_set_by_its_split(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     pq.write_table(pa.Table.from_pylist([{"n": i} for i in range(10)]), data / "cot-0.parquet", row_group_size=3)
     (data / "tir-0.json").write_text(json.dumps([{"n": 20}, {"n": 21}]))
-    cot = find_shards([str(tmp_path)], "cot")
-    assert [[row["n"] for _, row in shard.rows()] for shard in cot] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
-    (tir,) = find_shards([f"{tmp_path}/**/*.json"], "cot")
-    assert list(tir.rows()) == [(0, {"n": 20}), (1, {"n": 21})]
-    assert len(find_shards([str(tmp_path)], "train")) == 3  # no file of that name: all of them
+    assert read_values(tmp_path, "cot") == list(range(10))
+    assert read_values(f"{tmp_path}/**/*.json", "cot") == [20, 21]
+    assert len(find_files([str(tmp_path)], "train")) == 2  # no file of that name: all of them
 
 
-def test_hub_data_are_streamed_by_data_file(tmp_path: Path) -> None:
-    """`datasets` streams from a folder in the hub's layout."""
-    (tmp_path / "data").mkdir()
-    for number in range(3):
-        table = pa.Table.from_pylist([{"n": 10 * number + i} for i in range(2)])
-        pq.write_table(table, tmp_path / "data" / f"cot-0000{number}-of-00003.parquet")
-        pq.write_table(table, tmp_path / "data" / f"tir-0000{number}-of-00003.parquet")
-    streamed = sources.load_hub(str(tmp_path), "cot", None)
-    assert streamed.num_shards == 3
-    hub_shards = [Shard("hub", str(tmp_path), i, 3, "cot") for i in range(3)]
-    assert [[row["n"] for _, row in shard.rows()] for shard in hub_shards] == [[0, 1], [10, 11], [20, 21]]
-    with pytest.raises(UserError, match="the split 'cpp' cannot be loaded"):
-        sources.load_hub(str(tmp_path), "cpp", None)
+def test_csv_cells_stay_text_and_a_short_row_lacks_its_last_cells(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,completion\n007,"a\nb"\nNA,\n\nq\n')
+    (file,) = find_files([str(path)], "train")
+    assert list(file.rows()) == [
+        {"prompt": "007", "completion": "a\nb"},
+        {"prompt": "NA", "completion": ""},
+        {"prompt": "q", "completion": None},
+    ]
+
+
+def test_folders_by_save_to_disk_are_read_by_split(tmp_path: Path) -> None:
+    parts = {"train": Dataset.from_dict({"n": [1, 2]}), "test": Dataset.from_dict({"n": [3]})}
+    DatasetDict(parts).save_to_disk(tmp_path / "both")
+    parts["train"].save_to_disk(tmp_path / "one")
+    assert read_values(tmp_path / "one") == read_values(tmp_path / "both") == [1, 2]
+    assert read_values(tmp_path / "both", "test") == [3]
+    with pytest.raises(UserError, match="no split 'cot', only train, test"):
+        find_files([str(tmp_path / "both")], "cot")
+
+
+def write_hub_copy(folder: Path, configurations: list[str]) -> None:
+    """Write a data set in the hub's layout."""
+    card = [{"config_name": name, "data_files": [{"split": "cot", "path": f"{name}/*"}]} for name in configurations]
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': card})}\n---\n")
+    for i, name in enumerate(configurations):
+        (folder / name).mkdir()
+        for part in range(2):
+            pq.write_table(pa.table({"n": [10 * i + part]}), folder / name / f"x-{part}.parquet")
+
+
+def test_a_configuration_is_named_after_two_colons(tmp_path: Path) -> None:
+    write_hub_copy(tmp_path, ["math", "code"])
+    assert (
+        read_values(f"{tmp_path}::code", "cot")
+        == [10, 11]
+        == [load["n"] for load in load_by_datasets(tmp_path, "code")]
+    )
+    with pytest.raises(UserError, match="found the configurations math, code; name one: .*::math"):
+        find_files([str(tmp_path)], "cot")
+    with pytest.raises(UserError, match="no configuration 'all', expected .*one of math, code"):
+        find_files([f"{tmp_path}::all"], "cot")
+    with pytest.raises(UserError, match="no split 'train', only cot"):
+        find_files([f"{tmp_path}::code"], "train")
+    (tmp_path / "one").mkdir()
+    write_hub_copy(tmp_path / "one", ["default"])
+    assert read_values(tmp_path / "one", "cot") == [0, 1]
+
+
+def load_by_datasets(folder: Path, configuration: str) -> Dataset:
+    return load_dataset(str(folder), configuration, split="cot", cache_dir=str(folder.parent / "cache"))
+
+
+def test_files_of_the_hub_are_downloaded_one_by_one(tmp_path: Path, monkeypatch) -> None:
+    """The hub itself is replaced by a folder: its commit, the resolution of its files, and their download."""
+    write_hub_copy(tmp_path, ["math", "code"])
+    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="abc"))
+    resolve, downloads = sources._resolve, []
+
+    def resolve_here(name: str, configuration: str | None, split: str, revision: str | None = None) -> list[str]:
+        assert (name, revision) == ("owner/set", "abc")
+        files = resolve(str(tmp_path), configuration, split)
+        return [f"hf://datasets/owner/set@abc/{Path(file).relative_to(tmp_path)}" for file in files]
+
+    def download(name: str, path: str, *, repo_type: str, revision: str) -> str:
+        assert (name, repo_type, revision) == ("owner/set", "dataset", "abc")
+        downloads.append(path)
+        return str(tmp_path / path)
+
+    monkeypatch.setattr(sources, "_resolve", resolve_here)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    files = find_files(["owner/set::code"], "cot")
+    assert not downloads and [file.is_first for file in files] == [True, False]
+    assert sources.describe_source(files) == [
+        {"hub": "owner/set", "configuration": "code", "split": "cot", "revision": "abc"}
+    ]
+    assert [row["n"] for file in files for row in file.rows()] == [10, 11]
+    assert downloads == ["code/x-0.parquet", "code/x-1.parquet"]
+    with pytest.raises(UserError, match="found the configurations math, code"):
+        find_files(["owner/set"], "cot")
+
+
+FORMS = {
+    "one list": ("rows.jsonl", "[{1}, {1}]"),
+    "one list over lines": ("rows.jsonl", "[\n {1},\n {1}\n]"),
+    "one object with rows under `train`": ("rows.json", '{"train": [{1}, {1}]}'),
+    "rows of JSON over several lines": ("rows.jsonl", "{\n2\n}\n{\n2\n}"),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), FORMS.values(), ids=FORMS.keys())
+def test_other_forms_of_json_are_named(tmp_path: Path, name: str, text: str, request) -> None:
+    row = json.dumps(make_chat_row(0))
+    path = tmp_path / name
+    path.write_text(text.replace("{1}", row).replace("2", row.strip("{}")))
+    form = request.node.callspec.id.removesuffix(" over lines")
+    with pytest.raises(UserError, match=f"{path}: found {form}.*, expected a row, a JSON object, on each line"):
+        next(find_files([str(path)], "train")[0].rows())
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.parquet", "rows.arrow"])
+def test_a_file_that_is_cut_is_refused(tmp_path: Path, name: str) -> None:
+    path, rows = tmp_path / name, [make_chat_row(n) for n in range(3000)]
+    lines, table = "\n".join(map(json.dumps, rows)).encode(), pa.Table.from_pylist(rows)
+    if name.endswith(".parquet"):
+        pq.write_table(table, path)
+    elif name.endswith(".arrow"):
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=100)
+    else:
+        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else compress_zstd(lines))
+    assert len(list(find_files([str(path)], "train")[0].rows())) == 3000
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    with pytest.raises(UserError, match=f"{path}: not readable to its end .*; is the download complete?"):
+        list(find_files([str(path)], "train")[0].rows())
+
+
+def test_files_with_different_columns_are_read_each_by_its_own(run, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["q"], "completion": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"messages": [make_chat_row(0)["messages"]], "n": ["x"]}), tmp_path / "b.parquet")
+    assert dict(run("chat", [tmp_path / "a.parquet", tmp_path / "b.parquet"]).shapes) == {
+        "prompt and completion": 1,
+        "messages": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -350,9 +473,9 @@ def test_hub_data_are_streamed_by_data_file(tmp_path: Path) -> None:
         ("./some/where", "there is no such file"),
         ("no*.jsonl", "found no file of this pattern"),
         ("empty.jsonl", "the file is empty"),
-        ("notes.txt", "found a file ending in '.txt', expected .jsonl, .json or .parquet"),
-        ("folder", "found no .jsonl, .json or .parquet file in this folder"),
-        ("broken.parquet", "not a readable parquet file"),
+        ("notes.txt", "found a file ending in '.txt', expected .jsonl, .json, .csv, .parquet, .arrow"),
+        ("folder", "found no file in this folder that ends in .jsonl, .json, .csv, .parquet, .arrow"),
+        ("broken.parquet", "not readable to its end as .parquet"),
         ("nobody-at-all/nothing", "no data set of that name can be reached on the hub"),
     ],
 )
@@ -364,7 +487,7 @@ def test_invalid_sources_are_refused(tmp_path: Path, monkeypatch, source: str, r
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.parquet").write_text("x")
     with pytest.raises(UserError) as error:
-        find_shards([source], "train")
+        next(find_files([source], "train")[0].rows())
     assert reason in str(error.value)
 
 
@@ -431,70 +554,72 @@ def test_lengths_are_summarized() -> None:
 
 
 def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 2_000)
+    """Once it is complete, rows with larger keys are not looked at; which ones depends on nothing but the rows."""
+    monkeypatch.setattr(sources, "CHUNK_ROWS", 10)
     rows = [make_chat_row(n) for n in range(200)]
     for n in range(0, 200, 5):
         rows[n]["messages"][1]["content"] *= 100
     source = write_lines(tmp_path / "rows.jsonl", rows)
-    run("chat", source, sample=30, cutoff_length=200, seed=7)
-    fits = []
-    line = 0
-    for number, shard in enumerate(find_shards([str(source)], "train")):
-        for index, _ in shard.rows():
-            if line % 5:
-                fits.append((shards.make_sample_key(7, number, index), line))
-            line += 1
-    expected = sorted(line for _, line in sorted(fits)[:30])
-    assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "store")] == expected
+    report = run("chat", source, sample=30, cutoff_length=200, seed=7)
+    keys = [(convert.make_sample_key(7, 1, line), line) for line in range(200)]
+    expected = sorted(key for key in keys if key[1] % 5)[:30]
+    assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "store")] == sorted(line for _, line in expected)
+    num_drawn = sum(key <= expected[-1] for key in keys)
+    assert report.dropped == {"longer than 200 tokens": num_drawn - 30, "not drawn for the sample": 200 - num_drawn}
+    assert report.num_rows == 200 and report.num_kept == 30
     run("chat", source, "other", sample=30, cutoff_length=200, seed=8)
-    assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "other")] != expected
+    assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "other")] != sorted(n for _, n in expected)
+
+
+def test_rows_beyond_a_complete_sample_are_not_converted(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "CHUNK_ROWS", 10)
+    converted, convert_chunk = [], convert.convert_chunk
+
+    def count(request, file, chunk, *rest):
+        converted.append(len(chunk))
+        return convert_chunk(request, file, chunk, *rest)
+
+    monkeypatch.setattr(convert, "convert_chunk", count)
+    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(1000)])
+    assert run("chat", source, sample=10).num_kept == 10
+    # The k-th row is among the ten smallest keys so far with probability 10 / k: 10 + 10 ln(1000 / 10) = 56 rows.
+    assert converted[0] == 10 and sum(converted) < 150
 
 
 def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, monkeypatch) -> None:
-    """Interrupted in both rounds; what was finished is not done again."""
-    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 4_000)
-    monkeypatch.setattr("vcore_ds.data.prepare.pipeline._BLOCK", 16)
+    """What was finished is not done again."""
+    monkeypatch.setattr(sources, "CHUNK_ROWS", 16)
     source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(300)])
     run("chat", source, "straight", sample=100)
     run("chat", source, "parallel", sample=100, processes=2)
     assert read_contents(tmp_path / "parallel") == read_contents(tmp_path / "straight")
 
-    done: list[str] = []
+    done, convert_chunk = [], convert.convert_chunk
 
-    def interrupt(name: str, after: int) -> None:
-        function = getattr(shards, name)
-
-        def interrupted(task, *rest):
-            if len(done) == after:
+    def stop_after(number: int) -> None:
+        def interrupted(*arguments):
+            if len(done) == number:
                 raise KeyboardInterrupt
-            done.append(name)
-            return function(task, *rest)
+            done.append(arguments[-1].name)
+            return convert_chunk(*arguments)
 
-        monkeypatch.setattr(shards, name, interrupted)
+        monkeypatch.setattr(convert, "convert_chunk", interrupted)
 
-    num_shards, num_blocks = len(find_shards([str(source)], "train")), -(-100 // 16)
-    assert num_shards > 4
-    with monkeypatch.context() as monkeypatch:
-        interrupt("curate_shard", 3)
+    for number in (3, 8):
+        stop_after(number)
         with pytest.raises(KeyboardInterrupt):
             run("chat", source, "store", sample=100)
-    with monkeypatch.context() as monkeypatch:
-        interrupt("curate_shard", -1)
-        interrupt("tokenize_block", num_shards + 2)
-        with pytest.raises(KeyboardInterrupt):
-            run("chat", source, "store", sample=100)
-    assert done == ["curate_shard"] * num_shards + ["tokenize_block"] * 2
-    with monkeypatch.context() as monkeypatch:
-        interrupt("tokenize_block", -1)
-        run("chat", source, "store", sample=100)
-    assert done.count("tokenize_block") == num_blocks
+    stop_after(-1)
+    run("chat", source, "store", sample=100)
+    assert "8 chunks were finished before" in run.said
+    assert len(done) == len(set(done)) and 8 < len(done) <= -(-300 // 16)
     assert read_contents(tmp_path / "store") == read_contents(tmp_path / "straight")
 
 
 def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(5)])
     assert run("chat", source) is not None
-    assert run.said[0] == f"{source}: format messages, by the keys of its rows (messages)"
+    assert "formats: messages 5" in run.said[-1].splitlines()
     before = read_contents(tmp_path / "store")
     assert run("chat", source) is None and "is there already" in run.said[-1]
     with pytest.raises(UserError, match="found a store made with another filters: .*name another --output"):
@@ -510,10 +635,10 @@ def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
 
 def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path, monkeypatch) -> None:
     """Naming a source twice upsamples it: it starts over each time it is named, also where it has several shards."""
-    monkeypatch.setattr(sources, "_JSONL_SHARD_BYTES", 100)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
     a = write_lines(tmp_path / "a.jsonl", [make_chat_row(n) for n in range(3)])
     b = write_lines(tmp_path / "b.jsonl", [make_chat_row(7), "", "broken", make_chat_row(8)])
-    assert len(find_shards([str(b)], "cot")) > 1
+    assert len(list(find_files([str(b)], "cot")[0].chunks())) > 1
     for order in ("abb", "aba", "ab"):
         run("chat", [{"a": a, "b": b}[name] for name in order], order)
         store = TokenStore(tmp_path / order)
@@ -523,18 +648,19 @@ def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path, monkeyp
         assert len(set(store.sequence_ids.tolist())) == len(expected)
         assert (tmp_path / f"{order}.malformed.txt").read_text().startswith(f"{b}:3: not JSON")
         assert (tmp_path / f"{order}.malformed.txt").read_text().count("\n") == 1
+        assert (f"{b}: named 2 times, so each of its rows counts 2 times" in run.said) == (order == "abb")
     with pytest.raises(UserError, match="found a store made with another source"):
         run("chat", [a, b], "abb")
     long = write_lines(tmp_path / "long.jsonl", [make_chat_row(0), make_long_row()])
     with pytest.raises(UserError):
-        run("chat", [long, long], "long", cutoff_length=100, overlong="truncate", max_malformed_share=0.1)
+        run("chat", [long, long], "long", cutoff_length=100, overlong="truncate", max_malformed=0.1)
     assert (tmp_path / "long.unfinished" / "malformed.txt").read_text().count(f"{long}:2: the prompt alone has") == 1
 
 
 def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0), "x"])
     with pytest.raises(UserError):
-        run("chat", source, max_malformed_share=0.1)
+        run("chat", source, max_malformed=0.1)
     before = {path: path.read_bytes() for path in (tmp_path / "store.unfinished").rglob("*.*")}
     with pytest.raises(UserError) as error:
         run("chat", source, seed=1)
@@ -547,17 +673,17 @@ def test_unfinished_work_of_another_request_is_deleted_on_demand_only(run, tmp_p
 
 def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Path, monkeypatch) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(5)])
-    select, refusals = pipeline.selection.select, []
+    report_outcomes, refusals = pipeline.Conversion.report, []
 
-    def select_while_another_begins(*arguments):
+    def report_while_another_begins(*arguments):
         with pytest.raises(UserError) as refused:
             run("chat", source, seed=2, again=True)  # which would delete what is there
         refusals.append(str(refused.value))
         if len(refusals) == 1:
             raise KeyboardInterrupt
-        return select(*arguments)
+        return report_outcomes(*arguments)
 
-    monkeypatch.setattr(pipeline.selection, "select", select_while_another_begins)
+    monkeypatch.setattr(pipeline.Conversion, "report", report_while_another_begins)
     with pytest.raises(KeyboardInterrupt):
         run("chat", source)
     report = run("chat", source, seed=1, again=True)  # begins again, and is alone all the same
@@ -568,29 +694,30 @@ def test_a_second_command_on_an_output_leaves_the_first_alone(run, tmp_path: Pat
 def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [*(make_chat_row(n) for n in range(8)), "x", {"a": 1}])
     with pytest.raises(UserError) as error:
-        run("chat", source, max_malformed_share=0.19)
+        run("chat", source, max_malformed=0.19)
     assert "2 of 10 rows are malformed (20.00%), expected at most 19.00%" in str(error.value)
     assert f"The first: {source}:9: not JSON" in str(error.value)
     listed = (tmp_path / "store.unfinished" / "malformed.txt").read_text()
     assert f"{source}:10: found the keys a; expected" in listed
-    assert run("chat", source, max_malformed_share=0.2).num_kept == 8
-    assert "1 of 1 shards were finished before" in run.said
+    assert run("chat", source, max_malformed=0.2).num_kept == 8
+    assert "1 chunks were finished before" in run.said
     assert (tmp_path / "store.malformed.txt").read_text() == listed
 
 
 def test_a_prompt_longer_than_the_cutoff_is_named(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0), make_long_row()])
     with pytest.raises(UserError) as error:
-        run("chat", source, cutoff_length=100, overlong="truncate", max_malformed_share=0.1)
+        run("chat", source, cutoff_length=100, overlong="truncate", max_malformed=0.1)
     assert f"{source}:2: the prompt alone has 2" in str(error.value)
     assert "expected fewer than the cutoff, 100" in str(error.value)
     for overlong in ("truncate", "drop"):
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
         report = run("chat", source, cutoff_length=100, overlong=overlong)
-        assert report.dropped == {"prompt alone longer than the cutoff": 1}
+        assert (report.num_malformed, report.num_kept) == ((1, 1) if overlong == "truncate" else (0, 1))
+        assert report.dropped == ({} if overlong == "truncate" else {"prompt alone longer than the cutoff": 1})
     # Where long sequences are dropped, it is one of them.
     shutil.rmtree(tmp_path / "store")
-    assert run("chat", source, cutoff_length=100, max_malformed_share=0.0).num_kept == 1
+    assert run("chat", source, cutoff_length=100, max_malformed=0.0).num_kept == 1
 
 
 def test_truncation_keeps_the_beginning(run, tmp_path: Path) -> None:
@@ -609,18 +736,17 @@ def test_nothing_left_is_an_error_with_the_table(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "short.jsonl", [make_chat_row(0)])
     with pytest.raises(UserError) as error:
         run("chat", source, cutoff_length=25)
-    assert "no sequence is left" in str(error.value) and "longer than 25 tokens" in str(error.value)
+    assert "no row is left" in str(error.value) and "longer than 25 tokens" in str(error.value)
     assert not (tmp_path / "store").exists()
 
 
-def test_a_sample_that_does_not_fit_is_an_error_and_a_small_set_is_not(run, tmp_path: Path) -> None:
+def test_a_sample_of_more_than_all_is_all(run, tmp_path: Path) -> None:
     rows = [make_chat_row(n) for n in range(50)]
     for row in rows[:40]:
         row["messages"][1]["content"] *= 20
     source = write_lines(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(UserError, match=r"only \d of 20 rows drawn at random fit --cutoff-length 100, expected 10"):
-        run("chat", source, sample=10, cutoff_length=100)
-    assert run("chat", source, sample=80).num_kept == 50
+    assert run("chat", source, sample=10, cutoff_length=100).num_kept == 10
+    assert run("chat", source, "all", sample=80).num_kept == 50
     assert "Fewer than the 80 that were asked for" in run.said[-1]
 
 
@@ -631,14 +757,17 @@ def test_a_template_that_refuses_a_row_is_a_fault_of_the_row(run, tmp_path: Path
     made.save_pretrained(tokenizer)
     with_system = {"messages": [{"role": "system", "content": "s"}, *make_chat_row(1)["messages"]]}
     source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0), with_system])
-    assert run("chat", source).dropped == {"refused by the chat template": 1}
+    report = run("chat", source)
+    assert (report.num_malformed, report.num_kept, report.dropped) == (1, 1, {})
     assert f"{source}:2: the chat template" in (tmp_path / "store.malformed.txt").read_text()
 
 
 def test_a_json_list_in_a_jsonl_file_is_refused_with_the_remedy(run, tmp_path: Path, tokenizer: str) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps([make_chat_row(0), make_chat_row(1)], indent=1))
-    with pytest.raises(UserError, match="every line is a row by itself: name a file that is one list .json"):
+    with pytest.raises(
+        UserError, match="found one list, expected a row, a JSON object, on each line, or in a .json file"
+    ):
         prepare(PrepareRequest("chat", (str(source),), tokenizer, "train"), tmp_path / "other")
     assert run("chat", source.rename(tmp_path / "rows.json")).num_kept == 2
 

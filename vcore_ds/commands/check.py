@@ -126,7 +126,7 @@ def describe_trusted(recipe: Recipe) -> Iterator[str]:
         return
     from vcore_ds.data.overlap import count_shared_on_disk  # imports torch: seconds
 
-    if number := count_shared_on_disk([file.path for file in data.train_files()], data.probe_path):
+    if number := count_shared_on_disk([file.path for file in data.train_files()], data.probe_path, data.columns):
         does = "leaves out" if data.trusted_overlap == "drop" else "trains on"
         yield (
             f"Trusted data: {number:,} of the training traces are in data.probe_path too, which the run {does} "
@@ -139,10 +139,10 @@ def describe_rows(recipe: Recipe) -> Iterator[str]:
     for key, path in recipe.data.paths().items():
         if key in WRITTEN_BY_COMMANDS or not is_readable(path):
             continue
-        from vcore_ds.data.prepare import selection  # reads files: not where there are none
+        from vcore_ds.data.prepare import report  # reads files: not where there are none
 
         try:
-            lines = selection.describe_reading(path)
+            lines = report.describe_reading(path, recipe.data.columns)
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)

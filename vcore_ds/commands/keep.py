@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -150,7 +150,7 @@ def passes_over_sources(selection: "Selection", rows: Sequence[int]) -> list[lis
 
 def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Read the rows of a file with these numbers, which ascend; blank lines count."""
-    from vcore_ds.data.prepare.sources import Broken, describe_source, find_shards
+    from vcore_ds.data.prepare.sources import Broken, describe_source, find_files
 
     if not Path(source).is_file():
         raise UserError(
@@ -158,12 +158,11 @@ def read_rows(source: str, fingerprint: str | None, numbers: Sequence[int]) -> I
             "the files that were scored. Run the command where they are; for a data set on the hub, score a downloaded "
             "copy"
         )
-    shards = find_shards([source], "train")
-    if fingerprint != describe_source(shards)[0]["fingerprint"]:
+    files = find_files([source], "train")
+    if fingerprint != describe_source(files)[0]["fingerprint"]:
         refuse_changed(source)
-    rows = chain.from_iterable(shard.rows() for shard in shards)
     wanted, num_rows = set(numbers), 0
-    for num_rows, (_, row) in enumerate(islice(rows, numbers[-1] + 1), start=1):
+    for num_rows, row in enumerate(islice(files[0].rows(), numbers[-1] + 1), start=1):
         if num_rows - 1 in wanted:
             if isinstance(row, Broken):
                 refuse_changed(source)

@@ -7,6 +7,7 @@ from pathlib import Path
 from vcore_ds.commands.arguments import add_again, fraction, positive
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
+from vcore_ds.config.sections import COLUMNS
 
 HELP = "filter, sample and tokenize raw data into a token store"
 DESCRIPTION = (
@@ -21,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("kind", choices=["math", "code", "chat"], help="format of the raw data: sets filters, prompt and columns")
     sources = (
-        "files (.jsonl, .json, .parquet), folders, glob patterns or hub ids (default for math "
-        "nvidia/OpenMathReasoning, for code nvidia/OpenCodeReasoning-2)"
+        "files (.jsonl, .json, .csv, .parquet, .arrow), folders, glob patterns or hub ids, also NAME::CONFIGURATION "
+        "(default for math nvidia/OpenMathReasoning, for code nvidia/OpenCodeReasoning-2)"
     )
     add("sources", nargs="*", metavar="SOURCE", help=sources)
     add("--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model to train")
@@ -33,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overlong", choices=["drop", "truncate"], default="drop", help="drop or truncate longer ones (default drop)")
     supervise = "chat: learn all turns of the assistant, or the last one alone (default all)"
     add("--supervise", choices=["all", "last"], default="all", help=supervise)
+    columns = "chat: names of the rows' columns, such as prompt=question thinking=trajectory completion=attempt"
+    add("--columns", nargs="+", type=parse_column, default=[], metavar="OURS=THEIRS", help=columns)
     add("--split", metavar="NAME", help="split of hub data (default: math cot, code cpp, chat train)")
     add("--processes", type=positive, metavar="N", help="worker processes (default: one per CPU core)")
     add("--answer-seconds", type=positive, default=5, metavar="N", help="CPU seconds per answer to verify (default 5)")
@@ -42,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-malformed", type=fraction, default=0.01, metavar="SHARE", help=malformed)
     add_again(parser)
     parser.set_defaults(overrides=[])
+
+
+def parse_column(text: str) -> tuple[str, str]:
+    """Parse OURS=THEIRS."""
+    ours, _, theirs = text.partition("=")
+    if ours not in COLUMNS or not theirs:
+        expected = ", ".join(COLUMNS)
+        raise argparse.ArgumentTypeError(f"found {text:.60}, expected OURS=THEIRS with one of {expected}")
+    return ours, theirs
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -56,8 +68,9 @@ def main(arguments: argparse.Namespace) -> None:
         kind=kind,
         sources=tuple(sources or [HUB_IDS[kind]]),
         split=arguments.split or SPLITS[kind],
+        columns=dict(arguments.columns),
         **{name: getattr(arguments, name) for name in names},
     )
-    settings = {"max_malformed_share": arguments.max_malformed, "again": arguments.again}
+    settings = {"max_malformed": arguments.max_malformed, "again": arguments.again}
     with writing("--output", arguments.output, "a folder that can be written, with room for the store"):
         prepare(request, arguments.output, processes=arguments.processes or os.cpu_count() or 1, **settings)

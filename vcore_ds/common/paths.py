@@ -133,18 +133,35 @@ _OTHER_REMEDY = "name another one"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """System errors in the messages of `safetensors` and `tokenizers`, whose exceptions are not OSErrors."""
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+COMPRESSIONS = (".gz", ".zst", ".bz2")
+
+
+def find_data_suffix(path: str | Path) -> str:
+    """The suffix of a data file, in lower case and without that of its compression; empty for another file."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+        if suffixes and suffixes[-1] in (".parquet", ".arrow"):
+            return ""
+    return suffixes[-1] if suffixes and suffixes[-1] in DATA_SUFFIXES else ""
+
+
+def split_source(source: str) -> tuple[str, str | None]:
+    """Split NAME::CONFIGURATION of a folder or hub data set; None for no configuration."""
+    name, mark, configuration = source.rpartition("::")
+    return (name, configuration) if mark and not os.path.lexists(Path(source).expanduser()) else (source, None)
 
 
 def can_be_hub_id(source: str) -> bool:
     """Whether `source`, if it is no file or folder, can be the id of a data set on the hub: owner/name."""
-    is_local = source.startswith((".", "/", "~")) or Path(source).suffix.lower() in DATA_SUFFIXES
-    return source.count("/") == 1 and not is_local
+    name = split_source(source)[0]
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not find_data_suffix(name)
 
 
 def is_readable(source: str) -> bool:
     """Whether this process can read a file, a folder, or all files of a glob pattern."""
-    path = str(Path(source).expanduser())
+    path = str(Path(split_source(source)[0]).expanduser())
     names = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)  # file names may contain [
     return bool(names) and all(os.access(name, os.R_OK) for name in names)
 

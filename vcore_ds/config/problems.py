@@ -23,6 +23,7 @@ _NAMES_ELSEWHERE = {
     "batch.sequence_parallel": "context_parallel_size sequence_parallel_size sp_size",
     "checkpoint.every_steps": "save_steps save_interval",
     "checkpoint.keep_last": "save_total_limit",
+    "data.columns": "field_messages prompt_column response_column messages_column",
     "data.cutoff_length": "max_seq_length max_seq_len max_length cutoff_len sequence_len seq_length model_max_length",
     "data.supervise": "mask_history train_on_inputs assistant_only_loss roles_to_train completion_only_loss",
     "data.train_path": "dataset datasets dataset_name train_file train_files data_path",

@@ -29,6 +29,8 @@ MAY_DIFFER = frozenset(
         "data.trusted_overlap",
         "data.keep.scores",
         "data.cache_dir",
+        "data.columns",
+        "data.max_malformed",
         # These change results only by rounding.
         "batch.micro_batch_size_per_rank",
         "batch.pack_tokens_per_rank",

@@ -19,6 +19,9 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 """A path with `~` expanded, or an id on the hub."""
 Name = Annotated[str, Field(pattern=r"^\w{1,64}$")]
 """A part of a metric's name."""
+COLUMNS = "messages conversations prompt completion instruction input output history thinking system tools".split()
+"""Columns of conversations that are read."""
+ColumnName = Annotated[str, Field(pattern=f"^({'|'.join(COLUMNS)})$")]
 
 
 class Section(BaseModel):
@@ -247,9 +250,10 @@ WRITTEN_BY_COMMANDS = ("keep.scores", "reference_log_probabilities", "token_weig
 
 
 class DataConfig(Section):
-    """The data. Each path is a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json or .parquet file, a
-    folder of them, a glob pattern, or a hub id, with rows of {"messages": [{"role", "content"}, ...]}, {"prompt",
-    "completion"}, ShareGPT or Alpaca, with or without `tools`. Conversations are converted to a store once."""
+    """The data. Each path is a token store (`vcore-ds prepare`), or conversations: a .jsonl, .json, .csv, .parquet or
+    .arrow file, a folder of them, a glob pattern, or a hub id (NAME::CONFIGURATION for one of several), with rows of
+    {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, ShareGPT or Alpaca, with or without `tools`.
+    Conversations are converted to a store once."""
 
     train_path: PathText | Annotated[tuple[WeightedPath, ...], Strict(False), Field(min_length=1)]
     """Training data, relative to the working directory. Several files as [{path: PATH, weight: NUMBER}, ...]: each
@@ -276,6 +280,13 @@ class DataConfig(Section):
     supervise: Literal["all", "last"] = "all"
     """Learn all turns of the assistant, calls included, or the last one alone. `weight`, `loss` or `train` of a message
     (0 or 1) leaves out single turns."""
+    columns: dict[ColumnName, Text] = {}
+    """Names of columns that differ from ours, as {OURS: THEIRS}, such as {prompt: question, thinking: trajectory,
+    completion: attempt}. Ours are messages, conversations, prompt, completion, instruction, input, output, history,
+    thinking, system and tools."""
+    max_malformed: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Largest share of malformed rows in conversations. Up to it they are left out, and their number and the first are
+    shown; above it the run ends."""
     cache_dir: Text | None = None
     """Folder of the stores made from conversations; null for ~/.cache/vcore_ds ($XDG_CACHE_HOME). Best on a file system
     that all nodes share; otherwise each node makes a copy."""

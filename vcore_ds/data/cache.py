@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,11 +11,10 @@ from filelock import FileLock, Timeout
 
 from vcore_ds import __version__
 from vcore_ds.common.digests import cache_root
-from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import read_request
 from vcore_ds.common.paths import reading, unfinished_path, writing
 from vcore_ds.data.conversations import Supervise, check_tokenizer
-from vcore_ds.data.store_checks import MANIFEST, check_supervision
+from vcore_ds.data.store_checks import MANIFEST, check_supervision, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,19 +26,19 @@ def check_source(path: str) -> None:
     """Raise UserError unless `path` is data, a token store, or possibly an id on the hub, which is not contacted."""
     with reading("", Path(path), "data, or a token store, that can be read"):
         if not (Path(path) / MANIFEST).is_file():
-            from vcore_ds.data.prepare.sources import find_files
+            from vcore_ds.data.prepare.sources import find_local_files
 
-            find_files(path, "train")
+            find_local_files(path, "train")
 
 
 def is_small(path: str) -> bool:
     """Whether `path` is a token store, or raw data on this machine of which one is made in seconds."""
-    from vcore_ds.data.prepare.sources import find_files
+    from vcore_ds.data.prepare.sources import find_local_files
 
     if (Path(path) / MANIFEST).is_file():
         return True
-    files = find_files(path, "train")
-    return files is not None and sum(file.stat().st_size for file in files) < SMALL_BYTES
+    files = find_local_files(path, "train")
+    return files is not None and sum(Path(file.path).stat().st_size for file in files) < SMALL_BYTES
 
 
 def find_or_make_store(
@@ -50,6 +48,8 @@ def find_or_make_store(
     cutoff_length: int,
     overlong: Literal["drop", "truncate"],
     supervise: Supervise = "all",
+    columns: Mapping[str, str] | None = None,
+    max_malformed: float = 0.01,
     cache_folder: str | None = None,
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
@@ -61,13 +61,15 @@ def find_or_make_store(
 
     Args:
         supervise: turns of the assistant that are learned; a store must have been made with the same value.
+        columns: our name of a column -> the rows' name.
+        max_malformed: largest share of malformed rows of raw data.
         cache_folder: see `cache_root`.
         say: called with progress and problems.
         note: called with the formats and counts of the data; None for `say`.
 
     Raises:
-        UserError: the data do not exist, have a row that is no conversation, or have nothing to learn from; or the
-            cache cannot be written.
+        UserError: the data do not exist, have too many malformed rows, or have nothing to learn from; or the cache
+            cannot be written.
     """
     with reading("", Path(path), "data, or a token store, that can be read"):
         is_store = (Path(path) / MANIFEST).is_file()
@@ -76,22 +78,31 @@ def find_or_make_store(
             check_supervision(Path(path), supervise)
         return Path(path)
     from vcore_ds.data.prepare.curation import PrepareRequest, describe_origin
-    from vcore_ds.data.prepare.pipeline import TooManyFaults, prepare
-    from vcore_ds.data.prepare.sources import find_shards
+    from vcore_ds.data.prepare.pipeline import prepare, refuse_malformed
+    from vcore_ds.data.prepare.sources import find_files
 
     check_tokenizer(tokenizer)
     name = str(tokenizer.name_or_path)
     request = PrepareRequest(
-        "chat", (path,), name, "train", cutoff_length=cutoff_length, overlong=overlong, supervise=supervise
+        "chat",
+        (path,),
+        name,
+        "train",
+        cutoff_length=cutoff_length,
+        overlong=overlong,
+        supervise=supervise,
+        columns=columns or {},
     )
-    shards = find_shards(request.sources, request.split)
-    # The fingerprint of a large file covers its first and last MiB only; changes in between show in its mtime.
-    files = sorted({Path(shard.source) for shard in shards if shard.kind != "hub"})
-    origin = [describe_origin(request, shards, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
+    raw_files = find_files(request.sources, request.split)
+    # The digest of a large file is of samples; changes in between show in its mtime.
+    files = sorted({Path(file.path) for file in raw_files if not file.hub})
+    origin = [describe_origin(request, raw_files, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
     key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_root(cache_folder) / f"{Path(path).stem}-{key}"
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():
+            counts = read_manifest(folder)["counts"]
+            refuse_malformed(path, counts["malformed"], counts["drawn"], max_malformed, f"{folder}.malformed.txt")
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")
@@ -108,19 +119,11 @@ def find_or_make_store(
                 request,
                 folder,
                 processes=processes,
-                max_malformed_share=0.0,
+                max_malformed=max_malformed,
                 again=is_of_another_version,
                 say=say,
                 note=note,
             )
-        except TooManyFaults as error:
-            share = math.ceil(100 * error.share) / 100
-            options = f"--cutoff-length {cutoff_length} --supervise {supervise} --max-malformed {share}"
-            raise UserError(
-                f"{error}\nThe data that a recipe names become a token store in {folder.parent} before training. To "
-                "leave out malformed rows, make the store yourself and name it instead of "
-                f"{path}: vcore-ds prepare chat {path} --tokenizer {name} {options} --output STORE"
-            ) from None
         finally:
             lock.release()
     return folder

@@ -1,7 +1,7 @@
 """Search for training traces that are also in the trusted data: their utility to themselves says little."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.data.dataset import Store
 from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
-from vcore_ds.data.prepare.sources import find_shards
+from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import MANIFEST
 
@@ -33,7 +33,7 @@ def _sizes(store: Store) -> np.ndarray:
     return store.lengths.astype(np.int64) << 32 | store.num_supervised_tokens
 
 
-def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
+def count_shared_on_disk(paths: Sequence[str], trusted: str, columns: Mapping[str, str] | None = None) -> int | None:
     """Count the training traces in `paths` that are also in the trusted data, without a tokenizer: token stores are
     compared by tokens, files of conversations by messages. None if they cannot be compared quickly: not on this
     machine, of both kinds, on the hub, or large."""
@@ -46,21 +46,21 @@ def count_shared_on_disk(paths: Sequence[str], trusted: str) -> int | None:
             return sum(len(find_shared(TokenStore(path), pool)) for path in paths)
         if is_store != {False} or _count_raw_bytes([*paths, trusted]) > MAX_BYTES:
             return None
-        pool_messages = set(_read_messages([trusted]))
-        return sum(messages in pool_messages for messages in _read_messages(paths))
+        pool_messages = set(_read_messages([trusted], columns))
+        return sum(messages in pool_messages for messages in _read_messages(paths, columns))
     except UserError:  # the run reports it
         return None
 
 
 def _count_raw_bytes(paths: Sequence[str]) -> int:
-    return sum(Path(name).stat().st_size for name in {shard.source for shard in find_shards(paths, "train")})
+    return sum(Path(name).stat().st_size for name in {file.path for file in find_files(paths, "train")})
 
 
-def _read_messages(paths: Sequence[str]) -> list[str]:
+def _read_messages(paths: Sequence[str], columns: Mapping[str, str] | None) -> list[str]:
     """Read messages and tools of each conversation, as JSON with sorted keys; without malformed rows."""
     conversations = []
-    for shard in find_shards(paths, "train"):
-        for chat in read_chat_rows(shard):
+    for file in find_files(paths, "train"):
+        for chat in read_chat_rows(file, columns):
             if isinstance(chat, ChatRow):
                 with suppress(TypeError):  # a value that JSON does not have
                     conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))

@@ -1,6 +1,6 @@
 """Lengths of the sequences in local data, for a plan: read from a token store, or from the first rows of raw data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from vcore_ds.common.paths import is_readable, reading
 from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
 from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
-from vcore_ds.data.prepare.sources import find_shards
+from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.model_shape import find_folder
@@ -61,7 +61,7 @@ def _read(path: str, data: DataConfig, count: CountTokens) -> tuple[list[int], i
     if (Path(path) / MANIFEST).is_file():
         lengths = _read_store(Path(path))
         return lengths, len(lengths)
-    conversations, is_all = _read_conversations(path)
+    conversations, is_all = _read_conversations(path, data.columns)
     lengths = count(conversations)
     if data.overlong == "drop":
         lengths = [n for n in lengths if n <= data.cutoff_length]
@@ -77,20 +77,20 @@ def _read_store(folder: Path) -> list[int]:
         return np.fromfile(index, np.int32, number, offset=INDEX_HEADER.size).tolist()
 
 
-def _read_conversations(path: str) -> tuple[list[Conversation], bool]:
-    """Read the first conversations of each shard of raw data; also return whether these are all."""
-    shards = find_shards([path], "train")
-    max_rows = max(1, _MAX_ROWS // len(shards))
+def _read_conversations(path: str, columns: Mapping[str, str]) -> tuple[list[Conversation], bool]:
+    """Read the first conversations of each file of raw data; also return whether these are all."""
+    files = find_files([path], "train")
+    max_rows = max(1, _MAX_ROWS // len(files))
     conversations: list[Conversation] = []
     is_all = True
-    for shard in shards[:_MAX_ROWS]:
-        rows = list(islice(read_chat_rows(shard), max_rows + 1))
+    for file in files[:_MAX_ROWS]:
+        rows = list(islice(read_chat_rows(file, columns), max_rows + 1))
         is_all = is_all and len(rows) <= max_rows
         for chat in rows[:max_rows]:
             if isinstance(chat, ChatRow):  # the run reports the others
                 number = len(conversations) + 1
                 conversations.append(Conversation(number, chat.messages, **chat.options))
-    return conversations, is_all and len(shards) <= _MAX_ROWS
+    return conversations, is_all and len(files) <= _MAX_ROWS
 
 
 def _make_token_counter(model_path: str) -> tuple[CountTokens, bool]:

@@ -17,7 +17,7 @@ from vcore_ds.config.load import load_recipe, make_override
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.cache import check_source
-from vcore_ds.data.prepare.sources import find_shards
+from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.train.setup import start_ranks
@@ -112,8 +112,7 @@ def split_rows(source: str) -> dict[str, Any]:
         if path.suffix.lower() == ".jsonl":
             lines = path.read_bytes().split(b"\n")
         else:
-            rows = (row for shard in find_shards([source], "train") for _, row in shard.rows())
-            lines = [json.dumps(row, default=str).encode() for row in rows]
+            lines = [json.dumps(row, default=str).encode() for row in find_files([source], "train")[0].rows()]
     numbers = [i for i, line in enumerate(lines) if line.strip()]
     size = min(MOST_HELD_OUT, max(1, len(numbers) // 10), len(numbers) - 1)
     held_out = set(random.Random(0).sample(numbers, max(0, size)))

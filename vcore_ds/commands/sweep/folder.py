@@ -67,7 +67,7 @@ def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _digest(key: str, path: str) -> str | None:
     """None for a path that is not on this machine, such as a login node."""
     # Imported here: `vcore-ds sweep --status` does not need these, and they take seconds.
-    from vcore_ds.data.prepare.sources import describe_source, find_shards
+    from vcore_ds.data.prepare.sources import describe_source, find_files
     from vcore_ds.data.store_checks import MANIFEST, read_manifest
     from vcore_ds.models.model_identity import compute_model_digest
 
@@ -86,7 +86,7 @@ def _digest(key: str, path: str) -> str | None:
             return compute_file_digest(file)
     if (Path(path) / MANIFEST).is_file():
         return read_manifest(Path(path))["digest"]
-    entries = describe_source(find_shards([path], "train"))
+    entries = describe_source(find_files([path], "train"))
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 

@@ -3,8 +3,8 @@ Curation for supervised tasks")."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +16,7 @@ from vcore_ds.data.answers import code_prompt, find_answer_spans, math_prompt
 from vcore_ds.data.conversations import Supervise
 from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed, Message, split_thinking
 from vcore_ds.data.prepare.rows import check_object, find_texts, list_names
-from vcore_ds.data.prepare.sources import Shard, describe_source
+from vcore_ds.data.prepare.sources import RawFile, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ SPLITS = {"math": "cot", "code": "cpp", "chat": "train"}
 HUB_IDS = {"math": "nvidia/OpenMathReasoning", "code": "nvidia/OpenCodeReasoning-2"}
 
 _ROWS_VERSION = 3
-"""How rows of conversations are read. 1 dropped `tools`, calls, and the weights of messages; 2 left thinking in the
-text, dropped thinking columns and `chat_template_kwargs`, and did not learn every end of a turn."""
+"""How rows are read. 1 dropped `tools`, calls, and the weights of messages; 2 left thinking in the text, dropped
+thinking columns and `chat_template_kwargs`, and did not learn every end of a turn; both drew other samples."""
 
 
 @dataclass(frozen=True)
@@ -193,19 +193,20 @@ class PrepareRequest:
     cutoff_length: int = 16384  # tokens; longer sequences are dropped or truncated
     overlong: Literal["drop", "truncate"] = "drop"
     supervise: Supervise = "all"  # turns of the assistant that are learned, of chat data
+    columns: Mapping[str, str] = field(default_factory=dict)  # of chat data: our name of a column -> the rows' name
     answer_seconds: int = 5  # CPU seconds for comparing one answer
     statements: str | None = None
     """folder with the problem statements that OpenCodeReasoning-2 refers to; None for the hub"""
 
 
 def describe_origin(
-    request: PrepareRequest, raw_shards: Sequence[Shard], tokenizer: "PreTrainedTokenizerBase"
+    request: PrepareRequest, files: Sequence[RawFile], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
     """Make the manifest's entries on a store's origin; equal origins give equal contents."""
     filters = _list_filters(request)
     return {
         "kind": request.kind,
-        "source": describe_source(raw_shards),
+        "source": describe_source(files),
         "tokenizer": describe_tokenizer(tokenizer),
         "filters": filters,
         "filters_hash": hashlib.sha256(json.dumps(filters, sort_keys=True).encode()).hexdigest(),
@@ -223,8 +224,8 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
     filters, expected_filters = manifest.get("filters", {}), origin["filters"]
     if filters.get("rows_version", 1) != expected_filters.get("rows_version", 1):
         raise UserError(
-            f"{output}: found a store made by an earlier version of vcore_ds, which read thinking, calls or weights of "
-            f"messages otherwise; prepare it again: {remedy}"
+            f"{output}: found a store made by an earlier version of vcore_ds, which read rows or drew samples "
+            f"otherwise; prepare it again: {remedy}"
         )
     for key, value in origin.items():
         if manifest.get(key) != value:
@@ -235,8 +236,9 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
 def _list_filters(request: PrepareRequest) -> dict[str, Any]:
     """List everything besides data, tokenizer and seed that determines the store's content."""
     filters: dict[str, Any] = {key: getattr(request, key) for key in ("split", "sample", "cutoff_length", "overlong")}
+    filters["rows_version"] = _ROWS_VERSION
     if request.kind == "chat":
-        filters |= {"supervise": request.supervise, "rows_version": _ROWS_VERSION}
+        filters |= {"supervise": request.supervise, "columns": dict(request.columns)}
     if request.kind == "math":
         filters |= {
             "prompt": math_prompt("{ORIGINAL QUESTION}"),

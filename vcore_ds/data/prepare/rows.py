@@ -1,7 +1,7 @@
 """Reading of conversations from rows in the shapes of fine-tuning data sets."""
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vcore_ds.data.messages import (
@@ -16,7 +16,7 @@ from vcore_ds.data.messages import (
     check_template_variables,
     check_tools,
 )
-from vcore_ds.data.prepare.sources import BLANK, Broken, Shard
+from vcore_ds.data.prepare.sources import BLANK, Broken, RawFile
 
 MESSAGE_FIELD = "messages."  # before the name of an ignored field of messages; columns of rows have none
 
@@ -30,12 +30,13 @@ _EXPECTED = (
 class ChatRow:
     """A row as a conversation."""
 
-    shape: str
+    shape: str  # empty for rows of math and code
     messages: list[Message]
-    tools: list[dict[str, Any]]
-    context_turns: list[int]  # positions of the assistant's turns that are not learned
-    unknown: list[str]
-    template_variables: dict[str, Any]  # `chat_template_kwargs`
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    context_turns: list[int] = field(default_factory=list)  # positions of the assistant's turns that are not learned
+    unknown: list[str] = field(default_factory=list)
+    template_variables: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
+    has_null_arguments: bool = False  # which were removed
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,17 +51,21 @@ class ChatRow:
         return [f"{MESSAGE_FIELD}{key}" for key in sorted(keys)]
 
 
-def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
+def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, str] | None = None) -> ChatRow:
     """Read a row in one of four shapes, told by its columns: `messages`; `conversations` (ShareGPT); `prompt` and
     `completion` (TRL); `instruction` and `output` (Alpaca). Each may have `system` and `tools` too. `from_table`:
-    nested objects have the keys of all rows' objects, with null where a row has none. Raises Malformed, and Dropped for
-    a row without an answer or with thinking that does not end."""
+    nested objects have the keys of all rows' objects, with null where a row has none. `columns`: our name of a column
+    -> the row's. Raises Malformed, and Dropped for a row without an answer or with thinking that does not end."""
     check_object(row)
+    if columns:
+        row = _rename_columns(row, columns)
+    has_null_arguments = from_table and _has_null_arguments(row)
     row = _remove_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}
-    form = next((form for form in _SHAPES if all(column in row for column in form[0])), None)
-    if form is None:
+    forms = [form for form in _SHAPES if all(column in row for column in form[0])]
+    if not forms:
         raise Malformed(f"found the keys {list_names(row)}; {_EXPECTED}")
-    columns, shape, read, others = form
+    named = [form for form in forms if columns and columns.keys() & {*form[0]}]
+    required, shape, read, others = [*named, *forms][0]
     system = find_texts({"system": "", **row}, "system", empty={"system"})["system"]
     messages = read(row)
     if system.strip() and isinstance(messages, list):
@@ -70,18 +75,20 @@ def read_chat_row(row: Any, *, from_table: bool = False) -> ChatRow:
     variables = check_template_variables(row.get("chat_template_kwargs"))
     if not any(message["role"] == "assistant" for message in checked[1:]):
         raise Malformed("no turn of the assistant that answers something")
-    known = {*columns, *others, "system", "tools", "functions", "chat_template_kwargs"}
+    known = {*required, *others, "system", "tools", "functions", "chat_template_kwargs"}
     unknown = sorted(str(name) for name in row if name not in known)
-    return ChatRow(shape, checked, tools, context_turns, unknown, variables)
+    return ChatRow(shape, checked, tools, context_turns, unknown, variables, has_null_arguments)
 
 
-def read_chat_rows(shard: Shard) -> Iterator[ChatRow | Malformed | Dropped]:
-    """Yield each row of a shard that is not blank as a conversation, or why it is none."""
-    for _, row in shard.rows():
+def read_chat_rows(file: RawFile, columns: Mapping[str, str] | None = None) -> Iterator[ChatRow | Malformed | Dropped]:
+    """Yield each row of a file that is not blank as a conversation, or why it is none."""
+    for row in file.rows():
         if row is BLANK:
             continue
         try:
-            yield Malformed(row.reason) if isinstance(row, Broken) else read_chat_row(row, from_table=shard.is_table)
+            if isinstance(row, Broken):
+                raise Malformed(row.reason)
+            yield read_chat_row(row, from_table=file.is_table, columns=columns)
         except (Malformed, Dropped) as problem:
             yield problem
 
@@ -159,6 +166,27 @@ _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tupl
     (("instruction", "output"), "Alpaca", _read_alpaca, ("input", "history", *THINKING)),
 )
 """Columns that tell a shape, its name, its reader, and its other columns."""
+
+
+def _rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Give columns our names; each one's own name is then no column."""
+    if missing := [name for name in columns.values() if name not in row]:
+        raise Malformed(f"no column `{missing[0]}`, which data.columns (--columns) names; found {list_names(row)}")
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {name: row[theirs] for name, theirs in columns.items()}
+
+
+def _has_null_arguments(row: dict[str, Any]) -> bool:
+    """Whether an argument of a call is null; a table gives a call the arguments of all calls."""
+    turns = [turn for name in ("messages", "conversations", "prompt", "completion") for turn in _as_list(row.get(name))]
+    calls = [call for turn in turns if isinstance(turn, dict) for call in _as_list(turn.get("tool_calls"))]
+    functions = [call.get("function") or call for call in calls if isinstance(call, dict)]
+    arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return any(isinstance(values, dict) and None in values.values() for values in arguments)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _remove_nulls(value: Any) -> Any:
