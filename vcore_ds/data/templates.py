@@ -215,7 +215,12 @@ def match_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str
     """Make a pattern, with one group, of the tokenizer's special tokens."""
     added = tokenizer.added_tokens_decoder.values()
     tokens = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-    return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
+    # By first characters, at which a search stops: alternatives of 1,000 tokens would be tried at every character.
+    rests: dict[str, list[str]] = {}
+    for token in sorted(filter(None, tokens), key=len, reverse=True):
+        rests.setdefault(re.escape(token[0]), []).append(re.escape(token[1:]))
+    alternatives = [f"{first}(?:{'|'.join(others)})" for first, others in rests.items()]
+    return re.compile(f"({'|'.join(alternatives) or '(?!)'})")
 
 
 def _find_thinking_form(template: ChatTemplate) -> tuple[str | None, tuple[str, str]]:
