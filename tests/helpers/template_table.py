@@ -40,7 +40,7 @@ NATIVE = {
     "llama3_1": Native("LLaMA-3.1", "content", f"{_TAGS}<|eot_id|>"),
     "gemma2": Native("Gemma 2", "content", f"{_TAGS}<end_of_turn>"),
     "gemma4": Native("Gemma 4", "reasoning_content", "<|channel>thought\n{t}\n<channel|>{a}<turn|>"),
-    "gemma4_v1": Native("Gemma 4, spring 2026", "reasoning_content", "<|channel>thought\n{t}\n<channel|>{a}<turn|>"),
+    "gemma4_v1": Native("Gemma 4, earlier", "reasoning_content", "<|channel>thought\n{t}\n<channel|>{a}<turn|>"),
     "mistral_nemo": Native("Mistral-Nemo", "content", f"{_TAGS}</s>"),
     "phi3": Native("Phi-3", "content", f"{_TAGS}<|end|>"),
     "phi4": Native("Phi-4-reasoning", "content", f"{_TAGS}<|im_end|>"),
