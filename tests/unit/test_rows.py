@@ -138,6 +138,19 @@ def test_thinking_of_every_source_has_one_form(row: dict[str, Any]) -> None:
     assert chat.messages == [QUESTION, THOUGHT] and not chat.unknown and not chat.unknown_fields
 
 
+def test_variables_of_a_row_reach_its_template() -> None:
+    chat = read_chat_row(
+        {"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False, "x": None}}
+    )
+    assert chat.template_variables == {"enable_thinking": False} and not chat.unknown
+    rendered = render_conversation(Conversation(1, chat.messages, **chat.options), make_template_tokenizer("qwen3"))
+    assert rendered.text.endswith("<think>\n\n</think>\n\na<|im_end|>\n")
+    (span,) = rendered.spans
+    assert span is not None and rendered.text[slice(*span)] == "a<|im_end|>" and not rendered.notices
+    rendered = render_conversation(Conversation(1, chat.messages), make_template_tokenizer("qwen3"))
+    assert rendered.notices == {"without_thinking": 1}
+
+
 def test_text_around_thinking_stays_in_the_answer() -> None:
     for text, thinking, answer in [
         ("First. <think>t</think>a", None, "First. <think>t</think>a"),

@@ -145,7 +145,7 @@ def check_template_variables(variables: Any) -> dict[str, Any]:
         raise Malformed(f"`chat_template_kwargs` is {describe_value(variables)}, expected an object.")
     if reserved := sorted(_ARGUMENTS & variables.keys()):
         raise Malformed(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable that a row may set.")
-    return variables
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
