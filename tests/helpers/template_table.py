@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.template_table docs/data.md`: write the table of chat templates, with each cell checked
+"""`python -m tests.helpers.template_table docs/templates.md`: write the table of chat templates, with each cell checked
 against `apply_chat_template` and the strings of the rows."""
 
 import copy
@@ -13,7 +13,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.conversations import Conversation, RenderedConversation, render_conversation
 from vcore_ds.data.prepare.rows import read_chat_row
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
 BEGIN, END = "<!-- templates: begin -->", "<!-- templates: end -->"
 TITLE = (
     "| template | thinking is read from | one turn | two turns | calls | thinking before calls | text beside thinking "
