@@ -167,7 +167,7 @@ def test_a_message_without_content_is_named(both_refuse: Refuses, tmp_path: Path
 
 def test_data_with_only_sequences_above_the_cutoff_is_refused(both_refuse: Refuses, setup: TinySetup):
     message = both_refuse("data.cutoff_length=20")
-    assert f"{setup.train}: no sequence is left" in message
+    assert f"{setup.train}: no row is left" in message
     assert "prompt alone longer than the cutoff            12" in message
 
 

@@ -35,7 +35,7 @@ LAUNCHER = "deepspeed --quiet --num_accelerators 2 --module vcore_ds.commands.cl
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 WITHOUT_WEIGHTS = re.compile(
-    r"\{|mine.jsonl: |rows read |  malformed |kept |formats: |  this store |8 of 24 traces|"
+    r"\{|rows read |  malformed |kept |formats: |  this store |8 of 24 traces|"
     r"Batch: |Data: .* sequences|Held out: "
 )
 """Beginnings of lines whose numbers do not depend on the weights."""
