@@ -329,14 +329,14 @@ class Watchdog:
             if is_long_dead and not self._positions[rank].left:
                 return Verdict(f"{self._locate(rank)}: its process is dead")
 
-        slow_seconds = max(patience_seconds, LOADING_PATIENCE_SECONDS)
-        is_loading = get_position().is_loading
-        if now - self._exchanged_at > (slow_seconds if is_loading else patience_seconds):
+        slow_seconds, here = max(patience_seconds, LOADING_PATIENCE_SECONDS), get_position()
+        if now - self._exchanged_at > (slow_seconds if here.is_loading else patience_seconds):
             return Verdict(f"{self._locate(0)}: no answer for {now - self._exchanged_at:.0f} s from its store", 1, 0)
         for rank, position in self._positions.items():
             silent = now - self._changed_at[rank]
-            # This rank's phase counts too: the other one may have entered it after its last heartbeat.
-            patience = slow_seconds if is_loading or position.is_loading else patience_seconds
+            # Two marks further, this rank has passed a collective that the other one reached after it had loaded.
+            still_loads = position.is_loading and here.num_marks < position.num_marks + 2
+            patience = slow_seconds if here.is_loading or still_loads else patience_seconds
             if silent > patience and not position.left:
                 return Verdict(f"{self._locate(rank)}: no sign of life for {silent:.0f} s", 1, rank)
         return self._judge_progress(now) if self._rank == 0 else None
