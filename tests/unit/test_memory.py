@@ -74,6 +74,20 @@ def test_asft_has_logits_and_hidden_states_of_two_models() -> None:
     assert anchored - loss == 2 * 1024 * 2**20 + 2 * 2048 * 2 * 1024
 
 
+@pytest.mark.parametrize(("adapters", "num_bytes"), [(None, 2 + 4), (AdapterShape(rank=8), 4)])
+def test_unsharded_gradients_have_an_fp32_sum_beside_those_in_16_bits(
+    adapters: AdapterShape | None, num_bytes: int
+) -> None:
+    """The gradients of adapters are in fp32 themselves."""
+    settings = MemorySettings(num_ranks=8, main_tokens=2048, adapters=adapters, is_checkpointed=True)
+    small = make_shape(2, 1024, 16, 3072, tied=True)
+    each, once = (
+        estimate_memory(small, replace(settings, coalesces_gradients=coalesces)).phases["main"]["whole gradients"]
+        for coalesces in (False, True)
+    )
+    assert once - each == num_bytes * parameter_counts(small, adapters).trained
+
+
 def test_muon_has_one_moment_of_the_layers_matrices_and_two_of_the_rest() -> None:
     muon = replace(FULL, optimizer="muon")
     in_layers = 64 * QWEN3_32B.layer_parameters
@@ -135,11 +149,6 @@ def test_parameters_of_a_tensor_parallel_shard_by_hand() -> None:
     linear, embedding, norms = 64 * 487_587_840 // 8, 151_936 // 8 * 5_120, 64 * (2 * 5_120 + 2 * 128) + 5_120
     base = linear + 2 * embedding + norms
     assert parameter_counts(part) == ParameterCounts(base, base)
-    # A of q, k, v, gate and up, and B of o and down are replicated.
-    replicated = 5 * 5_120 + 2 * 5_120
-    divided = (64 + 2 * 8) * 128 + 2 * 25_600 + 64 * 128 + 25_600
-    added = 64 * 8 * (replicated + divided // 8)
-    assert parameter_counts(part, AdapterShape(rank=8)) == ParameterCounts(base + added, added)
     odd = replace(QWEN3_32B, vocabulary_size=151_937).take_tensor_shard(8)
     assert odd.vocabulary_size == 18_993  # with padding
 

@@ -184,8 +184,8 @@ def describe_ranks(
         yield f"Balance of the {part} batch: {utilization.describe(plan.member)}"
         if utilization.is_low:
             yield f"Warning: {plan.describe_warning(part)}"
-    if (most := prediction.find_longest_sequence(plan, on_gpus)) is not None:
-        yield most.describe() + ("" if on_gpus is not None else "; with --gpu, memory counts too")
+    if (line := prediction.describe_longest_sequence(plan, on_gpus)) is not None:
+        yield line + ("" if on_gpus is not None else "; with --gpu, memory counts too")
     if (memory := plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)) is not None:
         yield describe_memory(memory)
     if utilizations and not lengths.sampled:

@@ -204,6 +204,14 @@ def _shard(numel: int, settings: MemorySettings) -> int:
     return -(-numel // settings.num_ranks)
 
 
+def estimate_unsharded_gradients(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts) -> int:
+    """Estimate the bytes of unreduced gradients on a rank: the gradient, and for 16-bit parameters the fp32 sum."""
+    if settings.adapters is not None:
+        return _FP32 * counts.trained
+    trained = counts.trained - shape.remote_expert_parameters(settings.expert)
+    return trained * (_FP32 if settings.number_bytes == _FP32 else settings.number_bytes + _FP32)
+
+
 def _estimate_direction_phase(shape: ModelShape, settings: MemorySettings, counts: ParameterCounts) -> dict[str, int]:
     """Estimate the bytes by kind after the probe's backward: the workspace of Muon's direction; the shard that is
     factorized, and in fp32 its part in the largest matrices of one module or layer."""
@@ -284,14 +292,14 @@ class _Model:
         self.gathered_all = counts.all - elsewhere - not_gathered * shape.expert_parameters // settings.expert
         self.is_full = settings.adapters is None
         self.trained_layer = self.layer if self.is_full else counts.trained // shape.num_layers
-        self.trained_whole = counts.trained - elsewhere * self.is_full
 
     def estimate_gradient_pass(self, num_tokens: int, *, carries_tangents: bool = False) -> dict[str, int]:
         """Estimate the bytes of the forward and backward of one micro-batch, by kind."""
         settings, b = self.settings, self.b
         kept = self._estimate_kept_on_device(num_tokens)
-        # In 16 bits with an fp32 sum beside them.
-        coalesced = (4 if b == 4 else b + 4) * self.trained_whole if settings.coalesces_gradients else 0
+        coalesced = 0
+        if settings.coalesces_gradients:
+            coalesced = estimate_unsharded_gradients(self.shape, settings, self.counts)
         gradients = b * (self.trained_layer + min(settings.bucket_numel, self.trained_layer))
         layer = self._estimate_layer_backward(num_tokens)
         loss = self._estimate_loss(num_tokens, has_gradient=True)

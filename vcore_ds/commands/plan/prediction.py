@@ -14,7 +14,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
 from vcore_ds.planning.known_models import KNOWN_MODELS, find_shape
-from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts, parameter_counts
+from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts, estimate_unsharded_gradients, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import derive_passes
 from vcore_ds.planning.settings import PlanSettings
@@ -77,37 +77,25 @@ class RunPlan:
         return plan_run(self.settings, cluster, self.shape, lengths=self.lengths)
 
 
-@dataclass(frozen=True)
-class LongestSequence:
-    """The longest sequence that a run can train on."""
-
-    num_tokens: int
-    limit: str  # the limit, in words
-
-    def describe(self) -> str:
-        return f"Longest sequence that fits: {self.num_tokens:,} tokens ({self.limit})"
-
-
-def find_longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> LongestSequence | None:
-    """Find the longest sequence by the recipe's packs and the model's positions, and by memory where a plan is given;
-    None where nothing limits it.
-
-    Args:
-        plan: of the same batch.
-    """
-    size, held, positions = batch.main_parallel_sizes[-1], batch.longest_sequence, batch.time_model.shape.max_positions
+def describe_longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> str | None:
+    """A line on the longest sequence by the recipe's packs and the model's positions, and by memory where a plan of the
+    same batch is given; None where nothing limits it."""
+    size, positions = batch.main_parallel_sizes[-1], batch.time_model.shape.max_positions
     members = count(size, batch.member)
     limits = []
-    if held is not None:
-        limits.append(LongestSequence(held, f"batch.pack_tokens_per_rank, on {members}"))
+    if batch.longest_sequence is not None:
+        limits.append((batch.longest_sequence, f"batch.pack_tokens_per_rank, on {members}"))
     if positions is not None:
-        limits.append(LongestSequence(positions, "the model's positions"))
+        limits.append((positions, "the model's positions"))
     if plan is not None:
-        most = min((limit.num_tokens for limit in limits), default=_MOST_TOKENS)
+        most = min((num_tokens for num_tokens, _ in limits), default=_MOST_TOKENS)
         on_rank = plan.memory.find_most_tokens(plan.available, -(-most // size))
         if on_rank * size < most:
-            limits.append(LongestSequence(on_rank * size, f"memory, on {members}"))
-    return min(limits, key=lambda limit: limit.num_tokens, default=None)
+            limits.append((on_rank * size, f"memory, on {members}"))
+    if not limits:
+        return None
+    num_tokens, limit = min(limits, key=lambda pair: pair[0])
+    return f"Longest sequence that fits: {num_tokens:,} tokens ({limit})"
 
 
 def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
@@ -176,11 +164,9 @@ def plan_run(
         )
     memory_settings = memory.settings
     rank_counts = parameter_counts(plan.time_model.shape, memory_settings.adapters)
-    is_full = memory_settings.adapters is None
-    unsharded = rank_counts.trained - (shape.remote_expert_parameters(memory_settings.expert) if is_full else 0)
-    unsharded *= 6 if is_full and memory_settings.number_bytes == 2 else 4
     coalesces = settings.engine.coalesce_gradient_reduction
     if coalesces == "auto":
+        unsharded = estimate_unsharded_gradients(plan.time_model.shape, memory_settings, rank_counts)
         coalesces = unsharded <= COALESCING_SHARE * cluster.gpu.memory_bytes
     zero = ds_config["zero_optimization"]
     model = StepModel(
