@@ -2,8 +2,9 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.commands.plan import prediction
@@ -23,6 +24,9 @@ from vcore_ds.planning.known_models import find_or_assume_shape, find_shape
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.train.run_folder import FinishedRun, can_resume, check_output_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HELP = "validate a recipe without a GPU"
 DESCRIPTION = (
@@ -142,10 +146,26 @@ def describe_rows(recipe: Recipe) -> Iterator[str]:
         from vcore_ds.data.prepare import report  # reads files: not where there are none
 
         try:
-            lines = report.describe_reading(path, recipe.data.columns)
+            lines = report.describe_reading(path, recipe.data.columns, load_template(recipe.model.path))
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)
+
+
+@cache
+def load_template(path: str) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a model on this machine; None if there is none that renders conversations."""
+    if not is_on_disk(path):
+        return None
+    from vcore_ds.data.conversations import check_tokenizer  # imports transformers: seconds
+    from vcore_ds.data.tokenization import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(path)
+        check_tokenizer(tokenizer)
+    except UserError:  # the run reports it
+        return None
+    return tokenizer
 
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:

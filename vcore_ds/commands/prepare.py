@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("sources", nargs="*", metavar="SOURCE", help=sources)
     add("--tokenizer", required=True, metavar="MODEL", help="folder or hub id of the model to train")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder of the new token store")
+    add("--output", type=Path, metavar="DIR", help="folder of the new token store (required without --show)")
+    show = "only print the first N rows, or sequences of a token store, with the text that is learned marked"
+    add("--show", type=positive, metavar="N", help=show)
     add("--sample", type=positive, metavar="N", help="keep N random sequences (the paper: 3200 or 32000; default: all)")
     add("--seed", type=int, default=42, metavar="N", help="random seed of --sample (default 42)")
     add("--cutoff-length", type=positive, default=16384, metavar="N", help="most tokens of a sequence (default 16384)")
@@ -71,6 +73,14 @@ def main(arguments: argparse.Namespace) -> None:
         columns=dict(arguments.columns),
         **{name: getattr(arguments, name) for name in names},
     )
+    if arguments.show is not None:
+        from vcore_ds.data.prepare.show import show_rows
+
+        for text in show_rows(request, arguments.show):
+            print(text)
+        return
+    if arguments.output is None:
+        raise UserError("prepare: found no --output; expected the folder of the new token store, or --show N")
     settings = {"max_malformed": arguments.max_malformed, "again": arguments.again}
     with writing("--output", arguments.output, "a folder that can be written, with room for the store"):
         prepare(request, arguments.output, processes=arguments.processes or os.cpu_count() or 1, **settings)

@@ -241,6 +241,9 @@ def describe_run(
             "router, and biases that balance experts stay as they are"
         )
     lines.append(f"Data:         {start_screen.describe_training(data, feed.dataset, positions)}")
+    lines.append(
+        f"              {start_screen.name_show_command(data, recipe.model.path)} prints rows as they are learned"
+    )
     if len(files := data.train_files()) > 1:
         lines += [f"              {line}" for line in start_screen.describe_files(files, feed.main_order, num_steps)]
     if feed.probe_dataset is not feed.dataset and data.probe_path is not None:

@@ -1,6 +1,7 @@
 """Describe a run at its start: on the screen, and in detail in start.txt."""
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def describe_model(model: ModelConfig, lora: LoraConfig | None, counts: Paramete
 def describe_training(data: DataConfig, dataset: Dataset, positions: int | None = None) -> str:
     """Describe the training data, which may be several files."""
     return describe_data(" + ".join(shorten_path(file.path) for file in data.train_files()), dataset, positions)
+
+
+def name_show_command(data: DataConfig, model: str) -> str:
+    """Name the command that prints the first rows as they are learned."""
+    words = ["vcore-ds", "prepare", "chat", data.train_files()[0].path, "--tokenizer", model]
+    words += ["--supervise", data.supervise] if data.supervise != "all" else []
+    words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in data.columns.items())] if data.columns else []
+    return shlex.join([*words, "--show", "2"])
 
 
 def describe_data(path: str, dataset: Dataset, positions: int | None = None) -> str:

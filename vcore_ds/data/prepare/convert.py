@@ -23,7 +23,6 @@ from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokeni
 
 if TYPE_CHECKING:
     from pyarrow import Schema, Table
-    from transformers import PreTrainedTokenizerBase
 
     from vcore_ds.data.prepare.sources import Chunk
 
@@ -60,6 +59,7 @@ class Result:
     ignored: Sequence[str] = ()
     input_ids: Sequence[int] | np.ndarray = ()
     marks: Sequence[int] | np.ndarray = ()
+    digest: int = 0  # of tokens and marks
 
 
 def make_schema() -> "Schema":
@@ -80,6 +80,7 @@ def make_schema() -> "Schema":
             "ignored": pa.list_(text),
             "input_ids": pa.list_(number),
             "marks": pa.list_(pa.uint8()),
+            "digest": pa.uint64(),
         }
     )
 
@@ -125,11 +126,9 @@ def _convert_rows(request: PrepareRequest, file: RawFile, rows: Sequence[tuple[R
     rendered: list[tuple[Result, RenderedConversation]] = []
     for result, row in rows:
         try:
-            chat = _read_row(request, file, row)
+            chat = read_row(request, file, row)
             result.shape = chat.shape
-            messages = _shorten(chat.messages, request)
-            conversation = Conversation(result.number + 1, messages, file.source, **chat.options)
-            item = _render(conversation, tokenizer, request)
+            item = render_row(request, file, result.number, chat)
         except Dropped as rule:
             result.outcome = str(rule)
         except Malformed as fault:
@@ -138,14 +137,15 @@ def _convert_rows(request: PrepareRequest, file: RawFile, rows: Sequence[tuple[R
             result.noticed = {**item.notices, "null_arguments": int(chat.has_null_arguments)}
             fields = [*chat.unknown, *(f"{MESSAGE_FIELD}{key}" for key in item.ignored)]
             result.ignored = [name[:_MAX_NAME_CHARACTERS] for name in fields[:_MAX_IGNORED]]
-            result.context_turns = len(conversation.context_turns)
+            result.context_turns = len(item.conversation.context_turns)
             rendered.append((result, item))
     sequences = tokenize_rendered([item for _, item in rendered], tokenizer) if rendered else []
     for (result, _), sequence in zip(rendered, sequences, strict=True):
         _judge(result, sequence, request)
 
 
-def _read_row(request: PrepareRequest, file: RawFile, row: Any) -> ChatRow:
+def read_row(request: PrepareRequest, file: RawFile, row: Any) -> ChatRow:
+    """Read a raw row by the rules of its kind. Raises Dropped and Malformed."""
     if isinstance(row, Broken):
         raise Malformed(row.reason)
     if request.kind == "math":
@@ -153,6 +153,19 @@ def _read_row(request: PrepareRequest, file: RawFile, row: Any) -> ChatRow:
     if request.kind == "code":
         return ChatRow("", curation.convert_code_row(row, partial(curation.find_statement, request.statements)))
     return read_chat_row(row, from_table=file.is_table, columns=request.columns)
+
+
+def render_row(request: PrepareRequest, file: RawFile, number: int, chat: ChatRow) -> RenderedConversation:
+    """Render a row; `number`: in its source, from 0. Raises Dropped and Malformed."""
+    conversation = Conversation(number + 1, _shorten(chat.messages, request), file.source, **chat.options)
+    try:
+        item = render_conversation(conversation, _load_tokenizer(request.tokenizer), request.supervise)
+        item.text.encode()
+    except UserError as error:
+        raise Malformed(str(error).removeprefix(f"{conversation.location}: ")) from None
+    except UnicodeEncodeError as error:
+        raise Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
+    return item
 
 
 def _shorten(messages: list[Message], request: PrepareRequest) -> list[Message]:
@@ -164,19 +177,6 @@ def _shorten(messages: list[Message], request: PrepareRequest) -> list[Message]:
     if request.overlong == "drop":
         raise Dropped(f"longer than {limit:,} characters")
     return [message | {name: message[name][:limit] for name in names if name in message} for message in messages]
-
-
-def _render(
-    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", request: PrepareRequest
-) -> RenderedConversation:
-    try:
-        item = render_conversation(conversation, tokenizer, request.supervise)
-        item.text.encode()
-    except UserError as error:
-        raise Malformed(str(error).removeprefix(f"{conversation.location}: ")) from None
-    except UnicodeEncodeError as error:
-        raise Malformed(f"half of a surrogate pair, which is no Unicode text ({error.reason})") from None
-    return item
 
 
 def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest) -> None:
@@ -196,7 +196,10 @@ def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest)
     else:
         assert sequence.in_answer is not None
         marks = sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER
-        result.input_ids, result.marks = sequence.input_ids[:cutoff], marks[:cutoff].astype(np.uint8)
+        ids, marks = sequence.input_ids[:cutoff], marks[:cutoff].astype(np.uint8)
+        content = ids.tobytes() + marks.tobytes()
+        result.input_ids, result.marks = ids, marks
+        result.digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
         result.noticed["truncated"] = int(is_overlong)
 
 

@@ -1,12 +1,18 @@
 """What became of all rows: the table of `vcore-ds prepare`, and how `check` reads rows."""
 
+import json
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.data.conversations import NOTICES, Conversation, render_conversation
 from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED
 from vcore_ds.data.prepare.curation import RULES, Kind
@@ -14,8 +20,11 @@ from vcore_ds.data.prepare.rows import read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store_checks import MANIFEST, read_manifest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _MAX_SHOWN = 10  # fields that are named in a line
-_NUM_ROWS = 1000  # rows that `check` reads of each source
+_NUM_ROWS, _NUM_RENDERED = 1000, 200  # rows of each source that `check` reads, and that it renders
 _MAX_LIST_BYTES = 64 * 2**20
 """Size up to which `check` reads a file that is one list; larger ones take seconds."""
 
@@ -31,20 +40,30 @@ def list_fields(fields: Mapping[str, int]) -> str:
     return ", ".join([*shown, *others])
 
 
-def describe_reading(path: str, columns: Mapping[str, str] | None = None) -> list[str]:
-    """Describe a token store, or the first rows of conversations: shapes, ignored fields, faults. `columns`:
-    data.columns. Raises UserError if `path` cannot be read."""
+def describe_reading(
+    path: str,
+    columns: Mapping[str, str] | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+) -> list[str]:
+    """Describe a token store, or the first rows of conversations: shapes, ignored fields, faults; of fewer rows, what
+    the tokenizer's chat template makes of them. `columns`: data.columns. Raises UserError if `path` cannot be read."""
     if (Path(path) / MANIFEST).is_file():
-        return [f"{path}: {line}" for line in read_manifest(Path(path)).get("counts", {}).get("reading", [])]
-    return [f"{path}: {_describe_rows(path, columns)}"]
+        counts = read_manifest(Path(path)).get("counts", {})
+        lines = [f"malformed: {counts['malformed']:,}"] if counts.get("malformed") else []
+        lines += [f"{number:,} left out: {rule}" for rule, number in counts.get("dropped", {}).items()]
+        lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
+        return [f"{path}: {line}" for line in [*lines, *counts.get("reading", [])]]
+    return [f"{path}: {_describe_rows(path, columns, tokenizer)}"]
 
 
-def _describe_rows(source: str, columns: Mapping[str, str] | None) -> str:
+def _describe_rows(source: str, columns: Mapping[str, str] | None, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     shapes: Counter[str] = Counter()
     ignored: Counter[str] = Counter()
     for_template: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
     faults: list[str] = []
+    seen: Counter[str] = Counter()
+    noticed: Counter[str] = Counter()
     files = find_files([source], "train")
     if not files[0].hub and files[0].path.endswith(".json") and Path(files[0].path).stat().st_size > _MAX_LIST_BYTES:
         return "large .json, which is not read here"
@@ -58,14 +77,23 @@ def _describe_rows(source: str, columns: Mapping[str, str] | None) -> str:
         shapes[chat.shape] += 1
         ignored.update(chat.unknown)
         for_template.update(chat.unknown_fields)
+        seen[json.dumps([chat.messages, chat.tools], sort_keys=True, default=repr)] += 1
+        if tokenizer is not None and shapes.total() <= _NUM_RENDERED:
+            try:
+                conversation = Conversation(shapes.total(), chat.messages, source, **chat.options)
+                noticed.update(render_conversation(conversation, tokenizer).notices)
+            except UserError as error:
+                faults.append(str(error).partition(": ")[2])
     num_rows = shapes.total() + left_out.total() + len(faults)
     parts = [f"the first {num_rows:,} rows" if num_rows == _NUM_ROWS else f"{num_rows:,} rows"]
     parts += [f"format {shape} {number:,}" for shape, number in sorted(shapes.items())]
     parts += [f"ignored: {list_fields(ignored)}"] if ignored else []
     parts += [f"ignored unless the chat template reads it: {list_fields(for_template)}"] if for_template else []
-    parts += [f"{rule}: {number:,} left out" for rule, number in left_out.items()]
+    parts += [f"{number:,} left out: {rule}" for rule, number in left_out.items()]
+    parts += [f"exact duplicates: {number:,}"] if (number := seen.total() - len(seen)) else []
     parts += [f"malformed: {len(faults):,}, the first: {faults[0]:.300}"] if faults else []
-    return "; ".join(parts)
+    first = f" of the first {_NUM_RENDERED} rows" if shapes.total() > _NUM_RENDERED else ""
+    return "; ".join([*parts, *(f"{noticed[name]:,}{first} {text}" for name, text in NOTICES.items() if noticed[name])])
 
 
 @dataclass(frozen=True)
@@ -97,6 +125,7 @@ class PrepareReport:
     faults: list[str] = field(default_factory=list)  # malformed rows: place and reason
     shapes: Counter[str] = field(default_factory=Counter)
     noticed_by_name: Counter[str] = field(default_factory=Counter)  # kept sequences by observation, see `NOTICED`
+    digests: array = field(default_factory=lambda: array("Q"))  # of the kept sequences
     num_context_turns: int = 0  # turns of the assistant that the rows exclude from learning
     ignored: Counter[str] = field(default_factory=Counter)
     """kept rows by columns, and by keys of messages, that had no effect"""
@@ -115,6 +144,7 @@ class PrepareReport:
             self.noticed_by_name.update({name: number for name, number in result["noticed"].items() if number})
             self.ignored.update(result["ignored"])
             self.num_context_turns += result["context_turns"]
+            self.digests.append(result["digest"])
             self.all_lengths.append(min(result["num_tokens"], self.cutoff_length))
 
     @property
@@ -155,6 +185,8 @@ class PrepareReport:
         lines = []
         if self.num_context_turns:
             lines.append(f"turns of the assistant with weight 0, or in a prompt: {self.num_context_turns:,}")
+        if num_duplicates := len(self.digests) - len(np.unique(self.digests)):
+            lines.append(f"exact duplicates: {num_duplicates:,}")
         if self.ignored:
             lines.append(f"ignored: {list_fields(self.ignored)}")
         return lines

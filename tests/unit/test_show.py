@@ -1,0 +1,71 @@
+"""`vcore-ds prepare --show`: rows as they are learned, and what `check` says of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.templates import make_template_tokenizer
+from tests.helpers.tokenizer import make_tokenizer
+from vcore_ds.commands.cli import main
+from vcore_ds.data.prepare.report import describe_reading
+
+QUESTION = {"role": "user", "content": "q"}
+THOUGHT = {"role": "assistant", "content": "a", "reasoning_content": "t"}
+PLAIN = {"role": "assistant", "content": "b"}
+CUT = {"role": "assistant", "content": "<think>\nt"}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A cut row, one with thinking, a malformed one, and two equal ones without thinking."""
+    make_template_tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
+    turns = [[QUESTION, CUT], [QUESTION, THOUGHT], [], [QUESTION, PLAIN], [QUESTION, PLAIN]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": messages, "id": 1}) for messages in turns))
+    return path
+
+
+def test_rows_are_shown_as_they_are_learned(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "qwen3")]
+    assert main([*command, "--show", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{rows}:1: left out: unclosed thinking" in shown and f"{rows}:3" not in shown
+    assert f"{rows}:2: learned" in shown and "up to <|im_end|>" in shown
+    text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦<think>\nt\n</think>\n\na<|im_end|>⟧"
+    assert shown.rstrip().endswith(text)
+    assert list(rows.parent.glob("*store*")) == []
+    # The same text from the tokens of a store.
+    store = rows.parent / "store"
+    assert main([*command, "--output", str(store), "--max-malformed", "0.5", "--processes", "1"]) == 0
+    table = capsys.readouterr().out
+    assert "exact duplicates: 1" in table and "2 have an answer without thinking" in table
+    command[2] = str(store)
+    assert main([*command, "--show", "1"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(text)
+
+
+def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = make_template_tokenizer("qwen3")
+    (line,) = describe_reading(str(rows), None, tokenizer)
+    expected = [
+        "1 left out: unclosed thinking",
+        "exact duplicates: 1",
+        "malformed: 1",
+        "2 have an answer without thinking",
+    ]
+    assert all(text in line for text in expected) and "id" in line
+    command = ["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "qwen3"), "--max-malformed", "0.5"]
+    assert main([*command, "--output", str(rows.parent / "store"), "--processes", "1"]) == 0
+    lines = "\n".join(describe_reading(str(rows.parent / "store")))
+    assert all(text in lines for text in expected)
+
+
+def test_a_turn_without_an_end_is_said(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A base model whose tokenizer lacks the template's end of turn."""
+    tokenizer = make_tokenizer(special_tokens=["<|endoftext|>"], end="<|endoftext|>")
+    tokenizer.save_pretrained(rows.parent / "base")
+    (line,) = describe_reading(str(rows), None, tokenizer)
+    assert "3 turns are learned without an end" in line
+    assert main(["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "base"), "--show", "1"]) == 0
+    assert "up to no special token" in capsys.readouterr().out
