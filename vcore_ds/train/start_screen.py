@@ -42,7 +42,14 @@ def describe_training(data: DataConfig, dataset: Dataset, positions: int | None 
 
 def name_show_command(data: DataConfig, model: str) -> str:
     """Name the command that prints the first rows as they are learned."""
-    words = ["vcore-ds", "prepare", "chat", data.train_files()[0].path, "--tokenizer", model]
+    words = [
+        "vcore-ds",
+        "prepare",
+        "chat",
+        shorten_path(data.train_files()[0].path),
+        "--tokenizer",
+        shorten_path(model),
+    ]
     words += ["--supervise", data.supervise] if data.supervise != "all" else []
     words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in data.columns.items())] if data.columns else []
     return shlex.join([*words, "--show", "2"])
