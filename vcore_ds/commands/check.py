@@ -92,6 +92,7 @@ def main(arguments: argparse.Namespace) -> None:
         *describe_trusted(recipe),
         *describe_ranks(recipe, plan, ds_config, lengths, on_gpus),
         *describe_rows(recipe),
+        *describe_ends(recipe),
         *describe_missing(recipe),
     ]
     print("\n".join(lines))
@@ -150,6 +151,15 @@ def describe_rows(recipe: Recipe) -> Iterator[str]:
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)
+
+
+def describe_ends(recipe: Recipe) -> list[str]:
+    """A line where learned turns end otherwise than the answers of the model, if it is on this machine."""
+    if (tokenizer := load_template(recipe.model.path)) is None:
+        return []
+    from vcore_ds.models.end_tokens import describe_end_tokens
+
+    return describe_end_tokens(recipe.model.path, tokenizer)
 
 
 @cache
