@@ -242,6 +242,8 @@ def test_tokenizer_and_generation_settings_are_exported_with_the_weights(outcome
         end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
         expected = {"do_sample": False, "temperature": 0.6, "eos_token_id": [end_of_turn]}
         assert json.loads((folder / "generation_config.json").read_text()) == expected
+        start = (folder.parent / "start.txt").read_text()
+        assert "End of turn:  <|im_end|>, added" in start and "--show 2 prints rows as they are learned" in start
         base = json.loads((folder.parent.parent / "untied" / "config.json").read_text())
         assert json.loads((folder / "config.json").read_text())["use_cache"] == base["use_cache"]
     assert not list(folder.parent.glob("*.unfinished"))
