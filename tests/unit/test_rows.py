@@ -73,6 +73,10 @@ def test_chat_formats_with_system_and_history_are_read() -> None:
         ({"messages": []}, "`messages` is an empty list"),
         ({"messages": [{"role": "user"}]}, "message 1 has no `content`"),
         ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image_url"}]}, ANSWER]},
+            "message 1: `content` has a part of type image_url, expected parts of type text",
+        ),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "no turn of the assistant that answers something"),
         ({"conversations": "q"}, "`conversations` is str, expected a list"),
         ({"conversations": ["q"]}, "turn 1 is str"),

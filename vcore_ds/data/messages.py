@@ -177,6 +177,10 @@ def _parse_message(message: Any, where: str) -> tuple[Message, bool]:
     if "content" not in message:
         raise Malformed(f"{where} has no `content`, found {', '.join(message)}.")
     message["content"] = _join_parts(message["content"])
+    if isinstance(message["content"], list):
+        kinds = [part.get("type") for part in message["content"] if isinstance(part, dict)]
+        if others := [kind for kind in kinds if isinstance(kind, str) and kind != "text"]:
+            raise Malformed(f"{where}: `content` has a part of type {others[0]:.60}, expected parts of type text.")
     if not isinstance(message["content"], str):
         raise Malformed(f"{where}: `content` is {describe_value(message['content'])}, expected a string.")
     return message, is_learned

@@ -222,7 +222,7 @@ def _open(path: Path) -> BufferedReader:
 def _read_json(path: Path) -> Iterator[Chunk]:
     with _open(path) as file:
         beginning = file.peek(_PEEK_BYTES).removeprefix(_BOM).lstrip()
-        if beginning.startswith(b"[") and ".json" in path.suffixes:
+        if beginning.startswith(b"[") and find_data_suffix(path) == ".json":
             yield from _split(json.dumps(row).encode() for row in _read_list(path, file.read()))
             return
         _check_form(path, beginning)
