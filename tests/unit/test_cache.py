@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.ranks import forkserver
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.cache import find_or_make_store
+from vcore_ds.data.cache import check_source, find_or_make_store
 from vcore_ds.data.store import TokenStore
 
 GOOD_ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -114,6 +114,19 @@ def test_malformed_rows_up_to_the_share_are_left_out_and_said(prepare: Prepared,
     with pytest.raises(UserError, match="1 of 99 rows are malformed .1.01%.*expected at most 1.00%"):
         prepare(path)
     assert len(TokenStore(prepare(path, max_malformed=0.02)[0])) == 98
+
+
+def test_a_recipe_names_a_configuration_of_a_folder(prepare: Prepared, tmp_path: Path) -> None:
+    files = [{"config_name": name, "data_files": f"{name}/*.jsonl"} for name in ("math", "code")]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "README.md").write_text(f"---\n{json.dumps({'configs': files})}\n---\n")
+    for name in ("math", "code"):
+        (tmp_path / "set" / name).mkdir()
+        (tmp_path / "set" / name / "rows.jsonl").write_text(make_row(name))
+    check_source(f"{tmp_path / 'set'}::code")
+    assert decode_texts(prepare(Path(f"{tmp_path / 'set'}::code"))[0]) == ["code"]
+    with pytest.raises(UserError, match="found the configurations math, code; name one: .*set::math"):
+        check_source(str(tmp_path / "set"))
 
 
 def test_columns_of_other_names_are_mapped(prepare: Prepared, tmp_path: Path) -> None:
