@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
@@ -264,6 +265,10 @@ def test_other_mistakes_have_one_message() -> None:
                  lambda: vcore_ds.token_utilities(bidirectional, batches[0], {})):  # fmt: skip
         with pytest.raises(vcore_ds.UserError, match="model: found a Qwen3ForCausalLM, whose own forward"):
             call()
+    partial = tiny.qwen3()
+    partial.model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
+    with pytest.raises(vcore_ds.UserError, match="forward and reverse mode have different derivatives"):
+        vcore_ds.probe_direction(partial, batches)
     with pytest.raises(vcore_ds.UserError, match="model: found no parameter that requires a gradient"):
         vcore_ds.probe_direction(model.requires_grad_(False), batches)
 

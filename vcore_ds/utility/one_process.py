@@ -65,6 +65,7 @@ def probe_direction(
         _check_losses(engine, probe_batches[0])
         direction = Direction(engine)
         try:
+            _check_derivatives(engine, probe_batches[0])
             probe = direction.compute(probe_batches, normalization=normalization, clip=None)
         except NonFiniteLoss as error:
             raise UserError(f"batches: {error}") from None
@@ -199,6 +200,21 @@ def _check_losses(engine: OneProcessEngine, batch: Batch) -> None:
         raise UserError(
             f"model: found a {type(engine.module.base).__name__}, whose own forward has other losses than a causal "
             f"language model's (by {difference:.2g} nats in the mean); expected a decoder-only model (docs/models.md)"
+        )
+
+
+def _check_derivatives(engine: OneProcessEngine, batch: Batch) -> None:
+    """Compare both modes along the gradient of the first tokens' loss, as the check before a run's first step does.
+    Raises UserError if they differ, as where an architecture's forward disables gradients: forward mode differentiates
+    there."""
+    ids = batch.input_ids[:1, :_NUM_CHECKED]
+    short, direction = Batch([0], ids, ids), Direction(engine)
+    expected = direction.compute([short], normalization="sequence", clip=None).gradient_norm ** 2
+    measured = float(compute_jvp_utilities(engine, direction, [short])[0].double().mean())
+    if abs(measured - expected) > 0.5 * _TOLERANCE.get(engine.trainable[0][1].dtype, 2e-4) * expected:
+        raise UserError(
+            f"model: found a {type(engine.module.base).__name__}, of which forward and reverse mode have different "
+            f"derivatives ({measured:.6g} and {expected:.6g} along a gradient); expected another model (docs/models.md)"
         )
 
 
