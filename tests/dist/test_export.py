@@ -220,8 +220,13 @@ def test_the_export_of_a_checkpoint_has_the_same_bytes(outcomes, name):
     live, later = load_tensors(folder / "model"), load_tensors(exported)
     assert live.keys() == later.keys()
     assert all(torch.equal(live[key], later[key]) for key in live)
-    for file in {path.name for path in (folder / "model").iterdir()} - {"model.safetensors"}:
+    for file in {path.name for path in (folder / "model").iterdir()} - {"model.safetensors", "README.md"}:
         assert (exported / file).read_bytes() == (folder / "model" / file).read_bytes(), file
+    # The card of an export also has the digest of its checkpoint.
+    lines = [(at / "README.md").read_text().splitlines() for at in (exported, folder / "model")]
+    added = [line for line in lines[0] if line not in lines[1]]
+    assert len(added) == 1 and added[0].startswith("checkpoint: ")
+    assert [line for line in lines[0] if line not in added] == lines[1]
 
 
 @pytest.mark.parametrize("name", FULL)
