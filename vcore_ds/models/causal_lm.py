@@ -143,7 +143,7 @@ class TokenLossHead(nn.Module):
         )
         if reference_hidden is None:
             return losses
-        return losses, reference_divergence(hidden, weight, reference_hidden, bias, **options)
+        return losses, reference_divergence(hidden, weight, reference_hidden, bias, transform=self._transform)
 
 
 class TokenLossModel(nn.Module):
