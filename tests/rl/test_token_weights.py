@@ -57,6 +57,7 @@ settings = CONFIG(
     report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_steps=1,
 )
 model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+model.get_input_embeddings().padding_idx = None  # a run trains the padding token where it is in prompts
 Recorded(model, settings, train_dataset=rows, data_collator=collate).train()
 print("losses:", json.dumps(losses))
 """

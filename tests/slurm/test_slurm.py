@@ -197,7 +197,7 @@ def check_other_number_of_nodes(cluster: Cluster, checkout: Path, job: str, run:
 def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: TinySetup, checkout: Path):
     disk = cluster.folder / "node_disk"
     cluster.run(f"srun --nodelist=n1 cp {setup.train} {disk}/train.jsonl")
-    changes = (f"run.output_dir={disk}/run", f"data.train_path={disk}/train.jsonl", *PARALLEL)
+    changes = (f"run.output_dir={disk}/run", f"data.train_path={disk}/train.jsonl", "lora=null", *PARALLEL)
     job = cluster.submit("--nodes=2 launch_scripts/train_32b_lora.slurm", checkout, *setup.overrides(disk), *changes)
     wait_until(lambda: cluster.state(job) in {"COMPLETED", "FAILED"}, "end of the job", every_seconds=1)
     text = (checkout / f"slurm-{job}.out").read_text()

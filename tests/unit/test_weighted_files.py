@@ -290,7 +290,7 @@ def test_a_file_without_remaining_traces_is_refused(setup: Path, one_rank: None)
 def test_check_counts_trusted_traces_in_the_training_data(setup: Path, capsys) -> None:
     def say(train: object, pool: Path, *changes: str) -> str:
         words = [f"data.train_path={json.dumps(train)}", f"data.probe_path={pool}", f"run.output_dir={setup / 'run'}"]
-        words.append(f"model.path={setup / 'model'}")
+        words += [f"model.path={setup / 'model'}", "data.validation_path=null"]
         assert main(["check", "launch_scripts/recipes/quickstart.yaml", *words, *changes]) == 0
         lines = capsys.readouterr().out.splitlines()
         return next((line for line in lines if line.startswith("Trusted data:")), "")
