@@ -361,7 +361,8 @@ class OptimizerConfig(Section):
     momentum: Beta = 0.95
     """Muon's decay rate of the momentum, with Nesterov's rule."""
     weight_decay: NonNegative = 0.0
-    """Weight decay (decoupled for AdamW and Muon), multiplied by the learning rate in each step."""
+    """Weight decay (decoupled for AdamW and Muon), multiplied by the learning rate in each step. Parameters with fewer
+    than two dimensions, such as norms and biases, have none."""
     gradient_clipping: Positive | None = 1.0
     """Upper bound of the gradient's 2-norm over all trainable parameters and ranks; null for none."""
 
