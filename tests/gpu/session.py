@@ -109,9 +109,8 @@ class Session:
                     print("Nothing else can run: mend this and call again.", flush=True)
                     break
         finally:
-            for run in self.runs:
-                if run.process is not None and run.process.poll() is None:
-                    _kill_with_children(run.process)
+            processes = [run.process for run in self.runs if run.process is not None]
+            _kill_with_children(*(process for process in processes if process.poll() is None))
             self._ended.set()
             watcher.join()
         text = self.write_summary()
@@ -130,6 +129,7 @@ class Session:
                 if run.state == "not begun" and sum(other.state == "running" for other in runs) < self._num_jobs:
                     self._begin(run)
             time.sleep(0.1)
+            overdue = []
             for run in runs:
                 if run.process is None or run.state != "running":
                     continue
@@ -137,8 +137,10 @@ class Session:
                 if exit_code is not None:
                     self._end(run, _judge(run, exit_code))
                 elif time.monotonic() > min(run.began + run.part.limit_seconds, self.deadline - SECONDS_TO_END):
-                    _kill_with_children(run.process)
-                    self._end(run, "stopped")
+                    overdue.append(run)
+            _kill_with_children(*(run.process for run in overdue if run.process is not None))
+            for run in overdue:
+                self._end(run, "stopped")
 
     def _begin(self, run: Run) -> None:
         if time.monotonic() + run.part.needed_seconds + SECONDS_TO_END > self.deadline:
@@ -244,19 +246,21 @@ def _choose_notes(part: Part, state: str, log: bytes) -> list[str]:
     return notes[-14:] or lines[-4:]
 
 
-def _kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    """Let a part's processes print the stacks of their threads (PYTHONFAULTHANDLER), then kill them, also those in
+def _kill_with_children(*processes: subprocess.Popen[bytes]) -> None:
+    """Let the processes of parts print the stacks of their threads (PYTHONFAULTHANDLER), then kill them, also those in
     sessions of their own: a rank that is left would hold the GPU's memory."""
-    pids = _list_with_children(process.pid)
-    for number, seconds in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 0.5)):
+    pids = [pid for process in processes for pid in _list_with_children(process.pid)]
+    for number, seconds in ((signal.SIGABRT, 5.0), (signal.SIGKILL, 0.5)):
         for pid in pids:
             with suppress(OSError):
                 os.kill(pid, number)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(_is_running(pid) for pid in pids):
-            process.poll()
+            for process in processes:
+                process.poll()
             time.sleep(0.05)
-    process.wait()
+    for process in processes:
+        process.wait()
 
 
 def _is_running(pid: int) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from tests.gpu.comparison import compare_devices
 from tests.gpu.node.session import choose_num_ranks, make_parts
 from tests.gpu.parts import PARTS, RESULTS, Part
-from tests.gpu.session import REPOSITORY, Session, choose_parts, drop_passed, make_environment
+from tests.gpu.session import REPOSITORY, Session, _kill_with_children, choose_parts, drop_passed, make_environment
 
 WHERE = {"commit": "0123456789ab", "device": "1 x a GPU", "date": "2026-11-27"}
 
@@ -43,13 +43,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def session(output: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
     """One session with an end of every kind."""
-    hanging = (
-        "import subprocess, sys, time\n"
-        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        "print('rank', rank.pid, flush=True)\n"
-        "def waits_for_ever(): time.sleep(600)\n"
-        "waits_for_ever()"
-    )
     skipped = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--noconftest", "-c", os.devnull)
     skipping = tmp_path_factory.mktemp("tests") / "test_skips.py"
     skipping.write_text("import pytest\ndef test_nothing():\n    pytest.skip('needs a GPU')\n")
@@ -58,7 +51,7 @@ def session(output: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
         python("works", "import sys, pathlib; folder = pathlib.Path(sys.argv[1], 'works'); folder.mkdir(); "
                "(folder / 'results.md').write_text('| a | b |')", 1),
         python("fails", "print('why'); raise SystemExit(3)", 1),
-        python("hangs", hanging, 1, limit_seconds=3),
+        python("hangs", "import time; time.sleep(600)", 1, limit_seconds=1),
         Part("skips", "Was anything tested?", (*skipped, str(skipping)), 1),
         python("long", "pass", 2, needed_seconds=10_000),
         python("short", "print('ok short')", 3, is_quoted=True),
@@ -74,11 +67,24 @@ def test_each_part_ends_as_it_should(session: Session) -> None:
     assert not session.passed()
 
 
-def test_a_stopped_part_prints_its_stacks_and_leaves_no_process(session: Session, output: Path) -> None:
-    logs = (output / "logs.txt").read_text()
-    assert "in waits_for_ever" in logs
-    (rank,) = [int(line.split()[1]) for line in logs.splitlines() if line.startswith("rank ")]
+def test_a_stopped_part_prints_its_stacks_and_leaves_no_process() -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "def wait_for_ever():\n"
+        "    print(rank.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+        "wait_for_ever()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=make_environment(os.environ)
+    )
+    assert process.stdout is not None
+    rank = int(process.stdout.readline())
+    _kill_with_children(process)
+    assert b"in wait_for_ever" in process.stdout.read()
     assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
+    process.stdout.close()
 
 
 def test_the_results_are_few_files(session: Session, output: Path) -> None:
