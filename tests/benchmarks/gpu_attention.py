@@ -62,7 +62,7 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
         padded = max(64, 1 << (head_dim - 1).bit_length())
         if is_compiled:
             implementations["with tangents, kernel"] = kernel
-        candidates = half_precision_tiles(padded, value_is_given=False, memory=BlockMemory.of_device(place))
+        candidates = half_precision_tiles(padded, value_is_given=False, memory=BlockMemory.read(place))
         for tiles in candidates if is_compiled else ():
             implementations["kernel, tiles " + " ".join(map(str, tiles))] = lambda tiles=tiles: kernel(tiles)
     for name, work in implementations.items():

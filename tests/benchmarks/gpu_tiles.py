@@ -28,7 +28,7 @@ Case = tuple[int, bool, tuple[int, ...]]
 def list_cases() -> Iterator[Case]:
     for dim in (64, 128, 256):
         for value_is_given in (False, True):
-            for tile in half_precision_tiles(dim, value_is_given, BlockMemory.of_device(torch.device("cuda"))):
+            for tile in half_precision_tiles(dim, value_is_given, BlockMemory.read(torch.device("cuda"))):
                 yield dim, value_is_given, tile
 
 

@@ -59,7 +59,7 @@ specifications per compute capability)."""
 
 
 def block_memory(card: str) -> BlockMemory:
-    """What `BlockMemory.of_device` reads from the card."""
+    """What `BlockMemory.read` reads from the card."""
     capability, shared_kib = CARDS[card]
     return BlockMemory(shared_kib * 1024, has_tensor_memory=capability // 10 == 10)
 

@@ -65,7 +65,7 @@ def test_every_tile_that_a_run_may_choose_equals_fp64(head_dim: int, number: int
 
     from vcore_ds.models.flash_tangent import BlockMemory, half_precision_tiles
 
-    tiles = half_precision_tiles(head_dim, False, BlockMemory.of_device(torch.device("cuda")))
+    tiles = half_precision_tiles(head_dim, False, BlockMemory.read(torch.device("cuda")))
     if number >= len(tiles):
         pytest.skip(f"this GPU has {len(tiles)} candidates")
     try:

@@ -332,7 +332,7 @@ def test_forward_mode_attention_launches_the_kernel_in_half_precision(dtype: tor
 def test_deterministic_runs_take_the_first_tile_of_the_card(shared_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_flash_tangent.py` compiles these first tiles, and finds that they fit."""
     memory = BlockMemory(shared_kib * 1024, has_tensor_memory=False)
-    monkeypatch.setattr(BlockMemory, "of_device", lambda device: memory)
+    monkeypatch.setattr(BlockMemory, "read", lambda device: memory)
     for dim in (64, 128, 256):
         for is_given in (False, True):
             options = [], {"query": torch.zeros(1, dtype=torch.bfloat16)}

@@ -234,7 +234,7 @@ def _describe_error(where: str, path: Path, what: str, expected: str, error: OSE
     remedy = _OTHER_REMEDY if number is None else _REMEDIES.get(number, _OTHER_REMEDY)
     problem = _find_obstacle(path, error)
     if problem is None:
-        problem = str(error) if error.errno is None else os.strerror(error.errno)  # Arrow has a text of its own there
+        problem = str(error) if error.errno is None else os.strerror(error.errno)  # Arrow replaces the text
         if other != path:
             problem += f" ({other})"
     if is_full:

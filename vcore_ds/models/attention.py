@@ -351,7 +351,7 @@ def _has_tiles(device: torch.device) -> bool:
     """Whether the kernel fits the GPU's shared memory; the first rank says once if it does not."""
     from vcore_ds.models.flash_tangent import BlockMemory, half_precision_tiles  # needs Triton
 
-    memory = BlockMemory.of_device(device)
+    memory = BlockMemory.read(device)
     if half_precision_tiles(64, value_is_given=False, memory=memory):
         return True
     if is_first():

@@ -301,7 +301,7 @@ def _select_tiles(
     """Select candidates for the dtype, mode and head dimension; only one with deterministic algorithms, since a choice
     by timing would change the last digits of a run."""
     query = arguments["query"]
-    memory = BlockMemory.of_device(query.device)
+    memory = BlockMemory.read(query.device)
     tiles = half_precision_tiles(constants["DIM"], constants["VALUE_IS_GIVEN"], memory)
     if query.dtype == torch.float32:
         tiles = TILES_FP32
@@ -320,8 +320,8 @@ class BlockMemory:
 
     @classmethod
     @functools.cache
-    def of_device(cls, device: torch.device) -> "BlockMemory":
-        """Read it from a GPU; in Triton's interpreter, an H100's."""
+    def read(cls, device: torch.device) -> "BlockMemory":
+        """Read the limits of a GPU; in Triton's interpreter, return those of an H100."""
         if device.type != "cuda":
             return cls(227 * 1024, False)
         properties = torch.cuda.get_device_properties(device)

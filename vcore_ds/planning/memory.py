@@ -485,7 +485,7 @@ class _Model:
         block = min(multiple * LOSS_BLOCK_BYTES, _FP32 * shape.vocabulary_size * num_tokens)
         in_16_bits = block // 2 if b < _FP32 else 0  # beside the block in fp32
         hidden = num_tokens * b * shape.hidden_size
-        # On a GPU the GEMM's result is in fp32 at once, and `logsumexp` has a copy of its own (measured on an H200).
+        # On a GPU the GEMM returns fp32, and `logsumexp` copies the block once (measured on an H200).
         forward = block if self.settings.on_gpu else in_16_bits
         if has_tangent:
             # Logits and the loss's gradient by them; tangents are summed in the results of its GEMMs.

@@ -37,7 +37,7 @@ NOTICED = {
 """Observations on kept sequences, each a number for a sequence, and the text of their line."""
 
 _CHARACTERS_PER_TOKEN, _MIN_CHARACTERS = 64, 2**20
-"""A row is not tokenized if it has more characters than the cutoff at so many per token, and more than the minimum."""
+"""A row is not tokenized if it has more characters than the minimum, and more than 64 for each token of the cutoff."""
 _BATCH = 64  # rows that are rendered and tokenized together
 _MAX_REASON = 1_000  # characters of a reason; reasons quote the row, which can be of any size
 _MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
