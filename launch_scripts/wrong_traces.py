@@ -22,7 +22,7 @@ from typing import Any
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically, writing
 from vcore_ds.data.answers import math_prompt
-from vcore_ds.train.evaluation_folder import read_evaluation, read_samples
+from vcore_ds.training.evaluation_folder import read_evaluation, read_samples
 
 NUM_TRAIN, NUM_WRONG, NUM_TRUSTED, NUM_PROBLEMS = 96, 58, 8, 64
 TASK = "math500"

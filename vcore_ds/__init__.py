@@ -4,23 +4,22 @@ The public Python API is `__all__`, described in docs/python.md; other names may
 when they are first used: `import vcore_ds` takes no torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from vcore_ds.common.version import __version__
 
 if TYPE_CHECKING:
     from vcore_ds.commands.python_api import score, train
     from vcore_ds.common.errors import UserError
-    from vcore_ds.train.run import RunResult
+    from vcore_ds.training.run import RunResult
     from vcore_ds.utility.one_process import ProbeDirection, gibbs_weights, probe_direction, token_utilities
-
-__version__ = "0.7.0"
 
 __all__ = [
     "ProbeDirection",
     "RunResult",
     "UserError",
+    "__version__",
     "gibbs_weights",
     "probe_direction",
     "score",
@@ -30,7 +29,7 @@ __all__ = [
 
 _MODULES = {
     "ProbeDirection": "vcore_ds.utility.one_process",
-    "RunResult": "vcore_ds.train.run",
+    "RunResult": "vcore_ds.training.run",
     "UserError": "vcore_ds.common.errors",
     "gibbs_weights": "vcore_ds.utility.one_process",
     "probe_direction": "vcore_ds.utility.one_process",
@@ -38,24 +37,6 @@ _MODULES = {
     "token_utilities": "vcore_ds.utility.one_process",
     "train": "vcore_ds.commands.python_api",
 }
-
-
-class _CallableModule(ModuleType):
-    """The package `vcore_ds.train`, which can be called as the function of that name."""
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return import_module(_MODULES["train"]).train(*arguments, **keywords)
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # An import of vcore_ds.train binds that package to the name of the function.
-        if name == "train" and isinstance(value, ModuleType):
-            value.__class__ = _CallableModule
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

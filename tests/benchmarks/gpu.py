@@ -45,10 +45,10 @@ from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.planning.hardware import peak_flops
-from vcore_ds.train.run_folder import describe_environment
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.step import take_direction
-from vcore_ds.train.step_metrics import StepMetrics
+from vcore_ds.training.run_folder import describe_environment
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.step import take_direction
+from vcore_ds.training.step_metrics import StepMetrics
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities
 from vcore_ds.utility.finite_difference import FiniteDifference

@@ -36,7 +36,7 @@ from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import CPU
-from vcore_ds.train.feed import Feed
+from vcore_ds.training.feed import Feed
 
 MODEL = dict(
     vocab_size=8192, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6, head_dim=64

@@ -44,9 +44,9 @@ from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import pack_batch, split_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.train.feed import Feed
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks
+from vcore_ds.training.feed import Feed
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks
 
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
 SFT = {"method": {"name": "sft"}}

@@ -15,7 +15,7 @@ from tests.helpers.setups import sums
 from tests.helpers.soak import soak_only
 from vcore_ds.common.errors import EXIT_STOPPED
 from vcore_ds.config.load import load_recipe
-from vcore_ds.train.run import train
+from vcore_ds.training.run import train
 
 pytestmark = [pytest.mark.e2e, soak_only]
 

@@ -23,7 +23,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.setup import build_engine
+from vcore_ds.training.setup import build_engine
 
 pytestmark = pytest.mark.dist
 

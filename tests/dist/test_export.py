@@ -27,7 +27,7 @@ from vcore_ds.engine.export_shards import ExportFailed, save_hugging_face
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import model_folder as files
 from vcore_ds.models.attention import SequenceLayout
-from vcore_ds.train import run
+from vcore_ds.training import run
 
 pytestmark = pytest.mark.dist
 

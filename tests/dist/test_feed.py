@@ -18,8 +18,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.feed import Feed, build_feed
-from vcore_ds.train.settings import derive_schedule, derive_step_settings
+from vcore_ds.training.feed import Feed, build_feed
+from vcore_ds.training.settings import derive_schedule, derive_step_settings
 
 pytestmark = pytest.mark.dist
 

@@ -47,7 +47,7 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.setup import build_engine
+from vcore_ds.training.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 from vcore_ds.utility.finite_difference import FiniteDifference

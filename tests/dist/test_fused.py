@@ -18,10 +18,10 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import StepBatches, collate
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_estimator
-from vcore_ds.train.start_checks import TOLERANCE, differentiate_along_gradient, take_ending
-from vcore_ds.train.step import take_direction
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_estimator
+from vcore_ds.training.start_checks import TOLERANCE, differentiate_along_gradient, take_ending
+from vcore_ds.training.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, why_not_fused
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 

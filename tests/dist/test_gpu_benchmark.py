@@ -14,7 +14,7 @@ from tests.benchmarks import gpu
 from tests.helpers import step_runs
 from tests.helpers.ranks import run_ranks
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.train.step_metrics import StepRecorder
+from vcore_ds.training.step_metrics import StepRecorder
 
 pytestmark = pytest.mark.dist
 

@@ -15,7 +15,7 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.setup import build_engine
+from vcore_ds.training.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 from vcore_ds.utility.finite_difference import perturb_parameters

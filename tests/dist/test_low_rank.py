@@ -23,9 +23,9 @@ from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.dual_tensors import LowRank
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_estimator
-from vcore_ds.train.step import take_direction
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_estimator
+from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.low_rank import has_low_rank, orthonormalize
 

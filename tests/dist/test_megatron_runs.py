@@ -28,7 +28,7 @@ from vcore_ds.engine.export_shards import save_hugging_face
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.setup import build_engine, plan_ranks
+from vcore_ds.training.setup import build_engine, plan_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -22,9 +22,9 @@ from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, estimate_memory
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_engine
-from vcore_ds.train.step import take_direction
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_engine
+from vcore_ds.training.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, compute_jvp_utilities
 
 pytestmark = pytest.mark.dist

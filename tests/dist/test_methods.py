@@ -12,8 +12,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.train.step_metrics import StepMetrics
-from vcore_ds.train.weighting import compute_log_probabilities
+from vcore_ds.training.step_metrics import StepMetrics
+from vcore_ds.training.weighting import compute_log_probabilities
 
 pytestmark = pytest.mark.dist
 

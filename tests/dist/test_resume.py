@@ -46,16 +46,16 @@ from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train import checkpoint_write, run, settings
-from vcore_ds.train.checkpoint_write import MARGIN_BYTES
-from vcore_ds.train.checkpoints import Checkpoints
-from vcore_ds.train.console import Console
-from vcore_ds.train.feed import DataReader, build_feed
-from vcore_ds.train.profile_folder import read_profiles
-from vcore_ds.train.run_folder import begin
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_engine, plan_ranks
-from vcore_ds.train.token_records import read_records
+from vcore_ds.training import checkpoint_write, run, settings
+from vcore_ds.training.checkpoint_write import MARGIN_BYTES
+from vcore_ds.training.checkpoints import Checkpoints
+from vcore_ds.training.console import Console
+from vcore_ds.training.feed import DataReader, build_feed
+from vcore_ds.training.profile_folder import read_profiles
+from vcore_ds.training.run_folder import begin
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_engine, plan_ranks
+from vcore_ds.training.token_records import read_records
 
 pytestmark = pytest.mark.dist
 

@@ -36,9 +36,9 @@ from vcore_ds.data.scores_folder import read_scores, read_tokens, read_traces
 from vcore_ds.data.store import TokenStore
 from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import PREFIX
-from vcore_ds.train import run, start_checks
-from vcore_ds.train.checkpoints import Checkpoints
-from vcore_ds.train.console import Console
+from vcore_ds.training import run, start_checks
+from vcore_ds.training.checkpoints import Checkpoints
+from vcore_ds.training.console import Console
 
 pytestmark = pytest.mark.dist
 

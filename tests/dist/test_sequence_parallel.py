@@ -26,8 +26,8 @@ from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 from vcore_ds.planning.spread import list_sequence_parallel_sizes
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.step import take_direction
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode

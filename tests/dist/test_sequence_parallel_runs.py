@@ -18,11 +18,11 @@ from tests.helpers.token_records import assert_same_followed, assert_same_record
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.train import step_metrics
-from vcore_ds.train.console import Console
-from vcore_ds.train.followed import record_followed
-from vcore_ds.train.step_metrics import gather_record, record_tokens
-from vcore_ds.train.token_records import Origin, SequenceTokens, TraceTokens, read_all_followed
+from vcore_ds.training import step_metrics
+from vcore_ds.training.console import Console
+from vcore_ds.training.followed import record_followed
+from vcore_ds.training.step_metrics import gather_record, record_tokens
+from vcore_ds.training.token_records import Origin, SequenceTokens, TraceTokens, read_all_followed
 
 pytestmark = pytest.mark.dist
 

@@ -15,7 +15,7 @@ from tests.unit.test_language_model import make_vision_language_config
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.config.schema import Recipe
 from vcore_ds.models.causal_lm import find_auto_class
-from vcore_ds.train import run
+from vcore_ds.training import run
 
 MODEL_TYPE = "gemma3"
 """Its vision tower has layers with the names of the decoder's, and tensors in files have other names than in memory."""

@@ -21,7 +21,7 @@ from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations,
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
-from vcore_ds.train.model_card import METHODS
+from vcore_ds.training.model_card import METHODS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
 

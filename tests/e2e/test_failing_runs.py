@@ -27,8 +27,8 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import MainOrder, RandomDraws
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss
-from vcore_ds.train.faults import describe_fault, find_largest_value, find_non_finite_sequences
-from vcore_ds.train.run import train
+from vcore_ds.training.faults import describe_fault, find_largest_value, find_non_finite_sequences
+from vcore_ds.training.run import train
 from vcore_ds.utility.estimators import Estimator
 
 pytestmark = pytest.mark.e2e

@@ -24,7 +24,7 @@ from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 from vcore_ds.commands.report.tokens import IN_ANSWER, make_tables
 from vcore_ds.config.load import load_recipe
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.train.token_records import read_records
+from vcore_ds.training.token_records import read_records
 
 pytestmark = pytest.mark.e2e
 

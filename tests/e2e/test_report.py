@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import main
 from vcore_ds.config.load import load_recipe
-from vcore_ds.train.token_records import TokenRecord, read_all_followed, read_records
+from vcore_ds.training.token_records import TokenRecord, read_all_followed, read_records
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -30,7 +30,7 @@ NUM_STEPS = 3
 
 def train_all(overrides: list[str], folder: str) -> None:
     """Train all runs in this process, since a start costs more than a step."""
-    from vcore_ds.train.run import train
+    from vcore_ds.training.run import train
 
     for name, changes in {
         "vcore_1": ["run.seed=1"],

@@ -17,8 +17,8 @@ from tests.helpers.report_runs import random_sequence, random_trace, step_line, 
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.report import write_report
-from vcore_ds.train.profile_folder import OperationRow
-from vcore_ds.train.token_records import FollowedRecord, Origin, SequenceTokens
+from vcore_ds.training.profile_folder import OperationRow
+from vcore_ds.training.token_records import FollowedRecord, Origin, SequenceTokens
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

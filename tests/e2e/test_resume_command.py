@@ -12,7 +12,7 @@ from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import main
-from vcore_ds.train.console import Console
+from vcore_ds.training.console import Console
 
 pytestmark = pytest.mark.e2e
 

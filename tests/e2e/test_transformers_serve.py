@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.commands import HANG_SECONDS, command_environment, free_port
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.train.evaluation_folder import read_evaluation
+from vcore_ds.training.evaluation_folder import read_evaluation
 
 pytestmark = pytest.mark.e2e
 

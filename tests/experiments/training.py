@@ -12,7 +12,7 @@ from tests.experiments.settings import BATCH_SIZE, Setting, learning_rate_factor
 from tests.experiments.task import Traces, TraceStream
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.weights import Tokens, segment_sum
-from vcore_ds.train.weighting import alpha_of_micro_batch, sequence_weights, token_weights
+from vcore_ds.training.weighting import alpha_of_micro_batch, sequence_weights, token_weights
 
 NUM_PROBLEMS = 256
 """Number of clean problems on which a model is evaluated, the same for all runs."""

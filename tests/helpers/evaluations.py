@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.train.evaluation_folder import Evaluation, SampleResult, summarize, write_evaluation, write_samples
+from vcore_ds.training.evaluation_folder import Evaluation, SampleResult, summarize, write_evaluation, write_samples
 
 SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 8192, "seed": 0}
 

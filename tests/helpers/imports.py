@@ -25,7 +25,7 @@ with lasting_imports():  # garbage collection would traverse all of it, here and
     from deepspeed.utils import numa
 
     import tests.helpers.megatron  # noqa: F401
-    import vcore_ds.train.run  # noqa: F401
+    import vcore_ds.training.run  # noqa: F401
     from vcore_ds.distributed.device import uses_gpu
 
     for name in AT_FIRST_USE:

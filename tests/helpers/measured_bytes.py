@@ -21,11 +21,11 @@ from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.feed import make_rank_batches
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_engine, build_estimator
-from vcore_ds.train.step import train_step
-from vcore_ds.train.step_metrics import StepRecorder
+from vcore_ds.training.feed import make_rank_batches
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_engine, build_estimator
+from vcore_ds.training.step import train_step
+from vcore_ds.training.step_metrics import StepRecorder
 from vcore_ds.utility.direction import Direction
 
 

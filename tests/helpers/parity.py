@@ -18,7 +18,7 @@ from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.method.baselines import random_mask
-from vcore_ds.train.weighting import compute_log_probabilities
+from vcore_ds.training.weighting import compute_log_probabilities
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tests.helpers.browser import find_missing_requirement, open_page, started_browser
 from vcore_ds.commands.report import write_report
-from vcore_ds.train.profile_folder import read_profiles
+from vcore_ds.training.profile_folder import read_profiles
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.train.token_records import (
+from vcore_ds.training.token_records import (
     FollowedRecord,
     SequenceTokens,
     TokenRecord,

@@ -1,4 +1,4 @@
-"""Runs (`vcore_ds.train.run.train`) that stop after a given step, and the files that they leave; called through
+"""Runs (`vcore_ds.training.run.train`) that stop after a given step, and the files that they leave; called through
 `run_ranks`."""
 
 import gc
@@ -17,8 +17,8 @@ from tests.helpers.commands import drop_machine_keys, read_metrics
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.train import run
-from vcore_ds.train.checkpoints import Checkpoints
+from vcore_ds.training import run
+from vcore_ds.training.checkpoints import Checkpoints
 
 NUM_STEPS = 4
 

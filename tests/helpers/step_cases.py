@@ -11,7 +11,7 @@ from tests.helpers.soak import IS_SOAK
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.train.step_metrics import StepMetrics
+from vcore_ds.training.step_metrics import StepMetrics
 from vcore_ds.utility.estimators import Estimator
 
 VARIANCE = {"temperature": 0.1, "alpha": "variance", "alpha_cap": None}

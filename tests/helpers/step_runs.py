@@ -15,10 +15,10 @@ from vcore_ds.data.batches import Batch, StepBatches, idle_batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_estimator
-from vcore_ds.train.step import train_step as take_step
-from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_estimator
+from vcore_ds.training.step import train_step as take_step
+from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.utility.estimators import Estimator
 
 LEARNING_RATE = 1e-4
@@ -85,7 +85,7 @@ def train_step(
     recorder: StepRecorder | None = None,
     **options: Any,
 ) -> StepMetrics:
-    """`vcore_ds.train.step.train_step`, with `LEARNING_RATE` as the default."""
+    """`vcore_ds.training.step.train_step`, with `LEARNING_RATE` as the default."""
     recorder = StepRecorder(engine.device) if recorder is None else recorder
     options = {"learning_rate": LEARNING_RATE, **options}
     return take_step(engine, derive_step_settings(recipe), batches, estimator, recorder, **options)

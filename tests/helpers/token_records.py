@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.step_runs import relative_error
-from vcore_ds.train.token_records import read_all_followed, read_records
+from vcore_ds.training.token_records import read_all_followed, read_records
 
 
 def assert_same_records(folder: Path, expected: Path, *, num_sequences: int, tolerance: float = 1e-4) -> list[int]:

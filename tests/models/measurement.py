@@ -36,10 +36,10 @@ from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.configuration import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.console import Console
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_estimator, load_model
-from vcore_ds.train.start_checks import check_derivatives, check_start
+from vcore_ds.training.console import Console
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_estimator, load_model
+from vcore_ds.training.start_checks import check_derivatives, check_start
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference

@@ -33,7 +33,7 @@ from tests.models.reference import Text, compute_expected, compute_gradient, com
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.setup import load_model
+from vcore_ds.training.setup import load_model
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "qwen3_next")
 DENSE = ", dense"

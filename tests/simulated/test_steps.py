@@ -23,7 +23,7 @@ from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.models import attention
 from vcore_ds.models.dual_tensors import make_dual_if_any
 from vcore_ds.models.pointwise import gated_silu, rms_norm, rotate
-from vcore_ds.train.step_metrics import StepMetrics
+from vcore_ds.training.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.dist
 
@@ -74,14 +74,14 @@ MOST_WAITS = {
     "distributed/layout.py norm_over: item": 2,
     "distributed/layout.py sum_over: copy to the device": 7,
     "distributed/layout.py sum_over: copy to the host": 7,
-    "train/weighting.py compute_log_probabilities: copy to the device": 4,
+    "training/weighting.py compute_log_probabilities: copy to the device": 4,
     "engine/zero3.py num_updates: item": 2,
     "engine/zero3.py step: item": 1,
     "method/weights.py gibbs_weights: copy to the device": 4,
-    "train/step_metrics.py _now: synchronize": 10,
-    "train/step_metrics.py totals: copy to the host": 1,
-    "train/weighting.py sequence_factors: copy to the device": 1,
-    "train/weighting.py sequence_factors: copy to the host": 1,
+    "training/step_metrics.py _now: synchronize": 10,
+    "training/step_metrics.py totals: copy to the host": 1,
+    "training/weighting.py sequence_factors: copy to the device": 1,
+    "training/weighting.py sequence_factors: copy to the host": 1,
     "utility/direction.py _backward: copy to the device": 4,
     "utility/direction.py _backward: item": 1,
     "utility/finite_difference.py perturb_parameters: item": 1,

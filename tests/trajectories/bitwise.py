@@ -1,7 +1,7 @@
 """`python -m tests.trajectories.bitwise FILE [EARLIER]`: compare every method, estimator and provider bit for bit.
 
 For a change that must change no number: give FILE before it, FILE and EARLIER after it, on one machine with one set of
-packages. It trains complete runs from recipes, so only `vcore_ds.train.run.train` and the recipe have to keep names.
+packages. It trains complete runs from recipes, so only `vcore_ds.training.run.train` and the recipe have to keep names.
 """
 
 import argparse

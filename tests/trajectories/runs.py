@@ -15,7 +15,7 @@ from tests.helpers.soak import IS_SOAK
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.method.baselines import random_mask
-from vcore_ds.train.weighting import compute_log_probabilities
+from vcore_ds.training.weighting import compute_log_probabilities
 
 NUM_STEPS, NUM_RANKS = 4, 2
 NUM_COMPARED = NUM_STEPS if IS_SOAK else 3

@@ -23,7 +23,7 @@ from vcore_ds.models import architecture_check
 from vcore_ds.models.architecture_check import advise_on_noise, check_architecture, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.configuration import read_config
-from vcore_ds.train.run import train
+from vcore_ds.training.run import train
 
 SIZES = dict(
     hidden_size=16,

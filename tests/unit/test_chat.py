@@ -27,6 +27,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.answers import math_prompt
+from vcore_ds.models.end_tokens import find_end_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 
@@ -168,14 +169,16 @@ def test_impossible_sampling_settings_are_refused(capsys):
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    """A model that never ends an answer: the token that would is beyond its vocabulary."""
+    """A model that never ends an answer: the token that would, also by its template, is beyond its vocabulary."""
     folder = write_model(tmp_path / "endless")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|never|>")
     tokenizer.save_pretrained(folder)
     for name in ("config.json", "generation_config.json"):
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(values | {"eos_token_id": None}))
+    assert find_end_tokens(tokenizer) == (tokenizer.eos_token_id,)
     return folder
 
 

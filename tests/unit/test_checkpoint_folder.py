@@ -17,10 +17,10 @@ from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
 from vcore_ds.engine import checkpoint_folder as files
-from vcore_ds.train.checkpoints import Checkpoints, check_compared
-from vcore_ds.train.console import Console
-from vcore_ds.train.metrics_log import MetricsLog
-from vcore_ds.train.run_folder import (
+from vcore_ds.training.checkpoints import Checkpoints, check_compared
+from vcore_ds.training.console import Console
+from vcore_ds.training.metrics_log import MetricsLog
+from vcore_ds.training.run_folder import (
     begin,
     can_resume,
     followed_path,

@@ -12,7 +12,7 @@ from scipy import stats
 from tests.helpers.evaluations import SAMPLING, write_answers
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.compare import name_folders
-from vcore_ds.train.evaluation_folder import EVALUATION, samples_path
+from vcore_ds.training.evaluation_folder import EVALUATION, samples_path
 
 
 def draw_answers(seed: int, share: float, num_problems: int = 60, num_samples: int = 1) -> np.ndarray:

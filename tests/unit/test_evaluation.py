@@ -30,7 +30,7 @@ from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
-from vcore_ds.train.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples
+from vcore_ds.training.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 

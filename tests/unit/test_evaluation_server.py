@@ -16,7 +16,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate.model_apis import ServerAPI
 from vcore_ds.commands.evaluate.session import MAX_RETRIES
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.train.evaluation_folder import read_evaluation, read_samples
+from vcore_ds.training.evaluation_folder import read_evaluation, read_samples
 
 Answer = tuple[int, dict]
 

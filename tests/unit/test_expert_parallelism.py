@@ -27,7 +27,7 @@ from vcore_ds.planning.passes import StepPasses
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.train.console import Console
+from vcore_ds.training.console import Console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = KNOWN_MODELS["Qwen3-30B-A3B"]

@@ -27,8 +27,8 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.models import model_folder as files
 from vcore_ds.models.end_tokens import add_end_tokens, describe_end_tokens
-from vcore_ds.train.rehearsal import write_without_weights
-from vcore_ds.train.run_folder import read_run_recipe
+from vcore_ds.training.rehearsal import write_without_weights
+from vcore_ds.training.run_folder import read_run_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
 

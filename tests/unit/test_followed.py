@@ -14,8 +14,8 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import pack
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.train.followed import choose_traces, split_traces
-from vcore_ds.train.token_records import (
+from vcore_ds.training.followed import choose_traces, split_traces
+from vcore_ds.training.token_records import (
     MOST_TOKENS,
     FollowedRecord,
     Origin,

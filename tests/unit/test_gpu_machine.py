@@ -18,13 +18,13 @@ from tests import conftest
 from vcore_ds.data import batches
 from vcore_ds.data.batches import IGNORED_LABEL, supervised_tokens
 from vcore_ds.distributed import process_group
-from vcore_ds.train.run_folder import describe_environment
+from vcore_ds.training.run_folder import describe_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 DECIDE = {
     "vcore_ds/distributed/device.py",  # uses_gpu, for all others
-    "vcore_ds/train/run_folder.py",  # on a level without `distributed`
+    "vcore_ds/training/run_folder.py",  # on a level without `distributed`
 }
 """Files that ask for GPUs themselves. All others ask `uses_gpu`: with DS_ACCELERATOR=cpu ranks stay on the CPU, and a
 GPU that one of them would take after all may not even exist."""

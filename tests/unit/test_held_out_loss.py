@@ -8,8 +8,8 @@ from tests.helpers import tiny
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.one_process import one_process_engine
 from vcore_ds.method.objective import Normalization
-from vcore_ds.train.console import Console
-from vcore_ds.train.loop import held_out_loss
+from vcore_ds.training.console import Console
+from vcore_ds.training.loop import held_out_loss
 
 
 @pytest.mark.parametrize("normalization", ["sequence", "token"])

@@ -19,8 +19,8 @@ from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, estimate_memory, parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.console import Console
-from vcore_ds.train.start_checks import check_memory
+from vcore_ds.training.console import Console
+from vcore_ds.training.start_checks import check_memory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "launch_scripts" / "recipes" / "qwen3_32b_math_full.yaml"
@@ -302,7 +302,7 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
     console = Console(enabled=True)
 
     def set_available(num_bytes: int) -> None:
-        monkeypatch.setattr("vcore_ds.train.start_checks.available_memory_bytes", lambda: num_bytes)
+        monkeypatch.setattr("vcore_ds.training.start_checks.available_memory_bytes", lambda: num_bytes)
 
     set_available(needed - 1)
     with pytest.raises(UserError, match="memory: found .* GiB of host memory for each rank"):

@@ -275,16 +275,16 @@ def test_other_mistakes_have_one_message() -> None:
 
 def test_train_is_a_function_and_a_package_and_every_public_name_exists() -> None:
     code = (
-        "import vcore_ds.train.settings; import vcore_ds\n"
+        "import vcore_ds.training.settings; import vcore_ds\n"
         "for _ in range(2):\n"
         "    try: vcore_ds.train('no_recipe.yaml')\n"
         "    except vcore_ds.UserError as error: print(str(error)[:40])\n"
-        "import vcore_ds.train.run as run; print(run.__name__)\n"
+        "import vcore_ds.training.run as run; print(run.__name__)\n"
         "print([getattr(vcore_ds, name).__name__.split('.')[-1] for name in vcore_ds.__all__])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     message, again, module, names = done.stdout.splitlines()
-    assert "no_recipe.yaml" in message and message == again and module == "vcore_ds.train.run", done.stderr
+    assert "no_recipe.yaml" in message and message == again and module == "vcore_ds.training.run", done.stderr
     assert names == str(vcore_ds.__all__)
     assert set(vcore_ds.__all__) <= set(dir(vcore_ds))
     with pytest.raises(AttributeError, match="no attribute 'probe'"):

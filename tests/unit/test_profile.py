@@ -12,9 +12,9 @@ from torch.autograd import DeviceType
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import ProfileConfig
-from vcore_ds.train.console import Console
-from vcore_ds.train.profile import StepProfiler, check_profile, mark_phase, sum_operations
-from vcore_ds.train.profile_folder import read_profiles
+from vcore_ds.training.console import Console
+from vcore_ds.training.profile import StepProfiler, check_profile, mark_phase, sum_operations
+from vcore_ds.training.profile_folder import read_profiles
 
 
 def make_event(name: str, start: float, end: float, self_time: float, **changes: Any) -> SimpleNamespace:

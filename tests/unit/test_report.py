@@ -32,8 +32,8 @@ from vcore_ds.commands.report.traces import (
     weight_levels,
 )
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
-from vcore_ds.train.token_records import FollowedRecord, Origin
+from vcore_ds.training.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
+from vcore_ds.training.token_records import FollowedRecord, Origin
 
 TOKENIZER = make_tokenizer()
 TEXT = "so \\boxed{42} 😀 is right"

@@ -4,9 +4,9 @@ import pytest
 
 from vcore_ds.commands.quickstart.session import SHORTER
 from vcore_ds.config.load import load_recipe
-from vcore_ds.train.console import Console, explain_steps
-from vcore_ds.train.loop import LONG_SECONDS, announce_remaining_time
-from vcore_ds.train.settings import derive_step_settings
+from vcore_ds.training.console import Console, explain_steps
+from vcore_ds.training.loop import LONG_SECONDS, announce_remaining_time
+from vcore_ds.training.settings import derive_step_settings
 
 
 def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixture[str]) -> None:

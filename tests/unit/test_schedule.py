@@ -8,7 +8,7 @@ from transformers import get_scheduler
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.train.settings import Schedule, derive_schedule
+from vcore_ds.training.settings import Schedule, derive_schedule
 
 PEAK = 2e-3
 

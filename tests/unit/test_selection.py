@@ -32,7 +32,7 @@ from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.train.selection import read_matching_selection, read_selection
+from vcore_ds.training.selection import read_matching_selection, read_selection
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
 SOURCES = np.array(list("aaaabbbb"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.train.console import Console
-from vcore_ds.train.metrics_log import MOST_WAITING, BackgroundSink, MetricsLog
+from vcore_ds.training.console import Console
+from vcore_ds.training.metrics_log import MOST_WAITING, BackgroundSink, MetricsLog
 
 
 class Kept:
@@ -112,8 +112,8 @@ def test_a_run_that_ends_early_sends_its_last_lines(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
         "from pathlib import Path\n"
-        "from vcore_ds.train.console import Console\n"
-        "from vcore_ds.train.metrics_log import BackgroundSink\n"
+        "from vcore_ds.training.console import Console\n"
+        "from vcore_ds.training.metrics_log import BackgroundSink\n"
         "class Slow:\n"
         "    def write(self, values):\n"
         "        threading.main_thread().join()\n"

@@ -30,7 +30,7 @@ from vcore_ds.models.configuration import can_replace_attention, read_config
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.loading import read_training_config, refuse_failing_code
 from vcore_ds.models.token_loss import LogitTransform
-from vcore_ds.train.start_checks import compare_losses, cross_entropy
+from vcore_ds.training.start_checks import compare_losses, cross_entropy
 
 SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8

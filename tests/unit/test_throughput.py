@@ -10,7 +10,7 @@ from vcore_ds.planning.memory import AdapterShape, MemorySettings
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import derive_needed_passes
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.loop import Throughput
+from vcore_ds.training.loop import Throughput
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
 """A forward takes 2 x (2 x 1,000 + 500) FLOP a token, and 2 x 2 layers x 4 heads x 8 for the square of a sequence."""

@@ -11,8 +11,8 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.random_streams import Stream, generator
 from vcore_ds.data.batches import collate, idle_batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.train.step_metrics import choose_sequences, split_into_sequences
-from vcore_ds.train.token_records import (
+from vcore_ds.training.step_metrics import choose_sequences, split_into_sequences
+from vcore_ds.training.token_records import (
     SequenceTokens,
     TokenRecord,
     read_record,

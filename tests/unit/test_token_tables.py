@@ -16,7 +16,7 @@ from vcore_ds.commands.report.tokens import (
     make_tables,
 )
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.token_records import SequenceTokens, TokenRecord
+from vcore_ds.training.token_records import SequenceTokens, TokenRecord
 
 LETTERS = make_tokenizer(merges=[("Ġ", letter) for letter in "abcdexyz"])
 """One token per letter with the space before it."""

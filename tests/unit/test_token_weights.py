@@ -28,7 +28,7 @@ from vcore_ds.data.batches import IGNORED_LABEL, pack
 from vcore_ds.data.dataset import ChangedDataset
 from vcore_ds.data.store import TokenStore, write_store
 from vcore_ds.data.token_tables import StoredWeights
-from vcore_ds.train.weighting import token_weights
+from vcore_ds.training.weighting import token_weights
 
 NUM_SEQUENCES = 50
 BUDGET = 0.02

@@ -30,11 +30,11 @@ from vcore_ds.data.dataset import (
 )
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.train.console import Console
-from vcore_ds.train.faults import describe_rows
-from vcore_ds.train.feed import DataReader, build_feed
-from vcore_ds.train.followed import choose_traces
-from vcore_ds.train.start_screen import describe_files, describe_training
+from vcore_ds.training.console import Console
+from vcore_ds.training.faults import describe_rows
+from vcore_ds.training.feed import DataReader, build_feed
+from vcore_ds.training.followed import choose_traces
+from vcore_ds.training.start_screen import describe_files, describe_training
 
 
 def test_which_file_each_draw_comes_from_by_hand() -> None:

@@ -18,7 +18,7 @@ from vcore_ds.method.weights import (
     segment_sum,
     uniform_weights,
 )
-from vcore_ds.train.weighting import sequence_weights
+from vcore_ds.training.weighting import sequence_weights
 
 LOG2, LOG3 = math.log(2), math.log(3)
 KL_ACCURACY = 1e-6  # nats, as documented

@@ -18,7 +18,7 @@ from vcore_ds.commands.evaluate.tasks import read_math
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
-from vcore_ds.train.evaluation_folder import Evaluation, SampleResult, TaskResult, write_evaluation, write_samples
+from vcore_ds.training.evaluation_folder import Evaluation, SampleResult, TaskResult, write_evaluation, write_samples
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch_scripts" / "wrong_traces.sh"
 RECIPE = SHIPPED_RECIPES / "wrong_traces.yaml"

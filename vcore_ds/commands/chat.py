@@ -10,7 +10,7 @@ from typing import Any
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.run_folder import RECIPE
+from vcore_ds.training.run_folder import RECIPE
 
 HELP = "talk to a run's result, or to any model, in the terminal"
 DESCRIPTION = (

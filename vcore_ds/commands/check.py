@@ -23,7 +23,7 @@ from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import find_or_assume_shape, find_shape
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
-from vcore_ds.train.run_folder import FinishedRun, can_resume, check_output_folder
+from vcore_ds.training.run_folder import FinishedRun, can_resume, check_output_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def main(arguments: argparse.Namespace) -> None:
             check_model_folder(recipe.model.path)
         if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
             from vcore_ds.data.tokenization import load_tokenizer
-            from vcore_ds.train.rehearsal import rehearse_result
+            from vcore_ds.training.rehearsal import rehearse_result
 
             tokenizer = load_tokenizer(recipe.model.path)
             rehearse_result(recipe, tokenizer)
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
         print(dump_recipe(recipe), end="")
         return
     if tokenizer is not None:
-        from vcore_ds.train.feed import check_local_data
+        from vcore_ds.training.feed import check_local_data
 
         check_local_data(recipe.data, recipe.model.path, tokenizer)
     lengths = find_lengths(recipe)
@@ -117,7 +117,7 @@ def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
     settings = with_num_steps(recipe, lengths)
     takes = "" if settings.num_steps is None else f"; the run takes {count(settings.num_steps, 'step')}"
     if recipe.data.keep is not None:
-        from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
+        from vcore_ds.training.selection import read_selection_on_disk  # imports torch: seconds
 
         if (selection := read_selection_on_disk(recipe.data.keep)) is not None:
             yield f"Training data: {selection.describe()}{takes}"

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from vcore_ds import __version__
 from vcore_ds.commands import (
     chat,
     check,
@@ -30,6 +29,7 @@ from vcore_ds.commands import (
 )
 from vcore_ds.commands.arguments import add_overrides
 from vcore_ds.common.errors import RunFailed, RunStopped, UserError
+from vcore_ds.common.version import __version__
 from vcore_ds.distributed.signals import stop_signals
 
 COMMANDS = {

@@ -19,7 +19,7 @@ from vcore_ds.config.problems import RecipeError, field_problems
 from vcore_ds.config.sections import KeepConfig
 
 if TYPE_CHECKING:
-    from vcore_ds.train.selection import Selection
+    from vcore_ds.training.selection import Selection
 
 HELP = "write the rows of the traces with the highest scores"
 DESCRIPTION = (
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that have changed since, or an output that exists or
     cannot be written."""
-    from vcore_ds.train.selection import read_selection  # imports torch: seconds
+    from vcore_ds.training.selection import read_selection  # imports torch: seconds
 
     if arguments.top is None and arguments.above is None:
         if arguments.weights is None:

@@ -22,7 +22,7 @@ from vcore_ds.models.end_tokens import find_end_tokens
 from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.lora import add_trained_adapter
 from vcore_ds.models.model_folder import check_model_folder
-from vcore_ds.train.run_folder import RECIPE, export_folder
+from vcore_ds.training.run_folder import RECIPE, export_folder
 
 _EXPECTED = "expected a run's folder, the folder of an adapter or a model, or a hub id (OWNER/NAME)"
 _RELATIVE = "A relative path is taken from the working directory, as in training"

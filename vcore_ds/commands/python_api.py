@@ -11,8 +11,8 @@ from vcore_ds.commands.score.compute import score as run_scoring
 from vcore_ds.commands.score.request import make_request
 from vcore_ds.config.load import list_overrides, load_recipe
 from vcore_ds.distributed.device import local_rank, uses_gpu
-from vcore_ds.train.run import RunResult
-from vcore_ds.train.run import train as run_training
+from vcore_ds.training.run import RunResult
+from vcore_ds.training.run import train as run_training
 
 
 def train(recipe: str | Path, *fragments: str, **overrides: Any) -> RunResult:

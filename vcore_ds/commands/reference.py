@@ -19,8 +19,8 @@ from vcore_ds.config.schema import Recipe
 if TYPE_CHECKING:
     from vcore_ds.data.dataset import Store
     from vcore_ds.engine.zero3 import Engine
-    from vcore_ds.train.console import Console
-    from vcore_ds.train.feed import Feed
+    from vcore_ds.training.console import Console
+    from vcore_ds.training.feed import Feed
 
 HELP = "compute the reference log-probabilities for iw_sft"
 DESCRIPTION = (
@@ -59,12 +59,12 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         from vcore_ds.models.architecture_check import check_model
         from vcore_ds.planning.deepspeed_json import deepspeed_config
         from vcore_ds.planning.settings import derive_plan_settings
-        from vcore_ds.train.console import Console
-        from vcore_ds.train.feed import DataReader, build_feed
-        from vcore_ds.train.settings import derive_step_settings
-        from vcore_ds.train.setup import build_engine, plan_ranks, start_ranks
-        from vcore_ds.train.start_checks import check_start
-        from vcore_ds.train.start_screen import describe_training
+        from vcore_ds.training.console import Console
+        from vcore_ds.training.feed import DataReader, build_feed
+        from vcore_ds.training.settings import derive_step_settings
+        from vcore_ds.training.setup import build_engine, plan_ranks, start_ranks
+        from vcore_ds.training.start_checks import check_start
+        from vcore_ds.training.start_screen import describe_training
 
     def check_output() -> None:  # before a forward that may take hours
         with writing("--output", output, NEW_FILE):
@@ -97,7 +97,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
 def _compute(feed: "Feed", dataset: "Store", engine: "Engine", console: "Console") -> list[float]:
     """The log-probability of each sequence in nats, in the order of the data. A collective."""
     from vcore_ds.distributed import layout
-    from vcore_ds.train.weighting import compute_log_probabilities
+    from vcore_ds.training.weighting import compute_log_probabilities
 
     micro_batch_size = feed.plan.utility_micro_batch_size_per_rank
     # Sorted by length, so that the sequences of a group balance the ranks.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from filelock import FileLock, Timeout
 
-from vcore_ds import __version__
 from vcore_ds.common.digests import cache_root
 from vcore_ds.common.locks import read_request
 from vcore_ds.common.paths import reading, unfinished_path, writing
+from vcore_ds.common.version import __version__
 from vcore_ds.data.conversations import Supervise, check_tokenizer
 from vcore_ds.data.store_checks import MANIFEST, check_supervision, read_manifest
 

@@ -12,7 +12,7 @@ from vcore_ds.common import statistics
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.statistics import FEWEST_SEEDS, POWER, Estimate, Interval
 from vcore_ds.common.text import align_columns, count
-from vcore_ds.train.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
+from vcore_ds.training.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
 NUM_SAMPLES = (1, 4, 16, 64)  # samples per problem for which --power gives numbers
 FEWEST_DIFFERING = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.evaluation_folder import RUN_EVALUATION
+from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 
 HELP = "accuracy on benchmarks, or on two small tasks that need no download"
 DESCRIPTION = (

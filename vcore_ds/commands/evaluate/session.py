@@ -23,7 +23,6 @@ from openai import OpenAIError
 from tenacity import RetryError
 from transformers.utils import logging
 
-from vcore_ds import __version__
 from vcore_ds.commands.evaluate.model_apis import InProcessAPI, Request, Sampling, ServerAPI
 from vcore_ds.commands.evaluate.tasks import ChosenTask
 from vcore_ds.commands.named_model import NamedModel
@@ -32,12 +31,13 @@ from vcore_ds.common.locks import LOCK, lock_folder
 from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
+from vcore_ds.common.version import __version__
 from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, find_last_code_block, is_right
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.train import evaluation_folder
-from vcore_ds.train.evaluation_folder import EVALUATION, Evaluation, SampleResult, TaskResult
+from vcore_ds.training import evaluation_folder
+from vcore_ds.training.evaluation_folder import EVALUATION, Evaluation, SampleResult, TaskResult
 
 LOGS = "inspect_logs"  # subfolder of inspect's logs, from which it resumes
 MAX_RETRIES = 4

@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError("export: found --public or --update without --push; expected --push OWNER/NAME too")
     from vcore_ds.commands.export.write import export_run
     from vcore_ds.models.model_identity import identify_base_model, is_hub_id
-    from vcore_ds.train.run_folder import read_run_recipe
+    from vcore_ds.training.run_folder import read_run_recipe
 
     if arguments.base_model is not None and not is_hub_id(arguments.base_model):
         raise UserError(f"--base-model: found {arguments.base_model}; expected OWNER/NAME, its id on the hub")

@@ -29,8 +29,8 @@ from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
-from vcore_ds.train.model_card import Kind, make_model_card
-from vcore_ds.train.run_folder import read_run_recipe
+from vcore_ds.training.model_card import Kind, make_model_card
+from vcore_ds.training.run_folder import read_run_recipe
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
 

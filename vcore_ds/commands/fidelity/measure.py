@@ -34,21 +34,21 @@ from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train.console import Console
-from vcore_ds.train.feed import DataReader, Feed, build_feed
-from vcore_ds.train.loop import Trainer
-from vcore_ds.train.run_folder import describe_environment
-from vcore_ds.train.settings import (
+from vcore_ds.training.console import Console
+from vcore_ds.training.feed import DataReader, Feed, build_feed
+from vcore_ds.training.loop import Trainer
+from vcore_ds.training.run_folder import describe_environment
+from vcore_ds.training.settings import (
     Schedule,
     StepSettings,
     derive_schedule,
     derive_step_settings,
 )
-from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
-from vcore_ds.train.start_checks import check_start
-from vcore_ds.train.start_screen import describe_data, describe_method, describe_model, describe_training
-from vcore_ds.train.step import take_direction
-from vcore_ds.train.weighting import token_weights
+from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
+from vcore_ds.training.start_checks import check_start
+from vcore_ds.training.start_screen import describe_data, describe_method, describe_model, describe_training
+from vcore_ds.training.step import take_direction
+from vcore_ds.training.weighting import token_weights
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities, compute_losses
 from vcore_ds.utility.finite_difference import choose_epsilon, compute_perturbed_losses, signal_to_noise

@@ -15,7 +15,7 @@ from vcore_ds.common.paths import write_text, writing
 from vcore_ds.common.statistics import rank_correlation, rank_correlations_within
 from vcore_ds.common.text import align_columns
 from vcore_ds.method.weights import segment_sum
-from vcore_ds.train.start_checks import LEAST_RANK_CORRELATION
+from vcore_ds.training.start_checks import LEAST_RANK_CORRELATION
 
 RELIABLE_SPEARMAN = 0.9  # the lowest rank correlation with which utilities are good enough to train
 

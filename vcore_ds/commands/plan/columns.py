@@ -22,7 +22,7 @@ from vcore_ds.planning.known_models import find_shape
 from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
-from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
+from vcore_ds.training.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
 
 NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
 
@@ -133,13 +133,13 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
     if settings.num_steps is not None:
         return settings
     if recipe.data.keep is not None:
-        from vcore_ds.train.selection import read_selection_on_disk  # imports torch: seconds
+        from vcore_ds.training.selection import read_selection_on_disk  # imports torch: seconds
 
         selection = read_selection_on_disk(recipe.data.keep)
         num_sequences = None if selection is None else len(selection.positions)
     if num_sequences is None:
         return settings
-    from vcore_ds.train.settings import derive_schedule
+    from vcore_ds.training.settings import derive_schedule
 
     return replace(settings, num_steps=derive_schedule(recipe, num_sequences).num_steps)
 

@@ -21,7 +21,7 @@ from vcore_ds.common.text import GIB, gib
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.distributed.unused_gpus import run_nvidia_smi
-from vcore_ds.train.run_folder import describe_environment
+from vcore_ds.training.run_folder import describe_environment
 
 TEMPORARY_BYTES = 2 * GIB
 """Required free space in the temporary folder, for compiled kernels and files of the processes."""

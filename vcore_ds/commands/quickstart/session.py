@@ -20,7 +20,7 @@ from vcore_ds.data.cache import check_source
 from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
-from vcore_ds.train.setup import start_ranks
+from vcore_ds.training.setup import start_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DATA = REPOSITORY / "runs" / "quickstart_data"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vcore_ds.commands.arguments import positive
 from vcore_ds.commands.sweep.folder import is_sweep
 from vcore_ds.common.errors import UserError
-from vcore_ds.train.run_folder import REPORT
+from vcore_ds.training.run_folder import REPORT
 
 if TYPE_CHECKING:
     from typing import Unpack

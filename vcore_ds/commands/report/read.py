@@ -9,11 +9,11 @@ from vcore_ds.commands.report.tokens import TokenTables, TokenTexts, are_uniform
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.train import run_folder
-from vcore_ds.train.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
-from vcore_ds.train.metrics_log import list_notes
-from vcore_ds.train.profile_folder import Profile, read_profiles
-from vcore_ds.train.token_records import FollowedRecord, TokenRecord, read_all_followed, read_records
+from vcore_ds.training import run_folder
+from vcore_ds.training.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
+from vcore_ds.training.metrics_log import list_notes
+from vcore_ds.training.profile_folder import Profile, read_profiles
+from vcore_ds.training.token_records import FollowedRecord, TokenRecord, read_all_followed, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

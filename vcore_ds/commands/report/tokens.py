@@ -21,7 +21,7 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import find_answer_spans
-from vcore_ds.train.token_records import MOST_PROMPT_TOKENS, RecordedTokens, TokenRecord
+from vcore_ds.training.token_records import MOST_PROMPT_TOKENS, RecordedTokens, TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

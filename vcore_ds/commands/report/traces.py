@@ -11,7 +11,7 @@ import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.tokens import KINDS, SOURCES, UNIFORM_TOLERANCE, TokenTexts, are_uniform
-from vcore_ds.train.token_records import RecordedTokens, SequenceTokens, TokenRecord, TraceTokens
+from vcore_ds.training.token_records import RecordedTokens, SequenceTokens, TokenRecord, TraceTokens
 
 
 def weight_levels(weights: np.ndarray) -> np.ndarray:

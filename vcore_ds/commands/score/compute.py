@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds import __version__
 from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest, describe_request
 from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, describe, write_result
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
+from vcore_ds.common.version import __version__
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.overlap import find_shared
@@ -41,16 +41,16 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import MemoryPlan, plan_memory
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import Utilization, summarize
-from vcore_ds.train.checkpoints import Checkpoints
-from vcore_ds.train.console import Console
-from vcore_ds.train.faults import warn_of_non_finite
-from vcore_ds.train.feed import DataReader, build_feed
-from vcore_ds.train.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
-from vcore_ds.train.settings import derive_step_settings
-from vcore_ds.train.setup import build_direction, build_engine, plan_ranks, start_ranks
-from vcore_ds.train.start_checks import check_approximation, check_derivatives, check_memory, check_start
-from vcore_ds.train.start_screen import describe_data, describe_training
-from vcore_ds.train.step import take_direction
+from vcore_ds.training.checkpoints import Checkpoints
+from vcore_ds.training.console import Console
+from vcore_ds.training.faults import warn_of_non_finite
+from vcore_ds.training.feed import DataReader, build_feed
+from vcore_ds.training.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
+from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.setup import build_direction, build_engine, plan_ranks, start_ranks
+from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
+from vcore_ds.training.start_screen import describe_data, describe_training
+from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import ForwardMode, compute_jvp_losses_and_utilities
 

@@ -16,7 +16,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.scores_folder import ScoredCheckpoint, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.engine import checkpoint_folder
-from vcore_ds.train.run_folder import RECIPE, read_run_metrics
+from vcore_ds.training.run_folder import RECIPE, read_run_metrics
 
 ONLY_SET = "trusted"  # name of the set at data.probe_path
 NEW_FOLDER = "a new folder that can be written"

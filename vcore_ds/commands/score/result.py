@@ -23,7 +23,7 @@ from vcore_ds.common.text import align_columns, count
 from vcore_ds.data import scores_folder, token_tables
 from vcore_ds.data.dataset import Store
 from vcore_ds.data.store import TokenStore
-from vcore_ds.train.token_records import write_arrays
+from vcore_ds.training.token_records import write_arrays
 
 SET = "set.json"
 

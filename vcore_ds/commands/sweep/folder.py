@@ -30,7 +30,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import ScheduleConfig
 from vcore_ds.data.scores_folder import TRACES
 from vcore_ds.planning.sweep import Sweep
-from vcore_ds.train.run_folder import METRICS
+from vcore_ds.training.run_folder import METRICS
 
 DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")
 FILE_KEYS = ("data.keep.scores", "data.reference_log_probabilities", "data.token_weights")

@@ -23,11 +23,11 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
-from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_text
 from vcore_ds.common.text import Progress
+from vcore_ds.common.version import __version__
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import convert
 from vcore_ds.data.prepare.convert import KEPT, make_sample_key, read_results

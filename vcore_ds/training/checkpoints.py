@@ -33,15 +33,15 @@ from vcore_ds.engine.checkpoint_shards import (
 from vcore_ds.engine.flat_shards import full_shape
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.train.checkpoint_write import (
+from vcore_ds.training.checkpoint_write import (
     BackgroundWrite,
     CheckpointContent,
     RunState,
     WrittenCheckpoint,
     write_checkpoint,
 )
-from vcore_ds.train.console import Console
-from vcore_ds.train.feed import Feed
+from vcore_ds.training.console import Console
+from vcore_ds.training.feed import Feed
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator
 

@@ -14,8 +14,8 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import dump_yaml
 from vcore_ds.config.schema import Recipe
 from vcore_ds.models.model_identity import CARD_TAG, BaseModel, identify_base_model, is_hub_id
-from vcore_ds.train import run_folder
-from vcore_ds.train.evaluation_folder import read_evaluation
+from vcore_ds.training import run_folder
+from vcore_ds.training.evaluation_folder import read_evaluation
 
 METHODS = {
     "vcore": "VCORE",

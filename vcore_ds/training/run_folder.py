@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 
-from vcore_ds import __version__
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import LOCK
 from vcore_ds.common.paths import check_folder, discard, read_json, reading, unfinished_path, write_text, writing
+from vcore_ds.common.version import __version__
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.train.evaluation_folder import RUN_EVALUATION
+from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

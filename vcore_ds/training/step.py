@@ -13,10 +13,10 @@ from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describ
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import Tokens, segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
-from vcore_ds.train.followed import measure_followed
-from vcore_ds.train.settings import StepSettings
-from vcore_ds.train.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
-from vcore_ds.train.weighting import (
+from vcore_ds.training.followed import measure_followed
+from vcore_ds.training.settings import StepSettings
+from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
+from vcore_ds.training.weighting import (
     add_reference_log_probabilities,
     alpha_of_global_batch,
     alpha_of_micro_batch,

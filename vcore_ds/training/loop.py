@@ -25,17 +25,17 @@ from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import StepPasses
-from vcore_ds.train.checkpoints import Checkpoints, SavedCheckpoint
-from vcore_ds.train.console import Console, explain_steps
-from vcore_ds.train.faults import describe_divergence, describe_fault, explain_fault
-from vcore_ds.train.feed import Feed
-from vcore_ds.train.followed import FollowedTraces, record_followed
-from vcore_ds.train.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
-from vcore_ds.train.profile import StepProfiler
-from vcore_ds.train.settings import Schedule, StepSettings
-from vcore_ds.train.step import train_step
-from vcore_ds.train.step_metrics import StepMetrics, StepRecorder, record_tokens
-from vcore_ds.train.token_records import record_steps
+from vcore_ds.training.checkpoints import Checkpoints, SavedCheckpoint
+from vcore_ds.training.console import Console, explain_steps
+from vcore_ds.training.faults import describe_divergence, describe_fault, explain_fault
+from vcore_ds.training.feed import Feed
+from vcore_ds.training.followed import FollowedTraces, record_followed
+from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
+from vcore_ds.training.profile import StepProfiler
+from vcore_ds.training.settings import Schedule, StepSettings
+from vcore_ds.training.step import train_step
+from vcore_ds.training.step_metrics import StepMetrics, StepRecorder, record_tokens
+from vcore_ds.training.token_records import record_steps
 from vcore_ds.utility.estimators import Estimator
 
 

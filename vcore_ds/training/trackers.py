@@ -18,9 +18,9 @@ from vcore_ds.common.errors import first_line
 from vcore_ds.common.paths import write_text
 from vcore_ds.config.sections import TrackConfig, TrackerName
 from vcore_ds.distributed.device import uses_gpu
-from vcore_ds.train.console import Console
-from vcore_ds.train.metrics_log import BackgroundSink
-from vcore_ds.train.run_folder import RECIPE, TRACKERS
+from vcore_ds.training.console import Console
+from vcore_ds.training.metrics_log import BackgroundSink
+from vcore_ds.training.run_folder import RECIPE, TRACKERS
 
 
 class TrackerSink:

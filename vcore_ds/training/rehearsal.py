@@ -14,7 +14,7 @@ from vcore_ds.models.configuration import read_config
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
-from vcore_ds.train.model_card import make_model_card
+from vcore_ds.training.model_card import make_model_card
 
 
 def rehearse_result(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading, write_atomically
-from vcore_ds.train.run_folder import TOKENS, followed_path, token_record_path
+from vcore_ds.training.run_folder import TOKENS, followed_path, token_record_path
 
 FORMAT = 1
 MOST_TOKENS = 131_072

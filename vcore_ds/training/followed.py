@@ -19,18 +19,18 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.train.console import Console
-from vcore_ds.train.feed import Feed, make_rank_batches
-from vcore_ds.train.settings import StepSettings
-from vcore_ds.train.step_metrics import StepRecorder, split_columns
-from vcore_ds.train.token_records import (
+from vcore_ds.training.console import Console
+from vcore_ds.training.feed import Feed, make_rank_batches
+from vcore_ds.training.settings import StepSettings
+from vcore_ds.training.step_metrics import StepRecorder, split_columns
+from vcore_ds.training.token_records import (
     FollowedRecord,
     Origin,
     TraceTokens,
     max_tokens_per_trace,
     write_followed,
 )
-from vcore_ds.train.weighting import add_reference_log_probabilities, token_weights
+from vcore_ds.training.weighting import add_reference_log_probabilities, token_weights
 from vcore_ds.utility.estimators import Estimator
 
 

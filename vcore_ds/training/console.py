@@ -6,8 +6,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.text import Progress, duration, gib
-from vcore_ds.train.settings import StepSettings
-from vcore_ds.train.token_records import SequenceTokens
+from vcore_ds.training.settings import StepSettings
+from vcore_ds.training.token_records import SequenceTokens
 
 _NUM_SHOWN = 3  # tokens of the example trace that are printed at either end
 

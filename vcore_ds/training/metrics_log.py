@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import writing
 from vcore_ds.common.text import count
-from vcore_ds.train.console import Console
-from vcore_ds.train.run_folder import LOST_METRICS, METRICS
+from vcore_ds.training.console import Console
+from vcore_ds.training.run_folder import LOST_METRICS, METRICS
 
 MOST_WAITING = 1000  # lines that may wait for a sink; further ones are dropped
 

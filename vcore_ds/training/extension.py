@@ -11,12 +11,12 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder
-from vcore_ds.train import run_folder
-from vcore_ds.train.checkpoint_write import RunState
-from vcore_ds.train.checkpoints import Checkpoints
-from vcore_ds.train.console import Console
-from vcore_ds.train.run_folder import ENVIRONMENT, METRICS, RECIPE
-from vcore_ds.train.settings import Schedule, derive_schedule
+from vcore_ds.training import run_folder
+from vcore_ds.training.checkpoint_write import RunState
+from vcore_ds.training.checkpoints import Checkpoints
+from vcore_ds.training.console import Console
+from vcore_ds.training.run_folder import ENVIRONMENT, METRICS, RECIPE
+from vcore_ds.training.settings import Schedule, derive_schedule
 
 
 def find_common_checkpoint(

@@ -23,7 +23,7 @@ from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.time_model import CPU, H100
-from vcore_ds.train.settings import StepSettings
+from vcore_ds.training.settings import StepSettings
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference

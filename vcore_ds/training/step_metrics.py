@@ -20,9 +20,9 @@ from vcore_ds.distributed.device import peak_memory
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, utility_moments
 from vcore_ds.method.weights import GibbsWeights, Tokens, segment_sum
-from vcore_ds.train.console import Console
-from vcore_ds.train.profile import mark_phase
-from vcore_ds.train.token_records import (
+from vcore_ds.training.console import Console
+from vcore_ds.training.profile import mark_phase
+from vcore_ds.training.token_records import (
     MOST_PROMPT_TOKENS,
     MOST_TOKENS,
     SequenceTokens,

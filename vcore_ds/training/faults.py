@@ -12,9 +12,9 @@ from vcore_ds.data.dataset import Dataset, JoinedDataset, find_token_store
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import as_partitioned, unpadded_shard
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, describe_sequences
-from vcore_ds.train.console import Console
-from vcore_ds.train.feed import Feed
-from vcore_ds.train.step_metrics import StepMetrics
+from vcore_ds.training.console import Console
+from vcore_ds.training.feed import Feed
+from vcore_ds.training.step_metrics import StepMetrics
 from vcore_ds.utility.estimators import compute_losses
 
 MOST_ROWS = 5  # in a message

@@ -15,8 +15,8 @@ from vcore_ds.config.sections import ProfileConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.watchdog import mark
-from vcore_ds.train.console import Console
-from vcore_ds.train.profile_folder import PROFILES, OperationRow
+from vcore_ds.training.console import Console
+from vcore_ds.training.profile_folder import PROFILES, OperationRow
 
 PHASES = {"probe": "probe", "utility": "utility", "main": "main", "step": "update", "followed": "followed"}
 """Phase of a step (`StepRecorder.measuring`) -> its range in a trace."""

@@ -20,9 +20,9 @@ from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.fit import MemoryPlan, describe_memory
 from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts
 from vcore_ds.planning.spread import Utilization
-from vcore_ds.train.feed import Feed, count_dataset_tokens
-from vcore_ds.train.settings import StepSettings
-from vcore_ds.train.setup import explain_separate_forward
+from vcore_ds.training.feed import Feed, count_dataset_tokens
+from vcore_ds.training.settings import StepSettings
+from vcore_ds.training.setup import explain_separate_forward
 from vcore_ds.utility.direction import Direction
 
 

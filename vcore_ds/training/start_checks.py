@@ -28,10 +28,10 @@ from vcore_ds.models.architecture_check import suggest_alternative_to_jvp
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import refuse_failing_code
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, describe_tightness
-from vcore_ds.train.console import Console
-from vcore_ds.train.feed import Feed
-from vcore_ds.train.settings import StepSettings
-from vcore_ds.train.step import take_direction
+from vcore_ds.training.console import Console
+from vcore_ds.training.feed import Feed
+from vcore_ds.training.settings import StepSettings
+from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, compute_jvp_utilities
 

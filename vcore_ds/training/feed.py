@@ -41,9 +41,9 @@ from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.models.configuration import read_vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
-from vcore_ds.train.console import Console
-from vcore_ds.train.selection import Selection, read_matching_selection
-from vcore_ds.train.settings import StepSettings
+from vcore_ds.training.console import Console
+from vcore_ds.training.selection import Selection, read_matching_selection
+from vcore_ds.training.settings import StepSettings
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedToke
 
 
 def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
-    """Count the contents of each data file, for data.json (`vcore_ds.train.run_folder.DataCounts`)."""
+    """Count the contents of each data file, for data.json (`vcore_ds.training.run_folder.DataCounts`)."""
     files, weights = settings.train_files(), feed.main_order.shares.weights
     shares = [f", {weight / sum(weights):.0%} of each batch" if len(files) > 1 else "" for weight in weights]
     parts: list[tuple[str, str, TokenStore, np.ndarray]] = [

@@ -32,24 +32,24 @@ from vcore_ds.planning.fit import plan_memory
 from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.passes import derive_needed_passes
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.train import run_folder, start_screen
-from vcore_ds.train.checkpoints import Checkpoints, check_compared, make_digest, say_best
-from vcore_ds.train.console import Console, describe_example
-from vcore_ds.train.extension import begin_branch, find_common_checkpoint
-from vcore_ds.train.faults import warn_of_non_finite
-from vcore_ds.train.feed import DataReader, Feed, build_feed, count_data
-from vcore_ds.train.followed import choose_followed
-from vcore_ds.train.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
-from vcore_ds.train.metrics_log import BackgroundSink, MetricsLog
-from vcore_ds.train.model_card import Kind, make_model_card
-from vcore_ds.train.profile import check_profile
-from vcore_ds.train.rehearsal import rehearse_result
-from vcore_ds.train.run_folder import can_resume
-from vcore_ds.train.settings import derive_schedule, derive_step_settings
-from vcore_ds.train.setup import build_engine, build_estimator, plan_ranks, start_ranks
-from vcore_ds.train.start_checks import check_approximation, check_derivatives, check_memory, check_start
-from vcore_ds.train.step_metrics import StepMetrics
-from vcore_ds.train.trackers import FINISH_SECONDS, WandbLog, start_trackers
+from vcore_ds.training import run_folder, start_screen
+from vcore_ds.training.checkpoints import Checkpoints, check_compared, make_digest, say_best
+from vcore_ds.training.console import Console, describe_example
+from vcore_ds.training.extension import begin_branch, find_common_checkpoint
+from vcore_ds.training.faults import warn_of_non_finite
+from vcore_ds.training.feed import DataReader, Feed, build_feed, count_data
+from vcore_ds.training.followed import choose_followed
+from vcore_ds.training.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
+from vcore_ds.training.metrics_log import BackgroundSink, MetricsLog
+from vcore_ds.training.model_card import Kind, make_model_card
+from vcore_ds.training.profile import check_profile
+from vcore_ds.training.rehearsal import rehearse_result
+from vcore_ds.training.run_folder import can_resume
+from vcore_ds.training.settings import derive_schedule, derive_step_settings
+from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
+from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
+from vcore_ds.training.step_metrics import StepMetrics
+from vcore_ds.training.trackers import FINISH_SECONDS, WandbLog, start_trackers
 
 
 @dataclass(frozen=True)
