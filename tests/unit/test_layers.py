@@ -1,18 +1,20 @@
-"""Every room imports what it may, the heavy imports stay where they belong, and every reduction names its axis.
+"""Packages import only what they may, reductions name their axis, and the repository stays within its limits.
 
-`docs/architecture.md` draws the house that these tests hold the package to.
+`docs/architecture.md` describes the packages and their levels.
 """
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "vcore_ds"
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "vcore_ds"
 
 LEVELS = (
     ("method", "common"),
@@ -103,11 +105,8 @@ def find_violations(source: str, module: str) -> list[str]:
 
 
 def find_circle(sources: Mapping[str, str]) -> list[str]:
-    """Modules of which each imports the next, in functions too, and the last is the first; empty where there are none.
-
-    Args:
-        sources: module -> its source.
-    """
+    """A circle of modules in which each imports the next, in functions too; empty where there is none. `sources` maps
+    a module to its source."""
     imported: dict[str, set[str]] = {module: set() for module in sources}
     for module, source in sources.items():
         if module.endswith(".__init__"):
@@ -147,6 +146,68 @@ def list_modules() -> list[tuple[Path, str]]:
     paths = sorted(PACKAGE.rglob("*.py"))
     # A package's own name ends in __init__, so that one level of a relative import is the package itself.
     return [(path, ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)) for path in paths]
+
+
+def count_lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def count_words(paths: Iterable[Path]) -> int:
+    """Words as `wc -w` counts them."""
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
+
+
+def receives_recipe(source: str) -> bool:
+    """Whether a function of a module has a parameter whose annotation names `Recipe`, alone or in a union or a list."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    parameters = [part for function in functions for part in ast.walk(function.args) if isinstance(part, ast.arg)]
+    return any(part.annotation and re.search(r"\bRecipe\b", ast.unparse(part.annotation)) for part in parameters)
+
+
+DOCS = REPOSITORY / "docs"
+PYTHON = [path for path, _ in list_modules()]
+PAGES = [path for suffix in ("js", "css", "html") for path in PACKAGE.rglob(f"*.{suffix}")]
+GUIDES = [path for path in DOCS.glob("*.md") if path.name not in ("keys.md", "decisions.md")]  # keys.md is generated
+REPORTS = list((DOCS / "reports").glob("*.md"))
+DECISIONS = [DOCS / "decisions.md", *(DOCS / "decisions").glob("*.md")]
+
+LIMITS: dict[str, tuple[int, Callable[[], int]]] = {
+    "lines of Python in the package": (38_700, lambda: count_lines(PYTHON)),
+    "Python files in the package": (199, lambda: len(PYTHON)),
+    "files with a function that receives a whole Recipe": (
+        22,
+        lambda: sum(receives_recipe(path.read_text(encoding="utf-8")) for path in PYTHON),
+    ),
+    "lines of JavaScript, CSS and HTML in the package": (1_450, lambda: count_lines(PAGES)),
+    "lines of Python in tests": (50_600, lambda: count_lines((REPOSITORY / "tests").rglob("*.py"))),
+    "words of guides": (26_500, lambda: count_words(GUIDES)),
+    "words of the longest guide": (1_500, lambda: max(count_words([path]) for path in GUIDES)),
+    "words of reports": (14_000, lambda: count_words(REPORTS)),
+    "reports": (10, lambda: len(REPORTS)),
+    "words of decisions": (6_000, lambda: count_words(DECISIONS)),
+    "words of the changelog": (1_500, lambda: count_words([REPOSITORY / "CHANGELOG.md"])),
+}
+"""What is counted, its limit, and how. A change that needs more makes room first; lower a limit when you can."""
+
+
+@pytest.mark.parametrize("counted", LIMITS)
+def test_the_repository_stays_within_its_limits(counted: str) -> None:
+    limit, measure = LIMITS[counted]
+    assert limit / 2 < measure() <= limit, "the lower bound shows that something is counted"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "receives"),
+    [
+        ("recipe: Recipe", True),
+        ("*, old: Recipe | None = None", True),
+        ("old: 'Recipe'", True),
+        ("recipes: list[Recipe] | None", True),
+        ("batch: BatchConfig", False),
+    ],
+)
+def test_functions_that_receive_a_recipe_are_detected(parameters: str, receives: bool) -> None:
+    assert receives_recipe(f"class A:\n    def f(self, {parameters}) -> Recipe: ...") == receives
 
 
 @pytest.mark.parametrize(("path", "module"), list_modules(), ids=[module for _, module in list_modules()])
