@@ -49,7 +49,7 @@ class Experts:
 
 SPREAD_OF_EXPERTS = 0.25
 """Standard deviation of the tokens of a layer's experts, over their mean. Assumed: a run measures the load of the
-fullest expert (docs/tracking.md)."""
+fullest expert (docs/reading-a-report.md)."""
 
 
 def estimate_fullest_load(num_experts: int, num_ranks: int) -> float:

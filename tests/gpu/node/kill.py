@@ -24,7 +24,7 @@ from tests.helpers.commands import count_finished_steps, read_metrics
 from tests.helpers.jobs import Job
 
 DEAD_SECONDS = 10.0
-"""Bound on the time in which ranks of a host notice a dead one (docs/reliability.md) and end."""
+"""Bound on the time in which ranks of a host notice a dead one (docs/checkpoints.md) and end."""
 HUNG_SECONDS = 15.0
 """Value of `engine.lost_rank_seconds`, 60 by default."""
 NUM_STEPS = 20
