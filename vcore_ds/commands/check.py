@@ -1,7 +1,7 @@
 """`vcore-ds check`: resolve and validate a recipe without a GPU."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import WRITTEN_BY_COMMANDS
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import describe_memory, plan_memory
+from vcore_ds.planning.fit import describe_memory, describe_shortage, plan_memory
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import find_or_assume_shape, find_shape
 from vcore_ds.planning.model_shape import is_on_disk
-from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
+from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.run_folder import FinishedRun, can_resume, check_output_folder
 
 if TYPE_CHECKING:
@@ -99,18 +99,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def plan_on(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, lengths: LengthModel) -> prediction.RunPlan:
-    """Plan the run on the GPUs of --gpu. Raises UserError if it does not fit, with the cheapest changes that make it
-    fit; not with `engine.memory_check: false`."""
+    """Plan the run on the GPUs of --gpu. Raises UserError if it does not fit, not with `engine.memory_check: false`."""
     shape, _ = prediction.find_model(recipe.model.path)
     cluster = Cluster(prediction.require_gpu(arguments.gpu), num_ranks)
     plan = prediction.plan_run(with_num_steps(recipe, lengths), cluster, shape, lengths=lengths)
-    if plan.fits or not recipe.engine.memory_check:
-        return plan
-
-    def reload(extra: Sequence[str]) -> PlanSettings:
-        return with_num_steps(load_recipe(arguments.recipe, [*arguments.overrides, *extra]), lengths)
-
-    raise UserError(prediction.describe_refusal(plan, prediction.find_cheapest_ways(plan, reload)))
+    if not plan.fits and recipe.engine.memory_check:
+        raise UserError(describe_shortage(plan.memory, plan.available))
+    return plan
 
 
 def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:

@@ -277,7 +277,7 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
     return (
         f"memory: {gib(estimate.peak_bytes)} of {gib(available.device)} GiB a rank are needed by the estimate, "
         f"in {estimate.peak_phase}; it may be short by {gib(estimate.margin_bytes)} GiB. Less is taken with\n"
-        + _format_remedies(plan, available)
+        + "\n".join(format_remedies(plan, available))
     )
 
 
@@ -289,12 +289,8 @@ def find_shortage(estimate: MemoryEstimate, available: Available) -> tuple[str, 
     return "host memory" if available.is_cpu else "GPU memory", available.device, needed
 
 
-def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = "") -> str:
-    """The message of a run that does not fit.
-
-    Args:
-        remedies: what to do, a line each; empty for every change that takes less, with its bytes.
-    """
+def describe_shortage(plan: MemoryPlan, available: Available) -> str:
+    """The message of a run that does not fit: bytes by kind, and the changes that take less."""
     estimate = plan.estimate
     where, room, needed = find_shortage(estimate, available)
     phase = estimate.peak_phase
@@ -305,7 +301,8 @@ def describe_shortage(plan: MemoryPlan, available: Available, remedies: str = ""
         *_format_table("for the whole run", estimate.persistent),
         *_format_table(f"at the peak, in {phase}", estimate.phases[phase]),
         *_format_table("in host memory", estimate.host),
-        remedies or f"Less is taken with\n{_format_remedies(plan, available)}",
+        "Less is taken with",
+        *format_remedies(plan, available),
         "engine.memory_check=false starts anyway",
     ]
     return "\n".join(lines)
@@ -319,11 +316,12 @@ def _format_table(title: str, kinds: Mapping[str, int]) -> list[str]:
     return [f"  {gib(sum(kinds.values())):>10}  {title}", *rows]
 
 
-def _format_remedies(plan: MemoryPlan, available: Available) -> str:
+def format_remedies(plan: MemoryPlan, available: Available) -> list[str]:
+    """Format the changes that take less memory, a line each."""
     lines = []
     for remedy in plan.find_remedies(available):
         estimate = remedy.estimate
         host = f" and {gib(estimate.host_bytes)} in host memory" if estimate.host else ""
         verdict = "" if available.holds(estimate) else ", not enough alone"
         lines.append(f"  {remedy.change}: {gib(estimate.peak_bytes)} GiB{host}{verdict}")
-    return "\n".join(lines) or "  (no recipe setting makes it fit)"
+    return lines or ["  (no recipe setting makes it fit)"]

@@ -6,7 +6,6 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from vcore_ds.commands.plan import GPU_OPTIONS, prediction
@@ -150,12 +149,11 @@ RARER_PROBE = "probe.every=8"  # of the column beside a recipe with a probe in e
 
 @dataclass(frozen=True)
 class Column:
-    """A plan, and changes that make the run fit."""
+    """The plan of one setting, and the fewest GPUs for it."""
 
     title: str
     plan: prediction.RunPlan
     smallest: prediction.RunPlan | None  # the plan on the fewest GPUs on which the run fits; None if there are too many
-    ways: list[prediction.Way]  # the cheapest changes that make it fit; empty if it fits
 
 
 @dataclass(frozen=True)
@@ -196,30 +194,21 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
     host_bytes = int(arguments.host_memory * GIB)
     cluster = Cluster(gpu, arguments.gpus, arguments.gpus_per_node, achieved, host_bytes)
 
-    def column(title: str, reload: Callable[[Sequence[str]], Recipe]) -> Column:
-        recipe = reload(())
+    def plan_column(title: str, recipe: Recipe) -> Column:
         column_shape, _ = find_shape(recipe.model.path) or (shape, model)
         lengths = find_lengths(recipe) if arguments.mean_tokens is None else LengthModel(arguments.mean_tokens)
         plan = prediction.plan_run(with_num_steps(recipe, lengths), cluster, column_shape, lengths=lengths)
-        ways: list[prediction.Way] = []
-        if not plan.fits:
-            ways = prediction.find_cheapest_ways(plan, lambda extra: with_num_steps(reload(extra), lengths))
-        return Column(title, plan, prediction.find_smallest_cluster(plan), ways)
+        return Column(title, plan, prediction.find_smallest_cluster(plan))
 
-    def with_setting(setting: str, extra: Sequence[str]) -> Recipe:
-        return reload([*split_setting(setting), *extra])
-
-    def with_method(name: str, more: Sequence[str], extra: Sequence[str]) -> Recipe:
-        return change_method(reload([*more, *extra]), name)
-
-    recipe_title = "recipe" if arguments.compare else recipe.method.name
-    reloads: dict[str, Callable[[Sequence[str]], Recipe]] = {"recipe": reload} if arguments.compare else {}
-    reloads |= {setting: partial(with_setting, setting) for setting in arguments.compare}
-    if not reloads:
-        reloads = {name: partial(with_method, name, ()) for name in ("sft", recipe_title, "vcore")}
+    if arguments.compare:
+        recipe_title = "recipe"
+        recipes = {"recipe": recipe} | {setting: reload(split_setting(setting)) for setting in arguments.compare}
+    else:
+        recipe_title = recipe.method.name
+        recipes = {name: change_method(recipe, name) for name in ("sft", recipe_title, "vcore")}
         if recipe.probe.every == 1:
-            reloads[f"vcore {RARER_PROBE}"] = partial(with_method, "vcore", (RARER_PROBE,))
-    columns = [column(title, load) for title, load in reloads.items()]
+            recipes[f"vcore {RARER_PROBE}"] = change_method(reload([RARER_PROBE]), "vcore")
+    columns = [plan_column(title, changed) for title, changed in recipes.items()]
     return Columns(arguments.recipe, model, columns, calibration, recipe_title, recipe.engine.memory_check)
 
 

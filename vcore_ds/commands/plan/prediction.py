@@ -1,7 +1,7 @@
-"""Cost of a recipe on a cluster: memory, seconds and GPU hours, the fewest GPUs, and the changes with which it fits."""
+"""Cost of a recipe on a cluster: memory, seconds, GPU hours, and the fewest GPUs."""
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_parts
@@ -11,7 +11,7 @@ from vcore_ds.common.text import count, gib, shorten
 from vcore_ds.config.problems import RecipeError, did_you_mean
 from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, plan_memory
+from vcore_ds.planning.fit import Available, MemoryPlan, plan_memory
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
 from vcore_ds.planning.known_models import KNOWN_MODELS, find_shape
 from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts, estimate_unsharded_gradients, parameter_counts
@@ -21,8 +21,6 @@ from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import Utilization
 
 MOST_GPUS = 4096  # largest cluster that is searched
-
-_MOST_WAYS = 3  # changes with which a run would fit that are offered
 
 _MOST_TOKENS = 2**22  # longest sequence that is searched where neither packs nor positions limit it
 
@@ -225,34 +223,6 @@ def _list_sizes(gpus_per_node: int) -> Iterator[int]:
         num_nodes += 1 if num_nodes < 16 else num_nodes // 8
 
 
-@dataclass(frozen=True)
-class Way:
-    """A run with a change, such as one with which it fits."""
-
-    change: str
-    plan: RunPlan
-
-
-def find_cheapest_ways(plan: RunPlan, reload: Callable[[Sequence[str]], PlanSettings]) -> list[Way]:
-    """Find the changes with which the run fits that take the fewest GPU hours, cheapest first.
-
-    Args:
-        reload: the settings of the recipe with further overrides.
-    """
-    ways = []
-    for remedy in plan.memory.find_remedies(plan.available):
-        settings = reload(remedy.overrides) if remedy.overrides else plan.settings
-        cluster = replace(plan.cluster, num_gpus=remedy.num_ranks or plan.cluster.num_gpus)
-        try:
-            changed = plan_run(settings, cluster, plan.shape, lengths=plan.lengths)
-        except RecipeError:
-            continue
-        if changed.fits:
-            ways.append(Way(remedy.change, changed))
-    ways.sort(key=lambda way: way.plan.gpu_hours(1))
-    return ways[:_MOST_WAYS]
-
-
 # Plans in words.
 
 
@@ -277,14 +247,3 @@ def describe_plan(plan: RunPlan) -> str:
         f"{plan.gpu_hours(plan.costed_steps):,.1f} GPU hours for {count(plan.costed_steps, 'step')} "
         "(assumed speeds: vcore-ds plan)"
     )
-
-
-def describe_refusal(plan: RunPlan, ways: Sequence[Way]) -> str:
-    """The message of a run that does not fit: bytes by kind, and the changes with which it would, cheapest first."""
-    lines = [
-        f"  {way.change}: {gib(way.plan.memory.estimate.peak_bytes)} GiB, "
-        f"{way.plan.gpu_hours(way.plan.costed_steps):,.1f} GPU hours for {count(way.plan.costed_steps, 'step')}"
-        for way in ways
-    ]
-    heading = "It fits, with the fewest GPU hours by a prediction, with"
-    return describe_shortage(plan.memory, plan.available, "\n".join([heading, *lines]) if ways else "")

@@ -5,8 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from vcore_ds.commands.plan.columns import Column, Columns
-from vcore_ds.commands.plan.prediction import RunPlan, Way, describe_range, describe_verdict, warn_of_positions
+from vcore_ds.commands.plan.prediction import RunPlan, describe_range, describe_verdict, warn_of_positions
 from vcore_ds.common.text import align_columns, count, gib
+from vcore_ds.planning.fit import format_remedies
 from vcore_ds.planning.hardware import FAST, SLOW
 from vcore_ds.planning.memory import active_parameters
 
@@ -18,7 +19,7 @@ def describe(columns: Columns) -> str:
     lines = [
         f"Plan: {columns.recipe_name} on {columns.cluster.describe()}",
         *_verdict(columns.columns),
-        *(line for column in columns.columns for line in _describe_ways(column)),
+        *(line for column in columns.columns for line in _list_remedies(column)),
         "",
         f"Model: {columns.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
         f"Batch: {columns.columns[-1].plan.batch.describe()}",
@@ -63,20 +64,10 @@ def _verdict(columns: list[Column]) -> list[str]:
     return [f"  {line}" for line in align_columns(rows, left=("verdict",))]
 
 
-def _describe_ways(column: Column) -> Iterator[str]:
-    if not column.plan.fits and not column.ways:
-        yield from ("", f"{column.title} does not fit, and no recipe setting makes it fit on these GPUs")
-    if column.ways:
-        yield from ("", f"{column.title} does not fit. The changes with the fewest GPU hours that make it fit")
-        yield from map(_describe_way, column.ways)
-
-
-def _describe_way(way: Way) -> str:
-    plan = way.plan
-    return (
-        f"  {way.change}: {gib(plan.memory.estimate.peak_bytes)} GiB, {_seconds(plan.cost.seconds_step)} s per step,"
-        f" {plan.gpu_hours(plan.costed_steps):,.1f} GPU hours for {count(plan.costed_steps, 'step')}"
-    )
+def _list_remedies(column: Column) -> Iterator[str]:
+    if not column.plan.fits:
+        yield from ("", f"{column.title} does not fit. Less memory is taken with")
+        yield from format_remedies(column.plan.memory, column.plan.available)
 
 
 def _assumptions(columns: Columns) -> Iterator[str]:
@@ -114,8 +105,20 @@ def _column(column: Column) -> dict[str, Any]:
         "title": column.title,
         **_numbers(column.plan),
         "smallest_cluster": None if smallest is None else {"gpus": smallest.cluster.num_gpus, **_numbers(smallest)},
-        "ways_to_fit": [{"change": way.change, **_numbers(way.plan)} for way in column.ways],
+        "remedies": [] if column.plan.fits else _dump_remedies(column.plan),
     }
+
+
+def _dump_remedies(plan: RunPlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "change": remedy.change,
+            "peak": remedy.estimate.peak_bytes,
+            "host": remedy.estimate.host_bytes,
+            "fits": plan.available.holds(remedy.estimate),
+        }
+        for remedy in plan.memory.find_remedies(plan.available)
+    ]
 
 
 def _numbers(plan: RunPlan) -> dict[str, Any]:
