@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
 FULL = RECIPES / "qwen3_32b_math_full.yaml"
 
-
 Refuses = Callable[..., str]
 
 
@@ -99,14 +98,12 @@ def test_packs_smaller_than_the_longest_sequence_are_refused(refuses: Refuses):
         "batch.pack_tokens_per_rank: found 128 together with data.cutoff_length 256, where at most 1 rank of 1"
         in message
     )
-    assert "batch.pack_tokens_per_rank 256 or more, or data.cutoff_length 128 or less" in message
+    assert "expected 256 or more, or data.cutoff_length 128 or less" in message
 
 
 def test_check_refuses_a_sequence_parallel_size_that_does_not_divide_the_ranks(refuses: Refuses):
     message = refuses("probe.sequence_parallel=2", command=("check", "--ranks", "3"))
-    assert (
-        "probe.sequence_parallel: found 2 on 3 ranks; expected auto, or a divisor of the 3 ranks and the 4" in message
-    )
+    assert "probe.sequence_parallel: found 2 on 3 ranks; expected auto or one of 1" in message
 
 
 def test_a_deepspeed_json_that_contradicts_the_recipe_is_refused(refuses: Refuses, tmp_path: Path):
@@ -293,7 +290,6 @@ def test_an_output_folder_that_is_a_file_is_left_alone(refuses: Refuses, tmp_pat
 
 
 # GPUs
-
 
 without_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch may be able to use GPUs")
 

@@ -83,7 +83,7 @@ def test_a_tensor_parallel_group_must_fit_a_node() -> None:
     "changed, words",
     [
         ({"num_kv_heads": 4}, "which has 4 key/value heads; expected a divisor of 4"),
-        ({"intermediate_size": 100}, "which has an intermediate size of 100; expected a divisor of it"),
+        ({"intermediate_size": 100}, "whose MLP has the width 100; expected a divisor"),
     ],
 )
 def test_a_size_that_does_not_divide_the_layers_is_refused(changed: dict[str, int], words: str) -> None:

@@ -24,59 +24,30 @@ from vcore_ds.planning.time_model import H100, TimeModel
 # Possible parallel sizes, and refusals of impossible ones.
 
 
-def check_tensor_parallel(tensor: int, num_ranks: int, ranks_per_node: int, shape: ModelShape, model: str) -> None:
-    """Raise RecipeError where `parallel.tensor` does not divide the ranks, those of a node, or the model's layers.
-
-    Args:
-        ranks_per_node: of a full node.
-        shape: of the whole model.
-        model: its path.
-    """
-    num_node_ranks, kv_heads, width = min(ranks_per_node, num_ranks), shape.num_kv_heads, shape.intermediate_size
-    if num_ranks % tensor:
-        problem = f"on {count(num_ranks, 'rank')}; expected a divisor: a tensor-parallel group has that many ranks"
-    elif num_node_ranks % tensor:
-        problem = (
-            f"with {count(num_node_ranks, 'rank')} on a node; expected a divisor: tensor-parallel ranks exchange the "
-            "activations of every layer, which only a node's own connections are fast enough for"
-        )
-    elif kv_heads % tensor and not shape.is_assumed:
-        problem = (
-            f"together with model.path {model}, which has {kv_heads} key/value heads; expected a divisor "
-            f"of {kv_heads}: a rank computes whole heads"
-        )
-    elif width % tensor and not shape.is_assumed:
-        problem = (
-            f"together with model.path {model}, which has an intermediate size of {width}; expected a "
-            "divisor of it: ranks have equal parts of the MLP"
-        )
-    else:
-        return
-    raise RecipeError([f"parallel.tensor: found {tensor} {problem}"])
-
-
-def check_expert_parallel(expert: int, num_ranks: int, shape: ModelShape, model: str) -> None:
-    """Raise RecipeError where `parallel.expert` does not divide the ranks or the model's experts.
-
-    Args:
-        shape: of the whole model.
-        model: its path.
-    """
-    experts, beside = shape.experts, f"together with model.path {model}"
-    if num_ranks % expert:
-        problem = f"on {count(num_ranks, 'rank')}; expected a divisor: an expert-parallel group has that many ranks"
-    elif expert == 1 or shape.is_assumed:
-        return
-    elif experts is None:
-        problem = f"{beside}, a dense model; expected 1: it has no experts to be divided"
-    elif experts.num_experts % expert:
-        problem = (
-            f"{beside}, whose layers have {experts.num_experts} experts; expected a divisor of "
-            f"{experts.num_experts}: a rank has whole experts"
-        )
-    else:
-        return
-    raise RecipeError([f"parallel.expert: found {expert} {problem}"])
+def check_parallel_sizes(settings: PlanSettings, num_ranks: int, ranks_per_node: int, shape: ModelShape) -> None:
+    """Raise RecipeError where `parallel.tensor` or `parallel.expert` does not divide the ranks of the job, `tensor`
+    those of a full node and the model's heads and MLP, or `expert` its experts. `shape` is that of the whole model."""
+    beside, on_node = f"together with model.path {settings.model.path}", min(ranks_per_node, num_ranks)
+    divided = [
+        ("tensor", num_ranks, f"on {count(num_ranks, 'rank')}"),
+        ("tensor", on_node, f"with {count(on_node, 'rank')} on a node"),
+        ("expert", num_ranks, f"on {count(num_ranks, 'rank')}"),
+    ]
+    if not shape.is_assumed:
+        num_experts = 1 if shape.experts is None else shape.experts.num_experts
+        kind = "a dense model" if shape.experts is None else f"whose layers have {num_experts} experts"
+        divided += [
+            ("tensor", shape.num_kv_heads, f"{beside}, which has {shape.num_kv_heads} key/value heads"),
+            ("tensor", shape.intermediate_size, f"{beside}, whose MLP has the width {shape.intermediate_size}"),
+            ("expert", num_experts, f"{beside}, {kind}"),
+        ]
+    problems: dict[str, str] = {}
+    for name, number, where in divided:
+        if number % (size := getattr(settings.parallel, name)):
+            expected = "1" if number == 1 else f"a divisor of {number}"
+            problems.setdefault(name, f"parallel.{name}: found {size} {where}; expected {expected}")
+    if problems:
+        raise RecipeError(problems.values())
 
 
 def find_other_expert_sizes(settings: PlanSettings, num_ranks: int, shape: ModelShape) -> list[int]:
@@ -92,74 +63,33 @@ def find_other_expert_sizes(settings: PlanSettings, num_ranks: int, shape: Model
 def find_sequence_parallel_sizes(
     settings: PlanSettings, section: Literal["batch", "probe"], num_ranks: int, shape: ModelShape
 ) -> tuple[int, ...]:
-    """Sequence-parallel sizes that are possible in the passes over this section's batch, ascending.
+    """Sequence-parallel sizes that are possible in the passes over this section's batch, ascending. A tensor-parallel
+    group counts as one of `num_ranks`, and `shape` is that of a rank's part.
 
-    Args:
-        num_ranks: a tensor-parallel group counts as one.
-        shape: of a rank's part.
-
-    Raises:
-        RecipeError: the recipe's number does not fit, or the longest sequence would not fit into the largest pack.
+    Raises RecipeError where the recipe's size is impossible, or the longest sequence does not fit into the largest
+    pack.
     """
-    key, wanted = f"{section}.sequence_parallel", getattr(settings, section).sequence_parallel
-    member, tensor = name_member(settings.parallel.tensor), settings.parallel.tensor
+    key, wanted, model = f"{section}.sequence_parallel", getattr(settings, section).sequence_parallel, settings.model
     # Any number of heads may be that of a model that cannot be seen.
     heads = num_ranks if shape.is_assumed and wanted != "auto" else shape.num_heads
     possible = list_sequence_parallel_sizes(num_ranks, heads) if shape.no_sequence_parallelism is None else [1]
-    if wanted == "auto":
-        chosen = possible
-    elif wanted in possible:
-        chosen = [wanted]
-    elif shape.no_sequence_parallelism is not None:
-        is_replaced = settings.model.attention == "auto"
-        why = f"model.path {settings.model.path}, {shape.no_sequence_parallelism}"
-        why = why if is_replaced else f"model.attention {settings.model.attention}"
-        remedy = "1 or auto" if is_replaced else "1 or auto, or model.attention auto"
-        raise RecipeError(
-            [
-                f"{key}: found {wanted} together with {why}; expected {remedy}: Ulysses sequence parallelism works "
-                "through an attention that takes the place of the model's"
-            ]
-        )
-    else:
-        and_heads = "" if shape.is_assumed else f" and the {shape.num_heads} query heads of {settings.model.path}"
-        and_heads += " that a rank has" if and_heads and settings.parallel.tensor > 1 else ""
-        nearest = " or ".join(str(k) for k in _find_nearest(possible, wanted))
-        raise RecipeError(
-            [
-                f"{key}: found {wanted} on {count_ranks(num_ranks, tensor)}; expected auto, or a divisor of the "
-                f"{num_ranks} {member}s{and_heads}: {nearest}"
-            ]
-        )
+    if wanted != "auto" and wanted not in possible:
+        where, sizes = f"on {count_ranks(num_ranks, settings.parallel.tensor)}", ", ".join(map(str, possible))
+        if shape.no_sequence_parallelism is not None:
+            why = f"model.path {model.path}, {shape.no_sequence_parallelism}"
+            where = "together with " + (why if model.attention == "auto" else f"model.attention {model.attention}")
+        raise RecipeError([f"{key}: found {wanted} {where}; expected auto or one of {sizes}"])
+    chosen = tuple(possible if wanted == "auto" else [wanted])
     longest, pack = settings.cutoff_length, settings.batch.pack_tokens_per_rank
     if pack is not None and chosen[-1] * pack < longest:
-        raise RecipeError([_explain_too_short(settings, key, chosen[-1], possible, num_ranks)])
-    return tuple(chosen)
-
-
-def _explain_too_short(settings: PlanSettings, key: str, size: int, possible: Sequence[int], num_ranks: int) -> str:
-    """Explain that no pack can hold the longest sequence, and which settings would do."""
-    longest, pack = settings.cutoff_length, settings.batch.pack_tokens_per_rank
-    assert pack is not None
-    member = name_member(settings.parallel.tensor)
-    larger = [k for k in possible if k * pack >= longest]
-    remedies = [
-        f"batch.pack_tokens_per_rank {-(-longest // size)} or more",
-        f"data.cutoff_length {size * pack} or less",
-    ]
-    if larger:
-        remedies.insert(0, f"{key} {larger[0]} or auto")
-    return (
-        f"batch.pack_tokens_per_rank: found {pack} together with data.cutoff_length {longest}, where at most "
-        f"{count(size, member)} of {num_ranks} can form a Ulysses group ({key}); expected room for the longest "
-        f"sequence: {', or '.join(remedies)}"
-    )
-
-
-def _find_nearest(numbers: Sequence[int], target: int) -> list[int]:
-    """Find the largest of ascending numbers below the target, and the smallest above it."""
-    below, above = [n for n in numbers if n < target], [n for n in numbers if n > target]
-    return [*below[-1:], *above[:1]]
+        raise RecipeError(
+            [
+                f"batch.pack_tokens_per_rank: found {pack} together with data.cutoff_length {longest}, where {key} "
+                f"divides a pack among at most {count(chosen[-1], 'rank')}; expected {-(-longest // chosen[-1])} or "
+                f"more, or data.cutoff_length {chosen[-1] * pack} or less"
+            ]
+        )
+    return chosen
 
 
 Part = Literal["main", "probe"]  # a pass over a batch that has its own sequence-parallel size
@@ -305,9 +235,8 @@ def plan_batch(
     if settings.estimator == "finite_difference" and shape.experts is not None:
         raise RecipeError([explain_refused_differences(settings.model.path)])
     model, batch, probe = settings.model, settings.batch, settings.probe
+    check_parallel_sizes(settings, num_ranks, ranks_per_node, shape)
     tensor, expert = settings.parallel.tensor, settings.parallel.expert
-    check_tensor_parallel(tensor, num_ranks, ranks_per_node, shape, model.path)
-    check_expert_parallel(expert, num_ranks, shape, model.path)
     ranks_per_node = min(ranks_per_node, num_ranks)
     num_ranks, ranks_per_node, shape = num_ranks // tensor, ranks_per_node // tensor, shape.take_tensor_shard(tensor)
     shape = shape.adapt_to_length(settings.cutoff_length)
