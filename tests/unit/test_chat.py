@@ -169,16 +169,18 @@ def test_impossible_sampling_settings_are_refused(capsys):
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
-    """A model that never ends an answer: the token that would is beyond its vocabulary, and its template has none."""
+    """A model that never ends an answer: the token that would, also by its template, is beyond its vocabulary."""
     folder = write_model(tmp_path / "endless")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"eos_token": "<|never|>"})
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "'<|im_end|>\n'", "('<|never|>' if m.role == 'assistant' else '<|im_end|>') + '\n'"
+    )
     tokenizer.save_pretrained(folder)
     for name in ("config.json", "generation_config.json"):
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(values | {"eos_token_id": None}))
-    assert find_end_tokens(tokenizer) == ()
+    assert find_end_tokens(tokenizer) == (tokenizer.eos_token_id,)
     return folder
 
 
