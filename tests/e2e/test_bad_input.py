@@ -94,10 +94,7 @@ def test_misspelt_files_get_the_nearest_names(refuses: Refuses):
 
 def test_packs_smaller_than_the_longest_sequence_are_refused(refuses: Refuses):
     message = refuses("batch.pack_tokens_per_rank=128")
-    assert (
-        "batch.pack_tokens_per_rank: found 128 together with data.cutoff_length 256, where at most 1 rank of 1"
-        in message
-    )
+    assert "batch.pack_tokens_per_rank: found 128 together with data.cutoff_length 256" in message
     assert "expected 256 or more, or data.cutoff_length 128 or less" in message
 
 
@@ -111,8 +108,8 @@ def test_a_deepspeed_json_that_contradicts_the_recipe_is_refused(refuses: Refuse
     text = (REPOSITORY / "ds_configs" / "zero3_fp32.json").read_text()
     json_file.write_text(text.rstrip().removesuffix("}") + ', "gradient_clipping": 0.5, "train_batch_size": 4}')
     message = refuses(f"engine.deepspeed_config={json_file}", "model.precision=bf16")
-    assert f"{json_file}: gradient_clipping: found 0.5, but the recipe's optimizer.gradient_clipping gives" in message
-    assert f"{json_file}: bf16.enabled: found false, but the recipe's model.precision gives true" in message
+    assert f"{json_file}: gradient_clipping: found 0.5; expected no such key" in message
+    assert f"{json_file}: bf16.enabled: found false; expected no such key" in message
     assert "train_batch_size" not in message  # the same number is no contradiction
 
 

@@ -61,42 +61,44 @@ def zero3(**changes: Any) -> dict[str, Any]:
 
 
 CONTRADICTIONS = [
-    ({"train_micro_batch_size_per_gpu": 3}, "train_micro_batch_size_per_gpu: found 3, but the recipe's "
-     "batch.micro_batch_size_per_rank gives 1; expected no such key in the JSON (remove it, and set batch.micro"),
-    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: found 2; expected no such key in the JSON"),
-    ({"train_batch_size": 31}, "train_batch_size: found 31, but the recipe's batch.global_size gives 32"),
-    ({"gradient_clipping": 0.3}, "gradient_clipping: found 0.3, but the recipe's optimizer.gradient_clipping gives 1"),
-    ({"bf16": {"enabled": False}}, "bf16.enabled: found false, but the recipe's model.precision gives true"),
-    ({"fp16": {"enabled": True}}, "fp16.enabled: found true, but the recipe's model.precision gives false"),
-    ({"bf16": True}, "bf16: found true; expected an object"),
-    ({"data_types": "fp32"}, 'data_types: found "fp32"; expected an object'),
-    ({"optimizer": {"type": "AdamW"}}, 'optimizer: found {"type": "AdamW"}, but the recipe has a section'),
-    ({"scheduler": {}}, "scheduler: found {}, but the recipe has a section schedule;"),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: found "bf16"; expected fp32'),
-    ({"communication_data_type": "fp16"}, 'communication_data_type: found "fp16"; expected fp32, or no such key for '
-     "the parameters' own dtype, bf16 (in another 16-bit format"),
-    ({"communication_data_type": 16}, "communication_data_type: found 16; expected fp32"),
-    ({"timers": True}, "timers: found true; expected an object"),
-    ({"timers": {"throughput": 1}}, "timers.throughput: found 1; expected an object"),
-    (zero3(stage=2), "zero_optimization.stage: found 2; expected 3"),
-    (zero3(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear: found true; expected false "
-     "with the recipe's utility.estimator jvp"),
-    (zero3(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights: found true; expected false"),
-    (zero3(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients: found true; expected false"),
-    (zero3(offload_param={"device": "nvme"}), 'zero_optimization.offload_param.device: found "nvme"; expected "cpu"'),
-    (zero3(offload_optimizer={"device": "nvme"}), 'zero_optimization.offload_optimizer.device: found "nvme"; expected'),
-    (zero3(reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size: found "auto"; expected a value'),
-    ({"train_batch_size": "auto"}, 'train_batch_size: found "auto"; expected a value, or no such key'),
-    ({"some": [{"deep": "auto"}]}, 'some.0.deep: found "auto"; expected a value'),
-]  # fmt: skip
+    (
+        {"train_micro_batch_size_per_gpu": 3},
+        "train_micro_batch_size_per_gpu",
+        "batch.micro_batch_size_per_rank gives 1",
+    ),
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps", "no such key"),
+    ({"train_batch_size": 31}, "train_batch_size", "batch.global_size gives 32"),
+    ({"gradient_clipping": 0.3}, "gradient_clipping", "optimizer.gradient_clipping gives 1"),
+    ({"bf16": {"enabled": False}}, "bf16.enabled", "model.precision gives true"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled", "model.precision gives false"),
+    ({"bf16": True}, "bf16", "an object"),
+    ({"data_types": "fp32"}, "data_types", "an object"),
+    ({"optimizer": {"type": "AdamW"}}, "optimizer", "optimizer.*"),
+    ({"scheduler": {}}, "scheduler", "schedule.*"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "fp32"),
+    ({"communication_data_type": "fp16"}, "communication_data_type", "fp32"),
+    ({"communication_data_type": 16}, "communication_data_type", "fp32"),
+    ({"timers": True}, "timers", "an object"),
+    ({"timers": {"throughput": 1}}, "timers.throughput", "an object"),
+    (zero3(stage=2), "zero_optimization.stage", "3"),
+    (zero3(memory_efficient_linear=True), "zero_optimization.memory_efficient_linear", "false"),
+    (zero3(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights", "false"),
+    (zero3(zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients", "false"),
+    (zero3(offload_param={"device": "nvme"}), "zero_optimization.offload_param.device", '"cpu"'),
+    (zero3(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device", '"cpu"'),
+    (zero3(reduce_bucket_size="auto"), "zero_optimization.reduce_bucket_size", "a value"),
+    ({"train_batch_size": "auto"}, "train_batch_size", "a value"),
+    ({"some": [{"deep": "auto"}]}, "some.0.deep", "a value"),
+]
 
 
 def test_contradictions_of_the_recipe_are_refused(tmp_path: Path) -> None:
-    for changes, words in CONTRADICTIONS:
+    for changes, key, expected in CONTRADICTIONS:
         with pytest.raises(RecipeError) as error:
             merge(tmp_path, DEEPSPEED | changes)
-        assert len(error.value.problems) == 1, error.value.problems
-        assert error.value.problems[0].startswith(f"{tmp_path / 'ds.json'}: {words}")
+        (problem,) = error.value.problems
+        assert problem.startswith(f"{tmp_path / 'ds.json'}: {key}: found ")
+        assert expected in problem.partition("; expected ")[2]
 
 
 def test_gradients_are_summed_in_the_parameters_dtype_or_in_fp32(tmp_path: Path) -> None:
@@ -105,8 +107,7 @@ def test_gradients_are_summed_in_the_parameters_dtype_or_in_fp32(tmp_path: Path)
             tmp_path, DEEPSPEED | {"communication_data_type": dtype}, model={"path": "m", "precision": precision}
         )
         assert config["communication_data_type"] == dtype
-    words = 'communication_data_type: found "bf16"; expected fp32, or no such key for the parameters\' own dtype, fp32'
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(RecipeError, match='communication_data_type: found "bf16"; expected fp32'):
         merge(tmp_path, DEEPSPEED | {"communication_data_type": "bf16"}, model={"path": "m", "precision": "fp32"})
 
 

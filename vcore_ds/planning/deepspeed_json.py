@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON and the recipe, merged into one configuration; where they contradict each other, neither wins.
+"""The DeepSpeed JSON and the recipe, merged into one configuration; a contradiction between them is refused.
 
 The JSON says how ZeRO-3 stores and communicates data. The recipe owns what determines the result: batch sizes,
 precision, clipping, optimizer and learning rate.
@@ -21,14 +21,10 @@ _MISSING = object()
 def deepspeed_config(settings: PlanSettings, plan: BatchPlan) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`: the JSON plus the recipe's keys.
 
-    Raises RecipeError with all contradictions (JSON file, JSON key, both values, remedy) at once.
+    Raises RecipeError with all contradictions (JSON file, JSON key, what was found and expected) at once.
     """
     path, config = _read_json(settings.engine.deepspeed_config)
-    problems = [
-        *_find_auto_values(config),
-        *_find_contradictions(config, settings),
-        *_find_placement_problems(config, plan),
-    ]
+    problems = [*_find_auto_values(config), *_find_refused_values(config, settings), *_find_hpz_problems(config, plan)]
     if problems:
         raise RecipeError(f"{path}: {problem}" for problem in problems)
     for key, (value, _) in _list_recipe_values(settings).items():
@@ -38,13 +34,11 @@ def deepspeed_config(settings: PlanSettings, plan: BatchPlan) -> dict[str, Any]:
     _set(config, "gradient_accumulation_steps", 1)
     _set(config, "train_batch_size", config["train_micro_batch_size_per_gpu"] * plan.num_ranks)
     _set(config, "data_types.grad_accum_dtype", "fp32")
-    # DeepSpeed keeps a list of optimizers it has tried under ZeRO, and torch's SGD is not on it. Ours are tested.
+    # torch's SGD is not on DeepSpeed's list of optimizers that were tried under ZeRO. Ours are tested.
     _set(config, "zero_allow_untested_optimizer", True)
-    # DeepSpeed's own timer of throughput would hold the host until the device has finished, before every training
-    # forward and after every step.
+    # Its timer makes the host wait for the device before every training forward and after every step.
     _set(config, "timers.throughput.enabled", False)
-    # With an offloaded optimizer it insists on its own Adam, compiled at first use; PyTorch's fused one updates on the
-    # CPU as well.
+    # With an offloaded optimizer it insists on an Adam that it compiles at first use; PyTorch's updates on the CPU too.
     _set(config, "zero_force_ds_cpu_optimizer", False)
     return config
 
@@ -64,92 +58,69 @@ def _list_recipe_values(settings: PlanSettings) -> dict[str, tuple[Any, str]]:
 def _find_auto_values(value: Any, key: str = "") -> Iterator[str]:
     """Hugging Face's placeholder "auto", anywhere."""
     if value == "auto":
-        yield (
-            f'{key}: found "auto"; expected a value, or no such key '
-            '("auto" is filled in by the Hugging Face Trainer, which does not run here)'
-        )
+        yield f'{key}: found "auto", which Hugging Face\'s Trainer fills in; expected a value, or no such key'
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in children:
         yield from _find_auto_values(child, f"{key}.{name}" if key else str(name))
 
 
-def _find_contradictions(config: dict[str, Any], settings: PlanSettings) -> Iterator[str]:
+def _find_refused_values(config: dict[str, Any], settings: PlanSettings) -> Iterator[str]:
     """Keys that contradict the recipe, or that its steps cannot work with."""
     for section in ("zero_optimization", "data_types", "bf16", "fp16", "timers", "timers.throughput"):
         if not isinstance(_get(config, section, {}), dict):
             yield f"{section}: {_describe_value(config, section)}; expected an object"
-    for key, (value, recipe_key) in _list_recipe_values(settings).items():
-        if _get(config, key, value) not in (value, "auto"):
-            yield (
-                f"{key}: {_describe_value(config, key)}, but the recipe's {recipe_key} gives {show(value)}; expected "
-                f"no such key in the JSON (remove it, and set {recipe_key} in the recipe)"
-            )
-    for section, recipe_section in (("optimizer", "optimizer"), ("scheduler", "schedule")):
-        if section in config:
-            yield (
-                f"{section}: {_describe_value(config, section)}, but the recipe has a section {recipe_section}; "
-                f"expected no such section in the JSON (remove it, and set {recipe_section}.* in the recipe)"
-            )
     precision = settings.model.precision
+    memory_efficient = (False,) if settings.estimator == "jvp" else (_MISSING, False, True)
     allowed: dict[str, tuple[tuple[Any, ...], str]] = {
+        **{
+            key: ((_MISSING, value), f"no such key, since the recipe's {recipe_key} gives {show(value)}")
+            for key, (value, recipe_key) in _list_recipe_values(settings).items()
+        },
+        "optimizer": ((_MISSING,), "no such section, but the recipe's optimizer.*"),
+        "scheduler": ((_MISSING,), "no such section, but the recipe's schedule.*"),
         "gradient_accumulation_steps": (
             (_MISSING,),
-            "no such key in the JSON (remove it: how many micro-batches a step has follows from its sequences and the "
-            "world size)",
+            "no such key (it follows from the sequences of a step and the world size)",
         ),
-        "zero_optimization.stage": ((3,), "3 (shards of parameters are what the probe works on)"),
+        "zero_optimization.stage": ((3,), "3 (the probe works on shards of parameters)"),
         "zero_optimization.memory_efficient_linear": (
-            (False,) if settings.estimator == "jvp" else (_MISSING, False, True),
-            "false with the recipe's utility.estimator jvp (DeepSpeed's default is true, and that function has no "
-            "forward-mode derivative)",
+            memory_efficient,
+            "false (DeepSpeed's default is true, whose function has no forward-mode derivative for jvp)",
         ),
         "data_types.grad_accum_dtype": (
             (_MISSING, "fp32"),
             "fp32 (16-bit accumulation rounds the gradients of late micro-batches away)",
         ),
-        # In this dtype ranks sum their gradients; DeepSpeed's default is that of the parameters.
         "communication_data_type": (
             (_MISSING, None, "fp32", precision),
-            f"fp32, or no such key for the parameters' own dtype, {precision} (in another 16-bit format sums of "
-            "gradients overflow, or lose digits)",
+            f"fp32, or no such key for the parameters' dtype, {precision} (in another one sums overflow or lose "
+            "digits)",
         ),
         **dict.fromkeys(
             ("zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device"),
-            (
-                (_MISSING, None, "cpu", "none"),
-                '"cpu" or "none" (the probe and the perturbation read and write the shards in memory)',
-            ),
+            ((_MISSING, None, "cpu", "none"), '"cpu" or "none" (utilities read and write the shards in memory)'),
         ),
-        **{
-            f"zero_optimization.zero_quantized_{part}": (
-                (_MISSING, None, False),
-                "false (losses and utilities would be those of weights or gradients silently rounded to 8 or 4 bits)",
-            )
-            for part in ("weights", "nontrainable_weights", "gradients")
-        },
+        **dict.fromkeys(
+            (f"zero_optimization.zero_quantized_{part}" for part in ("weights", "nontrainable_weights", "gradients")),
+            ((_MISSING, None, False), "false (utilities would be those of rounded weights)"),
+        ),
     }
     for key, (values, expected) in allowed.items():
         if _get(config, key) not in (*values, "auto"):
             yield f"{key}: {_describe_value(config, key)}; expected {expected}"
 
 
-def _find_placement_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
+def _find_hpz_problems(config: dict[str, Any], plan: BatchPlan) -> Iterator[str]:
     """Problems with hierarchical partitioning, whose groups are neighbouring ranks."""
-    key, num_ranks = "zero_optimization.zero_hpz_partition_size", plan.num_ranks
+    key = "zero_optimization.zero_hpz_partition_size"
     size = _get(config, key)
     if not isinstance(size, int) or size <= 1:
         return
-    if num_ranks % min(size, num_ranks) != 0:
-        yield f"{key}: found {size} on {num_ranks} ranks; expected a divisor of {num_ranks} (the GPUs of one node)"
-    for name, group_size, who in (
-        ("tensor", plan.tensor, "are in one tensor-parallel group"),
-        ("expert", plan.time_model.expert, "have different experts"),
-    ):
+    if plan.num_ranks % min(size, plan.num_ranks) != 0:
+        yield f"{key}: found {size} on {plan.num_ranks} ranks; expected a divisor of {plan.num_ranks}"
+    for name, group_size in (("tensor", plan.tensor), ("expert", plan.time_model.expert)):
         if group_size > 1:
-            yield (
-                f"{key}: found {size} together with parallel.{name} {group_size}; expected no such key: DeepSpeed "
-                f"groups neighbouring ranks, and these {who}"
-            )
+            yield f"{key}: found {size} together with parallel.{name} {group_size}; expected no such key"
 
 
 def _read_json(file: str) -> tuple[Path, dict[str, Any]]:
