@@ -9,10 +9,9 @@ Parts of a stage run at the same time, stages one after another: correctness fir
 many processes share the cores, then timings, each alone. There is one deadline. A part that no longer fits is skipped
 and the next one is tried. At its limit, every process of a part prints its stacks before it is killed.
 
-The output folder has few files, rewritten while parts run: summary.md and summary.json, logs.txt (logs of ended parts),
-running.txt (ends of the logs of running ones) and results.tar.gz. A part that has passed there on the same commit and
-device is not run again unless it is named. Only the standard library is imported here: where the packages do not
-import, the first part says so.
+The output folder has summary.md, summary.json, `logs` and `results`, which are there while parts run. A part that has
+passed there on the same commit and device is not run again unless it is named. Only the standard library is imported
+here: where the packages do not import, the first part says so.
 """
 
 import argparse
@@ -24,9 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -41,10 +37,7 @@ from tests.gpu.parts import PARTS, RESULTS, Part
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 480
 SECONDS_TO_END = 8
-"""Kept for stopping parts, the summary and the archive."""
-LOG_BYTES = 400_000
-"""Longest log of a part in logs.txt: its beginning and its end."""
-ARCHIVE_BYTES = 15_000_000
+"""Kept for stopping parts and for the summary."""
 NOTES = 60
 """Lines of a part's log in the summary."""
 REHEARSAL_VARIABLE = "VCORE_DS_GPU_REHEARSAL"
@@ -64,15 +57,8 @@ class Run:
 
 
 class Session:
-    """Runs parts within a deadline and keeps the files of the output folder current.
-
-    Args:
-        output: folder of the results.
-        seconds: until the deadline.
-        num_jobs: parts of a stage at a time.
-        environment: variables of all parts; those of a part take precedence.
-        where: commit, device and date, for the summary.
-    """
+    """Runs parts within a deadline. `where` is commit, device and date, for the summary; `environment` is that of all
+    parts, and `num_jobs` the number of parts of a stage that run at a time."""
 
     def __init__(
         self,
@@ -85,22 +71,15 @@ class Session:
         where: Mapping[str, str],
     ):
         self.deadline = time.monotonic() + seconds
-        self._began = time.monotonic()
         self._output, self._num_jobs, self._environment, self._where = output, num_jobs, environment, where
-        # Elsewhere: models and runs of parts would be copied back with the results.
-        self._work = Path(tempfile.mkdtemp(prefix="vcore_ds_gpu_"))
-        self._results = self._work / "results"
-        for folder in (output, self._results):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.runs = [Run(part, self._work / f"{part.name}.log") for part in parts]
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._results, logs = output / "results", output / "logs"
+        for folder in (self._results, logs):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        self.runs = [Run(part, logs / f"{part.name}.log") for part in parts]
 
     def run(self) -> bool:
         """Run all parts; returns whether all have passed."""
-        (self._output / "logs.txt").write_bytes(b"")
-        watcher = threading.Thread(target=self._watch, daemon=True)
-        watcher.start()
         try:
             for stage in sorted({run.part.stage for run in self.runs}):
                 runs = [run for run in self.runs if run.part.stage == stage]
@@ -109,18 +88,11 @@ class Session:
                     print("Nothing else can run: mend this and call again.", flush=True)
                     break
         finally:
-            processes = [run.process for run in self.runs if run.process is not None]
-            _kill_with_children(*(process for process in processes if process.poll() is None))
-            self._ended.set()
-            watcher.join()
-        text = self.write_summary()
-        (self._output / "running.txt").unlink(missing_ok=True)
-        self._pack()
-        shutil.rmtree(self._work, ignore_errors=True)
-        print(text if len(text) < 10_500 else text[:7000] + "\n[...]\n" + text[-3400:], flush=True)
-        return self.passed()
+            kill_with_children(*(run.process for run in self.runs if run.process and run.process.poll() is None))
+        print(self._write_summary(), flush=True)
+        return self.has_passed()
 
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         return bool(self.runs) and all(run.state == "passed" for run in self.runs) and not self._compare()[1]
 
     def _run_stage(self, runs: list[Run]) -> None:
@@ -138,7 +110,7 @@ class Session:
                     self._end(run, _judge(run, exit_code))
                 elif time.monotonic() > min(run.began + run.part.limit_seconds, self.deadline - SECONDS_TO_END):
                     overdue.append(run)
-            _kill_with_children(*(run.process for run in overdue if run.process is not None))
+            kill_with_children(*(run.process for run in overdue if run.process is not None))
             for run in overdue:
                 self._end(run, "stopped")
 
@@ -146,81 +118,42 @@ class Session:
         if time.monotonic() + run.part.needed_seconds + SECONDS_TO_END > self.deadline:
             run.state = f"no time ({run.part.needed_seconds} s needed)"
             return
-        run.began = time.monotonic()
+        run.began, run.state = time.monotonic(), "running"
+        command = [sys.executable, *(word.replace(RESULTS, str(self._results)) for word in run.part.arguments)]
         with run.log.open("wb") as log:
             run.process = subprocess.Popen(
-                self._command(run.part), cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                stdin=subprocess.DEVNULL, env={**self._environment, RESULTS: str(self._results), **run.part.variables},
+                command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env={**self._environment, RESULTS: str(self._results), **run.part.variables},
             )  # fmt: skip
-        run.state = "running"
-
-    def _command(self, part: Part) -> list[str]:
-        return [sys.executable, *(argument.replace(RESULTS, str(self._results)) for argument in part.arguments)]
 
     def _end(self, run: Run, state: str) -> None:
-        content = run.log.read_bytes()
-        if len(content) > LOG_BYTES:
-            content = content[: LOG_BYTES // 2] + b"\n[...]\n" + content[-LOG_BYTES // 2 :]
-        seconds = time.monotonic() - run.began
-        with (self._output / "logs.txt").open("ab") as logs:
-            logs.write(f"\n======== {run.part.name}: {state} after {seconds:.0f} s\n".encode() + content)
-        with self._lock:
-            run.state, run.seconds, run.notes = state, seconds, _choose_notes(run.part, state, content)
-        elapsed = time.monotonic() - self._began
-        print(f"[{elapsed:4.0f} s] {run.part.name}: {state} after {seconds:.0f} s", flush=True)
-
-    def _watch(self) -> None:
-        """Every 10 s write the ends of the logs of running parts: all that is left if this process is killed."""
-        while not self._ended.wait(10):
-            running = [run for run in self.runs if run.state == "running"]
-            ends = [f"==== {run.part.name}\n" + run.log.read_text(errors="replace")[-20_000:] for run in running]
-            (self._output / "running.txt").write_text("\n".join(ends))
-            self.write_summary()
+        run.state, run.seconds = state, time.monotonic() - run.began
+        run.notes = _choose_notes(run)
+        print(f"{run.part.name}: {state} after {run.seconds:.0f} s", flush=True)
+        self._write_summary()
 
     def _compare(self) -> tuple[list[str], list[str]]:
         return compare_devices(self._results)
 
-    def write_summary(self) -> str:
+    def _write_summary(self) -> str:
         """Write summary.md and summary.json; returns the former."""
-        with self._lock:
-            tables, failures = self._compare()
-            lines = [f"{name}: {value}" for name, value in self._where.items()]
-            lines += ["", "| part | question | result | s |", "|---|---|---|---|"]
-            lines += [
-                f"| {run.part.name} | {run.part.question} | {run.state} | {run.seconds:.0f} |" for run in self.runs
-            ]
-            lines += tables + [f"**{failure}**" for failure in failures]
-            for run in self.runs:
-                if run.notes:
-                    command = shlex.join(["python", *run.part.arguments])
-                    lines += ["", f"## {run.part.name}: {run.state}", f"`{command}`", "```", *run.notes, "```"]
-            for page in sorted(self._results.glob("*/*.md")):
-                lines += ["", page.read_text(encoding="utf-8")]
-            text = "\n".join(lines) + "\n"
-            states = {
-                run.part.name: {"state": run.state, "seconds": round(run.seconds, 1), "notes": run.notes}
-                for run in self.runs
-            }
-            content = {**self._where, "parts": states, "failed comparisons": failures}
-            _replace(self._output / "summary.md", text)
-            _replace(self._output / "summary.json", json.dumps(content, indent=1) + "\n")
+        tables, failures = self._compare()
+        lines = [f"{name}: {value}" for name, value in self._where.items()]
+        lines += ["", "| part | question | result | s |", "|---|---|---|---|"]
+        lines += [f"| {run.part.name} | {run.part.question} | {run.state} | {run.seconds:.0f} |" for run in self.runs]
+        lines += tables + [f"**{failure}**" for failure in failures]
+        for run in self.runs:
+            if run.notes:
+                command = shlex.join(["python", *run.part.arguments])
+                lines += ["", f"## {run.part.name}: {run.state}", f"`{command}`", "```", *run.notes, "```"]
+        for page in sorted(self._results.glob("*/*.md")):
+            lines += ["", page.read_text(encoding="utf-8")]
+        text = "\n".join(lines) + "\n"
+        states = {run.part.name: run.state for run in self.runs}
+        content = {**self._where, "parts": states, "failed comparisons": failures}
+        (self._output / "summary.md").write_text(text, encoding="utf-8")
+        (self._output / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return text
-
-    def _pack(self) -> None:
-        """Archive the results' files, small ones first, as far as they fit."""
-        num_bytes = 0
-        files = (file for file in self._results.rglob("*") if file.is_file())
-        with tarfile.open(self._output / "results.tar.gz", "w:gz") as archive:
-            for file in sorted(files, key=lambda file: file.stat().st_size):
-                num_bytes += file.stat().st_size
-                if num_bytes <= ARCHIVE_BYTES:
-                    archive.add(file, str(file.relative_to(self._results)))
-
-
-def _replace(file: Path, text: str) -> None:
-    partial = file.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def _judge(run: Run, exit_code: int) -> str:
@@ -237,18 +170,18 @@ NOTED = re.compile(
 )
 
 
-def _choose_notes(part: Part, state: str, log: bytes) -> list[str]:
+def _choose_notes(run: Run) -> list[str]:
     """Lines for the summary: results and errors, else the log's end."""
-    lines = [line.strip()[:220] for line in log.decode(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip()[:220] for line in run.log.read_text(errors="replace").splitlines() if line.strip()]
     notes = [line for line in lines if NOTED.match(line)]
-    if state == "passed":
-        return notes[-NOTES:] if part.is_quoted else []
+    if run.state == "passed":
+        return notes[-NOTES:] if run.part.is_quoted else []
     return notes[-14:] or lines[-4:]
 
 
-def _kill_with_children(*processes: subprocess.Popen[bytes]) -> None:
+def kill_with_children(*processes: subprocess.Popen[bytes]) -> None:
     """Let the processes of parts print the stacks of their threads (PYTHONFAULTHANDLER), then kill them, also those in
-    sessions of their own: a rank that is left would hold the GPU's memory."""
+    other sessions: a rank that survives would hold the GPU's memory."""
     pids = [pid for process in processes for pid in _list_with_children(process.pid)]
     for number, seconds in ((signal.SIGABRT, 5.0), (signal.SIGKILL, 0.5)):
         for pid in pids:
@@ -276,7 +209,7 @@ def _list_with_children(pid: int) -> list[int]:
             parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
     pids = [pid]
     for parent in pids:
-        pids += [child for child, its_parent in parents.items() if its_parent == parent and child not in pids]
+        pids += [child for child, its_parent in parents.items() if its_parent == parent]
     return pids
 
 
@@ -288,35 +221,24 @@ def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def describe_gpus() -> list[str]:
-    """Name and driver of each GPU, by nvidia-smi; empty without one."""
-    try:
-        command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
-
-
-def find_commit() -> str:
-    """The commit, with `+` if files have changed since; `unknown` without git."""
-    try:
-        command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
-        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def _read_output(*command: str) -> str:
+    """What a command prints; empty if it fails or is not there."""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=30)
+        return done.stdout.strip()
+    return ""
 
 
 def drop_passed(parts: Sequence[Part], output: Path, where: Mapping[str, str]) -> list[Part]:
-    """Leave out parts that an earlier call passed on the same commit and device. The commit has to be known, and
+    """Leave out parts that an earlier call passed on the same device and the same commit, which has to be known and
     without changes."""
     file = output / "summary.json"
-    if where["commit"] == "unknown" or where["commit"].endswith("+") or not file.is_file():
+    if not where["commit"] or where["commit"].endswith("+") or not file.is_file():
         return list(parts)
     earlier = json.loads(file.read_text())
-    if earlier.get("failed comparisons") or any(earlier.get(name) != where[name] for name in ("commit", "device")):
+    if earlier["failed comparisons"] or any(earlier[name] != where[name] for name in ("commit", "device")):
         return list(parts)
-    states = {name: outcome["state"] for name, outcome in earlier["parts"].items()}
-    return [part for part in parts if part.is_gate or states.get(part.name) != "passed"]
+    return [part for part in parts if part.is_gate or earlier["parts"].get(part.name) != "passed"]
 
 
 def choose_parts(parts: Sequence[Part], names: Sequence[str], num_gpus: int) -> list[Part]:
@@ -352,10 +274,10 @@ def run_session(
 ) -> NoReturn:
     """Run the chosen parts and exit: 0 if all have passed."""
     where = {
-        "commit": find_commit(),
+        "commit": _read_output("git", "describe", "--always", "--dirty=+", "--abbrev=12"),
         "device": device,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),  # type: ignore[union-attr]
+        "command": shlex.join(sys.orig_argv),
     }
     chosen = choose_parts(parts, arguments.only, num_gpus)
     if not arguments.only:
@@ -376,9 +298,8 @@ def main() -> None:
     environment.pop("DS_ACCELERATOR", None)  # of the shell: everything would stay on the CPU
     if arguments.rehearse:
         environment[REHEARSAL_VARIABLE] = "1"
-    gpus = describe_gpus()
-    device = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
-    run_session(PARTS, arguments, environment, device, len(gpus))
+    gpus = _read_output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    run_session(PARTS, arguments, environment, f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU", len(gpus))
 
 
 if __name__ == "__main__":
