@@ -7,13 +7,18 @@ AT_FIRST_USE = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "pandas",
+    "pyarrow.parquet",
     "scipy.stats",
     "torch._decomp.decompositions_for_jvp",
     "torch.profiler._cupti_monitor",
     "transformers.models.qwen3.modeling_qwen3",
+    "vcore_ds.commands.cli",
+    "vcore_ds.data.prepare.pipeline",
 )
 """Modules that are imported at an engine's start and first step: 0.25 s of CPU time per rank, mostly for the
-decompositions, which TorchScript compiles. scipy.stats, another 0.25 s, is for tests that compute correlations."""
+decompositions, which TorchScript compiles. pandas, which pyarrow imports when the first rank writes a store, is 0.7 s,
+and scipy.stats, for tests that compute correlations, 0.25 s."""
 
 with lasting_imports():  # garbage collection would traverse all of it, here and at the start of every engine
     import functools
