@@ -3,8 +3,8 @@
 import io
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,39 +31,27 @@ FULL = RECIPES / "qwen3_32b_math_full.yaml"
 Refuses = Callable[..., str]
 
 
+def read_files(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 @pytest.fixture
 def refuses(setup: TinySetup, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> Refuses:
     """A function that runs a command with changes that it must refuse, and returns its output, the message last."""
     monkeypatch.chdir(REPOSITORY)
 
-    def refuses(
-        *changes: str, recipe: Path = FULL, model: Path | None = None, command: tuple[str, ...] = ("train",)
-    ) -> str:
-        files_before = sorted(tmp_path.rglob("*"))
-        overrides = setup.overrides(tmp_path / "output", *changes, model=model)
+    def refuses(*changes: str, recipe: Path = FULL, command: tuple[str, ...] = ("train",)) -> str:
+        before = read_files(tmp_path)
+        overrides = setup.overrides(tmp_path / "output", *changes)
         capsys.readouterr()  # discard what the preparations of the test printed
         assert main([command[0], str(recipe), *command[1:], *overrides]) == UserError.EXIT_CODE == 2
         captured = capsys.readouterr()
         assert captured.err.startswith("vcore-ds: ") and captured.err.count("vcore-ds: ") == 1
         assert "Traceback" not in captured.err
-        assert sorted(tmp_path.rglob("*")) == files_before
+        assert read_files(tmp_path) == before
         return captured.out + captured.err
 
     return refuses
-
-
-@pytest.fixture
-def both_refuse(refuses: Refuses) -> Refuses:
-    """A function as `refuses`, for mistakes that `check` refuses with the message of `train`."""
-
-    def both_refuse(*changes: str, **options: Any) -> str:
-        checked = refuses(*changes, command=("check",), **options)
-        assert checked.startswith("vcore-ds: ")
-        message = refuses(*changes, **options)
-        assert message.endswith(checked)
-        return message
-
-    return both_refuse
 
 
 # Recipes
@@ -92,17 +80,6 @@ def test_misspelt_files_get_the_nearest_names(refuses: Refuses):
     assert "qwen3_32b.yaml: found no such file" in message and "qwen3_32b_math_full.yaml" in message
 
 
-def test_packs_smaller_than_the_longest_sequence_are_refused(refuses: Refuses):
-    message = refuses("batch.pack_tokens_per_rank=128")
-    assert "batch.pack_tokens_per_rank: found 128 together with data.cutoff_length 256" in message
-    assert "expected 256 or more, or data.cutoff_length 128 or less" in message
-
-
-def test_check_refuses_a_sequence_parallel_size_that_does_not_divide_the_ranks(refuses: Refuses):
-    message = refuses("probe.sequence_parallel=2", command=("check", "--ranks", "3"))
-    assert "probe.sequence_parallel: found 2 on 3 ranks; expected auto or one of 1" in message
-
-
 def test_a_deepspeed_json_that_contradicts_the_recipe_is_refused(refuses: Refuses, tmp_path: Path):
     json_file = tmp_path / "zero3.json"
     text = (REPOSITORY / "ds_configs" / "zero3_fp32.json").read_text()
@@ -119,50 +96,152 @@ def test_two_ranks_give_one_message(setup: TinySetup, tmp_path: Path):
     words = ["train", str(FULL), *setup.overrides(tmp_path / "output", "batch.sequence_parallel=4")]
     with ForkedJob(main, words, tmp_path / "log", num_ranks=2, rank_0_serves_store=True) as job:
         assert job.wait() == 2, job.output
-    assert job.output.count("vcore-ds: batch.sequence_parallel: found 4 on 2 ranks") == 1
-    before, _, message = job.output.partition("a divisor of the 2 ranks and the 4 query heads of")
-    assert message.count("\n") == 1 and message.endswith("\n"), job.output  # nothing follows it
-    assert "Traceback" not in before and not has_control_characters(job.output)
+    message = "vcore-ds: batch.sequence_parallel: found 4 on 2 ranks"
+    assert job.output.count(message) == 1 and job.output.splitlines()[-1].startswith(message), job.output
+    assert "Traceback" not in job.output and not has_control_characters(job.output)
     assert not (tmp_path / "output").exists()
 
 
-# Data
+# Data, models and folders
 
 
-def test_a_missing_data_file_is_named(refuses: Refuses, tmp_path: Path):
-    message = refuses(f"data.train_path={tmp_path}/trian.jsonl")
-    assert f"{tmp_path}/trian.jsonl: there is no such file" in message
+@dataclass(frozen=True)
+class Mistake:
+    """Changes of a recipe, `{folder}` and `{train}` filled in, and parts of the message."""
+
+    changes: tuple[str, ...]
+    named: tuple[str, ...]
+    recipe: Path = FULL
+    commands: tuple[tuple[str, ...], ...] = (("train",),)
+    prepare: Callable[[Path, Path], object] = lambda folder, train: None
+    """Called with the folder, and the training file, before."""
 
 
-def test_a_missing_validation_file_is_named(refuses: Refuses, tmp_path: Path):
-    assert f"{tmp_path}/held_out.jsonl: there is no such" in refuses(f"data.validation_path={tmp_path}/held_out.jsonl")
+LORA = RECIPES / "qwen3_32b_math_lora.yaml"
+BOTH = (("check",), ("train",))
+ROWS, MODEL = ("data.train_path={folder}/train.jsonl",), ("model.path={folder}/model",)
 
 
-def test_a_data_file_without_rows_is_refused(both_refuse: Refuses, tmp_path: Path):
-    (tmp_path / "train.jsonl").write_text("\n\n")
-    message = both_refuse(f"data.train_path={tmp_path}/train.jsonl")
-    assert f"{tmp_path}/train.jsonl: no row is left" in message
-
-
-def test_a_line_that_is_not_json_is_named(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
-    lines = setup.train.read_text().splitlines()
+def cut_line(folder: Path, train: Path) -> None:
+    lines = train.read_text().splitlines()
     lines[4] = lines[4][:-5]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    assert f"{tmp_path}/train.jsonl:5: not JSON" in both_refuse(f"data.train_path={tmp_path}/train.jsonl")
+    (folder / "train.jsonl").write_text("\n".join(lines))
 
 
-def test_a_message_without_content_is_named(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
-    lines = setup.train.read_text().splitlines()
+def rename_content(folder: Path, train: Path) -> None:
+    lines = train.read_text().splitlines()
     lines[2] = '{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "text": "hi"}]}'
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    message = both_refuse(f"data.train_path={tmp_path}/train.jsonl")
-    assert f"{tmp_path}/train.jsonl:3: message 2 has no `content`, found role, text" in message
+    (folder / "train.jsonl").write_text("\n".join(lines))
 
 
-def test_data_with_only_sequences_above_the_cutoff_is_refused(both_refuse: Refuses, setup: TinySetup):
-    message = both_refuse("data.cutoff_length=20")
-    assert f"{setup.train}: no row is left" in message
-    assert "prompt alone longer than the cutoff            12" in message
+def cut_weights(folder: Path, _: Path) -> None:
+    weights = write_model(folder / "model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def write_small_vocabulary(folder: Path, _: Path) -> None:
+    tiny.qwen3(vocab_size=200).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+
+
+def write_other_run(folder: Path, _: Path) -> None:
+    (folder / "output").mkdir()
+    (folder / "output" / "recipe.yaml").write_text("method: {}\n")
+
+
+LARGEST_ID = make_tokenizer().convert_tokens_to_ids("<|im_end|>")
+MISTAKES = {
+    "packs shorter than a sequence": Mistake(
+        ("batch.pack_tokens_per_rank=128",), ("batch.pack_tokens_per_rank: found 128", "data.cutoff_length 256")
+    ),
+    "a size that does not divide the ranks": Mistake(
+        ("probe.sequence_parallel=2",),
+        ("probe.sequence_parallel: found 2 on 3 ranks",),
+        commands=(("check", "--ranks", "3"),),
+    ),
+    "no data file": Mistake(
+        ("data.train_path={folder}/trian.jsonl",), ("{folder}/trian.jsonl: there is no such file",)
+    ),
+    "no validation file": Mistake(("data.validation_path={folder}/x.jsonl",), ("{folder}/x.jsonl: there is no such",)),
+    "no rows": Mistake(
+        ROWS,
+        ("{folder}/train.jsonl: no row is left",),
+        commands=BOTH,
+        prepare=lambda folder, _: (folder / "train.jsonl").write_text("\n\n"),
+    ),
+    "a line that is not JSON": Mistake(ROWS, ("{folder}/train.jsonl:5: not JSON",), commands=BOTH, prepare=cut_line),
+    "no content": Mistake(
+        ROWS, ("{folder}/train.jsonl:3: message 2 has no `content`",), commands=BOTH, prepare=rename_content
+    ),
+    "only sequences above the cutoff": Mistake(
+        ("data.cutoff_length=20",),
+        ("{train}: no row is left", "prompt alone longer than the cutoff            12"),
+        commands=BOTH,
+    ),
+    "a small vocabulary": Mistake(
+        MODEL,
+        (f"found token ids up to {LARGEST_ID}, expected ids below 200",),
+        commands=BOTH,
+        prepare=write_small_vocabulary,
+    ),
+    "no chat template": Mistake(
+        MODEL,
+        ("{folder}/model has no chat template", "chat_template.jinja"),
+        commands=BOTH,
+        prepare=lambda folder, _: write_model(folder / "model", chat_template=None),
+    ),
+    "no weights": Mistake(
+        MODEL,
+        ("model.path: {folder}/model: found a config.json but no weights",),
+        prepare=lambda folder, _: (write_model(folder / "model") / "model.safetensors").unlink(),
+    ),
+    "truncated weights": Mistake(
+        MODEL, ("model.path: {folder}/model: model.safetensors: truncated",), commands=BOTH, prepare=cut_weights
+    ),
+    "no configuration": Mistake(
+        MODEL,
+        ("model.path: {folder}/model: no config.json there",),
+        prepare=lambda folder, _: (write_model(folder / "model") / "config.json").unlink(),
+    ),
+    "no model folder": Mistake(MODEL, ("model.path: {folder}/model: no such folder",)),
+    "too little memory": Mistake(
+        ("lora.rank=2000000000", "lora.alpha=8"),
+        ("memory: found ", " of host memory for each rank", "  moments\n", "engine.memory_check=false"),
+        recipe=LORA,
+    ),
+    "adapters that cannot be written": Mistake(
+        ("methods/sft.yaml", "lora.target_modules=[q_proj, embed_tokens]"),
+        ("lora.target_modules: found embed_tokens", "Embedding"),
+        recipe=LORA,
+        commands=BOTH,
+    ),
+    "the folder of another run": Mistake(
+        (),
+        ("run.output_dir: {folder}/output: holds another run", "Set run.output_dir"),
+        commands=BOTH,
+        prepare=write_other_run,
+    ),
+    "a file in place of the folder": Mistake(
+        (),
+        ("run.output_dir: {folder}/output: is not an empty folder",),
+        prepare=lambda folder, _: (folder / "output").write_text("notes"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_its_key_or_file(refuses: Refuses, tmp_path: Path, setup: TinySetup, name: str):
+    mistake = MISTAKES[name]
+    mistake.prepare(tmp_path, setup.train)
+    changes, named = (
+        [text.format(folder=tmp_path, train=setup.train) for text in texts]
+        for texts in (mistake.changes, mistake.named)
+    )
+    messages = [refuses(*changes, recipe=mistake.recipe, command=command) for command in mistake.commands]
+    for message in messages:
+        assert [text for text in named if text not in message] == [], message
+    if mistake.commands == BOTH:
+        assert messages[0].startswith("vcore-ds: ") and messages[1].endswith(messages[0])
 
 
 @pytest.mark.parametrize(
@@ -174,81 +253,28 @@ def test_some_sequences_longer_than_the_cutoff_are_counted(refuses: Refuses, tmp
     # Adapters that no machine has memory for end the run after its first lines.
     changes = [f"data.train_path={train}", f"data.overlong={overlong}", "data.cutoff_length=64"]
     changes += ["lora.rank=2000000000", "lora.alpha=8"]
-    output = refuses(*changes, recipe=RECIPES / "qwen3_32b_math_lora.yaml")
+    output = refuses(*changes, recipe=LORA)
     kept = "2 of 5 rows kept" if overlong == "drop" else "5 sequences"
     assert f"{train}: {kept}, " in output and f"3 {verb}" in output
 
 
-def test_a_damaged_store_of_the_right_size_is_refused(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
+def test_a_damaged_store_of_the_right_size_is_refused(refuses: Refuses, tmp_path: Path, setup: TinySetup):
     store = tmp_path / "store"
     assert main(["prepare", "chat", str(setup.train), "--tokenizer", str(setup.untied), "--output", str(store)]) == 0
     tokens = store / "tokens.bin"
     tokens.write_bytes(b"\xff\xff\xff\x7f" + tokens.read_bytes()[4:])
-    message = both_refuse(f"data.train_path={store}")
-    assert f"{tokens}: damaged, or of another store: its size is right" in message
+    for command in BOTH:
+        assert f"{tokens}: damaged, " in refuses(f"data.train_path={store}", command=command)
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
-    model = tmp_path / "model"
-    tokenizer = make_tokenizer()
-    tiny.qwen3(vocab_size=200).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    message = both_refuse(model=model)
-    largest = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert f"found token ids up to {largest}, expected ids below 200, the vocab_size of the model" in message
-
-
-# Models
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused(both_refuse: Refuses, tmp_path: Path):
-    model = write_model(tmp_path / "model", chat_template=None)
-    message = both_refuse(model=model)
-    assert f"The tokenizer of {model} has no chat template" in message and "chat_template.jinja" in message
-
-
-def test_a_model_folder_without_weights_is_refused(refuses: Refuses, tmp_path: Path):
-    model = write_model(tmp_path / "model")
-    (model / "model.safetensors").unlink()
-    message = refuses(model=model)
-    assert f"model.path: {model}: found a config.json but no weights (*.safetensors)" in message
-
-
-def test_truncated_weights_are_refused(both_refuse: Refuses, tmp_path: Path):
-    model = write_model(tmp_path / "model")
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    message = both_refuse(model=model)
-    assert f"model.path: {model}: model.safetensors: truncated: found " in message and "download complete?" in message
-
-
-def test_a_model_folder_without_configuration_is_refused(refuses: Refuses, tmp_path: Path):
-    model = write_model(tmp_path / "model")
-    (model / "config.json").unlink()
-    assert f"model.path: {model}: no config.json there" in refuses(model=model)
-
-
-def test_a_missing_model_folder_is_named(refuses: Refuses, tmp_path: Path):
-    assert f"model.path: {tmp_path}/model: no such folder" in refuses(model=tmp_path / "model")
-
-
-# Memory
-
-
-def test_adapters_too_large_for_the_memory_are_refused(refuses: Refuses):
-    message = refuses("lora.rank=2000000000", "lora.alpha=8", recipe=RECIPES / "qwen3_32b_math_lora.yaml")
-    assert "memory: found " in message and "GiB of host memory for each rank; expected " in message
-    assert "  moments\n" in message and "engine.memory_check=false starts anyway" in message
-
-
-# The output folder
-
-
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_adapters_that_could_not_be_written_are_refused(refuses: Refuses, command: str):
-    changes = "methods/sft.yaml", "lora.target_modules=[q_proj, embed_tokens]"
-    message = refuses(*changes, recipe=RECIPES / "qwen3_32b_math_lora.yaml", command=(command,))
-    assert "lora.target_modules: found embed_tokens" in message and "Embedding" in message
+def test_the_finished_run_of_another_recipe_is_refused(refuses: Refuses, tmp_path: Path, setup: TinySetup):
+    earlier = load_recipe(FULL, setup.overrides(tmp_path / "output", "optimizer.learning_rate=0.02"))
+    (tmp_path / "output" / "model").mkdir(parents=True)
+    (tmp_path / "output" / "recipe.yaml").write_text(dump_recipe(earlier))
+    for command in BOTH:
+        message = refuses(command=command)
+        assert f"run.output_dir: {tmp_path}/output: holds a run of another recipe" in message
+        assert "optimizer.learning_rate: 0.02 there, 0.01 here" in message
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
@@ -261,29 +287,6 @@ def test_a_result_that_could_not_be_written_is_noticed_at_the_start(
     with pytest.raises(KeyError, match="sft"):
         main([command, str(FULL), *setup.overrides(tmp_path / "output", "methods/sft.yaml")])
     assert not (tmp_path / "output").exists()
-
-
-def test_the_folder_of_another_run_is_left_alone(both_refuse: Refuses, tmp_path: Path):
-    (tmp_path / "output").mkdir()
-    (tmp_path / "output" / "recipe.yaml").write_text("method: {}\n")
-    message = both_refuse()
-    assert f"run.output_dir: {tmp_path}/output: holds another run" in message and "Set run.output_dir" in message
-    assert (tmp_path / "output" / "recipe.yaml").read_text() == "method: {}\n"
-
-
-def test_the_finished_run_of_another_recipe_is_refused(both_refuse: Refuses, tmp_path: Path, setup: TinySetup):
-    earlier = load_recipe(FULL, setup.overrides(tmp_path / "output", "optimizer.learning_rate=0.02"))
-    (tmp_path / "output" / "model").mkdir(parents=True)
-    (tmp_path / "output" / "recipe.yaml").write_text(dump_recipe(earlier))
-    message = both_refuse()
-    assert f"run.output_dir: {tmp_path}/output: holds a run of another recipe" in message
-    assert "optimizer.learning_rate: 0.02 there, 0.01 here" in message
-
-
-def test_an_output_folder_that_is_a_file_is_left_alone(refuses: Refuses, tmp_path: Path):
-    (tmp_path / "output").write_text("notes")
-    assert f"run.output_dir: {tmp_path}/output: is not an empty folder" in refuses()
-    assert (tmp_path / "output").read_text() == "notes"
 
 
 # GPUs
