@@ -55,5 +55,5 @@ def test_answers_of_transformers_serve_equal_those_of_this_process(url: str, tmp
     name = "arithmetic.jsonl"
     assert (tmp_path / "served" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
     evaluation = read_evaluation(tmp_path / "served")
-    assert evaluation.versions["server: transformers"] == "not reported" and evaluation.model["url"] == url
+    assert evaluation.model["url"] == url
     assert 0 < evaluation.tasks["arithmetic"].truncated_share < 1  # some answers end, some are truncated

@@ -42,7 +42,7 @@ def test_a_change_in_the_middle_of_equal_size_and_time_counts(tmp_path: Path, mo
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
     path.write_text("{}")
-    with pytest.raises(UserError, match="found a name that is no UTF-8"):
+    with pytest.raises(UserError, match="found a byte that is no UTF-8"):
         compute_file_digest(path)
 
 

@@ -67,8 +67,14 @@ def answer(
     ]
 
 
-def make_requests(num: int, limit: int, seed: int = 1) -> list[Request]:
-    return [Request("word " * (1 + 3 * i), seed + i, limit) for i in range(num)]
+def ask(num_words: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "word " * num_words}]
+
+
+def make_requests(base: Path, num: int, limit: int, seed: int = 1) -> list[Request]:
+    template = load_tokenizer(str(base)).apply_chat_template
+    prompts = [template(ask(1 + 3 * i), add_generation_prompt=True, return_dict=False) for i in range(num)]
+    return [Request(tuple(prompt), seed + i, limit) for i, prompt in enumerate(prompts)]
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------
@@ -76,46 +82,45 @@ def make_requests(num: int, limit: int, seed: int = 1) -> list[Request]:
 
 def test_samples_depend_on_the_seed(base: Path) -> None:
     first, repeated, reseeded = (
-        answer(base, make_requests(6, 200, seed), Sampling(temperature=1.0)) for seed in (1, 1, 2)
+        answer(base, make_requests(base, 6, 200, seed), Sampling(temperature=1.0)) for seed in (1, 1, 2)
     )
     assert first == repeated != reseeded
     assert {reason for _, reason, _ in first} == {"stop", "max_tokens"}
     assert not any("<|im_end|>" in text for text, _, _ in first)
     assert all(length == 200 if reason == "max_tokens" else 1 <= length < 200 for _, reason, length in first)
     # top_k=1 and a tiny top_p leave only the likeliest token.
-    top_1 = answer(base, make_requests(2, 20), Sampling(temperature=1.0, top_k=1))
+    top_1 = answer(base, make_requests(base, 2, 20), Sampling(temperature=1.0, top_k=1))
     assert (
         top_1
-        == answer(base, make_requests(2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6))
-        == answer(base, make_requests(2, 20))
+        == answer(base, make_requests(base, 2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6))
+        == answer(base, make_requests(base, 2, 20))
     )
 
 
 def test_an_end_token_ends_the_answer_and_counts(base: Path, tmp_path: Path) -> None:
-    tokenizer, (request,) = load_tokenizer(str(base)), make_requests(1, 30)
+    tokenizer, (request,) = load_tokenizer(str(base)), make_requests(base, 1, 30)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    turn = [{"role": "user", "content": request.question}]
-    ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = plain.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+    ids = torch.tensor([request.prompt])
+    tokens = plain.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :].tolist()
     model = shutil.copytree(base, tmp_path / "model")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[-1]], "max_new_tokens": 3}))
     num = tokens.index(tokens[-1]) + 1
-    assert answer(model, make_requests(1, 30)) == [(tokenizer.decode(tokens[:num]), "stop", num)]
-    assert answer(base, make_requests(1, num)) == [(tokenizer.decode(tokens[:num]), "max_tokens", num)]
+    assert answer(model, make_requests(base, 1, 30)) == [(tokenizer.decode(tokens[:num]), "stop", num)]
+    assert answer(base, make_requests(base, 1, num)) == [(tokenizer.decode(tokens[:num]), "max_tokens", num)]
 
 
 def test_the_models_longest_sequence_ends_an_answer(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "short")
     config = tmp_path / "short" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 64}))
-    ends = answer(tmp_path / "short", make_requests(2, 60))
+    ends = answer(tmp_path / "short", make_requests(base, 2, 60))
     assert [reason for _, reason, _ in ends] == ["model_length"] * 2 and ends[0][2] - ends[1][2] > 0
     with pytest.raises(UserError, match="found a prompt of .* tokens; expected fewer than 64"):
-        answer(tmp_path / "short", make_requests(7, 60))
+        answer(tmp_path / "short", make_requests(base, 7, 60))
 
 
 def test_an_adapter_changes_the_answers(base: Path, adapter: Path) -> None:
-    assert answer(base, make_requests(2, 20), adapter=adapter) != answer(base, make_requests(2, 20))
+    assert answer(base, make_requests(base, 2, 20), adapter=adapter) != answer(base, make_requests(base, 2, 20))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from inspect_ai.model import ModelAPI
 from tenacity import wait_none
 
 from tests.helpers.commands import free_port
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.evaluate.model_apis import ServerAPI
-from vcore_ds.commands.evaluate.session import MAX_RETRIES
+from vcore_ds.commands.evaluate.model_apis import MAX_RETRIES
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.training.evaluation_folder import read_evaluation, read_samples
 
@@ -29,7 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waits between attempts."""
-    monkeypatch.setattr(ServerAPI, "retry_wait", lambda self: wait_none())
+    monkeypatch.setattr(ModelAPI, "retry_wait", lambda self: wait_none())
 
 
 @contextmanager
@@ -66,12 +66,8 @@ def serve(answers: Callable[[str, dict], Answer]) -> Iterator[tuple[str, list[di
         httpd.server_close()
 
 
-def answer_as_vllm(path: str, body: dict, *, entry: dict | None = None, extra_tokens: int = 0) -> Answer:
+def answer_as_vllm(path: str, body: dict, *, extra_tokens: int = 0) -> Answer:
     """Answer as vLLM does, with 12 as every completion."""
-    if path == "/version":
-        return 200, {"version": "0.33.0"}
-    if path == "/v1/models":
-        return 200, {"data": [{"id": "m", "parent": None, **(entry or {})}]}
     if path == "/v1/completions":
         num_prompt = len(body["prompt"]) + extra_tokens
         ends = "length" if body["seed"] % 2 else "stop"
@@ -87,7 +83,7 @@ def answer_as_vllm(path: str, body: dict, *, entry: dict | None = None, extra_to
 
 
 def make_words(base: Path, url: str, output: Path, *more: str) -> list[str]:
-    options = ["--url", url, "--output", str(output), "--tasks", "arithmetic", "--limit", "6"]
+    options = ["--url", url, "--served-name", "m", "--output", str(output), "--tasks", "arithmetic", "--limit", "6"]
     return ["eval", str(base), *options, "--temperature", "0.6", "--top-p", "0.95", "--top-k", "20", *more]
 
 
@@ -111,7 +107,7 @@ def test_every_sampling_field_is_sent_with_each_attempt(base: Path, tmp_path: Pa
         assert body["max_tokens"] == 96 and body["model"] == "m"
         assert tokenizer.decode(body["prompt"]).endswith("<|im_end|>\n<|im_start|>assistant\n")
     evaluation = read_evaluation(tmp_path / "out")
-    assert evaluation.versions["server: vllm"] == "0.33.0" and evaluation.model["served_name"] == "m"
+    assert evaluation.model["served_name"] == "m" and evaluation.model["url"] == url
     assert (
         evaluation.tasks["arithmetic"].mean_tokens == 5.0
         and evaluation.tasks["arithmetic"].num_samples_per_problem == 2
@@ -141,11 +137,6 @@ def test_an_evaluation_resumes_after_its_server_broke_down(base: Path, tmp_path:
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (lambda path, body: (500, {"error": "no"}), "found the models none; expected one of them"),
-        (
-            lambda path, body: (200, {"data": [{"id": "a"}, {"id": "b"}]}) if "models" in path else (404, {}),
-            "found the models a, b; expected one of them",
-        ),
         (
             lambda path, body: (400, {"error": "too long"}) if body else answer_as_vllm(path, body),
             "or was refused: Error code: 400",
@@ -168,21 +159,11 @@ def test_a_server_that_is_down_is_reported(base: Path, tmp_path: Path, capsys) -
     assert "cannot be reached (" in error and error.count("\n") == 1
 
 
-def test_a_server_must_serve_the_adapter_on_its_base_model(base: Path, tmp_path: Path, capsys) -> None:
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
-    cases = [
-        ({}, "found m without adapter; expected the adapter"),
-        ({"parent": "/models/Qwen3-8B"}, "found m on /models/Qwen3-8B; expected the adapter"),
-    ]
-    for entry, message in cases:
-        with serve(lambda path, body, entry=entry: answer_as_vllm(path, body, entry=entry)) as (url, _):
-            assert main(make_words(adapter, url, tmp_path / "out")) == 2
-        assert message in capsys.readouterr().err
-    with serve(lambda path, body: answer_as_vllm(path, body, entry={"parent": str(base)})) as (url, _):
-        assert main(make_words(adapter, url, tmp_path / "right")) == 0
-    as_transformers = {"/openapi.json": {"paths": {"/load_model": {}, "/reset": {}}}, "/v1/models": {"data": []}}
-    with serve(lambda path, body: (200, as_transformers[path]) if path in as_transformers else (404, {})) as (url, _):
-        assert main(make_words(adapter, url, tmp_path / "other", "--served-name", "m")) == 2
-    assert "`transformers serve` cannot serve adapters" in capsys.readouterr().err
+def test_an_adapter_is_asked_for_by_its_name_on_the_server(base: Path, tmp_path: Path, capsys) -> None:
+    """The only name there may be the base model's."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
+    with serve(answer_as_vllm) as (url, bodies):
+        words = make_words(tmp_path, url, tmp_path / "out")
+        assert main([word for word in words if word not in ("--served-name", "m")]) == 2 and not bodies
+        assert "--served-name" in capsys.readouterr().err
+        assert main(words) == 0 and {body["model"] for body in bodies} == {"m"}

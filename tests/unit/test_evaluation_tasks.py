@@ -135,11 +135,11 @@ def test_champ_problems_have_numbers_as_answers() -> None:
         ("supergpqa", [{**ROWS["supergpqa"][0], "options": None}], "found 0 options"),
         ("math500", [[1]], "row 1: found list"),
         ("aime", [ROWS["aime"][0]] * 2, "found the problem 60 twice"),
-        ("gsm8k", [{"question": "half \ud83d pair", "answer": "#### 1"}], "row 1: half of a surrogate pair"),
+        ("gsm8k", [{"question": "half \ud83d pair", "answer": "#### 1"}], "row 1: found .*half of a surrogate pair"),
         (
             "supergpqa",
             [{"question": "q", "options": ["a", "b"], "answer_letter": "A", "discipline": "half \ud83d"}],
-            "row 1: half of a surrogate pair",
+            "row 1: found .*half of a surrogate pair",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from vcore_ds.commands.arguments import positive, share, temperature
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.text import check_unicode
 from vcore_ds.training.run_folder import RECIPE
 
 HELP = "talk to a run's result, or to any model, in the terminal"
@@ -18,6 +19,7 @@ DESCRIPTION = (
     "or adapter. Prompts are rendered as in training. Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends; "
     "/new starts a new conversation. Standard input that is no terminal is one prompt."
 )
+ENCODING = "Check the encoding of terminal or file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +52,7 @@ def chat(arguments: argparse.Namespace) -> None:
     from vcore_ds.data.tokenization import load_tokenizer
 
     logging.disable_progress_bar()
-    check_text(arguments.system or "", "--system")
+    check_unicode(arguments.system or "", "--system", ENCODING)
     named = find_named_model(export_unfinished(arguments.model))
     tokenizer = load_tokenizer(named.tokenizer, "RUN|MODEL")
     check_tokenizer(tokenizer)
@@ -67,7 +69,7 @@ def chat(arguments: argparse.Namespace) -> None:
             continue
         messages.append({"role": "user", "content": make_prompt(question)})
         try:
-            check_text(question, "chat")
+            check_unicode(question, "chat", ENCODING)
             answer = print_answer(model, tokenizer, messages, arguments)
             messages.append(read_turn(answer))
         except (UserError, KeyboardInterrupt) as problem:
@@ -87,16 +89,6 @@ def export_unfinished(path: str) -> str:
 
     with redirect_stdout(sys.stderr):
         return str(export_run(run, reuse=True))
-
-
-def check_text(text: str, where: str) -> None:
-    """Raise UserError for bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{where}: found a byte that is no UTF-8; expected text in UTF-8. Check the encoding of terminal or file"
-        ) from None
 
 
 def read_questions() -> Iterator[str]:

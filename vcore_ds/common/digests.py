@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_text
+from vcore_ds.common.text import check_unicode
 
 WHOLE_BYTES = 512 * 2**20
 """Files up to this size are hashed completely, which takes a second (SHA-256: 520 MB/s on one core)."""
@@ -34,11 +34,9 @@ def compute_file_digest(path: Path) -> str:
     UTF-8."""
     stat = path.stat()
     state = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-    try:
-        name = hashlib.sha256(state.encode()).hexdigest()[:32]
-    except UnicodeEncodeError:  # manifests and tables, which keep the names of files, could not be written
-        raise UserError(f"{path}: found a name that is no UTF-8; expected text. Rename the file or folder") from None
-    entry = cache_root() / "digests" / name
+    # Manifests and tables, which keep the names of files, could not be written.
+    check_unicode(state, str(path), "Rename the file or folder")
+    entry = cache_root() / "digests" / hashlib.sha256(state.encode()).hexdigest()[:32]
     with suppress(OSError):
         if (known := entry.read_text()).startswith(_RULE):
             return known

@@ -34,6 +34,17 @@ def count(number: float, noun: str) -> str:
     return f"{number:,.12g} {noun}{'s' * (number != 1)}"
 
 
+def check_unicode(text: str, place: str, remedy: str) -> None:
+    """Raise UserError for text that UTF-8 cannot encode: Python keeps bytes that are no UTF-8, and half of an escaped
+    pair in JSON, as halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{place}: found a byte that is no UTF-8, or half of a surrogate pair; expected Unicode text. {remedy}"
+        ) from None
+
+
 def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a Markdown table; the second row, of `---` and `---:`, aligns the columns."""
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answers generated together, or requests sent together (default 16)",
     )
     add("--url", metavar="URL", help="OpenAI-compatible server of the model, such as http://localhost:8000/v1")
-    add("--served-name", metavar="NAME", help="the model's name on the server (default: the only one)")
+    add("--served-name", metavar="NAME", help="the model's name on the server (default: RUN|MODEL)")
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -1,28 +1,36 @@
-"""Sampling settings, and inspect's interfaces to a model: in this process, and on an OpenAI-compatible server that is
-checked to serve this model with these prompts."""
+"""Sampling settings, and the models that inspect asks: in this process, or on an OpenAI-compatible server."""
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import anyio
 import httpx
 import torch
 from anyio import to_thread
-from inspect_ai.model import ChatMessage, ChatMessageUser, GenerateConfig, ModelAPI, ModelOutput, ModelUsage
-from inspect_ai.model._model_call import ModelCall
-from inspect_ai.model._providers.openai_compatible_completions import OpenAICompatibleCompletionsAPI
+from inspect_ai.model import (
+    ChatMessage,
+    GenerateConfig,
+    Model,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    get_model,
+    modelapi,
+)
 from inspect_ai.tool import ToolChoice, ToolInfo
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from vcore_ds.commands.named_model import NamedModel, end_token_ids, generate_answers, load_to_answer, longest_sequence
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.data.conversations import render_prompt
 from vcore_ds.models.loading import DTYPES
+
+MAX_RETRIES = 4
+TOKENS = "prompt_token_ids"  # metadata of a message from which inspect's providers of completions take the prompt
+REQUEST_SECONDS = 3_600.0  # timeout of one answer: tens of thousands of tokens on a busy GPU take many minutes
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,14 @@ class Sampling:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def for_transformers(self, end_ids: list[int]) -> dict[str, Any]:
+        """These settings as fields of transformers' GenerationConfig, which takes no temperature of 0."""
+        fields = asdict(self) | {"top_k": max(self.top_k, 0), "do_sample": True}
+        del fields["seed"]
+        if self.is_greedy:
+            fields = {"do_sample": False, "repetition_penalty": self.repetition_penalty}
+        return {**fields, "eos_token_id": end_ids, "pad_token_id": end_ids[0]}
 
 
 def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> Sampling:
@@ -61,16 +77,10 @@ def choose_sampling(model: str, preset: str | None, changes: dict[str, Any]) -> 
     return replace(sampling, **{name: value for name, value in changes.items() if value is not None})
 
 
-def encode_prompt(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """Render a user's turn with the chat template, as in training; return text and tokens."""
-    prompt = render_prompt([{"role": "user", "content": question}], tokenizer)
-    return prompt, tokenizer(prompt, add_special_tokens=False)["input_ids"]
-
-
 class Request(NamedTuple):
     """One answer to generate."""
 
-    question: str
+    prompt: tuple[int, ...]
     seed: int
     max_new_tokens: int
 
@@ -91,14 +101,9 @@ class InProcessAPI(ModelAPI):
         super().__init__(model.name)
         self._model = load_to_answer(model, DTYPES[precision])
         self.device = self._model.device
-        ends, penalty = end_token_ids(self._model.generation_config, tokenizer), sampling.repetition_penalty
+        end_ids = end_token_ids(self._model.generation_config, tokenizer)
         self._model.generation_config = GenerationConfig()  # its fields would fill in for unset ones
-        self._settings = GenerationConfig(
-            eos_token_id=ends, pad_token_id=ends[0], use_cache=True, repetition_penalty=penalty
-        )
-        if not sampling.is_greedy:
-            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            self._settings.update(do_sample=True, top_k=max(sampling.top_k, 0), **drawn)
+        self._settings = GenerationConfig(use_cache=True, **sampling.for_transformers(end_ids))
         self._tokenizer = tokenizer
         self._batches = {request: batch for batch in batches for request in batch}
         self._outputs: dict[Request, ModelOutput] = {}
@@ -107,8 +112,8 @@ class InProcessAPI(ModelAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        assert config.seed is not None and config.max_tokens is not None
-        request = Request(input[0].text, config.seed, config.max_tokens)
+        assert input[0].metadata is not None and config.seed is not None and config.max_tokens is not None
+        request = Request(tuple(input[0].metadata[TOKENS]), config.seed, config.max_tokens)
         async with self._lock:
             if request not in self._outputs:
                 batch = self._batches[request]
@@ -117,7 +122,7 @@ class InProcessAPI(ModelAPI):
 
     def answer(self, requests: Sequence[Request]) -> list[ModelOutput]:
         """Answer a batch, with the first request's seed. Raises UserError where a prompt leaves no room to answer."""
-        prompts = [encode_prompt(request.question, self._tokenizer)[1] for request in requests]
+        prompts = [request.prompt for request in requests]
         longest = longest_sequence(self._model)
         if max(map(len, prompts)) >= longest:
             raise UserError(
@@ -135,130 +140,57 @@ class InProcessAPI(ModelAPI):
             outputs.append(output)
         return outputs
 
+    def as_model(self, config: GenerateConfig) -> Model:
+        # inspect registers classes, but takes any callable that returns an instance.
+        return Model(modelapi(name="vcore_ds")(lambda: lambda: self)(), config)  # type: ignore[call-arg]
 
-REQUEST_SECONDS = 3_600.0  # timeout of one answer: tens of thousands of tokens on a busy GPU take many minutes
 
+class Server(NamedTuple):
+    """The model on an OpenAI-compatible server."""
 
-class ServerAPI(OpenAICompatibleCompletionsAPI):
-    """A server, which is sent prompts as tokens and every sampling field."""
+    url: str
+    name: str  # of the model there
+    is_transformers: bool  # `transformers serve` takes text only, and refuses fields that it does not know
+    end_ids: list[int]
 
-    def __init__(
-        self,
-        url: str,
-        served_name: str | None,
-        model: NamedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-    ) -> None:
-        """`served_name`: None for the only model there, or the path. Raises UserError where the server does not serve
-        this model."""
-        url = url.rstrip("/")
-        data = (_get(f"{url}/models") or {}).get("data")
-        entries = {entry["id"]: entry for entry in data} if isinstance(data, list) else {}
-        # A given name is not checked: `transformers serve` serves folders that it does not list.
-        name = served_name or (model.path if model.path in entries or len(entries) != 1 else next(iter(entries)))
-        if not served_name and name not in entries:
-            raise UserError(
-                f"--url: {url}: found the models {', '.join(entries) or 'none'}; expected one of them for {name}. Give "
-                "the base URL of an OpenAI-compatible API (it usually ends in /v1), and the model's --served-name"
-            )
-        super().__init__(
-            model_name=name,
-            base_url=url,
-            api_key=_api_key(),
-            service="vcore",
+    def as_model(self, config: GenerateConfig) -> Model:
+        return get_model(
+            f"openai-api-completions/vcore/{self.name}",
+            config=config,
+            base_url=self.url,
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",  # any text, for servers that need none
+            memoize=False,
             client_timeout=REQUEST_SECONDS,
             max_retries=0,  # of the client; inspect retries
         )
-        self.software, self.version = _identify_software(url.removesuffix("/v1"))
-        if model.adapter is not None:
-            self._check_adapter(entries.get(name, {}).get("parent"), model)
-        try:
-            settings = GenerationConfig.from_pretrained(model.weights)
-        except OSError:
-            settings = GenerationConfig()
-        self._end_ids = end_token_ids(settings, tokenizer)
-        self._tokenizer, self._sampling = tokenizer, sampling
 
-    def service_model_name(self) -> str:
-        return self.model_name
-
-    def _check_adapter(self, parent: str | None, model: NamedModel) -> None:
-        """Raise UserError where the server reports no adapter, or one on another base (`parent`)."""
-        if self.software == "transformers":
-            raise UserError(
-                f"--url: {self.base_url}: `transformers serve` cannot serve adapters; expected vLLM or SGLang for "
-                f"{model.adapter}. Evaluate it without --url, or export the merged model (vcore-ds export RUN --merge)"
-            )
-        if (parent is None and self.software == "vllm") or (parent and Path(parent).name != Path(model.weights).name):
-            raise UserError(
-                f"--url: {self.base_url}: found {self.model_name} {f'on {parent}' if parent else 'without adapter'}; "
-                f"expected the adapter {model.adapter} on {model.weights}. Serve it with --enable-lora --lora-modules "
-                f"{model.name}={model.adapter}, and give --served-name {model.name}"
-            )
-
-    async def generate(
-        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
-    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """Raises UserError where the server counts other prompt tokens, or reports no finish reason or usage."""
-        prompt, ids = encode_prompt(input[0].text, self._tokenizer)
-        metadata = {"prompt_token_ids": ids} if self.software != "transformers" else None  # which takes text only
-        config = config.model_copy(update={"extra_body": self._extra_body(config.max_tokens)})
-        message = ChatMessageUser(content=prompt, metadata=metadata)
-        answer = await super().generate([message], tools, tool_choice, config)
-        output = answer[0] if isinstance(answer, tuple) else answer
-        if isinstance(output, Exception):
-            raise output
-        usage, reason = output.usage, output.stop_reason
-        if usage is None or reason not in ("stop", "max_tokens", "model_length"):
-            raise UserError(
-                f"--url: {self.base_url}: found an answer with finish reason {reason} and usage {usage}; expected "
-                "`stop` or `length`, and the number of tokens. Use another server"
-            )
-        if usage.input_tokens != len(ids):
-            raise UserError(
-                f"--url: {self.base_url}: found a prompt of {usage.input_tokens} tokens there, {len(ids)} here; "
-                "expected the same prompt as in training. Serve the very model that RUN|MODEL names, with its tokenizer"
-            )
-        return answer
-
-    def _extra_body(self, max_new_tokens: int | None) -> dict[str, Any]:
+    def extra_body(self, sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
         """Return the sampling fields that OpenAI's API lacks, under this server's names."""
-        sampling = self._sampling
-        drawn: dict[str, Any] = {"top_k": sampling.top_k, "min_p": sampling.min_p}
-        if self.software != "transformers":
-            return {**drawn, "repetition_penalty": sampling.repetition_penalty, "stop_token_ids": self._end_ids}
-        settings = {"eos_token_id": self._end_ids, "pad_token_id": self._end_ids[0], "max_new_tokens": max_new_tokens}
-        settings |= {"do_sample": not sampling.is_greedy, "repetition_penalty": sampling.repetition_penalty}
-        if not sampling.is_greedy:
-            drawn |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0)}
-            settings |= drawn
-        return {"generation_config": json.dumps(settings)}
+        if self.is_transformers:
+            settings = {**sampling.for_transformers(self.end_ids), "max_new_tokens": max_new_tokens}
+            return {"generation_config": json.dumps(settings)}
+        drawn = {name: getattr(sampling, name) for name in ("top_k", "min_p", "repetition_penalty")}
+        return {**drawn, "stop_token_ids": self.end_ids}
 
 
-def _identify_software(root: str) -> tuple[str, str | None]:
-    """Return `vllm`, `sglang`, `transformers` or `unknown`, by an endpoint that no other has, and the version."""
-    for software, path in (("vllm", "/version"), ("sglang", "/get_server_info")):
-        if (answer := _get(root + path)) and "version" in answer:
-            return software, str(answer["version"])
-    is_transformers = "/load_model" in (_get(root + "/openapi.json") or {}).get("paths", ())
-    return "transformers" if is_transformers else "unknown", None
-
-
-def _get(url: str) -> dict[str, Any] | None:
-    """Return the JSON object at a URL; None for any other answer. Raises UserError where it cannot be reached."""
+def find_server(url: str, served_name: str | None, model: NamedModel, tokenizer: PreTrainedTokenizerBase) -> Server:
+    """Raises UserError where the server cannot be reached, or an adapter's name there is not given: its only model may
+    be the base."""
+    if served_name is None and model.adapter is not None:
+        raise UserError(
+            f"--url: found the adapter {model.adapter} without a name; expected --served-name NAME, as in vllm serve "
+            f"BASE --enable-lora --lora-modules NAME={model.adapter}"
+        )
+    url = url.rstrip("/")
     try:
-        answer = httpx.get(url, headers={"Authorization": f"Bearer {_api_key()}"}, timeout=10.0)
-        value = answer.json() if answer.status_code == 200 else None
-        return value if isinstance(value, dict) else None
-    except ValueError:
-        return None
+        described = httpx.get(f"{url.removesuffix('/v1')}/openapi.json", timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UserError(
             f"--url: {url}: cannot be reached ({first_line(error)}); expected an OpenAI-compatible server. Start one "
             "(docs/evaluation.md shows how), and wait until it is ready"
         ) from None
-
-
-def _api_key() -> str:
-    return os.environ.get("OPENAI_API_KEY") or "none"  # any text, for servers that need none
+    try:
+        settings = GenerationConfig.from_pretrained(model.weights)
+    except OSError:
+        settings = GenerationConfig()
+    return Server(url, served_name or model.path, "/load_model" in described.text, end_token_ids(settings, tokenizer))

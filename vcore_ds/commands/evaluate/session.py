@@ -13,17 +13,25 @@ from typing import Any
 import anyio
 from anyio import to_thread
 from inspect_ai import Task, eval_set
-from inspect_ai._util.error import PrerequisiteError
-from inspect_ai.dataset import MemoryDataset
+from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.log import EvalLog, read_eval_log
-from inspect_ai.model import GenerateConfig, Model, modelapi
+from inspect_ai.model import ChatMessageUser, GenerateConfig
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, scorer, stderr
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from openai import OpenAIError
 from tenacity import RetryError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from vcore_ds.commands.evaluate.model_apis import InProcessAPI, Request, Sampling, ServerAPI
+from vcore_ds.commands.evaluate.model_apis import (
+    MAX_RETRIES,
+    TOKENS,
+    InProcessAPI,
+    Request,
+    Sampling,
+    Server,
+    find_server,
+)
 from vcore_ds.commands.evaluate.tasks import ChosenTask
 from vcore_ds.commands.named_model import NamedModel
 from vcore_ds.common.errors import RunStopped, UserError, first_line
@@ -33,14 +41,13 @@ from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import align_columns
 from vcore_ds.common.version import __version__
 from vcore_ds.data.answers import AnswerChecker, Kind, final_answer, find_last_code_block, is_right
-from vcore_ds.data.conversations import check_tokenizer
+from vcore_ds.data.conversations import check_tokenizer, render_prompt
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.models.model_identity import compute_model_digest
 from vcore_ds.training import evaluation_folder
 from vcore_ds.training.evaluation_folder import EVALUATION, Evaluation, SampleResult, TaskResult
 
 LOGS = "inspect_logs"  # subfolder of inspect's logs, from which it resumes
-MAX_RETRIES = 4
 ANSWER_SECONDS = 5  # CPU time limit of comparing one answer
 PACKAGES = ("inspect_ai", "math-verify", "transformers", "peft", "torch", "reasoning-gym")
 
@@ -76,48 +83,78 @@ def evaluate(model: NamedModel, settings: Settings) -> Evaluation:
             )
         described: dict[str, Any] = {"path": model.path, "base": model.weights, "adapter": model.adapter}
         versions = {"vcore_ds": __version__} | {name: version(name) for name in PACKAGES}
-        api: InProcessAPI | ServerAPI
-        if settings.url is None:
-            api = InProcessAPI(model, tokenizer, settings.sampling, settings.precision, _make_batches(settings))
+        server = None
+        if settings.url is not None:
+            server = find_server(settings.url, settings.served_name, model, tokenizer)
+        asks_text = server is not None and server.is_transformers
+        questions = {task.name: _render_questions(task, tokenizer, asks_text) for task in settings.tasks}
+        api: InProcessAPI | Server
+        if server is None:
+            batches = _make_batches(settings, questions)
+            api = InProcessAPI(model, tokenizer, settings.sampling, settings.precision, batches)
             described |= {"precision": settings.precision, "batch_size": settings.batch_size, "device": api.device.type}
         else:
-            api = ServerAPI(settings.url, settings.served_name, model, tokenizer, settings.sampling)
-            described |= {"url": api.base_url, "served_name": api.model_name, "server": api.software}
-            versions[f"server: {api.software}"] = api.version or "not reported"
-        evaluation = _write_result(settings, described, versions, _run(api, model, settings))
+            api = server
+            described |= {"url": server.url, "served_name": server.name}
+        logs = _run(api, model, settings, questions)
+        evaluation = _write_result(settings, described, versions, logs)
     print(f"Result: {folder}", flush=True)
     return evaluation
 
 
-def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -> dict[str, EvalLog]:
+def _render_questions(task: ChosenTask, tokenizer: PreTrainedTokenizerBase, as_text: bool) -> list[Sample]:
+    """The problems as inspect asks them: rendered with the chat template, as in training, and tokenized here; `as_text`
+    for a server that takes no tokens."""
+    questions = []
+    for problem in task.problems:
+        text = render_prompt([{"role": "user", "content": str(problem.input)}], tokenizer)
+        tokens = {TOKENS: tokenizer(text, add_special_tokens=False)["input_ids"]}
+        prompt = ChatMessageUser(content=text, metadata=None if as_text else tokens)
+        questions.append(Sample(id=problem.id, input=[prompt], target=problem.target, metadata=tokens))
+    return questions
+
+
+def _make_batches(settings: Settings, questions: dict[str, list[Sample]]) -> list[list[Request]]:
+    """Split the answers to generate into batches, in inspect's order of asking."""
+    batches = []
+    for task in settings.tasks:
+        requests = [
+            Request(
+                tuple((one.metadata or {})[TOKENS]),
+                derive_seed(settings.sampling.seed, task.name, one.id, epoch),
+                task.max_new_tokens,
+            )
+            for epoch in range(1, task.num_samples + 1)
+            for one in questions[task.name]
+        ]
+        batches += [requests[i : i + settings.batch_size] for i in range(0, len(requests), settings.batch_size)]
+    return batches
+
+
+def _run(
+    api: InProcessAPI | Server, model: NamedModel, settings: Settings, questions: dict[str, list[Sample]]
+) -> dict[str, EvalLog]:
     """Run inspect, which reuses the answers of earlier logs; return each task's log, without samples."""
-    # An attempt reuses earlier answers if these and the problems are the same; the server's URL may differ.
-    identity: list[Any] = [model.weights, model.adapter, asdict(settings.sampling)]
-    if settings.url is None:  # a model trained again has the same path but other weights
-        identity += [settings.precision, settings.batch_size, _weight_digests(model)]
-    else:
-        identity.append("served")
-    checker = AnswerChecker(ANSWER_SECONDS)
-    tasks = [
-        Task(
-            name=task.name,
-            version=_digest([*identity, task.num_samples, _describe_problems(task)]),
-            dataset=MemoryDataset(task.problems, name=task.name),
-            epochs=task.num_samples,
-            solver=answer_with_seed(task.name, settings.sampling.seed),
-            scorer=final_answer_scorer(task.kind, checker) if task.kind is not None else None,
-            config=GenerateConfig(max_tokens=task.max_new_tokens),
+    sampling, checker, tasks = settings.sampling, AnswerChecker(ANSWER_SECONDS), []
+    for task in settings.tasks:
+        config = GenerateConfig(max_tokens=task.max_new_tokens)
+        if isinstance(api, Server):
+            config.extra_body = api.extra_body(sampling, task.max_new_tokens)
+        tasks.append(
+            Task(
+                name=task.name,
+                dataset=MemoryDataset(questions[task.name], name=task.name),
+                epochs=task.num_samples,
+                solver=answer_with_seed(task.name, sampling.seed),
+                scorer=final_answer_scorer(task.kind, checker) if task.kind is not None else None,
+                config=config,
+            )
         )
-        for task in settings.tasks
-    ]
-    # inspect requires a registered class, but takes any callable that returns an instance.
-    named_api = modelapi(name="vcore_ds")(lambda: lambda: api)()  # type: ignore[call-arg]
-    sampling = GenerateConfig(temperature=settings.sampling.temperature, top_p=settings.sampling.top_p)
     try:
         _, logs = eval_set(
             tasks,
-            log_dir=str(settings.output / LOGS),
-            model=Model(named_api, sampling),
+            log_dir=str(_find_logs(model, settings)),
+            model=api.as_model(GenerateConfig(temperature=sampling.temperature, top_p=sampling.top_p)),
             max_tasks=1,
             max_samples=settings.batch_size,
             max_connections=settings.batch_size,
@@ -129,14 +166,9 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
             log_level="error",
             ctl_server=False,
         )
-    except PrerequisiteError:
-        raise UserError(
-            f"--output: {settings.output}: holds an evaluation of another model, other problems or with other "
-            "sampling; expected the same ones, to resume it. Name another folder"
-        ) from None
     except (OpenAIError, RetryError) as error:
         raise UserError(
-            f"--url: {api.base_url}: a request failed {MAX_RETRIES + 1} times or was refused: "
+            f"--url: {settings.url}: a request failed {MAX_RETRIES + 1} times or was refused: "
             f"{first_line(error.__cause__ or error):.300}; expected an answer. Read the server's log; the same "
             "command resumes"
         ) from None
@@ -147,12 +179,41 @@ def _run(api: InProcessAPI | ServerAPI, model: NamedModel, settings: Settings) -
     return {log.eval.task: log for log in logs}
 
 
+def _find_logs(model: NamedModel, settings: Settings) -> Path:
+    """Return the folder of inspect's logs, named by all that must be equal for answers to be reused; a server's URL may
+    differ. Raises UserError where `settings.output` has logs of another evaluation."""
+    identity: list[Any] = [model.weights, model.adapter, asdict(settings.sampling)]
+    identity += [[task.name, task.num_samples, task.max_new_tokens, _describe(task)] for task in settings.tasks]
+    if settings.url is None:  # a model trained again has the same path but other weights
+        identity += [settings.precision, settings.batch_size, _weight_digests(model)]
+    logs = settings.output / LOGS / _digest(identity)
+    if logs.parent.is_dir() and {*logs.parent.iterdir()} - {logs}:
+        raise UserError(
+            f"--output: {settings.output}: holds an evaluation of another model, other problems or with other "
+            "sampling; expected the same ones, to resume it. Name another folder"
+        )
+    return logs
+
+
 @solver
 def answer_with_seed(task: str, seed: int) -> Solver:
-    """Ask the model, with a seed per answer."""
+    """Ask the model, with a seed per answer. Raises UserError where a server counts other prompt tokens, or reports no
+    finish reason or usage."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        return await generate(state, seed=derive_seed(seed, task, state.sample_id, state.epoch))
+        state = await generate(state, seed=derive_seed(seed, task, state.sample_id, state.epoch))
+        usage, reason = state.output.usage, state.output.stop_reason
+        if usage is None or reason not in ("stop", "max_tokens", "model_length"):
+            raise UserError(
+                f"--url: found an answer with finish reason {reason} and usage {usage}; expected `stop` or `length`, "
+                "and the number of tokens. Use another server"
+            )
+        if usage.input_tokens != (expected := len(state.metadata[TOKENS])):
+            raise UserError(
+                f"--url: found a prompt of {usage.input_tokens} tokens there, {expected} here; expected the same "
+                "prompt as in training. Serve the very model that RUN|MODEL names, with its tokenizer"
+            )
+        return state
 
     return solve
 
@@ -173,19 +234,6 @@ def final_answer_scorer(kind: Kind, checker: AnswerChecker) -> Scorer:
 def derive_seed(seed: int, task: str, problem_id: int | str | None, epoch: int) -> int:
     """Derive a seed from the problem's id and the answer's number, in 31 bits: some servers take no more."""
     return torch_seed(Stream.EVALUATION, seed, zlib.crc32(f"{task}/{problem_id}".encode()), epoch - 1) % 2**31
-
-
-def _make_batches(settings: Settings) -> list[list[Request]]:
-    """Split the answers to generate into batches, in inspect's order of asking."""
-    batches = []
-    for task in settings.tasks:
-        requests = [
-            Request(str(one.input), derive_seed(settings.sampling.seed, task.name, one.id, epoch), task.max_new_tokens)
-            for epoch in range(1, task.num_samples + 1)
-            for one in task.problems
-        ]
-        batches += [requests[i : i + settings.batch_size] for i in range(0, len(requests), settings.batch_size)]
-    return batches
 
 
 def _write_result(
@@ -214,7 +262,7 @@ def _write_result(
     sampling = {
         **asdict(settings.sampling),
         "max_new_tokens": limits if len({*limits.values()}) > 1 else next(iter(limits.values())),
-        "prompts": {task.name: _digest(_describe_problems(task)) for task in settings.tasks},  # for `vcore-ds compare`
+        "prompts": {task.name: _digest(_describe(task)) for task in settings.tasks},  # for `vcore-ds compare`
     }
     evaluation = Evaluation(model, settings.preset, sampling, versions, results, generations)
     evaluation_folder.write_evaluation(settings.output, evaluation)
@@ -270,7 +318,7 @@ def _weight_digests(model: NamedModel) -> list[str]:
     return digests
 
 
-def _describe_problems(task: ChosenTask) -> list[dict[str, Any]]:
+def _describe(task: ChosenTask) -> list[dict[str, Any]]:
     return [
         {"id": problem.id, "prompt": problem.input, "expected": problem.target, "extra": problem.metadata}
         for problem in task.problems

@@ -11,6 +11,7 @@ from inspect_ai.dataset import Sample
 
 from vcore_ds.commands.quickstart.traces import HELD_OUT, champ_problems
 from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.text import check_unicode
 from vcore_ds.data.answers import CHAMP, Kind, choice_prompt, code_prompt, math_prompt
 from vcore_ds.data.prepare.sources import Broken, read_problem_rows, require_text
 
@@ -88,11 +89,7 @@ def _read_problems(name: str, task: Benchmark, files: str) -> list[Sample]:
                     raise ValueError(row.reason)
                 problem = task.read(row)
                 fields = (problem.id, problem.input, problem.target, *(problem.metadata or {}).values())
-                "".join(map(str, fields)).encode()
-            except UnicodeEncodeError:
-                raise UserError(
-                    f"--tasks: {name}: {where}: half of a surrogate pair, which is no Unicode text; repair the row"
-                ) from None
+                check_unicode("".join(map(str, fields)), f"--tasks: {name}: {where}", "Repair the row")
             except ValueError as error:
                 raise UserError(f"--tasks: {name}: {where}: {error}; expected a row of {task.help}") from None
             problem.id = f"{prefix}{problem.id or f'{number:05d}'}"
