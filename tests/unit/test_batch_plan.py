@@ -206,23 +206,17 @@ def test_the_remedy_for_idle_ranks_helps() -> None:
     packed, size = {"pack_tokens_per_rank": 16_384}, {"global_size": 4}
     fixed = plan(64, batch=packed | {"sequence_parallel": 1})
     assert use_ranks(fixed)["main"].is_low
-    assert fixed.describe_remedy("main") == "set batch.sequence_parallel to auto"
+    assert fixed.describe_warning("main").endswith("set batch.sequence_parallel to auto")
     assert not use_ranks(plan(64, batch=packed))["main"].is_low
 
     odd = plan(63, batch=packed | size)  # no parallel size but 1
     assert use_ranks(odd)["main"].is_low
-    assert odd.describe_remedy("main") == (
-        "set batch.global_size to 504 or more, or use fewer ranks (at most 1 rank of 63 can form a Ulysses group)"
-    )
+    assert odd.describe_warning("main").endswith("set batch.global_size to 504 or more, or use fewer ranks")
     assert not use_ranks(plan(63, batch=packed | {"global_size": 504}))["main"].is_low
-    assert (
-        plan(63, batch=packed)
-        .describe_remedy("probe")
-        .startswith("set probe.batch_size to 504 or more, or use fewer ranks (")
-    )
+    assert "set probe.batch_size to 504 or more" in plan(63, batch=packed).describe_warning("probe")
 
     single = plan(4, batch={"micro_batch_size_per_rank": 2})
-    assert single.describe_remedy("main").startswith("set batch.pack_tokens_per_rank to data.cutoff_length")
+    assert "set batch.pack_tokens_per_rank to data.cutoff_length" in single.describe_warning("main")
 
 
 def test_a_simulation_covers_the_batches_of_the_recipe() -> None:

@@ -90,7 +90,7 @@ def main(arguments: argparse.Namespace) -> None:
         f"Batch: {plan.describe()}",
         *describe_data(recipe, lengths),
         *describe_trusted(recipe),
-        *describe_ranks(recipe, plan, ds_config, lengths, on_gpus),
+        *describe_ranks(recipe, plan, ds_config, lengths),
         *describe_rows(recipe),
         *describe_ends(recipe),
         *describe_missing(recipe),
@@ -179,11 +179,8 @@ def describe_missing(recipe: Recipe) -> Iterator[str]:
         yield f"Not on this machine, but needed where the recipe runs: {', '.join(missing)}"
 
 
-def describe_ranks(
-    recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel, on_gpus: prediction.RunPlan | None
-) -> Iterator[str]:
-    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank. `on_gpus`: the plan on
-    the GPUs of --gpu."""
+def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], lengths: LengthModel) -> Iterator[str]:
+    """Lines on load balance, how to improve it, the longest sequence, and the memory of a rank."""
     longest, settings = recipe.data.cutoff_length, derive_plan_settings(recipe)
     if recipe.parallel.tensor > 1:
         yield (
@@ -206,11 +203,11 @@ def describe_ranks(
         yield warning
     utilizations = summarize_parts(simulate(plan, longest, lengths))
     for part, utilization in utilizations.items():
-        yield f"Balance of the {part} batch: {utilization.describe(plan.member)}"
+        yield f"Balance of the {part} batch: {utilization.describe()}"
         if utilization.is_low:
             yield f"Warning: {plan.describe_warning(part)}"
-    if (line := prediction.describe_longest_sequence(plan, on_gpus)) is not None:
-        yield line + ("" if on_gpus is not None else "; with --gpu, memory counts too")
+    if (line := prediction.describe_longest_sequence(plan)) is not None:
+        yield line
     if (memory := plan_memory(settings, plan, ds_config, utilizations, on_gpu=True)) is not None:
         yield describe_memory(memory)
     if utilizations and not lengths.sampled:

@@ -11,12 +11,10 @@ from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, explain_refused_differences
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import (
-    Member,
     MicroBatchLimit,
     Spread,
     count_ranks,
     list_sequence_parallel_sizes,
-    name_member,
     spread,
 )
 from vcore_ds.planning.time_model import H100, TimeModel
@@ -125,11 +123,6 @@ class BatchPlan:
         return self.num_ranks * self.tensor
 
     @property
-    def member(self) -> Member:
-        """The word for a member of the data-parallel group: `rank`, or `group` with tensor parallelism."""
-        return name_member(self.tensor)
-
-    @property
     def batches_per_utility_pass(self) -> int:
         """Main micro-batches in one gradient-free forward."""
         if self.utility_micro_batch_size_per_rank is None or self.micro_batch_size_per_rank is None:
@@ -175,35 +168,29 @@ class BatchPlan:
         return shape.unpackable is None and shape.no_sequence_parallelism is None
 
     def describe_warning(self, part: Part) -> str:
-        """Describe that a part's batches leave many ranks waiting, and what to change."""
-        return f"the {part} batch leaves much of the ranks' time unused: {self.describe_remedy(part)}"
-
-    def describe_remedy(self, part: Part) -> str:
-        """Describe the settings to change where a part's batches leave many ranks waiting."""
+        """Describe that a part's batches leave many ranks waiting, and which settings to change."""
         key, size, parallel_sizes = "batch.global_size", self.global_batch_size, self.main_parallel_sizes
         limit = self._make_limit(self.micro_batch_size_per_rank)
         if part == "probe":
-            # A pool that is one probe batch is as large as it is; what fits it is fewer ranks.
             key, size, parallel_sizes = "probe.batch_size", self.probe_batch_size_global or 0, self.probe_parallel_sizes
             limit = self._make_limit(self.probe_micro_batch_size_per_rank)
         shape = self.time_model.shape
-        if shape.no_sequence_parallelism is None and list(parallel_sizes) != list_sequence_parallel_sizes(
-            self.num_ranks, shape.num_heads
-        ):
-            return f"set {_SECTIONS[part]}.sequence_parallel to auto"
+        possible = list_sequence_parallel_sizes(self.num_ranks, shape.num_heads)
         enough = _SEQUENCES_PER_GROUP * self.num_ranks // parallel_sizes[-1]
-        if size >= enough and not limit.is_packed:
-            return "set batch.pack_tokens_per_rank to data.cutoff_length and every micro_batch_size_per_rank to 1"
-        wanted = max(enough, 2 * size)
-        larger = f"set {key} to {wanted} or more, or " if size else ""
-        member = self.member
-        most = count(parallel_sizes[-1], member)
-        return f"{larger}use fewer {member}s (at most {most} of {self.num_ranks} can form a Ulysses group)"
+        if shape.no_sequence_parallelism is None and list(parallel_sizes) != possible:
+            remedy = f"set {_SECTIONS[part]}.sequence_parallel to auto"
+        elif size >= enough and not limit.is_packed:
+            remedy = "set batch.pack_tokens_per_rank to data.cutoff_length and every micro_batch_size_per_rank to 1"
+        elif size:
+            remedy = f"set {key} to {max(enough, 2 * size)} or more, or use fewer ranks"
+        else:  # a probe batch that is the whole pool
+            remedy = "use fewer ranks"
+        return f"the {part} batch leaves much of the ranks' time unused: {remedy}"
 
     def describe(self) -> str:
         """One line, such as `32 sequences a step on 8 ranks, 2 in a micro-batch; probe 4`."""
         if self.pack_tokens_per_rank is not None:
-            held = f"in packs of at most {self.pack_tokens_per_rank:,} tokens a {self.member}"
+            held = f"in packs of at most {self.pack_tokens_per_rank:,} tokens a rank"
         elif self.micro_batch_size_per_rank is None:
             held = "short ones packed" if self.may_pack else "those of similar length in a micro-batch"
         else:
@@ -242,9 +229,7 @@ def plan_batch(
     shape = shape.adapt_to_length(settings.cutoff_length)
     check_shared_forwards(settings, shape)
     if model.attention != "auto":
-        shape = replace(
-            shape, no_sequence_parallelism="whose attention is not replaced"
-        )  # kernels without sequence parallelism
+        shape = replace(shape, no_sequence_parallelism="whose attention is not replaced")
     micro: int | None = None
     if batch.micro_batch_size_per_rank != "auto":
         micro = batch.micro_batch_size_per_rank

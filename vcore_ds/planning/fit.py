@@ -74,21 +74,6 @@ class MemoryPlan:
     def estimate(self) -> MemoryEstimate:
         return self._estimate_changed({})
 
-    def find_most_tokens(self, available: Available, limit: int) -> int:
-        """Find the tokens of the largest micro-batch on a rank that fits, at most `limit`; 0 for none."""
-        settings = self.settings
-        tokens = {"main_tokens": 1, "probe_tokens": 1, "utility_tokens": self.plan.batches_per_utility_pass}
-        tokens = {key: factor for key, factor in tokens.items() if getattr(settings, key)}
-
-        def does_fit(num_tokens: int) -> bool:
-            return available.holds(self._estimate_changed({key: factor * num_tokens for key, factor in tokens.items()}))
-
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if does_fit(middle) else (low, middle - 1)
-        return low
-
     def find_remedies(self, available: Available) -> list[Remedy]:
         """Find the changes that need less memory, one by one, cheapest first; if none is enough, also all of them
         together."""
@@ -296,8 +281,7 @@ def describe_shortage(plan: MemoryPlan, available: Available) -> str:
     phase = estimate.peak_phase
     lines = [
         f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, by an estimate for "
-        f"{count(plan.plan.num_ranks_of_job, 'rank')} and {plan.settings.main_tokens:,} tokens in a micro-batch on a "
-        f"{plan.plan.member}:",
+        f"{count(plan.plan.num_ranks_of_job, 'rank')} and {plan.settings.main_tokens:,} tokens in a micro-batch:",
         *_format_table("for the whole run", estimate.persistent),
         *_format_table(f"at the peak, in {phase}", estimate.phases[phase]),
         *_format_table("in host memory", estimate.host),

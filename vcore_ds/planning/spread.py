@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from vcore_ds.common.text import count
 from vcore_ds.planning.packing import (
@@ -180,9 +179,6 @@ def _estimate_sequence_time(num_tokens: int, k: int, work: Callable[[int], float
 
 # Utilization of the ranks.
 
-
-Member = Literal["rank", "group"]  # a member of the data-parallel group: a rank, or a tensor-parallel group
-
 LOW_UTILIZATION = 0.8  # share of useful work below which a run warns
 
 
@@ -200,16 +196,13 @@ class Utilization:
         """Whether `LOW_UTILIZATION` is not reached, which is worth a warning."""
         return self.waste.utilization < LOW_UTILIZATION
 
-    def describe(self, member: Member = "rank") -> str:
+    def describe(self) -> str:
         """Such as `sequence-parallel size 8; slowest rank 1.026 x mean, 97% useful work; no idle ranks; 0.27% padding`.
-
-        Args:
-            member: the word for a rank of the spread.
-        """
+        With tensor parallelism a rank is a group."""
         num_idle = round(self.waste.mean_idle_ranks)
-        idle = f"{num_idle:,} idle {member}" + ("" if num_idle == 1 else "s") if num_idle else f"no idle {member}s"
+        idle = count(num_idle, "idle rank") if num_idle else "no idle ranks"
         return (
-            f"sequence-parallel size {self.typical_parallel_size}; slowest {member} {self.waste.rank_imbalance:.3f} x "
+            f"sequence-parallel size {self.typical_parallel_size}; slowest rank {self.waste.rank_imbalance:.3f} x "
             f"mean, {self.waste.utilization:.0%} useful work; {idle}; {self.waste.padding_share:.2%} padding"
         )
 
@@ -226,14 +219,6 @@ def summarize(spreads: Sequence[Spread]) -> Utilization:
         max(spread.most_tokens for spread in spreads),
         sum(spread.time for spread in spreads),
     )
-
-
-# Counts in words.
-
-
-def name_member(tensor: int) -> Member:
-    """Name a member of the data-parallel group: with tensor parallelism, a group of `tensor` ranks."""
-    return "rank" if tensor == 1 else "group"
 
 
 def count_ranks(number: int, tensor: int) -> str:

@@ -149,7 +149,7 @@ def describe_use_of_ranks(
 ) -> Iterator[str]:
     """Describe balance and cost of the next steps' passes, and the estimated memory."""
     for part, utilization in passes.items():
-        yield f"Balance of the {part} batch in the next steps: {utilization.describe(plan.member)}"
+        yield f"Balance of the {part} batch in the next steps: {utilization.describe()}"
     if "probe" in passes:
         share = passes["probe"].time / passes["main"].time
         yield f"Cost of the probe: {share:.0%} of forward and backward of the main batch, predicted"

@@ -22,8 +22,6 @@ from vcore_ds.planning.spread import Utilization
 
 MOST_GPUS = 4096  # largest cluster that is searched
 
-_MOST_TOKENS = 2**22  # longest sequence that is searched where neither packs nor positions limit it
-
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -75,25 +73,19 @@ class RunPlan:
         return plan_run(self.settings, cluster, self.shape, lengths=self.lengths)
 
 
-def describe_longest_sequence(batch: BatchPlan, plan: RunPlan | None = None) -> str | None:
-    """A line on the longest sequence by the recipe's packs and the model's positions, and by memory where a plan of the
-    same batch is given; None where nothing limits it."""
-    size, positions = batch.main_parallel_sizes[-1], batch.time_model.shape.max_positions
-    members = count(size, batch.member)
+def describe_longest_sequence(batch: BatchPlan) -> str | None:
+    """A line on the longest sequence that the recipe's packs and the model's positions allow; None where neither limits
+    it. Memory is checked for the sequences of the data."""
     limits = []
     if batch.longest_sequence is not None:
-        limits.append((batch.longest_sequence, f"batch.pack_tokens_per_rank, on {members}"))
-    if positions is not None:
+        on_ranks = f"on {count(batch.main_parallel_sizes[-1], 'rank')}"
+        limits.append((batch.longest_sequence, f"batch.pack_tokens_per_rank, {on_ranks}"))
+    if (positions := batch.time_model.shape.max_positions) is not None:
         limits.append((positions, "the model's positions"))
-    if plan is not None:
-        most = min((num_tokens for num_tokens, _ in limits), default=_MOST_TOKENS)
-        on_rank = plan.memory.find_most_tokens(plan.available, -(-most // size))
-        if on_rank * size < most:
-            limits.append((on_rank * size, f"memory, on {members}"))
     if not limits:
         return None
-    num_tokens, limit = min(limits, key=lambda pair: pair[0])
-    return f"Longest sequence that fits: {num_tokens:,} tokens ({limit})"
+    num_tokens, limit = min(limits)
+    return f"Longest possible sequence: {num_tokens:,} tokens ({limit})"
 
 
 def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
