@@ -12,10 +12,11 @@ from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
 from vcore_ds.planning.hardware import Cluster, Gpu, find_gpu
-from vcore_ds.planning.memory import MemorySettings, Phase, estimate_memory, parameter_counts
+from vcore_ds.planning.memory import Phase, estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.packing import Waste
-from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.passes import StepPasses, parameter_counts
+from vcore_ds.planning.settings import MemorySettings
 from vcore_ds.planning.spread import Spread
 
 PARTS_OF_A_PACK = (8, 4, 3, 1)

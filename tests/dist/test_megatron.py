@@ -15,9 +15,9 @@ from tests.helpers.soak import soak
 from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.distributed import layout
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.memory import MemorySettings, parameter_counts
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.passes import StepPasses, parameter_counts
+from vcore_ds.planning.settings import MemorySettings
 
 pytestmark = pytest.mark.dist
 

@@ -14,7 +14,8 @@ from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed import layout
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.memory import MemoryEstimate, ParameterCounts, estimate_memory, parameter_counts
+from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
+from vcore_ds.planning.passes import ParameterCounts, parameter_counts
 
 pytestmark = pytest.mark.dist
 

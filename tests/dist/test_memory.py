@@ -20,8 +20,8 @@ from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, estimate_memory
-from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
+from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
 from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_engine
 from vcore_ds.training.step import take_direction

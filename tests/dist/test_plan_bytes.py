@@ -25,9 +25,8 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import plan_memory
 from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.memory import parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, read_shape
-from vcore_ds.planning.passes import StepPasses
+from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import summarize
 

@@ -21,10 +21,10 @@ from vcore_ds.planning.batch_plan import find_other_expert_sizes, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, estimate_weights_traffic
 from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.memory import MemorySettings, estimate_memory, parameter_counts
+from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, estimate_fullest_load
-from vcore_ds.planning.passes import StepPasses
-from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.passes import StepPasses, parameter_counts
+from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
 from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.training.console import Console

@@ -8,8 +8,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, find_known_model
-from vcore_ds.planning.memory import AdapterShape, parameter_counts
 from vcore_ds.planning.model_shape import QWEN3_32B, parse_shape
+from vcore_ds.planning.passes import parameter_counts
+from vcore_ds.planning.settings import AdapterShape
 
 PUBLISHED = {
     "Qwen3-0.6B": (596_049_920, 440_467_456, 5_046_272, 40_370_176),

@@ -72,10 +72,10 @@ def test_files_count_by_their_weights_and_the_probe_has_its_lengths(folder: Path
     assert {n for batch in mixed.draw_batches("probe", 8, 256) for n in batch} == set(few.sampled)
 
 
-def test_lengths_are_estimated_from_characters_without_the_tokenizer(folder: Path) -> None:
-    lengths = sample_lengths(make_data(str(folder / "few.jsonl")), "Qwen/Qwen3-8B")
-    assert lengths is not None and lengths.sampled == (15, 30, 44, 58)  # (4 + 5 n) / 3.5
-    assert lengths.source.endswith("(at 3.5 characters per token: the tokenizer is not on this machine)")
+def test_raw_data_without_the_tokenizer_have_no_lengths(folder: Path) -> None:
+    assert sample_lengths(make_data(str(folder / "few.jsonl")), "Qwen/Qwen3-8B") is None
+    store = sample_lengths(make_data(str(folder / "store")), "Qwen/Qwen3-8B")
+    assert store is not None and store.num_sequences == 300
 
 
 def test_check_and_plan_use_the_lengths_of_local_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, plan_memory
 from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts, estimate_memory, parameter_counts
+from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
-from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.passes import ParameterCounts, parameter_counts
+from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
 from vcore_ds.training.console import Console
 from vcore_ds.training.start_checks import check_memory
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS
-from vcore_ds.planning.memory import MemorySettings, active_parameters, estimate_memory, parameter_counts
+from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import (
     QWEN3_32B,
     Experts,
@@ -23,7 +23,8 @@ from vcore_ds.planning.model_shape import (
     read_experts,
     read_shape,
 )
-from vcore_ds.planning.passes import linear_flops_per_token
+from vcore_ds.planning.passes import active_parameters, linear_flops_per_token, parameter_counts
+from vcore_ds.planning.settings import MemorySettings
 from vcore_ds.planning.time_model import TimeModel
 
 OTHERS: dict[str, dict[str, Any]] = {

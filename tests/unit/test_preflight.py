@@ -28,7 +28,7 @@ from vcore_ds.commands.preflight.interconnect import parse_nccl_network
 from vcore_ds.common.paths import is_readable
 from vcore_ds.config.schema import Recipe
 from vcore_ds.models.architecture_check import count_parameters
-from vcore_ds.planning.memory import ParameterCounts
+from vcore_ds.planning.passes import ParameterCounts
 
 GOOD = Node(
     host="n1",

@@ -17,8 +17,8 @@ from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import plan_memory
-from vcore_ds.planning.memory import ParameterCounts
 from vcore_ds.planning.model_shape import QWEN3_32B
+from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.run_folder import can_resume
 

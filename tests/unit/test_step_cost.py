@@ -26,10 +26,9 @@ from vcore_ds.planning.hardware import (
     peak_flops,
 )
 from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.memory import AdapterShape, MemorySettings, ParameterCounts
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
-from vcore_ds.planning.passes import PassWork, StepPasses, forward_flops
-from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.passes import ParameterCounts, PassWork, StepPasses, forward_flops
+from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
 from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import TimeModel
 

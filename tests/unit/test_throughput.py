@@ -6,10 +6,9 @@ import pytest
 
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning.memory import AdapterShape, MemorySettings
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import derive_needed_passes
-from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
 from vcore_ds.training.loop import Throughput
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)

@@ -162,15 +162,9 @@ def load_template(path: str) -> "PreTrainedTokenizerBase | None":
     """Load the tokenizer of a model on this machine; None if there is none that renders conversations."""
     if not is_on_disk(path):
         return None
-    from vcore_ds.data.conversations import check_tokenizer  # imports transformers: seconds
-    from vcore_ds.data.tokenization import load_tokenizer
+    from vcore_ds.commands.plan.local_lengths import find_tokenizer  # imports transformers: seconds
 
-    try:
-        tokenizer = load_tokenizer(path)
-        check_tokenizer(tokenizer)
-    except UserError:  # the run reports it
-        return None
-    return tokenizer
+    return find_tokenizer(path)
 
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:

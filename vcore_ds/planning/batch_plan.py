@@ -140,11 +140,8 @@ class BatchPlan:
         return None if self.pack_tokens_per_rank is None else self.main_parallel_sizes[-1] * self.pack_tokens_per_rank
 
     def spread_main(self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None) -> Spread:
-        """Spread the sequences `ids`, of `lengths` tokens, over all ranks.
-
-        Args:
-            micro_batch_size: sequences per rank in one forward; None for as in the main batch.
-        """
+        """Spread the sequences `ids`, of `lengths` tokens, over all ranks, `micro_batch_size` of them per rank in a
+        forward; None for as many as in the main batch."""
         limit = self._make_limit(micro_batch_size or self.micro_batch_size_per_rank)
         return spread(ids, lengths, parallel_sizes=self.main_parallel_sizes, limit=limit, time_model=self.time_model)
 
@@ -256,11 +253,8 @@ def plan_batch(
 
 
 def check_shared_forwards(settings: PlanSettings, shape: ModelShape) -> None:
-    """Raise RecipeError where sequences would share a forward in which they change each other's losses.
-
-    Args:
-        shape: for sequences of data.cutoff_length (`ModelShape.adapt_to_length`).
-    """
+    """Raise RecipeError where sequences would share a forward in which they change each other's losses. `shape` is that
+    for sequences of data.cutoff_length (`ModelShape.adapt_to_length`)."""
     batch, beside = settings.batch, f"together with model.path {settings.model.path}"
     problems = []
     if batch.pack_tokens_per_rank is not None and shape.unpackable is not None:

@@ -7,9 +7,10 @@ from typing import Any
 from vcore_ds.common.text import count, gib
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.planning.batch_plan import BatchPlan, Part, find_other_expert_sizes
-from vcore_ds.planning.memory import AdapterShape, MemoryEstimate, MemorySettings, ParameterCounts, estimate_memory
+from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
 from vcore_ds.planning.model_shape import estimate_fullest_load
-from vcore_ds.planning.settings import PlanSettings
+from vcore_ds.planning.passes import ParameterCounts
+from vcore_ds.planning.settings import AdapterShape, MemorySettings, PlanSettings
 from vcore_ds.planning.spread import Utilization, list_sequence_parallel_sizes
 
 _MIN_PACK_TOKENS = 1024
@@ -177,13 +178,9 @@ def plan_memory(
 ) -> MemoryPlan | None:
     """Plan the memory of a run; None for a model whose sizes are unknown.
 
-    Args:
-        deepspeed_config: complete, as `vcore_ds.planning.deepspeed_json.deepspeed_config` makes it.
-        passes: how the passes over the main and the probe batch use the ranks. Where one is missing, its micro-batches
-            are as large as the recipe allows.
-        counts: of the model itself, or of a rank's part with tensor parallelism; None, or zeros, for those of its
-            shape.
-        on_gpu: whether the ranks compute on GPUs.
+    `passes` says how the passes over the main and the probe batch use the ranks; where one is missing, its
+    micro-batches are as large as the recipe allows. `counts` are those of the model itself, or of a rank's part with
+    tensor parallelism; None, or zeros, for those of its shape.
     """
     shape = plan.time_model.shape
     if shape.hidden_size == 0:

@@ -8,7 +8,6 @@ from vcore_ds.planning.model_shape import ModelShape
 
 # Bytes that ranks send each other, inside a node and between nodes, and how long they take.
 
-
 EXCHANGES_OF_EXPERTS = 3
 """Exchanges of an expert-parallel group in a layer's forward: numbers of tokens, tokens, outputs of the experts. A
 backward has two of them."""
@@ -57,13 +56,11 @@ def estimate_gather_traffic(num_bytes: float, num_ranks: int, ranks_per_node: in
 def estimate_weights_traffic(
     num_bytes: float, num_bytes_experts: float, num_ranks: int, ranks_per_node: int, expert: int = 1
 ) -> Traffic:
-    """Estimate a rank's traffic when a model's weights are all-gathered, or their gradients reduce-scattered.
+    """Estimate a rank's traffic when a model's weights are all-gathered, or their gradients reduce-scattered:
+    `num_bytes` of all but the experts, and `num_bytes_experts` of all routed experts.
 
-    Args:
-        num_bytes: of all but the experts.
-        num_bytes_experts: of all routed experts.
-        expert: expert-parallel size: neighbouring ranks shard the experts. A rank all-gathers its experts from the
-            ranks with the same place in the other groups; with one group it already holds them.
+    With the expert-parallel size `expert`, neighbouring ranks shard the experts: a rank all-gathers its experts from
+    the ranks with the same place in the other groups; with one group it already holds them.
     """
     num_groups, in_node = num_ranks // expert, max(1, ranks_per_node // expert)
     return estimate_gather_traffic(num_bytes, num_ranks, ranks_per_node) + estimate_gather_traffic(

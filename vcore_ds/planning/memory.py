@@ -13,102 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vcore_ds.planning.model_shape import LOSS_BLOCK_BYTES, ModelShape, loss_block_multiple
-
-# Inputs of the estimate.
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of a model's parameters over all ranks; with tensor parallelism, of one rank's shard."""
-
-    all: int
-    trained: int
-
-
-@dataclass(frozen=True)
-class AdapterShape:
-    """Low-rank adapters on all linear layers of the decoder; routers and experts have none."""
-
-    rank: int
-    has_dropout: bool = False
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """Settings of a run that determine a rank's memory."""
-
-    num_ranks: int  # ranks that shard the model; a tensor-parallel group counts as one
-    # Tokens of the largest main micro-batch on a rank: of a pack, or of unpacked sequences with their padding
-    main_tokens: int
-    probe_tokens: int = 0  # the same for the probe batch; 0 for a method without one
-    utility_tokens: int = 0  # the same for a separate gradient-free pass; 0 without one
-    tensor: int = 1  # tensor-parallel size. All ranks of a group process the group's micro-batches.
-    expert: int = 1  # expert-parallel size. The ranks of a group hold equal shares of every layer's experts.
-    expert_load: float = 1.0  # tokens sent to the fullest rank of an expert-parallel group, over the mean
-    # Estimator of the utilities; None for a method without them
-    estimator: Literal["jvp", "finite_difference"] | None = None
-    probe_rank: int | None = None  # rank of the direction's factors; None for the full-rank direction
-    rank_passes: int = 1  # passes of subspace iteration that compute the factors
-    fp8_tangents: bool = False  # whether tangents of activations and weights are multiplied in FP8
-    is_fused: bool = False  # whether the main forward gives the utilities
-    number_bytes: int = 2  # bytes of a number: 2 in bf16, 4 in fp32. Adapters are always in fp32.
-    adapters: AdapterShape | None = None  # None to train all parameters
-    is_anchored: bool = False  # whether the loss includes the KL divergence from the base model
-    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    has_muon_direction: bool = False  # whether the direction is Muon's update
-    is_checkpointed: bool = False
-    offloads_checkpoints: bool = False  # whether activations wait in host memory for the backward
-    offloads_parameters: bool = False
-    offloads_optimizer: bool = False
-    stages_checkpoints: bool = False  # whether a checkpoint is written from a copy in host memory (`checkpoint.async`)
-    keeps_direction: bool = False  # whether checkpoints hold the direction, as between two probes
-    coalesces_gradients: bool = False  # one reduction a step, from an unsharded gradient
-    # Ranks that shard the second copy of the parameters (hierarchical partitioning); 1 for no copy
-    ranks_of_second_copy: int = 1
-    max_live_parameters: int = 10**9
-    bucket_numel: int = 5 * 10**8  # elements of the buffer in which gradients are reduced
-    # Whether ranks compute on GPUs, where the token loss of narrow models has larger blocks: `loss_block_multiple`
-    on_gpu: bool = True
-
-
-def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
-    """Count the parameters of a Llama-like model of this shape, dense or MoE, or of a tensor-parallel shard of one
-    (`ModelShape.take_tensor_shard`), which has whole norms. Biases, and norms of other kinds of attention, are left
-    out: at most 0.1% of the published MoE models."""
-    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
-    base = shape.num_layers * (shape.layer_parameters + norms) + shape.idle_parameters + shape.hidden_size
-    base += shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
-    if adapters is None:
-        return ParameterCounts(base, base)
-    # Inputs and outputs of query, key, value and output; of gate, up and down.
-    added = adapters.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
-    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in list_unrouted_mlps(shape))
-    return ParameterCounts(base + added, added)
-
-
-def list_unrouted_mlps(shape: ModelShape) -> list[tuple[int, int]]:
-    """List the numbers of MLPs in all layers and their widths; of MoE layers the shared expert alone."""
-    if (experts := shape.experts) is None:
-        return [(shape.num_layers, shape.intermediate_size)]
-    dense = shape.num_layers - experts.num_layers, shape.intermediate_size
-    return [dense, (experts.num_layers if experts.shared_width else 0, experts.shared_width)]
-
-
-def active_parameters(shape: ModelShape) -> int:
-    """Count the parameters that a token passes through, embeddings included; in a dense model, all."""
-    return parameter_counts(shape).all - shape.idle_parameters
-
-
-def count_factors(shape: ModelShape, rank: int, *, active: bool = False) -> int:
-    """Count the elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices; `active` as in
-    `ModelShape.list_weight_matrices`. A matrix with a dimension of at most `rank` is not factorized and counts in
-    full."""
-    return sum(
-        number * (rank * (rows + columns) if min(rows, columns) > rank else rows * columns)
-        for number, rows, columns in shape.list_weight_matrices(active=active)
-    )
-
+from vcore_ds.planning.passes import ParameterCounts, count_factors, parameter_counts
+from vcore_ds.planning.settings import MemorySettings
 
 Phase = Literal["probe", "utility", "main", "step"]
 
@@ -168,13 +74,8 @@ class MemoryEstimate:
 def estimate_memory(
     shape: ModelShape, settings: MemorySettings, counts: ParameterCounts | None = None
 ) -> MemoryEstimate:
-    """Estimate the memory of a rank.
-
-    Args:
-        shape: with the sizes that memory depends on (`hidden_size` and those after it); with tensor parallelism a
-            rank's shard (`ModelShape.take_tensor_shard`).
-        counts: of the real model or the rank's shard, where known; None for those of `parameter_counts`.
-    """
+    """Estimate the memory of a rank. With tensor parallelism `shape` and `counts` are those of a rank's shard
+    (`ModelShape.take_tensor_shard`); `counts` of None is `parameter_counts`."""
     counts = counts or parameter_counts(shape, settings.adapters)
     device, host = _estimate_persistent(shape, settings, counts)
     model = _Model(shape, settings, counts)
@@ -226,12 +127,8 @@ def _estimate_direction_phase(shape: ModelShape, settings: MemorySettings, count
 
 
 def _estimate_muon_workspace(shape: ModelShape, settings: MemorySettings, *, copies: int, squares: int) -> int:
-    """Compute the bytes of the largest matrix while it is orthogonalized.
-
-    Args:
-        copies: tensors of its shape: shards in flight, the matrix, intermediate results.
-        squares: tensors of the shape of the matrix times its transpose.
-    """
+    """Compute the bytes of the largest matrix while it is orthogonalized: `copies` tensors of its shape (shards in
+    flight, the matrix, intermediate results), and `squares` of the shape of the matrix times its transpose."""
     return settings.number_bytes * max(
         copies * rows * columns + squares * min(rows, columns) ** 2 for _, rows, columns in shape.list_hidden_matrices()
     )
@@ -358,11 +255,8 @@ class _Model:
 
     def _estimate_tangents(self, num_tokens: int, *, has_values: bool = False) -> dict[str, int]:
         """Estimate the bytes of a layer or of the loss, the larger, each with its group of the direction: as received
-        from the ranks, and by parameter. While a layer runs, the next group is in flight.
-
-        Args:
-            has_values: the layer's values are counted elsewhere.
-        """
+        from the ranks, and by parameter. While a layer runs, the next group is in flight. With `has_values` the layer's
+        values are counted elsewhere."""
         b = self.b if self.is_full else _FP32
         layer = self.gathered_layer if self.is_full else self.trained_layer
         name, layer_bytes, loss_bytes = "tangents of the parameters", 3 * b * layer, 0

@@ -39,13 +39,9 @@ def pack_batch(
     on all ranks at once, so every rank waits for the slowest one of a micro-step. A pack is as long as its sequences
     together, so packing leaves no padding. Packs are empty where sequences run out.
 
-    Args:
-        pack_tokens: maximum tokens of a pack; no sequence is longer.
-        work: maps the tokens of a sequence to its cost, as `TimeModel.work`.
-        micro_step_cost: fixed cost of another micro-step, in units of one token's linear layers; it has to save more.
-
-    Returns:
-        Sequences by micro-step and group, the same on every rank; together all of them, each once.
+    A pack has at most `pack_tokens`; no sequence is longer. `work` maps the tokens of a sequence to its cost, as
+    `TimeModel.work`; another micro-step has to save more than `micro_step_cost`, in units of one token's linear layers.
+    Returns the sequences by micro-step and group, the same on every rank; together all of them, each once.
     """
     num_groups = min(num_groups, len(lengths))
     costs = [work(n) for n in lengths]
@@ -88,14 +84,12 @@ def group_batch(
     sequence_time: Callable[[int], float],
     micro_step_time: float,
 ) -> list[list[list[int]]]:
-    """As `split_batch`, with the numbers of sequences per micro-batch that minimise the batch's time.
+    """Split a batch like `split_batch`, into micro-batches of the sizes that minimise the batch's time: sequences that
+    share one save a micro-step and cost padding to the longest of them.
 
-    Sequences that share a micro-batch save a micro-step and cost padding to the longest of them.
-
-    Args:
-        most_tokens: of a group's micro-batch, padding included; a single sequence may have more.
-        sequence_time: maps the tokens of an unpacked sequence, padding included, to its time.
-        micro_step_time: fixed cost of another micro-step, in the same unit.
+    A group's micro-batch has at most `most_tokens`, padding included, unless a single sequence has more.
+    `sequence_time` maps the tokens of an unpacked sequence, padding included, to its time, and `micro_step_time` is the
+    fixed cost of another micro-step in the same unit.
     """
     num_groups = min(num_groups, len(lengths))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -219,14 +213,9 @@ def measure_waste(
     work: Callable[[int], float],
     is_packed: bool,
 ) -> Waste:
-    """Measure the waste of one pass.
-
-    Args:
-        micro_steps: positions in `lengths` by micro-step and group of ranks; groups beyond the last are idle.
-        work: maps the tokens of a sequence to its cost, as `TimeModel.work`.
-        is_packed: a group's sequences of a micro-step are one pack; else each is unpacked, padded to the length of the
-            longest of them.
-    """
+    """Measure the waste of one pass. `micro_steps` has positions in `lengths` by micro-step and group of ranks; groups
+    beyond the last are idle. `work` maps the tokens of a sequence to its cost, as `TimeModel.work`. With `is_packed` a
+    group's sequences of a micro-step are one pack; else each is padded to the longest of them."""
     num_tokens = num_computed = 0
     total = slowest = 0.0
     busy = set()
@@ -270,7 +259,6 @@ def list_padded_lengths(lengths: Sequence[int], sequence_parallel: int, *, is_pa
 #
 # In doubt sequences are not packed: with padding on the right, losses are right for every causal model.
 
-
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "moe", "dense", "sparse", "mlp"})
 """Kinds of layers (`layer_types`) in which tokens see each other through attention that can be replaced, and no other
 way; all other kinds may carry a state from one sequence of a pack to the next. The last four say what follows the
@@ -292,11 +280,8 @@ included, and the key of the position up to which they do not."""
 
 
 def find_packing_obstacles(config: Mapping[str, Any]) -> tuple[str | None, str | None, str, int | None]:
-    """Find `no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape`.
-
-    Args:
-        config: of the language model, as in config.json; malformed values are ignored.
-    """
+    """Find `no_sequence_parallelism`, `unpackable`, `rope` and `rope_limit` of a `ModelShape` from the config.json of a
+    language model; malformed values are ignored."""
     why = _explain_unpackable(config)
     return why, why, *_find_rope(config)
 

@@ -1,11 +1,60 @@
-"""The passes of an optimizer step, in multiples of a plain forward, and their FLOP (docs/planning.md)."""
+"""Parameters of a model, and the passes of an optimizer step with their FLOP (docs/planning.md)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from vcore_ds.planning.memory import MemorySettings, count_factors
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.settings import PlanSettings
+from vcore_ds.planning.settings import AdapterShape, MemorySettings, PlanSettings
+
+# Parameters.
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of a model's parameters over all ranks; with tensor parallelism, of one rank's shard."""
+
+    all: int
+    trained: int
+
+
+def parameter_counts(shape: ModelShape, adapters: AdapterShape | None = None) -> ParameterCounts:
+    """Count the parameters of a Llama-like model of this shape, dense or MoE, or of a tensor-parallel shard of one
+    (`ModelShape.take_tensor_shard`), which has whole norms. Biases, and norms of other kinds of attention, are left
+    out: at most 0.1% of the published MoE models."""
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    norms = 2 * shape.hidden_size + (2 * shape.head_dim if shape.normalizes_heads else 0)
+    base = shape.num_layers * (shape.layer_parameters + norms) + shape.idle_parameters + shape.hidden_size
+    base += shape.vocabulary_size * shape.hidden_size * (1 if shape.is_tied else 2)
+    if adapters is None:
+        return ParameterCounts(base, base)
+    # Inputs and outputs of query, key, value and output; of gate, up and down.
+    added = adapters.rank * shape.num_layers * (4 * shape.hidden_size + 2 * heads)
+    added += adapters.rank * sum(3 * n * (shape.hidden_size + width) for n, width in list_unrouted_mlps(shape))
+    return ParameterCounts(base + added, added)
+
+
+def list_unrouted_mlps(shape: ModelShape) -> list[tuple[int, int]]:
+    """List the numbers of MLPs in all layers and their widths; of MoE layers the shared expert alone."""
+    if (experts := shape.experts) is None:
+        return [(shape.num_layers, shape.intermediate_size)]
+    dense = shape.num_layers - experts.num_layers, shape.intermediate_size
+    return [dense, (experts.num_layers if experts.shared_width else 0, experts.shared_width)]
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Count the parameters that a token passes through, embeddings included; in a dense model, all."""
+    return parameter_counts(shape).all - shape.idle_parameters
+
+
+def count_factors(shape: ModelShape, rank: int, *, active: bool = False) -> int:
+    """Count the elements of the factors `Q [out, r]` and `B [r, in]` of all weight matrices; `active` as in
+    `ModelShape.list_weight_matrices`. A matrix with a dimension of at most `rank` is not factorized and counts in
+    full."""
+    return sum(
+        number * (rank * (rows + columns) if min(rows, columns) > rank else rows * columns)
+        for number, rows, columns in shape.list_weight_matrices(active=active)
+    )
+
 
 # FLOP of a pass.
 
@@ -28,11 +77,8 @@ def attention_flops_per_square(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], *, linear: float = 1.0, attention: float = 1.0) -> float:
-    """FLOP of the GEMMs of one forward over sequences of these lengths: linear layers, head, causal attention.
-
-    Args:
-        linear, attention: multiples of a forward's GEMMs that a pass computes.
-    """
+    """FLOP of the GEMMs of a pass over sequences of these lengths, which computes `linear` times those of a forward's
+    linear layers and head, and `attention` times those of its causal attention."""
     per_token = linear * linear_flops_per_token(shape)
     per_square = attention * attention_flops_per_square(shape)
     return float(sum(per_token * n + per_square * n * n for n in lengths))
@@ -109,11 +155,8 @@ FORWARD = PassWork(1, 1, 1, 1, 1)
 
 
 def derive_tangent_work(settings: MemorySettings, *, is_fused: bool) -> PassWork:
-    """Derive the work that tangents add to a forward.
-
-    Args:
-        is_fused: the forward is the main one, whose values FlashAttention computes.
-    """
+    """Derive the work that tangents add to a forward; with `is_fused` to the main one, whose values FlashAttention
+    computes."""
     # GEMMs of a weight with the input's tangent and, where it is trained, of its tangent with the input. A forward of
     # attention has two GEMMs, its tangent another four, in one kernel; beside FlashAttention's values that kernel has
     # five, as it computes the scores again.
@@ -149,11 +192,7 @@ class StepPasses:
 
     @classmethod
     def derive(cls, settings: MemorySettings, *, reference_forwards: int = 0, steps_per_probe: int = 1) -> "StepPasses":
-        """Derive the passes of a step.
-
-        Args:
-            reference_forwards: forwards over the main batch that serve no utilities, such as a reference model's.
-        """
+        """Derive the passes of a step with `reference_forwards` over the main batch that serve no utilities."""
         # A backward has GEMMs for the inputs and, where weights are trained, for the weights.
         is_full, again = settings.adapters is None, int(settings.is_checkpointed)
         linear = (3 if is_full else 2) + again

@@ -81,3 +81,49 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
 def count_trusted(recipe: Recipe) -> int:
     """Count the sequences of each global batch that are drawn from data.probe_path."""
     return round(recipe.data.trusted_share * recipe.batch.global_size)
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Low-rank adapters on all linear layers of the decoder; routers and experts have none."""
+
+    rank: int
+    has_dropout: bool = False
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Settings of a run that determine a rank's memory."""
+
+    num_ranks: int  # ranks that shard the model; a tensor-parallel group counts as one
+    # Tokens of the largest main micro-batch on a rank: of a pack, or of unpacked sequences with their padding
+    main_tokens: int
+    probe_tokens: int = 0  # the same for the probe batch; 0 for a method without one
+    utility_tokens: int = 0  # the same for a separate gradient-free pass; 0 without one
+    tensor: int = 1  # tensor-parallel size. All ranks of a group process the group's micro-batches.
+    expert: int = 1  # expert-parallel size. The ranks of a group hold equal shares of every layer's experts.
+    expert_load: float = 1.0  # tokens sent to the fullest rank of an expert-parallel group, over the mean
+    # Estimator of the utilities; None for a method without them
+    estimator: Literal["jvp", "finite_difference"] | None = None
+    probe_rank: int | None = None  # rank of the direction's factors; None for the full-rank direction
+    rank_passes: int = 1  # passes of subspace iteration that compute the factors
+    fp8_tangents: bool = False  # whether tangents of activations and weights are multiplied in FP8
+    is_fused: bool = False  # whether the main forward gives the utilities
+    number_bytes: int = 2  # bytes of a number: 2 in bf16, 4 in fp32. Adapters are always in fp32.
+    adapters: AdapterShape | None = None  # None to train all parameters
+    is_anchored: bool = False  # whether the loss includes the KL divergence from the base model
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    has_muon_direction: bool = False  # whether the direction is Muon's update
+    is_checkpointed: bool = False
+    offloads_checkpoints: bool = False  # whether activations wait in host memory for the backward
+    offloads_parameters: bool = False
+    offloads_optimizer: bool = False
+    stages_checkpoints: bool = False  # whether a checkpoint is written from a copy in host memory (`checkpoint.async`)
+    keeps_direction: bool = False  # whether checkpoints hold the direction, as between two probes
+    coalesces_gradients: bool = False  # one reduction a step, from an unsharded gradient
+    # Ranks that shard the second copy of the parameters (hierarchical partitioning); 1 for no copy
+    ranks_of_second_copy: int = 1
+    max_live_parameters: int = 10**9
+    bucket_numel: int = 5 * 10**8  # elements of the buffer in which gradients are reduced
+    # Whether ranks compute on GPUs, where the token loss of narrow models has larger blocks: `loss_block_multiple`
+    on_gpu: bool = True

@@ -41,11 +41,8 @@ class MicroBatchLimit:
         return self.pack_tokens_per_rank is not None or (self.num_sequences is None and self.may_pack)
 
     def max_tokens(self, sequence_parallel: int, longest: int) -> int:
-        """Maximum tokens of a pack, or of a micro-batch of unpacked sequences where `num_sequences` is None.
-
-        Args:
-            longest: tokens of the batch's longest sequence.
-        """
+        """Maximum tokens of a pack, or of a micro-batch of unpacked sequences where `num_sequences` is None, in a batch
+        whose longest sequence has `longest` tokens."""
         if self.pack_tokens_per_rank is not None:
             return sequence_parallel * self.pack_tokens_per_rank
         return max(sequence_parallel * FREE_TOKENS, padded_length(longest, sequence_parallel))
@@ -99,11 +96,8 @@ def spread(
 ) -> Spread:
     """Spread the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, over the ranks of a job.
 
-    Deterministic: every rank comes to the same result. The size is the same for all groups of the pass, and the
-    smaller one where two take the same time.
-
-    Args:
-        parallel_sizes: candidates in ascending order; the longest sequence fits into a pack of at least the last one.
+    Deterministic: every rank comes to the same result. All groups of the pass have the same size of `parallel_sizes`
+    (ascending; the longest sequence fits into a pack of at least the last), the smaller one where two take as long.
     """
     best: tuple[int, list[list[list[int]]]] | None = None
     best_time = float("inf")

@@ -29,8 +29,7 @@ from vcore_ds.models.end_tokens import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import plan_memory
-from vcore_ds.planning.memory import ParameterCounts
-from vcore_ds.planning.passes import derive_needed_passes
+from vcore_ds.planning.passes import ParameterCounts, derive_needed_passes
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training import run_folder, start_screen
 from vcore_ds.training.checkpoints import Checkpoints, check_compared, make_digest, say_best

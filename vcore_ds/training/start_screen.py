@@ -18,7 +18,8 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import count_parameters
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.fit import MemoryPlan, describe_memory
-from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts
+from vcore_ds.planning.memory import COALESCING_SHARE
+from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.spread import Utilization
 from vcore_ds.training.feed import Feed, count_dataset_tokens
 from vcore_ds.training.settings import StepSettings

@@ -52,15 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for a recipe, GPU, model or run that cannot be used; and, after printing the plan, if
     the recipe does not fit, not with `engine.memory_check: false`."""
-    from vcore_ds.commands.plan.columns import build_columns
+    from vcore_ds.commands.plan.columns import build_table
     from vcore_ds.commands.plan.table import as_dict, describe
 
-    columns = build_columns(arguments)
-    print(json.dumps(as_dict(columns), indent=2) if arguments.json else describe(columns))
-    plan = columns.recipe_column.plan
-    if columns.must_fit and not plan.fits:
+    table = build_table(arguments)
+    print(json.dumps(as_dict(table), indent=2) if arguments.json else describe(table))
+    plan = table.recipe_column.plan
+    if table.must_fit and not plan.fits:
         where, room, needed = find_shortage(plan.memory.estimate, plan.available)
         raise UserError(
-            f"memory: {columns.recipe_name} does not fit on {columns.cluster.describe()}: found {gib(room)} GiB of "
+            f"memory: {table.recipe_name} does not fit on {table.cluster.describe()}: found {gib(room)} GiB of "
             f"{where} for each rank, expected {gib(needed)}"
         )

@@ -157,7 +157,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Columns:
+class PlanTable:
     """The content of a plan's table."""
 
     recipe_name: str
@@ -176,7 +176,7 @@ class Columns:
         return self.columns[0].plan.cluster
 
 
-def build_columns(arguments: argparse.Namespace) -> Columns:
+def build_table(arguments: argparse.Namespace) -> PlanTable:
     """Plan each column. Raises UserError for a recipe, GPU, model or run that cannot be used."""
 
     def reload(extra: Sequence[str]) -> Recipe:
@@ -209,7 +209,7 @@ def build_columns(arguments: argparse.Namespace) -> Columns:
         if recipe.probe.every == 1:
             recipes[f"vcore {RARER_PROBE}"] = change_method(reload([RARER_PROBE]), "vcore")
     columns = [plan_column(title, changed) for title, changed in recipes.items()]
-    return Columns(arguments.recipe, model, columns, calibration, recipe_title, recipe.engine.memory_check)
+    return PlanTable(arguments.recipe, model, columns, calibration, recipe_title, recipe.engine.memory_check)
 
 
 def change_method(recipe: Recipe, name: str) -> Recipe:

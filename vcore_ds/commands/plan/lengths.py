@@ -30,12 +30,8 @@ class LengthModel:
     source: str = ""  # the sample, in words
 
     def draw_batches(self, part: Part, batch_size: int, longest: int) -> list[list[int]]:
-        """Draw the lengths in tokens of simulated batches: fewer batches if they are large; none if one alone would
-        take long, or has no sequences.
-
-        Args:
-            longest: tokens at which sequences are cut.
-        """
+        """Draw the lengths in tokens of simulated batches, cut at `longest`: fewer batches if they are large; none if
+        one alone would take long, or has no sequences."""
         generator = random.Random(0)
         sampled = (part == "probe" and self.sampled_probe) or self.sampled
         mu = math.log(self.mean) - _SIMULATED_SIGMA**2 / 2

@@ -1,8 +1,10 @@
 """Lengths of the sequences in local data, for a plan: read from a token store, or from the first rows of raw data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,24 +19,23 @@ from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, chec
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.model_shape import find_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _MAX_ROWS = 256  # rows of raw data that are tokenized, which takes a second or two
 
 _MAX_LENGTHS = 4096  # lengths of a token store that are kept
 
-_CHARACTERS_PER_TOKEN = 3.5
-"""Assumed if the tokenizer is not on this machine: between English prose (4) and formulas (3)."""
-
-CountTokens = Callable[[Sequence[Conversation]], list[int]]  # tokens of each conversation
-
 
 def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:
-    """Sample the lengths of data.train_path and data.probe_path; None if the training data are not on this machine, or
-    have no sequence within data.cutoff_length. Raises UserError for a damaged token store or an unreadable file."""
+    """Sample the lengths of data.train_path and data.probe_path. None if the training data are not on this machine,
+    have no sequence within data.cutoff_length, or are raw data and the model's tokenizer is not here. Raises UserError
+    for a damaged token store or an unreadable file."""
     files = data.train_files()
     if not all(is_readable(file.path) for file in files):
         return None
-    count, is_exact = _make_token_counter(model_path)
-    samples, totals = zip(*(_read(file.path, data, count) for file in files), strict=True)
+    tokenizer = find_tokenizer(model_path)
+    samples, totals = zip(*(_read(file.path, data, tokenizer) for file in files), strict=True)
     if not all(samples):
         return None
     num_read, sum_weights = sum(map(len, samples)), sum(file.weight for file in files)
@@ -46,23 +47,23 @@ def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:
     num_sequences = None if None in totals else sum(total or 0 for total in totals)
     probe: list[int] = []
     if data.probe_path is not None and is_readable(data.probe_path):
-        probe, _ = _read(data.probe_path, data, count)
+        probe, _ = _read(data.probe_path, data, tokenizer)
     which = f"the {num_sequences:,}" if num_sequences is not None else f"the first {num_read:,}"
     mean = sum(lengths) / len(lengths)
     source = f"{which} sequences of {data.train_name()}, mean {mean:,.0f} tokens, longest {max(lengths):,}"
-    has_raw_data = any(not (Path(file.path) / MANIFEST).is_file() for file in files)
-    if has_raw_data and not is_exact:
-        source += f" (at {_CHARACTERS_PER_TOKEN} characters per token: the tokenizer is not on this machine)"
     return LengthModel(mean, tuple(lengths), tuple(probe), num_sequences, source)
 
 
-def _read(path: str, data: DataConfig, count: CountTokens) -> tuple[list[int], int | None]:
-    """Read lengths, and the total number of sequences; None if not all were read."""
+def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None") -> tuple[list[int], int | None]:
+    """Read lengths, none of raw data without a tokenizer, and the total number of sequences; None if not all were
+    read."""
     if (Path(path) / MANIFEST).is_file():
         lengths = _read_store(Path(path))
         return lengths, len(lengths)
+    if tokenizer is None:
+        return [], None
     conversations, is_all = _read_conversations(path, data.columns)
-    lengths = count(conversations)
+    lengths = _count_tokens(conversations, tokenizer)
     if data.overlong == "drop":
         lengths = [n for n in lengths if n <= data.cutoff_length]
     return [min(n, data.cutoff_length) for n in lengths], len(lengths) if is_all else None
@@ -93,30 +94,22 @@ def _read_conversations(path: str, columns: Mapping[str, str]) -> tuple[list[Con
     return conversations, is_all and len(files) <= _MAX_ROWS
 
 
-def _make_token_counter(model_path: str) -> tuple[CountTokens, bool]:
-    """Make a counter by the model's tokenizer, or by characters if it cannot be used; also return whether it is
-    exact."""
+def find_tokenizer(model_path: str) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a model on this machine; None if there is none that renders conversations."""
     folder = find_folder(model_path)
-    if folder is not None:
-        try:
-            tokenizer = load_tokenizer(str(folder))
-            check_tokenizer(tokenizer)
-        except UserError:  # the run reports it
-            return _count_characters, False
-
-        def count(conversations: Sequence[Conversation]) -> list[int]:
-            rendered = []
-            for conversation in conversations:
-                try:
-                    rendered.append(render_conversation(conversation, tokenizer))
-                except UserError:  # refused by the template; the run reports it
-                    continue
-            return [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []
-
-        return count, True
-    return _count_characters, False
+    if folder is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(str(folder))
+        check_tokenizer(tokenizer)
+    except UserError:  # the run reports it
+        return None
+    return tokenizer
 
 
-def _count_characters(conversations: Sequence[Conversation]) -> list[int]:
-    sizes = [sum(len(message["content"]) for message in conversation.messages) for conversation in conversations]
-    return [max(2, round(size / _CHARACTERS_PER_TOKEN)) for size in sizes]
+def _count_tokens(conversations: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    rendered = []
+    for conversation in conversations:
+        with suppress(UserError):  # refused by the template; the run reports it
+            rendered.append(render_conversation(conversation, tokenizer))
+    return [len(sequence) for sequence in tokenize_rendered(rendered, tokenizer)] if rendered else []

@@ -14,9 +14,9 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, plan_memory
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
 from vcore_ds.planning.known_models import KNOWN_MODELS, find_shape
-from vcore_ds.planning.memory import COALESCING_SHARE, ParameterCounts, estimate_unsharded_gradients, parameter_counts
+from vcore_ds.planning.memory import COALESCING_SHARE, estimate_unsharded_gradients
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import derive_passes
+from vcore_ds.planning.passes import ParameterCounts, derive_passes, parameter_counts
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.spread import Utilization
 
@@ -100,7 +100,7 @@ def warn_of_positions(settings: PlanSettings, shape: ModelShape) -> str | None:
 
 
 def find_model(path: str) -> tuple[ModelShape, str]:
-    """Find the shape of a model, as `find_shape`. Raises UserError for a model that is neither here nor known."""
+    """Find the shape of a model on this machine or of a known name, and say which. Raises UserError for others."""
     known = find_shape(path)
     if known is not None:
         return known
@@ -125,14 +125,11 @@ def require_gpu(name: str) -> Gpu:
 def plan_run(
     settings: PlanSettings, cluster: Cluster, shape: ModelShape, *, lengths: LengthModel | None = None
 ) -> RunPlan:
-    """Plan a run. Raises RecipeError as `plan_batch` and `deepspeed_config` do, and where no plan can be made.
+    """Plan a run of a model whose whole shape is `shape`, on sequences of typical reasoning traces unless `lengths`
+    says otherwise. Raises RecipeError as `plan_batch` and `deepspeed_config` do, and where no plan can be made.
 
     Batches have the layout that a run chooses, with the speeds that it assumes for any GPU; seconds are predicted with
     the cluster's speeds.
-
-    Args:
-        shape: of the whole model.
-        lengths: of the sequences; None for those of typical reasoning traces.
     """
     lengths = lengths or LengthModel()
     plan = plan_batch(settings, cluster.num_gpus, shape, ranks_per_node=cluster.gpus_per_node)

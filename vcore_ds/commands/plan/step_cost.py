@@ -19,10 +19,19 @@ from vcore_ds.planning.hardware import (
     estimate_gather_traffic,
     estimate_hidden_state_traffic,
 )
-from vcore_ds.planning.memory import MemorySettings, ParameterCounts, Phase, count_factors, list_unrouted_mlps
+from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.packing import list_padded_lengths
-from vcore_ds.planning.passes import PassWork, StepPasses, linear_flops_per_token, routed_flops_per_token
+from vcore_ds.planning.passes import (
+    ParameterCounts,
+    PassWork,
+    StepPasses,
+    count_factors,
+    linear_flops_per_token,
+    list_unrouted_mlps,
+    routed_flops_per_token,
+)
+from vcore_ds.planning.settings import MemorySettings
 from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.time_model import TimeModel
 
@@ -95,11 +104,7 @@ class StepModel:
     gathers_in_place: bool = False
 
     def estimate_step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
-        """Estimate the cost of a step, mean over the batches.
-
-        Args:
-            main, probe: batches, spread over the GPUs of the cluster, or over its tensor-parallel groups.
-        """
+        """Estimate the cost of a step, mean over the main and the probe batches."""
         cost = StepCost()
         for batch in main:
             if passes.utility is not None:
@@ -231,11 +236,8 @@ class StepModel:
         return estimate_hidden_state_traffic(num_bytes * num_tokens, settings.tensor), num_exchanges
 
     def _estimate_gathers(self, work: PassWork, makes_copy: bool, *, reduces: bool) -> dict[str, Traffic]:
-        """Estimate the all-gathers and the reduce-scatter of one micro-step.
-
-        Args:
-            makes_copy: whether the first one makes ZeRO++'s second copy.
-        """
+        """Estimate the all-gathers and the reduce-scatter of one micro-step; with `makes_copy` the first one makes
+        ZeRO++'s second copy."""
         counts, b = self.counts, self.settings.number_bytes
         expert_part = b * self.shape.expert_parameters
         others = b * (counts.all - counts.trained) + self._bytes_trained * counts.trained - expert_part
@@ -306,13 +308,8 @@ class StepModel:
     def _add_orthogonalization(
         self, cost: StepCost, phase: Phase, weight: float, *, num_exchanges: int, wide: int, square: int
     ) -> None:
-        """Add Newton-Schulz iterations of all matrices, divided among the ranks, and the exchanges of their shards.
-
-        Args:
-            num_exchanges: all-to-alls of the shards.
-            wide: FLOP of an iteration, in units of `n^2 m` for a matrix of n rows and m >= n columns.
-            square: the same in units of `n^3`.
-        """
+        """Add Newton-Schulz iterations of all matrices, divided among the ranks, and the all-to-alls of their shards.
+        An iteration takes `wide * n^2 m + square * n^3` FLOP for a matrix of n rows and m >= n columns."""
         hidden = self._shard_shape.list_hidden_matrices()
         sizes = [(number, min(rows, columns), max(rows, columns)) for number, rows, columns in hidden]
         flops = NUM_ITERATIONS * sum(number * n * n * (wide * m + square * n) for number, n, m in sizes)

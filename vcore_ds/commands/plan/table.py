@@ -4,44 +4,44 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from vcore_ds.commands.plan.columns import Column, Columns
+from vcore_ds.commands.plan.columns import Column, PlanTable
 from vcore_ds.commands.plan.prediction import RunPlan, describe_range, describe_verdict, warn_of_positions
 from vcore_ds.common.text import align_columns, count, gib
 from vcore_ds.planning.fit import format_remedies
 from vcore_ds.planning.hardware import FAST, SLOW
-from vcore_ds.planning.memory import active_parameters
+from vcore_ds.planning.passes import active_parameters
 
 
-def describe(columns: Columns) -> str:
-    plan = columns.columns[0].plan
-    warning = warn_of_positions(columns.recipe_column.plan.settings, plan.shape)
+def describe(table: PlanTable) -> str:
+    plan = table.columns[0].plan
+    warning = warn_of_positions(table.recipe_column.plan.settings, plan.shape)
     routed = f" ({active_parameters(plan.shape):,} active for each token)" if plan.shape.experts is not None else ""
     lines = [
-        f"Plan: {columns.recipe_name} on {columns.cluster.describe()}",
-        *_verdict(columns.columns),
-        *(line for column in columns.columns for line in _list_remedies(column)),
+        f"Plan: {table.recipe_name} on {table.cluster.describe()}",
+        *_verdict(table.columns),
+        *(line for column in table.columns for line in _list_remedies(column)),
         "",
-        f"Model: {columns.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
-        f"Batch: {columns.columns[-1].plan.batch.describe()}",
+        f"Model: {table.model}: {plan.counts.all:,} parameters{routed}, {plan.counts.trained:,} trained",
+        f"Batch: {table.columns[-1].plan.batch.describe()}",
         *([] if warning is None else [warning]),
         "",
-        *_assumptions(columns),
+        *_assumptions(table),
     ]
     return "\n".join(lines)
 
 
-def as_dict(columns: Columns) -> dict[str, Any]:
+def as_dict(table: PlanTable) -> dict[str, Any]:
     return {
-        "recipe": columns.recipe_name,
-        "model": columns.model,
+        "recipe": table.recipe_name,
+        "model": table.model,
         "cluster": {
-            "gpus": columns.cluster.num_gpus,
-            "gpus_per_node": columns.cluster.gpus_per_node,
-            "gpu": asdict(columns.cluster.gpu),
-            "achieved": asdict(columns.cluster.achieved),
+            "gpus": table.cluster.num_gpus,
+            "gpus_per_node": table.cluster.gpus_per_node,
+            "gpu": asdict(table.cluster.gpu),
+            "achieved": asdict(table.cluster.achieved),
         },
-        "mean_tokens": columns.columns[0].plan.lengths.mean,
-        "columns": [_column(column) for column in columns.columns],
+        "mean_tokens": table.columns[0].plan.lengths.mean,
+        "columns": [_column(column) for column in table.columns],
     }
 
 
@@ -70,23 +70,19 @@ def _list_remedies(column: Column) -> Iterator[str]:
         yield from format_remedies(column.plan.memory, column.plan.available)
 
 
-def _assumptions(columns: Columns) -> Iterator[str]:
-    cluster, achieved = columns.cluster, columns.cluster.achieved
+def _assumptions(table: PlanTable) -> Iterator[str]:
+    cluster, achieved = table.cluster, table.cluster.achieved
     gpu = cluster.gpu
-    plans = [column.plan for column in columns.columns]
+    plans = [column.plan for column in table.columns]
     first = plans[0]
     yield f"{first.lengths.describe(first.settings.cutoff_length)}; {first.tokens_per_step:,.0f} tokens per step"
     yield (
         f"Assumed: matrix multiplications reach {achieved.compute:.0%} of {gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOP/s "
         f"({SLOW.compute:.0%} to {FAST.compute:.0%} in the range), fused attention "
-        f"{cluster.attention_flops / 1e12:,.0f} TFLOP/s; memory {achieved.memory:.0%} of "
-        f"{gpu.memory_bandwidth / 1e12:.2f} TB/s, links within a node {achieved.node:.0%} of "
-        f"{gpu.node_bandwidth / 1e9:,.0f} GB/s, the network {achieved.network:.0%} of "
-        f"{gpu.network_bandwidth * 8 / 1e9:,.0f} Gbit/s; all-gathers and reduce-scatters overlap with "
-        f"{achieved.hidden:.0%} of the computation"
+        f"{cluster.attention_flops / 1e12:,.0f} TFLOP/s, memory and links what docs/planning.md says"
     )
-    unmeasured = "No speed was measured: these are other trainers' (docs/planning.md); --calibrate RUN takes a run's"
-    yield unmeasured if columns.calibration is None else columns.calibration.describe()
+    unmeasured = "No speed was measured: --calibrate RUN takes a run's"
+    yield unmeasured if table.calibration is None else table.calibration.describe()
     targets = {plan.settings.lora.target_modules for plan in plans if plan.settings.lora is not None}
     if targets - {"all-linear"}:
         yield "Assumed: adapters on all linear layers but no experts, although lora.target_modules lists some"

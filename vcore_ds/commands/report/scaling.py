@@ -21,7 +21,7 @@ from vcore_ds.common.statistics import cell, paired
 from vcore_ds.common.text import markdown_rows
 from vcore_ds.config.resume import flat_values
 from vcore_ds.planning.known_models import find_shape
-from vcore_ds.planning.memory import parameter_counts
+from vcore_ds.planning.passes import parameter_counts
 
 HUBER_DELTA = 1e-3  # larger residuals of log(loss) count linearly, as in Chinchilla's fit
 NUM_STEPS = 200
