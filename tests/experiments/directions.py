@@ -16,8 +16,7 @@ from vcore_ds.method.optimizers import adam_direction
 from vcore_ds.method.weights import uniform_weights
 from vcore_ds.utility.low_rank import orthonormalize
 
-CLIP = 1.0
-"""Largest 2-norm of the gradient and of the probe gradient."""
+CLIP = 1.0  # largest 2-norm of the gradient and of the probe gradient
 BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 
 

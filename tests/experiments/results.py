@@ -32,11 +32,8 @@ def find_results(row: Setting, results: Sequence[Result]) -> BySeed:
 
 
 def choose_rate(row: Setting, rates: Sequence[float], results: Sequence[Result], seeds: Sequence[int]) -> float:
-    """The learning rate with the highest mean accuracy over `seeds`, and the lowest loss among equals.
-
-    Raises:
-        ValueError: one of the seeds has not been run at all rates.
-    """
+    """The learning rate with the highest mean accuracy over `seeds`, and the lowest loss among equals. Raises
+    ValueError where one of the seeds has not been run at all rates."""
     badness = {}
     for rate in rates:
         by_seed = find_results(replace(row, learning_rate=rate), results)

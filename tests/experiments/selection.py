@@ -14,8 +14,8 @@ from tests.experiments.task import Traces
 from tests.experiments.training import Run
 
 KEEP_SHARE = 0.25
+# Settings of SFT on the pool; how far it lowers a trace's loss is the score `fall`
 FALL = {"num_steps": 20, "learning_rate": 1e-3}
-"""Settings of SFT on the pool; how far it lowers a trace's loss is the score `fall`."""
 
 
 def keep(setting: Setting, model: PreTrainedModel, run: Run) -> Tensor:
@@ -52,11 +52,8 @@ def mean_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign
 
 
 def token_utilities(model: PreTrainedModel, traces: Traces, pool: Traces, *, sign: bool) -> Tensor:
-    """First-order decrease of the pool's loss by a step on each token, `[N]`.
-
-    Args:
-        sign: whether the direction is the sign of the pool's gradient, Adam's first step, instead of the gradient.
-    """
+    """First-order decrease of the pool's loss by a step on each token, `[N]`, along the pool's gradient or with `sign`
+    along its sign, Adam's first step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     direction = Direction(Setting(direction="sgd"), dict(model.named_parameters()), optimizer)
     direction.take_probe(model, pool)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from tests.experiments.task import CLEAN, ERRING_AUTHOR
 from vcore_ds.config.sections import MethodConfig
 
-BATCH_SIZE = 16
-"""Training sequences a step; trusted ones are additional."""
+BATCH_SIZE = 16  # training sequences a step; trusted ones are additional
 WARMUP_RATIO = 0.1
 
 
@@ -17,45 +16,28 @@ class Setting:
 
     learning_rate: float = 6e-3
     num_steps: int = 600
-    noise: str = "random"
-    """random or systematic errors of the erring author."""
-    wrong_traces: float = 0.0
-    """Share of wrong training traces, also of the model to start from."""
-    num_traces: int = 0
-    """Number of different training traces; 0 for new ones in every step."""
-    main_data: str = "training"
-    """training; pool, only the trusted pool."""
+    noise: str = "random"  # random or systematic errors of the erring author
+    wrong_traces: float = 0.0  # share of wrong training traces, also of the model to start from
+    num_traces: int = 0  # number of different training traces; 0 for new ones in every step
+    main_data: str = "training"  # training; pool, only the trusted pool
+    # `data.trusted_share`: share of the batch from the pool, in addition to BATCH_SIZE training sequences
     trusted_share: float = 0.0
-    """`data.trusted_share`: share of the batch from the pool, in addition to BATCH_SIZE training sequences."""
-    pool_size: int = 64
-    """Number of different sequences in the pool."""
-    pool_wrong_traces: float = 0.0
-    """Share of wrong traces in the pool; the rest is clean."""
+    pool_size: int = 64  # number of different sequences in the pool
+    pool_wrong_traces: float = 0.0  # share of wrong traces in the pool; the rest is clean
     keep: str = ""
     """Which of the training traces are trained on (`selection.py`): random, loss, utility, utility_sign or fall keep
     the highest KEEP_SHARE of `num_traces`; right keeps all that are right; empty keeps all."""
-    keep_again: bool = False
-    """Whether traces are scored again half-way, by the model at that time."""
-    method: str = "sft"
-    """sft, dft or vcore."""
-    kl_budget: float = 0.0
-    """Nats per sequence."""
-    batch_kl_budget: float = 0.0
-    """Nats over the batch; above 0, `method.scope` is sequence_and_batch."""
-    direction: str = "sgd"
-    """sgd or adam."""
-    probe_size: int = 4
-    """Sequences."""
-    probe_data: str = "training"
-    """training or pool."""
-    probe_every: int = 1
-    """Steps that share a direction."""
-    probe_rank: int = 0
-    """Rank of the approximation of each matrix of the direction; 0 for full rank."""
-    probe_decay: float = 0.0
-    """Decay of the running mean over directions."""
-    probe_source: str = "batch"
-    """batch, or previous_step: the gradient that the optimizer consumed last."""
+    keep_again: bool = False  # whether traces are scored again half-way, by the model at that time
+    method: str = "sft"  # sft, dft or vcore
+    kl_budget: float = 0.0  # nats per sequence
+    batch_kl_budget: float = 0.0  # nats over the batch; above 0, `method.scope` is sequence_and_batch
+    direction: str = "sgd"  # sgd or adam
+    probe_size: int = 4  # sequences
+    probe_data: str = "training"  # training or pool
+    probe_every: int = 1  # steps that share a direction
+    probe_rank: int = 0  # rank of the approximation of each matrix of the direction; 0 for full rank
+    probe_decay: float = 0.0  # decay of the running mean over directions
+    probe_source: str = "batch"  # batch, or previous_step: the gradient that the optimizer consumed last
     seed: int = 0
 
     def changed(self) -> dict[str, object]:

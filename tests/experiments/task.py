@@ -49,25 +49,19 @@ SOUND, WRONG_STEP, IRRELEVANT_PART, WRONG_TRACE = range(4)
 RANDOM_NOISE = {"wrong": 0.2, "irrelevant": 0.3, "systematic": False}
 SYSTEMATIC_NOISE = {"wrong": 0.55, "irrelevant": 0.5, "systematic": True}
 CLEAN = {"wrong": 0.0, "irrelevant": 0.0}
-ERRING_AUTHOR = {"wrong": 0.8, "irrelevant": 0.0}
-"""Arguments of `TraceStream`."""
+ERRING_AUTHOR = {"wrong": 0.8, "irrelevant": 0.0}  # arguments of `TraceStream`
 
-Trace = tuple[list[int], list[int]]
-"""Tokens, and the kind of each one after the prompt."""
+Trace = tuple[list[int], list[int]]  # tokens, and the kind of each one after the prompt
 
 
 @dataclass(frozen=True)
 class Traces:
     """Right-padded traces; B sequences of at most T tokens, N supervised tokens in row-major order."""
 
-    input_ids: Tensor
-    """`[B, T]`"""
-    supervised: Tensor
-    """bool `[B, T - 1]`, whether the next token is one of the trace."""
-    sequence_index: Tensor
-    """`[N]`, the row of each supervised token."""
-    planted: Tensor
-    """`[N]`, SOUND, WRONG_STEP, IRRELEVANT_PART or WRONG_TRACE."""
+    input_ids: Tensor  # `[B, T]`
+    supervised: Tensor  # bool `[B, T - 1]`, whether the next token is one of the trace
+    sequence_index: Tensor  # `[N]`, the row of each supervised token
+    planted: Tensor  # `[N]`, SOUND, WRONG_STEP, IRRELEVANT_PART or WRONG_TRACE
 
     def __len__(self) -> int:
         return len(self.input_ids)

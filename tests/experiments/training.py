@@ -14,12 +14,10 @@ from vcore_ds.config.sections import MethodConfig
 from vcore_ds.method.weights import Tokens, segment_sum
 from vcore_ds.training.weighting import alpha_of_micro_batch, sequence_weights, token_weights
 
-NUM_PROBLEMS = 256
-"""Number of clean problems on which a model is evaluated, the same for all runs."""
+NUM_PROBLEMS = 256  # number of clean problems on which a model is evaluated, the same for all runs
 REPORTED, CHOOSING = 0, 1
 """Draws of held-out problems: for the tables, and to choose learning rates."""
-START = {"num_steps": 700, "learning_rate": 3e-3}
-"""Schedule of the SFT runs whose models the others start from."""
+START = {"num_steps": 700, "learning_rate": 3e-3}  # schedule of the SFT runs whose models the others start from
 MAIN_STREAM, PROBE_STREAM, POOL_STREAM, START_STREAM, HELD_OUT_STREAM, TRUSTED_STREAM = range(6)
 
 

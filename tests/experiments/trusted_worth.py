@@ -1,18 +1,18 @@
 """When trusted traces alone are not enough, on a real model: SmolLM2-135M-Instruct, LoRA, word problems.
 
-    python -m tests.experiments.trusted_worth run [--settings NAME ..]    what is missing
+    python -m tests.experiments.trusted_worth run                         what is missing
     python -m tests.experiments.trusted_worth report                      the tables of docs/reports/whole-traces.md
 
 Settings, rows, sizes, measures and predictions are on the page, committed before the first reported run. All runs are
 in one process in fp32: training is a loop in PyTorch, selection uses `vcore_ds.token_utilities`. Results are appended
 to trusted_worth.jsonl, and finished runs are skipped."""
 
-import argparse
 import json
 import random
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,16 +47,15 @@ TOGETHER = (
     "{name} has {start} {thing}. A friend has {less} fewer. How many do both have together?",
     "A box has {start} {thing}, a bag has {less} fewer. How many are in both together?",
 )
-TYPES = (STORIES, ADDED_FIRST, TOGETHER)
-"""Types of problems; the first is the one of launch_scripts/wrong_traces.py."""
+TYPES = (STORIES, ADDED_FIRST, TOGETHER)  # types of problems; the first is the one of launch_scripts/wrong_traces.py
 
 
 @dataclass(frozen=True)
 class Setting:
     num_types: int = 1
     num_trusted_spoiled: int = 0
+    # How authors spoil a trace: they add instead of subtracting (wrong rule), or copy the right answer
     spoiled: str = "wrong rule"
-    """How authors spoil a trace: they add instead of subtracting (wrong rule), or copy the right answer."""
 
 
 SETTINGS = {
@@ -209,17 +208,9 @@ class Learner:
         self._tokenizer.padding_side = "left"
         inputs = self._tokenizer([problem.prompt for problem in problems], return_tensors="pt", padding=True)
         self.model.eval()
-        outputs = self.model.generate(
-            **inputs,
-            do_sample=False,
-            max_new_tokens=MAX_NEW_TOKENS,
-            eos_token_id=end,
-            pad_token_id=end,
-            use_cache=True,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-        )
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        ends = {"max_new_tokens": MAX_NEW_TOKENS, "eos_token_id": end, "pad_token_id": end}
+        outputs = self.model.generate(**inputs, **greedy, **ends, use_cache=True)
         self.model.train()
         answers = outputs[:, inputs["input_ids"].shape[1] :]
         return self._tokenizer.batch_decode(answers, skip_special_tokens=True)
@@ -284,19 +275,19 @@ def evaluate(learner: Learner, problems: Sequence[Trace], setting: Setting) -> d
     }
 
 
-def run(settings: Mapping[str, Setting], seeds: Sequence[int], results: Path = RESULTS) -> None:
+def run() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    for name, setting in settings.items():
-        for seed in seeds:
-            done = {r["row"] for r in read_results(results) if (r["setting"], r["seed"]) == (name, seed)}
+    for name, setting in SETTINGS.items():
+        for seed in SEEDS:
+            done = {r["row"] for r in read_results(RESULTS) if (r["setting"], r["seed"]) == (name, seed)}
             if done == set(ROWS):
                 continue
             for result in run_rows(lambda seed=seed: Learner(base, tokenizer, seed), setting, seed):
                 print(name, seed, result, flush=True)
                 if result["row"] not in done:
-                    with results.open("a") as file:
+                    with RESULTS.open("a") as file:
                         file.write(json.dumps({"setting": name, "seed": seed, **result}) + "\n")
 
 
@@ -335,19 +326,5 @@ def report() -> None:
         print()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("run", help="train what is missing")
-    runs.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    runs.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    commands.add_parser("report", help="print the tables")
-    arguments = parser.parse_args()
-    if arguments.command == "report":
-        report()
-    else:
-        run({name: SETTINGS[name] for name in arguments.settings}, arguments.seeds)
-
-
 if __name__ == "__main__":
-    main()
+    {"run": run, "report": report}[sys.argv[1]]()

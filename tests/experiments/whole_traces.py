@@ -8,9 +8,9 @@ the highest mean accuracy, and the lowest loss among equals. Other cells and poo
 Results are appended to RESULTS, and finished runs are skipped, so it may be stopped and started again at any time.
 """
 
-import argparse
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,16 +26,13 @@ from tests.experiments.training import CHOOSING, REPORTED, Run, evaluate, load_s
 from tests.helpers.commands import REPOSITORY
 
 FOLDER = REPOSITORY / "runs" / "learning_whole_traces"
-RESULTS = Path(__file__).with_suffix(".jsonl")
-"""Committed with the code, so that the tables can be made again."""
+RESULTS = Path(__file__).with_suffix(".jsonl")  # committed with the code, so that the tables can be made again
 SEEDS, CHOOSING_SEEDS = (0, 1, 2, 3, 4), (10, 11)
 RATES = (3e-4, 1e-3, 3e-3)
 NUM_TRACES, NUM_STEPS = 1024, 100
-TRUSTED_SHARE = 0.2
-"""4 trusted sequences in addition to 16 of the training data."""
+TRUSTED_SHARE = 0.2  # 4 trusted sequences in addition to 16 of the training data
 POOL = 8
-WITHIN = 0.005
-"""Nats within a trace if the budget is over the batch."""
+WITHIN = 0.005  # nats within a trace if the budget is over the batch
 CELLS = (
     ("systematic", 0.6),
     ("random", 0.6),
@@ -45,8 +42,8 @@ CELLS = (
     ("random", 0.8),
 )
 """Noise and share of wrong traces; the central cell first."""
+# Size and share of wrong traces of pools in the central cell
 POOLS = ((4, 0.0), (16, 0.0), (64, 0.0), (8, 0.25), (16, 0.25))
-"""Size and share of wrong traces of pools in the central cell."""
 MAIN_ROWS = (
     "before training",
     "sft",
@@ -59,33 +56,12 @@ MAIN_ROWS = (
     "vcore, 1 over the batch",
     "sft, right traces alone",
 )
-PRESET_ROWS = ("vcore, 1 over the batch, + trusted", "vcore, 0.5 nats within, + trusted")
-"""Rows that decide how presets/trusted.yaml weights, and whether it trains on the pool as well."""
 MAJORITY_ROWS = (
     "vcore, training probe, 0.5 within",
     "vcore, training probe, 1 over the batch",
     "vcore, previous step, 0.5 within",
 )
 """Additional rows for cells where right traces are the majority."""
-OPTION_ROWS = (
-    "vcore, 1 over the batch, every 5",
-    "vcore, 1 over the batch, B' 2",
-    "vcore, 1 over the batch, B' 2, decay 0.9",
-    "vcore, training probe, 0.5 within",
-    "vcore, training probe, 1 over the batch",
-    "vcore, previous step, 0.5 within",
-    "vcore, previous step, 1 over the batch",
-)
-"""Rows with other directions of the probe."""
-RANK_ROWS = (
-    "vcore, 1 over the batch, rank 4",
-    "vcore, 1 over the batch, rank 16",
-    "vcore, 0.5 nats within, rank 4",
-    "vcore, 0.5 nats within, rank 16",
-)
-"""Matrices are 64 wide. Whether presets take `probe.rank` by default, decided before these ran: they do if the row
-of rank 16 is, in the mean over the seeds, less than 1 point of accuracy below the full-rank row with both weightings,
-and the interval of the difference includes 0. Predicted: rank 16 even, rank 4 less than 2 points below."""
 POOL_ROWS = (
     "sft",
     "sft + trusted",
@@ -176,42 +152,17 @@ def list_rates(row: Setting) -> Sequence[float]:
     return RATES if row.num_steps > 0 else RATES[:1]
 
 
-def iter_due_runs() -> Iterator[Setting]:
-    """Yield all runs, the most important first, each once the runs before it have finished."""
-    last = (*OPTION_ROWS, *RANK_ROWS)
-    others = [name for name in grid(*CELLS[0]) if name not in (*MAIN_ROWS, *PRESET_ROWS, *last)]
-    cells = [make_cell_rows(*cell) for cell in CELLS[1:]]
-    pools = [make_pool_rows(*pool) for pool in POOLS]
-    yield from iter_due_in_centre(MAIN_ROWS)
-    yield from iter_due_in_centre(PRESET_ROWS)
-    for cell in cells:
-        yield from iter_due_elsewhere([cell], MAIN_ROWS, SEEDS[:3])
-    yield from iter_due_in_centre(others)
-    yield from iter_due_elsewhere(pools, POOL_ROWS, SEEDS[:3])
-    yield from iter_due_in_centre(OPTION_ROWS)
-    yield from iter_due_elsewhere(cells, MAJORITY_ROWS, SEEDS[:3])
-    yield from iter_due_elsewhere(cells + pools, (*MAIN_ROWS, *MAJORITY_ROWS), SEEDS[3:])
-    yield from iter_due_in_centre(RANK_ROWS)
-
-
-def iter_due_in_centre(names: Sequence[str]) -> Iterator[Setting]:
-    """Yield all rates on CHOOSING_SEEDS and, once those have finished, the chosen rates on SEEDS."""
-    rows = {name: grid(*CELLS[0])[name] for name in names}
+def iter_runs() -> Iterator[Setting]:
+    """Yield all runs: the central cell at all rates on CHOOSING_SEEDS, then everything at the chosen rates on SEEDS."""
+    centre = grid(*CELLS[0])
     for seed in CHOOSING_SEEDS:
-        for row in rows.values():
+        for row in centre.values():
             yield from (replace(row, learning_rate=rate, seed=seed) for rate in list_rates(row))
-    rates = choose_rates(rows, read_results(RESULTS))
+    rates = choose_rates(centre, read_results(RESULTS))
+    tables = [centre, *(make_cell_rows(*cell) for cell in CELLS[1:]), *(make_pool_rows(*pool) for pool in POOLS)]
     for seed in SEEDS:
-        yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows.items())
-
-
-def iter_due_elsewhere(
-    tables: Sequence[dict[str, Setting]], names: Sequence[str], seeds: Sequence[int]
-) -> Iterator[Setting]:
-    for seed in seeds:
         for rows in tables:
-            for name in (name for name in rows if name in names):
-                yield replace(rows[name], learning_rate=choose_row_rate(name, read_results(RESULTS)), seed=seed)
+            yield from (replace(row, learning_rate=rates[name], seed=seed) for name, row in rows.items())
 
 
 def train(setting: Setting) -> dict[str, Any]:
@@ -244,7 +195,7 @@ def run() -> None:
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
     done = {parse_setting(result) for result in read_results(RESULTS)}
-    for setting in iter_due_runs():
+    for setting in iter_runs():
         if setting in done:
             continue
         result = train(setting)
@@ -269,13 +220,5 @@ def report() -> None:
     print(f"{len(results)} runs, {sum(result['seconds'] for result in results) / 60:.0f} minutes of one core.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("run", help="train what is missing of the grid")
-    commands.add_parser("report", help="print the tables")
-    {"run": run, "report": report}[parser.parse_args().command]()
-
-
 if __name__ == "__main__":
-    main()
+    {"run": run, "report": report}[sys.argv[1]]()
