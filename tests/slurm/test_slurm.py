@@ -207,7 +207,7 @@ def test_unfit_nodes_are_named_before_anything_starts(cluster: Cluster, setup: T
     for part in (
         "n1: free disk: found 0.2",
         f"n2: data.train_path: found nothing to read at {disk}/train.jsonl.",
-        f"n2: run.output_dir: found no file that n1 made in {disk}, expected a folder that all nodes share",
+        f"n2: run.output_dir: found no file that rank 0 made in {disk}, expected a folder that all nodes share",
         "n1: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
         "n2: parallel.tensor: found 2 with 1 ranks on the node, expected a divisor of them",
     ):

@@ -61,7 +61,7 @@ LAYOUT_FUNCTIONS = {
     "all_gather",
 }  # fmt: skip
 AXES = {"data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"}
-BEFORE_ANY_LAYOUT = "vcore_ds.commands.preflight.interconnect"
+BEFORE_ANY_LAYOUT = "vcore_ds.commands.preflight"
 """Measures the network in separate process groups, on ranks that are on no axes yet."""
 
 
@@ -305,7 +305,7 @@ def test_a_named_reduction_passes() -> None:
         ("from deepspeed import zero", "vcore_ds.training.run"),
         ("import deepspeed", "vcore_ds.distributed.process_group"),
         ("import torch.distributed as dist", "vcore_ds.data.batches"),
-        ("import torch.distributed as dist", "vcore_ds.commands.preflight.inspection"),
+        ("import torch.distributed as dist", "vcore_ds.commands.train"),
         ("from torch import distributed", "vcore_ds.training.step"),
         ("from torch.distributed import all_reduce", "vcore_ds.utility.direction"),
         ("import torch", "vcore_ds.config.schema"),

@@ -1,0 +1,383 @@
+"""`vcore-ds preflight`: check that all nodes are ready for a run, before it starts. One process per rank of the run."""
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from vcore_ds.commands.arguments import add_recipe
+from vcore_ds.common.errors import UserError, first_line
+from vcore_ds.common.imports import lasting_imports
+from vcore_ds.common.paths import can_be_hub_id, is_readable
+from vcore_ds.common.text import GIB, gib
+from vcore_ds.config.load import load_recipe
+from vcore_ds.config.schema import Recipe
+
+HELP = "check that all nodes are ready for a run"
+DESCRIPTION = (
+    "Compare versions, commit and GPUs of all nodes, check files and free disk, and time a matrix multiplication on "
+    "each rank and an all-reduce over all. Start it as train, one process per rank. Exit code 2 if a node is not "
+    "ready, with what to do about it. Example: deepspeed --hostfile hosts --module vcore_ds.commands.cli preflight "
+    "RECIPE.yaml"
+)
+TEMPORARY_BYTES = 2 * GIB  # required in the temporary folder, for compiled kernels and files of the processes
+MEET_SECONDS = 120.0  # timeout to form the process group, and of the measurement; a working network takes seconds
+SHARED_FOLDER_SECONDS = 10.0  # until the other nodes see a new file, whose absence no node has cached
+NUM_TIMED = 5  # after an untimed one that builds connections and handles
+SLOW_SHARE = 0.8  # of the median speed of all GPUs, below which one is named: all ranks wait for the slowest
+
+add_arguments = add_recipe
+
+
+@dataclass(frozen=True)
+class Node:
+    """The report of one node."""
+
+    host: str
+    versions: Mapping[str, str | None]  # of packages, CUDA, NCCL and driver, and the commit
+    gpus: tuple[str, ...] | None  # None if PyTorch cannot use them, which is one of the problems
+    problems: tuple[str, ...]  # what is wrong whatever the other nodes have
+    sees_output: bool  # whether the node sees a file that rank 0 made next to run.output_dir
+    free_output_bytes: int
+    free_temporary_bytes: int
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Compare all nodes, then time them; rank 0 prints. Raises UserError on rank 0, with a line per problem. The other
+    ranks exit with the same code."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    with lasting_imports():
+        import torch.distributed as dist
+
+        # Imported before any group exists: as default arguments its functions would keep the group and its threads.
+        import torch.distributed.nn.functional  # noqa: F401
+
+        from vcore_ds.distributed.process_group import join_process_group, set_variables_of_one_process
+
+    set_variables_of_one_process()
+    try:
+        join_process_group("gloo", timedelta(seconds=MEET_SECONDS))
+    except RuntimeError as error:
+        raise UserError(
+            f"preflight: {socket.gethostname()}: found {first_line(error)!r}, expected all ranks to reach each other "
+            "over TCP (not through 127.0.0.1). Set GLOO_SOCKET_IFNAME to the interface of the network between the "
+            "nodes (`ip -br address`)"
+        ) from None
+    try:
+        has_gpus = compare_nodes(recipe)
+        time_ranks(has_gpus)
+    finally:
+        # Ends gloo's threads. A thread that still frees tensors while the interpreter shuts down aborts the process,
+        # in 1 of 100 runs on busy cores.
+        dist.destroy_process_group()
+
+
+def compare_nodes(recipe: Recipe) -> bool:
+    """Print what the nodes have; return whether they have GPUs. Raises UserError for problems, as `main`."""
+    is_first, output = os.environ["RANK"] == "0", Path(recipe.run.output_dir).absolute()
+    folder = next(parent for parent in (output, *output.parents) if parent.is_dir())
+    mark = gather(_make_mark(folder) if is_first else None)[0]
+    if isinstance(mark, str):
+        problem = f"{socket.gethostname()}: found {mark}, expected a folder that can be written. Set run.output_dir"
+        _refuse("there is no place for the run", [problem])
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    nodes = [node for node in gather(inspect(recipe, folder, mark) if is_first_of_node else None) if node]
+    if is_first:
+        mark.unlink(missing_ok=True)
+    # One GPU per rank; none if no node has any, unless SLURM has allocated some.
+    needs_gpu = any(node.gpus for node in nodes) or "SLURM_GPUS_ON_NODE" in os.environ
+    ranks_of_hosts = Counter(gather(socket.gethostname()))
+    num_bytes = gather(compute_output_bytes(recipe) if is_first else None)[0]
+    num_gpus = max(ranks_of_hosts.values()) if needs_gpu else 0
+    if is_first:
+        print(describe(nodes, num_bytes, folder), flush=True)
+    problems = [*find_differences(nodes), *find_split_groups(ranks_of_hosts, recipe.parallel.tensor)]
+    problems += [line for node in nodes for line in find_problems(node, num_gpus, num_bytes, folder)]
+    _refuse("the nodes are not ready for this run", problems)
+    return needs_gpu
+
+
+def gather(value: Any) -> list[Any]:
+    """All-gather `value` through host memory. A collective."""
+    import torch.distributed as dist
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _refuse(what: str, problems: Sequence[str]) -> None:
+    """End all ranks if there are problems, which are the same on all ranks; rank 0 prints them."""
+    if problems and os.environ["RANK"] == "0":
+        raise UserError("\n  ".join([f"preflight: {what}:", *problems]))
+    if problems:
+        time.sleep(3.0)  # the launcher kills all ranks once one exits; give rank 0 time to print
+        sys.exit(UserError.EXIT_CODE)
+
+
+def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
+    """Report on this node; `mark` is the file that rank 0 has made in the output folder."""
+    import torch
+
+    from vcore_ds.distributed.device import uses_gpu
+    from vcore_ds.distributed.unused_gpus import run_nvidia_smi
+    from vcore_ds.training.run_folder import describe_environment
+
+    facts, problems = describe_environment(world_size=1), list(find_unreadable(recipe))
+    gpus: tuple[str, ...] | None = None
+    try:
+        gpus = tuple(facts["devices"]) if uses_gpu() else ()
+    except UserError as error:  # a line of the report, beside those of other nodes
+        problems.append(str(error))
+    if gpus and recipe.method.uses_utilities and (missing := find_missing_compiler()):
+        problems.append(
+            f"compiling kernels: found {missing}, expected a C compiler and Python's headers, which Triton needs for "
+            "attention in JVP passes. Install them in the image (apt-get install gcc python3-dev)"
+        )
+    drivers = run_nvidia_smi("driver_version")
+    nccl = None if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()))
+    versions = {"python": facts["python"], **facts["packages"], "CUDA of torch": torch.version.cuda, "NCCL": nccl}
+    versions["NVIDIA driver"] = drivers.stdout.partition("\n")[0] if drivers and drivers.returncode == 0 else None
+    return Node(
+        host=socket.gethostname(),
+        versions=versions | {"commit": facts["git_commit"]},
+        gpus=gpus,
+        problems=tuple(problems),
+        sees_output=_appears(mark),
+        free_output_bytes=shutil.disk_usage(output_folder).free if output_folder.exists() else 0,
+        free_temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
+    )
+
+
+def find_missing_compiler() -> str | None:
+    """Return what Triton lacks to compile its kernel launchers (`triton/runtime/build.py`), or None. Python packages
+    do not install these, and slim images lack them."""
+    compiler = os.environ.get("CC") or "gcc or clang"
+    if not any(shutil.which(name) for name in compiler.split(" or ")):
+        return f"no {compiler}"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if headers.exists() else f"no {headers}"
+
+
+def find_unreadable(recipe: Recipe) -> Iterator[str]:
+    """A line for each key of the recipe whose file this node cannot read."""
+    from vcore_ds.models.configuration import read_config  # take seconds to import; one rank of a node needs them
+    from vcore_ds.models.model_folder import check_model_folder
+
+    try:
+        check_model_folder(recipe.model.path)
+        read_config(recipe.model.path)
+    except (UserError, OSError, ValueError) as error:
+        problem = first_line(error).removeprefix("model.path: ")
+        yield f"model.path: found {problem}. Give a folder that all nodes share"
+    for key, path in recipe.data.paths().items():
+        # A data set on the hub is read when the run starts. A path whose parent folder exists here is not a hub id.
+        if not is_readable(path) and (not can_be_hub_id(path) or Path(path).parent.is_dir()):
+            yield f"data.{key}: found nothing to read at {path}. Give a file that all nodes share"
+
+
+def compute_output_bytes(recipe: Recipe) -> int | None:
+    """Free bytes that the run still needs, for its result and its checkpoints, one more than it keeps; None for a model
+    that cannot be read."""
+    from vcore_ds.models.architecture_check import count_parameters
+    from vcore_ds.models.loading import DTYPES  # takes seconds to import, and only rank 0 needs it
+
+    num_parts = recipe.parallel.tensor
+    counts = count_parameters(recipe.model.path, recipe.lora, num_parts)
+    if not counts.all:
+        return None
+    # Master weights, and two moments of AdamW. Muon's matrices have one, but not the embeddings.
+    num_fp32_states = 1 if recipe.optimizer.name == "sgd" else 3
+    parameter_bytes = DTYPES[recipe.model.precision].itemsize
+    checkpoint = num_parts * counts.trained * (4 * num_fp32_states + parameter_bytes)  # last: the probe direction
+    written = len(list(Path(recipe.run.output_dir).glob("checkpoints/step_*/COMPLETE")))
+    result = num_parts * (counts.all if recipe.lora is None else counts.trained) * parameter_bytes
+    return max(1, recipe.checkpoint.keep_last + 1 - written) * checkpoint + result
+
+
+def _make_mark(folder: Path) -> Path | str:
+    """Make an empty file; return the error if that fails."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=".preflight_", dir=folder)
+    except OSError as error:
+        return str(error)
+    os.close(handle)
+    return Path(name)
+
+
+def _appears(path: Path) -> bool:
+    """Whether the file is visible within `SHARED_FOLDER_SECONDS`."""
+    deadline = time.monotonic() + SHARED_FOLDER_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1.0)
+    return True
+
+
+def find_differences(nodes: Sequence[Node]) -> Iterator[str]:
+    """A line for each fact of a node that differs from what most have."""
+    kinds = {node.host: " + ".join(sorted(set(node.gpus))) for node in nodes if node.gpus}
+    for what in [*dict.fromkeys(name for node in nodes for name in node.versions), "kind of GPU"]:
+        values = kinds if what == "kind of GPU" else {node.host: node.versions.get(what) for node in nodes}
+        usual, number = Counter(values.values()).most_common(1)[0] if values else (None, 0)
+        for host, value in values.items():
+            if value != usual:
+                yield (
+                    f"{host}: {what}: found {value or 'none'}, expected {usual or 'none'} as on {number} of "
+                    f"{len(nodes)} nodes. Use one environment and checkout on a shared disk, and nodes of one kind "
+                    f"(sbatch --constraint, --exclude={host})"
+                )
+
+
+def find_problems(node: Node, num_gpus: int, num_bytes: int | None, folder: Path) -> Iterator[str]:
+    """A line for each thing that the node lacks; `num_bytes` in the output folder, None for a model of unknown size."""
+    yield from (f"{node.host}: {problem}" for problem in node.problems)
+    if node.gpus is not None and len(node.gpus) != num_gpus:
+        yield (
+            f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {num_gpus}. Check "
+            f"nvidia-smi there, or leave the node out with sbatch --exclude={node.host}"
+        )
+    if not node.sees_output:
+        yield (
+            f"{node.host}: run.output_dir: found no file that rank 0 made in {folder}, expected a folder "
+            "that all nodes share. Set run.output_dir"
+        )
+    elif num_bytes is not None and node.free_output_bytes < num_bytes:
+        yield (
+            f"{node.host}: free disk: found {_space(node.free_output_bytes)} in {folder}, expected "
+            f"{_space(num_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
+        )
+    if node.free_temporary_bytes < TEMPORARY_BYTES:
+        yield (
+            f"{node.host}: free disk: found {_space(node.free_temporary_bytes)} in {tempfile.gettempdir()}, expected "
+            f"{_space(TEMPORARY_BYTES)}. Free some, or set TMPDIR to another disk of the node"
+        )
+
+
+def find_split_groups(ranks_of_hosts: Mapping[str, int], tensor: int) -> list[str]:
+    """A line for each node with a tensor-parallel group (of `tensor` ranks) that extends to another node.
+    `ranks_of_hosts`: host -> number of ranks."""
+    return [
+        f"{host}: parallel.tensor: found {tensor} with {num_ranks} ranks on the node, expected a divisor of them: "
+        "tensor-parallel ranks exchange the activations of every layer. Set parallel.tensor, or the ranks of a node"
+        for host, num_ranks in ranks_of_hosts.items()
+        if num_ranks % tensor
+    ]
+
+
+def describe(nodes: Sequence[Node], num_bytes: int | None, folder: Path) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items() if version)
+    output = "an unknown size" if num_bytes is None else _space(num_bytes)
+    lines = [
+        f"preflight: {len(nodes)} nodes; on {nodes[0].host}: {versions}",
+        f"  needed: {output} in {folder}, {_space(TEMPORARY_BYTES)} in {tempfile.gettempdir()}",
+    ]
+    for node in nodes:
+        gpus = ", ".join(f"{number} x {name}" for name, number in Counter(node.gpus).items()) or "no GPU"
+        free = f"{_space(node.free_output_bytes)} and {_space(node.free_temporary_bytes)}"
+        lines.append(f"  {node.host}: {gpus}; free: {free}")
+    return "\n".join(lines)
+
+
+def _space(num_bytes: int) -> str:
+    return f"{gib(num_bytes, 1)} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def time_ranks(has_gpus: bool) -> None:
+    """Time a matrix multiplication on each rank and an all-reduce over all; rank 0 prints. Ends all ranks where the
+    all-reduce fails, or a GPU is slow."""
+    size, num_bytes = (8192, 256 * 2**20) if has_gpus else (512, 16 * 2**20)
+    host, result = socket.gethostname(), Future[tuple[float, float]]()
+
+    def measure() -> None:
+        try:
+            result.set_result(_measure(size, num_bytes, has_gpus))
+        except BaseException as error:  # raised again by `result`, in the waiting thread
+            result.set_exception(error)
+
+    # In a thread: building a communicator blocks in C, beyond the reach of torch's timeouts, and NCCL hangs without an
+    # error on a network that drops its packets.
+    threading.Thread(target=measure, daemon=True).start()
+    try:
+        if not wait([result], MEET_SECONDS).done:
+            raise TimeoutError(f"no all-reduce of {num_bytes} bytes in {MEET_SECONDS:g} s")
+        matmul_seconds, seconds = result.result()
+    except (TimeoutError, RuntimeError) as error:
+        print(
+            f"vcore-ds: preflight: {host}: rank {os.environ['RANK']}: found {first_line(error)}, expected the sum "
+            "within a second. Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, NCCL_IB_HCA to "
+            "the InfiniBand adapters; NCCL_DEBUG=INFO shows what NCCL chose",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(UserError.EXIT_CODE)  # a normal exit would wait for the thread that hangs
+    speeds = gather((host, 2 * size**3 / matmul_seconds / 1e12))
+    if os.environ["RANK"] == "0":
+        # The bus bandwidth of nccl-tests, which does not depend on the number of ranks.
+        bandwidth = 2 * (1 - 1 / len(speeds)) * num_bytes / seconds
+        slowest, fastest = min(speed for _, speed in speeds), max(speed for _, speed in speeds)
+        print(
+            f"  matrix multiplication: {slowest:.3g} to {fastest:.3g} TFLOP/s\n"
+            f"  all-reduce of {num_bytes / 2**20:g} MiB over {len(speeds)} ranks: {seconds * 1e3:.3g} ms, bus "
+            f"bandwidth {bandwidth / 1e9:.3g} GB/s",
+            flush=True,
+        )
+    _refuse("a GPU is slower than the others", find_slow_gpus(speeds) if has_gpus else [])
+
+
+def _measure(size: int, num_bytes: int, on_gpu: bool) -> tuple[float, float]:
+    """Median seconds of a square matrix multiplication, and of an all-reduce by NCCL with one GPU per rank, else gloo.
+    Raises RuntimeError for a wrong sum."""
+    import torch
+    import torch.distributed as dist
+
+    group, device = None, torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        group = dist.new_group(backend="nccl", timeout=timedelta(seconds=MEET_SECONDS))
+
+    def time_median(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(1 + NUM_TIMED):
+            dist.barrier()  # over gloo, so that all ranks start together
+            started = time.perf_counter()
+            work()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[1:])
+
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    values = torch.ones(num_bytes // 4, device=device)
+    medians = time_median(lambda: matrix @ matrix), time_median(lambda: dist.all_reduce(values, group=group))
+    expected = float(dist.get_world_size()) ** (1 + NUM_TIMED)
+    # Also detects a network that corrupts data. The sum is finite in fp32 up to millions of ranks.
+    if not torch.allclose(values, torch.full_like(values, expected)):
+        raise RuntimeError(f"the all-reduce gave {float(values.min()):g} to {float(values.max()):g}, not {expected:g}")
+    return medians
+
+
+def find_slow_gpus(speeds: Sequence[tuple[str, float]]) -> list[str]:
+    """A line for each rank that is clearly slower than most; `speeds`: host and TFLOP/s of each rank."""
+    usual = statistics.median(speed for _, speed in speeds)
+    return [
+        f"{host}: rank {rank}: found {speed:.3g} TFLOP/s in a matrix multiplication, expected about {usual:.3g} as on "
+        "the other ranks, which wait for it. Look at clocks, power and temperature (nvidia-smi -q -d PERFORMANCE)"
+        for rank, (host, speed) in enumerate(speeds)
+        if speed < SLOW_SHARE * usual
+    ]
