@@ -53,9 +53,9 @@ INSTRUCTIONS = {"H100": "HGMMA", "B200": "UTCHMMA", "B300": "UTCHMMA"}
 
 
 def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
-    """With all tangents, and for the tangent alone with sinks and a window: the tile that runs without timing fits the
-    card, spills no registers, and multiplies matrices on the tensor cores with few waits; and batches of all kinds
-    share one kernel."""
+    """With all tangents, and for the tangent alone with sinks and a window, each on every card (each with every head
+    dimension in `make soak`): the tile that runs without timing fits the card, spills no registers, and multiplies
+    matrices on the tensor cores with few waits; and batches of all kinds share one kernel."""
     triton = importlib.util.find_spec("triton")
     folder = Path(triton.origin).parent / "backends" / "nvidia" / "bin" if triton and triton.origin else None
     missing = [name for name in PROGRAMS if folder is None or not (folder / name).is_file()]
@@ -68,7 +68,7 @@ def test_first_tiles_keep_the_tensor_cores_busy(tmp_path: Path) -> None:
     command = ("-m", "tests.benchmarks.kernel_compiles", *options, "--gpu", *cards, "--head-dim", *words)
     report = json.loads(run_python(*command, TRITON_CACHE_DIR=str(tmp_path)))
     assert [(entry["gpu"], entry["head_dim"]) for entry in report["tiles"]] == [
-        (gpu, head_dim) for gpu in cards for head_dim in head_dims for _ in range(4 if IS_SOAK else 2)
+        (gpu, head_dim) for gpu in cards for head_dim in head_dims for _ in range(4 if IS_SOAK else 1)
     ]
     for entry in report["tiles"]:
         print(entry)
