@@ -21,6 +21,8 @@ from vcore_ds.training import run
 from vcore_ds.training.checkpoints import Checkpoints
 
 NUM_STEPS = 4
+CHECKS = ("check_model", "rehearse_result", "check_start", "check_derivatives")
+"""Functions of `run` that depend on no data."""
 
 _checked: set[str] = set()
 """Model-related sections, as JSON, of the recipes whose checks at the start have passed in this process."""
@@ -66,23 +68,21 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
 
 
 def train(recipe: Recipe) -> Path:
-    """Train without a model card, and without the start checks if an earlier run of this process made them with the
-    same model: together a tenth of a short run. Returns the run's folder."""
+    """Train without a model card, and without the checks at the start if an earlier run of this process has passed them
+    with the same model: together a quarter of a short run. Returns the run's folder."""
     gc.freeze()  # DeepSpeed collects garbage at each start of an engine, which would traverse those of earlier runs
     sections = recipe.model_dump_json(include={"model", "lora", "parallel", "batch", "utility"})
-    replaced = run.check_start, run.check_derivatives, run.make_model_card
-    run.make_model_card = lambda *_: ""
+    replaced = {"make_model_card": lambda *_: ""}
     if sections in _checked:
-        run.check_start = run.check_derivatives = lambda *_: None
-    try:
-        folder = run.train(recipe).folder
-        _checked.add(sections)
-        return folder
-    except Stopped:
-        _checked.add(sections)
-        raise
-    finally:
-        run.check_start, run.check_derivatives, run.make_model_card = replaced
+        replaced |= dict.fromkeys(CHECKS, lambda *_: None)
+    with patch.multiple(run, **replaced):
+        try:
+            folder = run.train(recipe).folder
+        except Stopped:
+            _checked.add(sections)
+            raise
+    _checked.add(sections)
+    return folder
 
 
 def run_to_end(recipe: Recipe) -> Path:
