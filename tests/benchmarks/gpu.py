@@ -46,7 +46,6 @@ from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import checkpoint_activations
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.training.run_folder import describe_environment
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.step import take_direction
 from vcore_ds.training.step_metrics import StepMetrics
 from vcore_ds.utility.direction import Direction
@@ -228,7 +227,7 @@ def summarize(lines: list[dict], num_tokens: int, flops: float, estimate: int, n
 def measure_fidelity_in_bf16(engine: Engine, direction: Direction, batch: Batch) -> dict[str, Any]:
     """Compare utilities in the training precision with those in fp32, for the same weights and direction."""
     try:
-        take_direction(direction, derive_step_settings(make_recipe("jvp")), [batch])
+        take_direction(direction, make_recipe("jvp").method, make_recipe("jvp").probe, [batch])
         utilities = []
         for precision in (None, torch.float32):
             with forward_mode(engine, direction, precision):

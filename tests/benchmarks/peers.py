@@ -45,7 +45,6 @@ from vcore_ds.planning.packing import pack_batch, split_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.training.feed import Feed
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks
 
 FINITE_DIFFERENCE = {"utility": {"estimator": "finite_difference", "epsilon": 1e-2}}
@@ -105,9 +104,8 @@ class OurLoop:
         self.engine = build_engine(
             derive_plan_settings(self.recipe), deepspeed_config(derive_plan_settings(self.recipe), plan)
         )
-        self.estimator = build_estimator(
-            derive_step_settings(self.recipe), self.engine, batches_per_pass=plan.batches_per_utility_pass
-        )
+        sections = (self.recipe.method, self.recipe.probe, self.recipe.utility)
+        self.estimator = build_estimator(*sections, self.engine, batches_per_pass=plan.batches_per_utility_pass)
         probes = None
         if self.estimator.direction is not None:
             probes = RandomDraws([len(traces)], peer_fixture.PROBE_SIZE, 0, Stream.PROBE)

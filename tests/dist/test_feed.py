@@ -19,7 +19,7 @@ from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.feed import Feed, build_feed
-from vcore_ds.training.settings import derive_schedule, derive_step_settings
+from vcore_ds.training.schedule import derive_schedule
 
 pytestmark = pytest.mark.dist
 
@@ -58,8 +58,8 @@ def write_config() -> str:
 
 def make_feed(recipe: Recipe, num_ranks: int, probe_dataset: Sequences | None = None) -> Feed:
     plan = plan_batch(derive_plan_settings(recipe), num_ranks, read_model_shape(write_config()))
-    training, settings = make_dataset(NUM_TRAINING, token=3), derive_step_settings(recipe)
-    return build_feed(settings, plan, training, 0, seed=recipe.run.seed, probe_dataset=probe_dataset)
+    training, seed = make_dataset(NUM_TRAINING, token=3), recipe.run.seed
+    return build_feed(recipe.method, recipe.probe, plan, training, 0, seed=seed, probe_dataset=probe_dataset)
 
 
 def list_ids(probe_every: int, trusted: bool) -> list[tuple[list[int], list[int], set[int]]]:
@@ -122,7 +122,8 @@ def test_the_trusted_share_of_each_batch_comes_from_the_pool(monkeypatch) -> Non
         schedule={"num_epochs": 2},
     )
     feed = make_feed(recipe, 1, make_dataset(NUM_TRUSTED, token=7))
-    assert derive_schedule(recipe, NUM_TRAINING).num_steps == 7  # 40 of the training data, 6 a step
+    schedule = derive_schedule(recipe.schedule, 1.0, NUM_TRAINING, feed.main_order.batch_size)
+    assert schedule.num_steps == 7  # 40 of the training data, 6 a step
     assert feed.first_trusted_id == NUM_TRAINING
     counts: Counter[int] = Counter()
     for k in range(10):

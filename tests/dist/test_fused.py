@@ -18,7 +18,6 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import StepBatches, collate
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_estimator
 from vcore_ds.training.start_checks import TOLERANCE, differentiate_along_gradient, take_ending
 from vcore_ds.training.step import take_direction
@@ -89,12 +88,13 @@ def run_main_pass(case: Pass, fused: bool) -> dict[str, Any]:
     precision = {"path": "none", "precision": case.precision}
     recipe = step_runs.make_recipe(model=precision, utility={"fused": fused}, probe={"rank": case.rank})
     engine = step_runs.make_engine(case.make_model(), recipe)
-    estimator = build_estimator(derive_step_settings(recipe), engine)
+    estimator = build_estimator(recipe.method, recipe.probe, recipe.utility, engine)
     rows = tiny.make_batch(4, num_tokens=NUM_TOKENS)
     batch = step_runs.deal(rows, 2, case.sequence_parallel, packed=case.packed)[0]
     take_direction(
         estimator.direction,
-        derive_step_settings(recipe),
+        recipe.method,
+        recipe.probe,
         step_runs.deal(tiny.make_batch(2, num_tokens=NUM_TOKENS, seed=9), 1),
     )
     results: dict[str, Any] = {"why not": why_not_fused(engine)}
@@ -154,7 +154,7 @@ def find_tangents(rank: int | None) -> list[tuple[int, int]]:
     weight, or with a low rank of the first norm."""
     recipe, addresses = step_runs.make_recipe(probe={"rank": rank}), []
     engine = step_runs.make_engine(tiny.token_loss_model(), recipe)
-    direction = build_estimator(derive_step_settings(recipe), engine).direction
+    direction = build_estimator(recipe.method, recipe.probe, recipe.utility, engine).direction
 
     def look(module: torch.nn.Module, _: object) -> None:
         tangent = forward_ad.unpack_dual(module.weight).tangent
@@ -201,7 +201,7 @@ def compare_modes() -> dict[str, tuple[float, float]]:
         elif name == "wrong":
             model.layers[1].register_forward_hook(lambda module, _, output: forward_ad.unpack_dual(output).primal)
         engine = step_runs.make_engine(model, recipe)
-        estimator = build_estimator(derive_step_settings(recipe), engine)
+        estimator = build_estimator(recipe.method, recipe.probe, recipe.utility, engine)
         batch = collate([take_ending(engine, feed, 0, 32)], tiny.PADDING)
         modes[name] = differentiate_along_gradient(engine, estimator, batch)
         engine.close()
@@ -228,7 +228,7 @@ def read_outside_module() -> str:
         lambda module, inputs, output: output * model.decoder.scale.weight.squeeze()
     )
     engine = step_runs.make_engine(model, recipe, persistence_threshold=100)
-    estimator = build_estimator(derive_step_settings(recipe), engine)
+    estimator = build_estimator(recipe.method, recipe.probe, recipe.utility, engine)
     try:
         differentiate_along_gradient(engine, estimator, tiny.make_batch(1))
     except UserError as error:
@@ -280,9 +280,9 @@ def measure_peaks(case: Pass, **changes: int) -> dict[str, int]:
     engine = step_runs.make_engine(
         case.make_model(**sizes | changes), recipe, zero={"stage3_prefetch_bucket_size": 50_000}
     )
-    estimator, plain = build_estimator(derive_step_settings(recipe), engine), NoUtilities(engine)
+    estimator, plain = build_estimator(recipe.method, recipe.probe, recipe.utility, engine), NoUtilities(engine)
     batch = step_runs.deal(tiny.make_batch(4, num_tokens=512), 2)[0]
-    take_direction(estimator.direction, derive_step_settings(recipe), step_runs.deal(tiny.make_batch(2, seed=9), 1))
+    take_direction(estimator.direction, recipe.method, recipe.probe, step_runs.deal(tiny.make_batch(2, seed=9), 1))
     peaks = {}
     for name, forward in (("plain", plain), ("fused", estimator)):
         allocations = Allocations()

@@ -23,7 +23,6 @@ from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.engine.parallel_weights import partition_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.dual_tensors import LowRank
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_estimator
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
@@ -81,10 +80,10 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     layout.make_sequence_groups([case.sequence_parallel])
     model, plain = make_model(case), case.make_plain_model()
     engine = step_runs.make_engine(model, recipe)
-    estimator = build_estimator(derive_step_settings(recipe), engine)
+    estimator = build_estimator(recipe.method, recipe.probe, recipe.utility, engine)
     direction = estimator.direction
     probe = step_runs.deal(tiny.make_batch(2, seed=9), 1)
-    taken = take_direction(direction, derive_step_settings(recipe), probe, seed=SEED)
+    taken = take_direction(direction, recipe.method, recipe.probe, probe, seed=SEED)
     batches = step_runs.deal(tiny.make_batch(NUM_ROWS), 2, case.sequence_parallel, packed=case.packed)
     utilities: dict[int, torch.Tensor] = {}
     forward = estimator.begin(batches)
@@ -97,7 +96,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     bytes_kept = count_kept_bytes(engine, direction)
     exact_tangents, factor_products, replicas = {}, {}, []
     exact = Direction(engine, rank_passes=case.passes)
-    take_direction(exact, derive_step_settings(recipe), probe, seed=SEED)
+    take_direction(exact, recipe.method, recipe.probe, probe, seed=SEED)
     for group in range(len(exact.groups)):
         gathered = exact.finish_gather(exact.start_gather(group))
         for name, parameter in engine.trainable:

@@ -22,7 +22,6 @@ from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.configuration import read_model_shape
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
 from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_engine
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.estimators import NoUtilities, compute_jvp_utilities
@@ -88,7 +87,7 @@ def measure(recipe: Recipe) -> dict[str, Any]:
         "vcore": count_persistent_bytes(engine, estimator.direction),
     }
     # DeepSpeed makes its traces and hooks in the first pass.
-    take_direction(estimator.direction, derive_step_settings(recipe), [batch])
+    take_direction(estimator.direction, recipe.method, recipe.probe, [batch])
 
     def main() -> None:
         with engine.accumulation(1):
@@ -133,7 +132,7 @@ def count_bytes_saved_for_backward(num_layers: int, lora: bool, is_fused: bool) 
     forward = step_runs.make_estimator(recipe, engine) if is_fused else NoUtilities(engine)
     batch = tiny.make_batch(1, num_tokens=16)
     if is_fused:
-        take_direction(forward.direction, derive_step_settings(recipe), [batch])
+        take_direction(forward.direction, recipe.method, recipe.probe, [batch])
     live_bytes = []
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with Allocations() as allocations, engine.accumulation(1):

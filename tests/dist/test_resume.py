@@ -46,14 +46,14 @@ from vcore_ds.engine import checkpoint_shards
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.training import checkpoint_write, run, settings
+from vcore_ds.training import checkpoint_write, loop, run
 from vcore_ds.training.checkpoint_write import MARGIN_BYTES
 from vcore_ds.training.checkpoints import Checkpoints
 from vcore_ds.training.console import Console
 from vcore_ds.training.feed import DataReader, build_feed
 from vcore_ds.training.profile_folder import read_profiles
 from vcore_ds.training.run_folder import begin
-from vcore_ds.training.settings import derive_step_settings
+from vcore_ds.training.schedule import derive_schedule
 from vcore_ds.training.setup import build_engine, plan_ranks
 from vcore_ds.training.token_records import read_records
 
@@ -569,16 +569,16 @@ def train_on_full_disk(folder: Path, disk: Path) -> dict[str, Any]:
 def train_by_fidelity_command(folder: Path, name: str) -> list[str]:
     """Train as the fidelity command does; returns names of parameters that differ in any bit from those of a run."""
     recipe = make_recipe(folder, name, DRAWN_IN_STEPS[name])
-    with patch.object(settings, "MEASURE_NOISE_EVERY", 4):
+    with patch.object(loop, "MEASURE_NOISE_EVERY", 4):
         expected = resumed_runs.load_checkpoint_tensors(resumed_runs.run_to_end(recipe))
-        plan_settings, step_settings, seed = derive_plan_settings(recipe), derive_step_settings(recipe), recipe.run.seed
-        plan = plan_ranks(plan_settings)
+        settings = derive_plan_settings(recipe)
+        plan = plan_ranks(settings)
         reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), Console(enabled=False))
-        training = reader.read_training_data(recipe.method, seed)
-        feed = build_feed(step_settings, plan, training, reader.pad_token_id, seed=seed)
-        engine = build_engine(derive_plan_settings(recipe), deepspeed_config(plan_settings, plan))
-        schedule = settings.derive_schedule(recipe, len(feed.dataset))
-        steps = train_steps(engine, step_settings, feed, schedule, say=lambda line: None)
+        training = reader.read_training_data(recipe.method, recipe.run.seed)
+        feed = build_feed(recipe.method, recipe.probe, plan, training, reader.pad_token_id, seed=recipe.run.seed)
+        engine = build_engine(settings, deepspeed_config(settings, plan))
+        schedule = derive_schedule(recipe.schedule, recipe.optimizer.learning_rate, len(training), 1)
+        steps = train_steps(engine, recipe, feed, schedule, say=lambda line: None)
         assert len(list(islice(steps, NUM_STEPS))) == NUM_STEPS
         outcomes = {name: safe_get_full_fp32_param(parameter).flatten() for name, parameter in engine.trainable}
         engine.close()

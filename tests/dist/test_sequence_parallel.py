@@ -26,7 +26,6 @@ from vcore_ds.models.attention import FORWARD_MODE_ATTENTION, TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.sequence_exchange import gather_losses, take_local_columns
 from vcore_ds.planning.spread import list_sequence_parallel_sizes
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -253,7 +252,7 @@ def count_exchanges(sequence_parallel: int) -> dict[str, dict[str, list[int]]]:
             losses = engine.token_losses(batch)
         with counting_exchanges() as result["backward"]:
             engine.backward(losses.sum())
-    take_direction(estimator.direction, derive_step_settings(recipe), [batch])
+    take_direction(estimator.direction, recipe.method, recipe.probe, [batch])
     with counting_exchanges() as result["jvp"]:
         estimator.begin([batch])
     engine.close()

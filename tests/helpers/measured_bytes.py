@@ -22,7 +22,6 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.feed import make_rank_batches
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_engine, build_estimator
 from vcore_ds.training.step import train_step
 from vcore_ds.training.step_metrics import StepRecorder
@@ -66,7 +65,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         ranks_per_node=layout.size("job"),
     )
     engine = build_engine(derive_plan_settings(recipe), deepspeed_config(derive_plan_settings(recipe), plan))
-    estimator = build_estimator(derive_step_settings(recipe), engine, batches_per_pass=plan.batches_per_utility_pass)
+    estimator = build_estimator(
+        recipe.method, recipe.probe, recipe.utility, engine, batches_per_pass=plan.batches_per_utility_pass
+    )
     num_probe = len(case.lengths) // 2
 
     def make_batches(lengths: list[int]) -> StepBatches:
@@ -76,16 +77,16 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
             make_rank_batches(plan.spread_probe(ids[:num_probe], lengths[:num_probe]), sequences, 0),
         )
 
-    batches, settings = make_batches(case.lengths), derive_step_settings(recipe)
+    batches, sections = make_batches(case.lengths), (recipe.method, recipe.probe)
     num_steps, factor = choose_warm_up(case)
     short_batches = make_batches([n // factor for n in case.lengths])
     for _ in range(num_steps):
-        train_step(engine, settings, short_batches, estimator, StepRecorder(engine.device), learning_rate=1e-5)
+        train_step(engine, *sections, short_batches, estimator, StepRecorder(engine.device), learning_rate=1e-5)
     gc.collect()
     allocations, received = Allocations(), ReceivedBytes()
     recorder = PhaseRecorder(engine.device, allocations)
     with received, allocations:
-        metrics = train_step(engine, settings, batches, estimator, recorder, learning_rate=1e-5)
+        metrics = train_step(engine, *sections, batches, estimator, recorder, learning_rate=1e-5)
     measured = {
         "kept": count_persistent_bytes(engine, estimator.direction),
         "peaks": {phase: peak for phase, peak in recorder.peaks.items() if peak},

@@ -15,7 +15,6 @@ from vcore_ds.data.batches import Batch, StepBatches, idle_batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import is_expert_block
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_estimator
 from vcore_ds.training.step import train_step as take_step
 from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
@@ -74,7 +73,7 @@ def deal(batch: Batch, micro_batch_size: int, sequence_parallel: int = 1, *, pac
 
 
 def make_estimator(recipe: Recipe, engine: Engine, batches_per_pass: int = 1) -> Estimator:
-    return build_estimator(derive_step_settings(recipe), engine, batches_per_pass=batches_per_pass)
+    return build_estimator(recipe.method, recipe.probe, recipe.utility, engine, batches_per_pass=batches_per_pass)
 
 
 def train_step(
@@ -88,7 +87,7 @@ def train_step(
     """`vcore_ds.training.step.train_step`, with `LEARNING_RATE` as the default."""
     recorder = StepRecorder(engine.device) if recorder is None else recorder
     options = {"learning_rate": LEARNING_RATE, **options}
-    return take_step(engine, derive_step_settings(recipe), batches, estimator, recorder, **options)
+    return take_step(engine, recipe.method, recipe.probe, batches, estimator, recorder, **options)
 
 
 class Recorder(StepRecorder):

@@ -6,7 +6,6 @@ from vcore_ds.commands.quickstart.session import SHORTER
 from vcore_ds.config.load import load_recipe
 from vcore_ds.training.console import Console, explain_steps
 from vcore_ds.training.loop import LONG_SECONDS, announce_remaining_time
-from vcore_ds.training.settings import derive_step_settings
 
 
 def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,14 +13,14 @@ def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixt
     numbers = dict.fromkeys(("loss", "weighted_loss", "alpha", "tau", "kl", "utility_mean", "utility_std"), 0.5)
     numbers |= dict.fromkeys(("grad_norm", "learning_rate", "supervised_tokens_per_second", "peak_memory_bytes"), 1)
     for changes in ((), ("probe.direction=sgd", "probe.clip=null"), ("methods/sft.yaml",)):
-        settings = derive_step_settings(load_recipe("quickstart.yaml", changes))
-        tau = numbers["tau"] if settings.method.uses_utilities else None
+        recipe = load_recipe("quickstart.yaml", changes)
+        tau = numbers["tau"] if recipe.method.uses_utilities else None
         Console(enabled=True).show_step(1, 2, numbers | {"tau": tau, "utilization": None}, 60.0, log=True)
         parts = capsys.readouterr().out.split("  ")[1:]
         names = [part.split()[0] for part in parts if not part.split()[-1].startswith(("tok", "GiB", "left"))]
-        legend = explain_steps(settings)
+        legend = explain_steps(recipe.method, recipe.probe)
         assert len(names) >= 4 and all(f" {name} " in legend for name in names), (names, legend)
-        assert ("step 1" in legend) == (settings.method.uses_utilities and settings.probe.direction == "adam")
+        assert ("step 1" in legend) == (recipe.method.uses_utilities and recipe.probe.direction == "adam")
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,14 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from tests.helpers.recipes import smallest_recipe
-from vcore_ds.config.schema import Recipe
-from vcore_ds.training.settings import Schedule, derive_schedule
+from vcore_ds.config.sections import ScheduleConfig
+from vcore_ds.training.schedule import Schedule, derive_schedule
 
 PEAK = 2e-3
 
 
 def make_schedule(**keys: Any) -> Schedule:
-    sections = {"optimizer": {"learning_rate": PEAK}, "schedule": keys}
-    return derive_schedule(Recipe.model_validate(smallest_recipe() | sections), num_sequences=100)
+    return derive_schedule(ScheduleConfig(**keys), PEAK, num_sequences=100, per_step=32)
 
 
 def compute_rates(**keys: Any) -> list[float]:

@@ -16,7 +16,7 @@ from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import DataConfig, MethodConfig, RunConfig, WeightedPath
+from vcore_ds.config.sections import DataConfig, MethodConfig, ProbeConfig, RunConfig, WeightedPath
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import (
     JoinedDataset,
@@ -200,9 +200,8 @@ def test_one_file_in_a_list_is_that_file(setup: Path, one_rank: None) -> None:
 
 
 def make_feed(data, method: MethodConfig = SFT, num_probe: int = 4):
-    settings = SimpleNamespace(method=method, probe=SimpleNamespace(every=1))
     plan = SimpleNamespace(num_trusted_global=0, global_batch_size=4, probe_batch_size_global=num_probe)
-    return build_feed(settings, plan, data, 0, seed=42)  # type: ignore[arg-type]
+    return build_feed(method, ProbeConfig(), plan, data, 0, seed=42)  # type: ignore[arg-type]
 
 
 def test_probes_and_followed_traces_have_the_weights_of_their_files(setup: Path, one_rank: None) -> None:

@@ -61,7 +61,6 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         from vcore_ds.planning.settings import derive_plan_settings
         from vcore_ds.training.console import Console
         from vcore_ds.training.feed import DataReader, build_feed
-        from vcore_ds.training.settings import derive_step_settings
         from vcore_ds.training.setup import build_engine, plan_ranks, start_ranks
         from vcore_ds.training.start_checks import check_start
         from vcore_ds.training.start_screen import describe_training
@@ -83,7 +82,7 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
         reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
         dataset = reader.read_training_stores()
         console.say(f"Data: {describe_training(recipe.data, dataset)}")
-        feed = build_feed(derive_step_settings(recipe), plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
+        feed = build_feed(recipe.method, recipe.probe, plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
         engine = build_engine(settings, deepspeed_config(settings, plan))
         check_start(engine, feed, console)
         mark("log-probabilities")

@@ -287,9 +287,14 @@ class Engine:
             for dropout in self._dropouts:
                 dropout.train(self.module.training)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained; parallel layers have none."""
+        return isinstance(self.module, TokenLossModel) and self.module.has_adapters
+
     def without_adapters(self) -> AbstractContextManager[None]:
         """A context with LoRA adapters disabled, so that the model is the run's reference model."""
-        assert isinstance(self.module, TokenLossModel)  # parallel layers have no adapters
+        assert isinstance(self.module, TokenLossModel)
         return self.module.without_adapters()
 
     @property

@@ -196,6 +196,11 @@ class TokenLossModel(nn.Module):
                 nested.update(module.modules())
         return layers
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the layers have LoRA adapters."""
+        return isinstance(self.causal_lm, PeftModel)
+
     def without_adapters(self) -> AbstractContextManager[None]:
         """Context in which the layers compute without their adapters."""
         assert isinstance(self.causal_lm, PeftModel)

@@ -71,16 +71,11 @@ def derive_plan_settings(recipe: Recipe) -> PlanSettings:
         recipe.optimizer,
         recipe.engine,
         cutoff_length=recipe.data.cutoff_length,
-        num_trusted=count_trusted(recipe),
+        num_trusted=round(recipe.data.trusted_share * recipe.batch.global_size),
         num_steps=recipe.schedule.num_steps,
         stages_checkpoints=recipe.checkpoint.async_,
         seed=recipe.run.seed,
     )
-
-
-def count_trusted(recipe: Recipe) -> int:
-    """Count the sequences of each global batch that are drawn from data.probe_path."""
-    return round(recipe.data.trusted_share * recipe.batch.global_size)
 
 
 @dataclass(frozen=True)

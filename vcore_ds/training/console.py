@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.text import Progress, duration, gib
-from vcore_ds.training.settings import StepSettings
+from vcore_ds.config.sections import MethodConfig, ProbeConfig
 from vcore_ds.training.token_records import SequenceTokens
 
 _NUM_SHOWN = 3  # tokens of the example trace that are printed at either end
@@ -57,16 +57,16 @@ class Console:
             self._steps = None
 
 
-def explain_steps(settings: StepSettings) -> str:
+def explain_steps(method: MethodConfig, probe: ProbeConfig) -> str:
     """Make the legend of the lines of steps."""
-    if not settings.method.uses_utilities:
+    if not method.uses_utilities:
         return "In each step: loss and weighted loss in nats, |g| gradient norm, lr learning rate"
     text = (
         "In each step: loss in nats, alpha factor of the weighted loss, tau sharpness of the weights, kl their "
         "distance from uniform in nats, s utilities of the tokens (mean±std), |g| gradient norm, lr learning rate"
     )
-    if settings.probe.direction != "sgd":
-        optimizer = settings.probe.direction.capitalize()
+    if probe.direction != "sgd":
+        optimizer = probe.direction.capitalize()
         text += f". s and tau of step 1, where {optimizer} has no state yet, have another scale"
     return text
 

@@ -15,19 +15,22 @@ from vcore_ds.training import run_folder
 from vcore_ds.training.checkpoint_write import RunState
 from vcore_ds.training.checkpoints import Checkpoints
 from vcore_ds.training.console import Console
+from vcore_ds.training.feed import Feed
 from vcore_ds.training.run_folder import ENVIRONMENT, METRICS, RECIPE
-from vcore_ds.training.settings import Schedule, derive_schedule
+from vcore_ds.training.schedule import Schedule, derive_schedule
 
 
 def find_common_checkpoint(
-    checkpoints: Checkpoints, newest: tuple[Path, RunState], schedule: Schedule, num_sequences: int, console: Console
+    checkpoints: Checkpoints, newest: tuple[Path, RunState], schedule: Schedule, feed: Feed, console: Console
 ) -> tuple[Path, RunState]:
     """Find the newest checkpoint up to which the schedule has the learning rates of the run of `newest`. A collective.
     Raises UserError if there is none."""
     folder, state = newest
     recipe = layout.gather_objects("job", run_on_first_rank(lambda: read_resolved_recipe(folder / RECIPE)))[0]
     assert recipe is not None  # rank 0's
-    before = derive_schedule(recipe, num_sequences)
+    before = derive_schedule(
+        recipe.schedule, recipe.optimizer.learning_rate, len(feed.dataset), feed.main_order.batch_size
+    )
     num_common = before.count_common_steps(schedule)
     if state.step <= num_common:
         return newest

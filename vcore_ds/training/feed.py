@@ -13,7 +13,7 @@ from vcore_ds.common.digests import cache_root
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable, reading
 from vcore_ds.common.random_streams import Stream
-from vcore_ds.config.sections import WRITTEN_BY_COMMANDS, DataConfig, MethodConfig
+from vcore_ds.config.sections import WRITTEN_BY_COMMANDS, DataConfig, MethodConfig, ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import check_source, find_or_make_store, is_small
 from vcore_ds.data.dataset import (
@@ -43,7 +43,6 @@ from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 from vcore_ds.training.console import Console
 from vcore_ds.training.selection import Selection, read_matching_selection
-from vcore_ds.training.settings import StepSettings
 
 
 @dataclass(frozen=True)
@@ -359,7 +358,8 @@ def count_dataset_tokens(dataset: Dataset) -> tuple[int, int]:
 
 
 def build_feed(
-    settings: StepSettings,
+    method: MethodConfig,
+    probe: ProbeConfig,
     plan: BatchPlan,
     dataset: Dataset,
     pad_token_id: int,
@@ -379,7 +379,7 @@ def build_feed(
     probe_source = dataset if probe_dataset is None else probe_dataset
     probe_sizes, probe_weights = list_shares(probe_source)
     probe_stream = trusted_stream = None
-    if settings.method.uses_utilities:
+    if method.uses_utilities:
         size = len(probe_source) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
         probe_stream = RandomDraws(probe_sizes, size, seed, Stream.PROBE, probe_weights)
     if num_trusted:
@@ -394,5 +394,5 @@ def build_feed(
         trusted_stream,
         JoinedDataset([dataset, probe_source]) if num_trusted else dataset,
         pad_token_id,
-        probe_every=settings.probe.every,
+        probe_every=probe.every,
     )

@@ -21,7 +21,6 @@ from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.training.console import Console
 from vcore_ds.training.feed import Feed, make_rank_batches
-from vcore_ds.training.settings import StepSettings
 from vcore_ds.training.step_metrics import StepRecorder, split_columns
 from vcore_ds.training.token_records import (
     FollowedRecord,
@@ -87,7 +86,7 @@ def _draw_traces(
 
 def measure_followed(
     engine: Engine,
-    settings: StepSettings,
+    method: MethodConfig,
     batches: Sequence[Batch],
     estimator: Estimator,
     recorder: StepRecorder,
@@ -104,18 +103,18 @@ def measure_followed(
     with recorder.measuring("followed"):
         with engine.without_gradient():
             measured = [engine.losses_and_statistics(batch, "entropy") for batch in batches]
-            statistic = settings.method.prediction_statistic
+            statistic = method.prediction_statistic
             statistics = [statistic and engine.losses_and_statistics(batch, statistic)[1] for batch in batches]
         known = estimator.begin(batches, seed=seed, precompute=True).precomputed
         utilities = [values for _, values in known] if known else [None] * len(batches)
-        if settings.reference_is_base:
+        if method.reads_reference and engine.has_adapters:
             batches = add_reference_log_probabilities(engine, batches)
         # Ranks of a sequence-parallel group hold the same traces; one of them reports.
         if layout.rank("sequence", k) == 0:
             for batch, (losses, entropies), s, statistic_values in zip(
                 batches, measured, utilities, statistics, strict=True
             ):
-                weights = token_weights(settings.method, batch.tokens(losses, s, statistic_values)).weights
+                weights = token_weights(method, batch.tokens(losses, s, statistic_values)).weights
                 recorder.followed |= split_traces(batch, losses, entropies, s, weights)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from vcore_ds.common.errors import RunStopped
+from vcore_ds.common.random_streams import Stream, torch_seed
 from vcore_ds.common.text import Progress, count, duration
-from vcore_ds.config.sections import RunConfig
+from vcore_ds.config.sections import MethodConfig, ProbeConfig, RunConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
@@ -32,11 +32,15 @@ from vcore_ds.training.feed import Feed
 from vcore_ds.training.followed import FollowedTraces, record_followed
 from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
 from vcore_ds.training.profile import StepProfiler
-from vcore_ds.training.settings import Schedule, StepSettings
+from vcore_ds.training.schedule import Schedule
 from vcore_ds.training.step import train_step
 from vcore_ds.training.step_metrics import StepMetrics, StepRecorder, record_tokens
 from vcore_ds.training.token_records import record_steps
 from vcore_ds.utility.estimators import Estimator
+from vcore_ds.utility.finite_difference import FiniteDifference
+
+MEASURE_NOISE_EVERY = 100
+"""Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,18 @@ def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
 
 @dataclass(frozen=True)
 class Trainer:
-    """An engine with its estimator, settings and schedule; `vcore-ds fidelity` uses it too."""
+    """Everything that takes optimizer steps; `vcore-ds fidelity` uses it too."""
 
     engine: Engine
     estimator: Estimator
-    settings: StepSettings
+    method: MethodConfig
+    probe: ProbeConfig
     schedule: Schedule
+    seed: int  # of the run
+
+    def measures_noise(self, k: int) -> bool:
+        """Whether step k, from 0, measures the noise of a finite difference."""
+        return isinstance(self.estimator, FiniteDifference) and k % MEASURE_NOISE_EVERY == 0
 
     def step(self, k: int, batches: StepBatches, *, keep_tokens: bool = False) -> StepMetrics:
         """Take optimizer step k, from 0. A collective. `keep_tokens`: also return this rank's single tokens. Raises
@@ -88,13 +98,14 @@ class Trainer:
         try:
             return train_step(
                 self.engine,
-                self.settings,
+                self.method,
+                self.probe,
                 batches,
                 self.estimator,
                 StepRecorder(self.engine.device, keep_tokens=keep_tokens),
                 learning_rate=self.schedule.learning_rate(k),
-                measure_noise=self.schedule.measures_noise(k),
-                seed=self.schedule.step_seed(k),
+                measure_noise=self.measures_noise(k),
+                seed=torch_seed(Stream.STOCHASTIC_ROUNDING, self.seed, k),
             )
         except (NonFiniteLoss, NonFiniteGradient) as error:
             raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
@@ -142,7 +153,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     settings, console, feed = run.settings, run.log.console, run.data.feed
     num_steps = run.trainer.schedule.num_steps
     if num_done < num_steps:
-        console.say(explain_steps(run.trainer.settings))
+        console.say(explain_steps(run.trainer.method, run.trainer.probe))
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
     metrics, first_loss, has_diverged = None, None, False
@@ -161,8 +172,8 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
             except (NonFiniteLoss, NonFiniteGradient) as error:
                 cause = explain_fault(run.trainer.engine, feed, batches, metrics, run.non_finite_at_start)
                 raise type(error)(f"{error} {cause}.") from None
-        if run.trainer.schedule.measures_noise(k):
-            warn_of_noise(run.trainer.settings, run.trainer.engine.module.base.config, metrics, console)
+        if run.trainer.measures_noise(k):
+            warn_of_noise(run.trainer, metrics, console)
         loss = metrics.values["loss"]
         assert loss is not None  # as the seconds below, of every step
         first_loss = loss if first_loss is None else first_loss
@@ -255,17 +266,18 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
         record_followed(run.folder, done, metrics.followed, run.data.followed.origins, run.log.console)
 
 
-def warn_of_noise(settings: StepSettings, model: PretrainedConfig, metrics: StepMetrics, console: Console) -> None:
+def warn_of_noise(trainer: Trainer, metrics: StepMetrics, console: Console) -> None:
     """Warn if the loss change of a finite difference is mostly rounding."""
+    assert isinstance(trainer.estimator, FiniteDifference)  # others measure no noise
     epsilon, snr, changed = (metrics.values[key] for key in ("epsilon", "signal_to_noise", "changed_fraction"))
     assert epsilon is not None and snr is not None and changed is not None  # measured in this step
-    how_chosen = " (auto)" if settings.utility.epsilon == "auto" else ""
+    how_chosen = " (auto)" if trainer.estimator.epsilon == "auto" else ""
     if snr < RELIABLE_SIGNAL_TO_NOISE:
         console.warn(
-            f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss in {settings.precision}: the "
+            f"utility.epsilon {epsilon:.3g}{how_chosen} does not resolve the loss: the "
             f"perturbation changed {changed:.1%} of the trainable parameters, and the loss change it made is {snr:.2f} "
             f"times its error (at least {RELIABLE_SIGNAL_TO_NOISE:g} is needed). The weights of this run are mostly "
-            f"noise. {advise_on_noise(model)}"
+            f"noise. {advise_on_noise(trainer.engine.module.base.config)}"
         )
     elif how_chosen:
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")
@@ -274,7 +286,7 @@ def warn_of_noise(settings: StepSettings, model: PretrainedConfig, metrics: Step
 def validate(trainer: Trainer, data: RunData, console: Console) -> dict[str, float]:
     """Compute the loss of each held-out set. A collective."""
     mark("validation")
-    feed, normalization = data.feed, trainer.settings.method.normalization
+    feed, normalization = data.feed, trainer.method.normalization
     micro_batch_size = feed.plan.utility_micro_batch_size_per_rank
     batches = {
         name: feed.batches(range(len(dataset)), micro_batch_size, dataset) for name, dataset in data.validation.items()

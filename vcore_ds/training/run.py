@@ -44,7 +44,7 @@ from vcore_ds.training.model_card import Kind, make_model_card
 from vcore_ds.training.profile import check_profile
 from vcore_ds.training.rehearsal import rehearse_result
 from vcore_ds.training.run_folder import can_resume
-from vcore_ds.training.settings import derive_schedule, derive_step_settings
+from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.training.step_metrics import StepMetrics
@@ -89,9 +89,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     # Rank 0 decides: if nodes do not share the folder, ranks could enter different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
     console = Console(enabled=layout.is_first())
-    plan_settings, settings = derive_plan_settings(recipe), derive_step_settings(recipe)
-    plan, folder = plan_ranks(plan_settings), Path(recipe.run.output_dir)
-    ds_config = deepspeed_config(plan_settings, plan)
+    settings, folder = derive_plan_settings(recipe), Path(recipe.run.output_dir)
+    method, probe, utility = recipe.method, recipe.probe, recipe.utility
+    plan = plan_ranks(settings)
+    ds_config = deepspeed_config(settings, plan)
     run_on_first_rank(lambda: run_folder.check_output_folder(folder))
 
     checkpoints = Checkpoints(recipe, console)
@@ -109,7 +110,9 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     mark("reading data", is_loading=True)
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
     feed, validation = read_data(recipe, plan, reader)
-    schedule = derive_schedule(recipe, len(feed.dataset))
+    schedule = derive_schedule(
+        recipe.schedule, recipe.optimizer.learning_rate, len(feed.dataset), feed.main_order.batch_size
+    )
     num_steps = schedule.num_steps
     check_profile(recipe.run.profile, num_steps)
     check_compared(recipe, num_steps)
@@ -119,14 +122,14 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     newest_step = 0 if checkpoint is None else checkpoint[1].step
     if checkpoint is not None:
         checkpoints.check_data(checkpoint, feed)
-        checkpoint = find_common_checkpoint(checkpoints, checkpoint, schedule, len(feed.dataset), console)
+        checkpoint = find_common_checkpoint(checkpoints, checkpoint, schedule, feed, console)
 
     num_done = checkpoint[1].step if checkpoint is not None else 0
     utilization = feed.utilization(num_done, num_steps)
     parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    memory = plan_memory(plan_settings, plan, ds_config, utilization, parameters, on_gpu=device().type == "cuda")
+    memory = plan_memory(settings, plan, ds_config, utilization, parameters, on_gpu=device().type == "cuda")
     if console.enabled:
-        lines = [describe_run(recipe, feed, validation, parameters, num_done, num_steps)]
+        lines = [describe_run(recipe, feed, validation, parameters, num_done, schedule)]
         lines += describe_end_tokens(recipe.model.path, reader.tokenizer)
         if device().type == "cpu" and (sentence := describe_cpu_matmul()) is not None:
             lines.append(sentence)
@@ -141,11 +144,11 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
 
     run_on_first_rank(lambda: rehearse_result(recipe, reader.tokenizer))
     mark("loading the model", is_loading=True)
-    engine = build_engine(plan_settings, ds_config)
+    engine = build_engine(settings, ds_config)
     # Computed now: the weights on disk may change before the first save.
     run_on_first_rank(lambda: checkpoints.frozen_digest)
-    estimator = build_estimator(settings, engine, batches_per_pass=plan.batches_per_utility_pass)
-    for line in start_screen.describe_engine(recipe.engine, settings, engine, estimator.direction):
+    estimator = build_estimator(method, probe, utility, engine, batches_per_pass=plan.batches_per_utility_pass)
+    for line in start_screen.describe_engine(recipe.engine, method, utility, engine, estimator.direction):
         console.note(line)
     if checkpoint is not None:
         mark("loading the checkpoint", is_loading=True)
@@ -153,7 +156,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     non_finite = warn_of_non_finite(engine, console)
     check_start(engine, feed, console)
     check_derivatives(engine, estimator, feed, console)
-    check_approximation(engine, estimator, feed, settings, console)
+    check_approximation(engine, estimator, feed, method, probe, console)
 
     if resumes:
         checkpoints.set_aside_newer(num_done)
@@ -163,10 +166,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     log = run_on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
     counts = count_data(recipe.data, feed, validation)
     run_on_first_rank(lambda: run_folder.write_json(folder / run_folder.DATA, counts))
-    passes = None if memory is None else derive_needed_passes(plan_settings, memory.settings)
+    passes = None if memory is None else derive_needed_passes(settings, memory.settings)
     run = Run(
         recipe.run,
-        Trainer(engine, estimator, settings, schedule),
+        Trainer(engine, estimator, method, probe, schedule, recipe.run.seed),
         RunData(feed, validation, choose_followed(recipe.run, recipe.data, recipe.method, feed, validation)),
         checkpoints,
         RunLog(console, log, build_throughput(recipe.model.path, passes), advice_if_long),
@@ -217,8 +220,8 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
     probe = None
     if data.probe_path is not None and (recipe.method.uses_utilities or data.trusted_share > 0):
         probe = reader.read_store(data.probe_path)
-    settings = derive_step_settings(recipe)
-    return build_feed(settings, plan, training, reader.pad_token_id, seed=seed, probe_dataset=probe), validation
+    feed = build_feed(recipe.method, recipe.probe, plan, training, reader.pad_token_id, seed=seed, probe_dataset=probe)
+    return feed, validation
 
 
 def describe_run(
@@ -227,11 +230,12 @@ def describe_run(
     validation: dict[str, Dataset],
     counts: ParameterCounts | None,
     num_done: int,
-    num_steps: int,
+    schedule: Schedule,
 ) -> str:
     """Describe the run in the first lines on the screen. `counts`: of the model, or of a rank's shard of it; None if it
     cannot be read. `num_done`: steps that a resumed run has taken."""
     data, optimizer, positions = recipe.data, recipe.optimizer, feed.plan.time_model.shape.max_positions
+    num_steps, kind = schedule.num_steps, str(schedule.kind)
     counts_of_model = counts if recipe.parallel.tensor == 1 else None
     lines = [f"Model:        {start_screen.describe_model(recipe.model, recipe.lora, counts_of_model)}"]
     if (experts := feed.plan.time_model.shape.experts) is not None:
@@ -251,12 +255,11 @@ def describe_run(
         sets = ", ".join(f"{name} {count(len(dataset), 'sequence')}".strip() for name, dataset in validation.items())
         lines.append(f"Held out:     {sets}")
     left = f", {num_done:,} of them done" if num_done else ""
-    kind: str = recipe.schedule.kind
     if kind == "wsd":
-        kind += f", decay from step {derive_schedule(recipe, len(feed.dataset)).first_decay_step + 1:,}"
+        kind += f", decay from step {schedule.first_decay_step + 1:,}"
     epochs = count(float(f"{feed.epoch(num_steps):.3g}"), "epoch")
     lines += [
-        f"Method:       {start_screen.describe_method(derive_step_settings(recipe), data.probe_path)}",
+        f"Method:       {start_screen.describe_method(recipe.method, recipe.utility, recipe.probe, data.probe_path)}",
         f"Parallelism:  {start_screen.describe_parallelism()}",
         f"Batch:        {feed.plan.describe()}; {start_screen.describe_accumulation(feed, num_done, num_steps)}",
         f"Steps:        {num_steps:,}{left} ({epochs}), {optimizer.name}, learning rate {optimizer.learning_rate:g} "

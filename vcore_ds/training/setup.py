@@ -23,7 +23,6 @@ from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.time_model import CPU, H100
-from vcore_ds.training.settings import StepSettings
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities, why_not_fused
 from vcore_ds.utility.finite_difference import FiniteDifference
@@ -105,15 +104,16 @@ def should_coalesce(settings: PlanSettings, model: torch.nn.Module) -> bool:
     return unsharded_gradient_bytes(p for p in model.parameters() if p.requires_grad) <= room
 
 
-def build_estimator(settings: StepSettings, engine: Engine, *, batches_per_pass: int = 1) -> Estimator:
+def build_estimator(
+    method: MethodConfig, probe: ProbeConfig, utility: UtilityConfig, engine: Engine, *, batches_per_pass: int = 1
+) -> Estimator:
     """Build the estimator of losses and utilities, with a new probe direction. `batches_per_pass`: main micro-batches
     in one gradient-free forward (`BatchPlan.batches_per_utility_pass`)."""
-    method = settings.method
     if not method.uses_utilities:
         return NoUtilities(engine, statistic=method.prediction_statistic, is_anchored=method.is_anchored)
-    direction, utility = build_direction(engine, settings.probe, settings.utility), settings.utility
+    direction = build_direction(engine, probe, utility)
     if utility.estimator == "jvp":
-        is_fused = utility.fused is not False and explain_separate_forward(settings.method, engine) is None
+        is_fused = utility.fused is not False and explain_separate_forward(method, engine) is None
         return ForwardMode(engine, direction, batches_per_pass, fused=is_fused)
     assert utility.epsilon is not None  # the recipe's rules
     return FiniteDifference(engine, direction, batches_per_pass, epsilon=utility.epsilon, rounding=utility.rounding)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.statistics import rank_correlations_within
-from vcore_ds.config.sections import EngineConfig
+from vcore_ds.config.sections import EngineConfig, MethodConfig, ProbeConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, collate, pack
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
@@ -30,7 +30,6 @@ from vcore_ds.models.loading import refuse_failing_code
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, describe_tightness
 from vcore_ds.training.console import Console
 from vcore_ds.training.feed import Feed
-from vcore_ds.training.settings import StepSettings
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator, ForwardMode, compute_jvp_utilities
@@ -270,7 +269,7 @@ LEAST_RANK_CORRELATION = 0.99
 
 
 def check_approximation(
-    engine: Engine, estimator: Estimator, feed: Feed, settings: StepSettings, console: Console
+    engine: Engine, estimator: Estimator, feed: Feed, method: MethodConfig, probe: ProbeConfig, console: Console
 ) -> None:
     """Compare utilities along the low-rank direction of the first probe batch, or with FP8 tangents, with exact ones,
     on one micro-batch of each rank. A collective; does nothing if the run's utilities are exact. Parameters, optimizer
@@ -282,7 +281,7 @@ def check_approximation(
     started = time.perf_counter()
     batches = feed.step(0)
     exact = Direction(engine, rank_passes=direction.rank_passes)
-    take_direction(exact, settings, batches.probe)
+    take_direction(exact, method, probe, batches.probe)
     (expected,) = compute_jvp_utilities(engine, exact, batches.main[:1])
     approximate, what, remedies = exact.with_rank(direction.rank, fp8_tangents=direction.fp8_tangents), [], []
     if direction.rank is not None:

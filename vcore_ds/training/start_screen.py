@@ -8,7 +8,16 @@ from pathlib import Path
 import torch
 
 from vcore_ds.common.text import count
-from vcore_ds.config.sections import DataConfig, EngineConfig, LoraConfig, ModelConfig, ProbeConfig, WeightedPath
+from vcore_ds.config.sections import (
+    DataConfig,
+    EngineConfig,
+    LoraConfig,
+    MethodConfig,
+    ModelConfig,
+    ProbeConfig,
+    UtilityConfig,
+    WeightedPath,
+)
 from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_store
 from vcore_ds.data.store_checks import MANIFEST
 from vcore_ds.distributed import layout
@@ -22,7 +31,6 @@ from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.spread import Utilization
 from vcore_ds.training.feed import Feed, count_dataset_tokens
-from vcore_ds.training.settings import StepSettings
 from vcore_ds.training.setup import explain_separate_forward
 from vcore_ds.utility.direction import Direction
 
@@ -93,9 +101,8 @@ def describe_files(files: Sequence[WeightedPath], order: MainOrder, num_steps: i
         )
 
 
-def describe_method(settings: StepSettings, probe_path: str | None) -> str:
+def describe_method(method: MethodConfig, utility: UtilityConfig, probe: ProbeConfig, probe_path: str | None) -> str:
     """Describe the method with its settings. `probe_path`: data.probe_path."""
-    method, utility = settings.method, settings.utility
     if not method.uses_utilities:
         return f"{method.name}, normalization {method.normalization}"
     strength = (
@@ -108,7 +115,7 @@ def describe_method(settings: StepSettings, probe_path: str | None) -> str:
     if method.scope == "sequence_and_batch":
         strength += f", and {method.batch_kl_budget:g} nats over the sequences of a batch"
     how = "forward mode (jvp)" if utility.estimator == "jvp" else f"finite differences (epsilon {utility.epsilon})"
-    direction = describe_direction(settings.probe, probe_path)
+    direction = describe_direction(probe, probe_path)
     return f"VCORE token weights, {strength}, alpha {method.alpha}; utilities by {how} along {direction}"
 
 
@@ -159,7 +166,7 @@ def describe_use_of_ranks(
 
 
 def describe_engine(
-    config: EngineConfig, settings: StepSettings, engine: Engine, direction: Direction | None
+    config: EngineConfig, method: MethodConfig, utility: UtilityConfig, engine: Engine, direction: Direction | None
 ) -> Iterator[str]:
     """Describe the memory of gradients and direction, and the forwards of a step."""
     size = unsharded_gradient_bytes(parameter for _, parameter in engine.trainable) / 2**20
@@ -170,9 +177,8 @@ def describe_engine(
     if direction is None:
         return
     yield f"Probe direction: {direction.persistent_bytes / 2**20:,.1f} MiB a rank between passes"
-    utility = settings.utility
     if utility.estimator == "jvp" and utility.fused is not False:
-        why_not = explain_separate_forward(settings.method, engine)
+        why_not = explain_separate_forward(method, engine)
         yield (
             "Utilities come from the main forward itself"
             if why_not is None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from vcore_ds.config.sections import MethodConfig, ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describe_sequences
@@ -14,7 +15,6 @@ from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import Tokens, segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
 from vcore_ds.training.followed import measure_followed
-from vcore_ds.training.settings import StepSettings
 from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
 from vcore_ds.training.weighting import (
     add_reference_log_probabilities,
@@ -29,7 +29,8 @@ from vcore_ds.utility.estimators import Estimator, MainLosses
 
 def train_step(
     engine: Engine,
-    settings: StepSettings,
+    method: MethodConfig,
+    probe: ProbeConfig,
     batches: StepBatches,
     estimator: Estimator,
     recorder: StepRecorder,
@@ -38,19 +39,12 @@ def train_step(
     measure_noise: bool = False,
     seed: int = 0,
 ) -> StepMetrics:
-    """Train on one global batch, and return the metrics. A collective.
-
-    Args:
-        estimator: of losses and utilities; keeps the probe direction between steps.
-        recorder: new for this step.
-        measure_noise: with finite differences, measure their signal-to-noise ratio (two more forwards), and search
-            for epsilon again with `epsilon: auto`.
-        seed: of the step's random numbers (dropout, stochastic rounding); the same on all ranks.
-
-    Raises:
-        NonFiniteLoss, NonFiniteGradient: on all ranks alike, before anything was updated.
-    """
-    method, direction, main = settings.method, estimator.direction, batches.main
+    """Train on one global batch, and return the metrics. A collective. `estimator` keeps the probe direction between
+    steps; `recorder` is new for this step. `measure_noise`: with finite differences, measure their signal-to-noise
+    ratio (two more forwards), and search for epsilon again with `epsilon: auto`. `seed`: of the step's random numbers
+    (dropout, stochastic rounding), the same on all ranks. Raises NonFiniteLoss, NonFiniteGradient on all ranks alike,
+    before anything was updated."""
+    direction, main = estimator.direction, batches.main
     counts = count_globally(main)
     counts_kept = count_globally(main, kept_only=True) if method.drops_tokens else counts
     recorder.begin(method, counts)
@@ -60,7 +54,7 @@ def train_step(
     measured: dict[str, float | None] = {}
     if direction is not None and batches.probe:
         with recorder.measuring("probe"):
-            measured |= take_direction(direction, settings, batches.probe, seed=seed).as_metrics()
+            measured |= take_direction(direction, method, probe, batches.probe, seed=seed).as_metrics()
     measured["direction_norm"] = None if direction is None else direction.norm
 
     # Line 4: the utility of every token of B.
@@ -69,9 +63,9 @@ def train_step(
         forward = estimator.begin(main, seed=seed, measure_noise=measure_noise, precompute=precompute)
         factors, tilt = sequence_factors(method, counts, main, forward.precomputed) if precompute else (None, {})
         measured |= {**forward.metrics, **tilt}
-        if settings.reference_is_base:
+        if method.reads_reference and engine.has_adapters:
             main = add_reference_log_probabilities(engine, main)
-    measure_followed(engine, settings, batches.followed, estimator, recorder, seed=seed)
+    measure_followed(engine, method, batches.followed, estimator, recorder, seed=seed)
 
     reset_token_counts(engine.module)  # discards those of other passes
     with recorder.measuring("main"), engine.accumulation(len(main)):
@@ -125,13 +119,12 @@ def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: 
 
 
 def take_direction(
-    direction: Direction, settings: StepSettings, probe_batches: Sequence[Batch], *, seed: int = 0
+    direction: Direction, method: MethodConfig, probe: ProbeConfig, probe_batches: Sequence[Batch], *, seed: int = 0
 ) -> Probe:
     """Compute the direction of a probe batch. A collective. `seed`: of a low-rank direction's random start."""
-    probe = settings.probe
     return direction.compute(
         probe_batches,
-        normalization=settings.method.normalization,
+        normalization=method.normalization,
         clip=probe.clip,
         optimizer=probe.direction,
         loss_weights=probe.loss,

@@ -118,7 +118,7 @@ class FiniteDifference:
         self.direction = direction
         self.displacement: float | None = None
         self._engine, self._batches_per_pass = engine, batches_per_pass
-        self._epsilon, self._rounds_stochastically = epsilon, rounding == "stochastic"
+        self.epsilon, self._rounds_stochastically = epsilon, rounding == "stochastic"
 
     def begin(
         self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
@@ -145,8 +145,8 @@ class FiniteDifference:
         self.direction.norm, self.displacement = state["norm"], state["displacement"]
 
     def _choose_epsilon(self, batches: Sequence[Batch], rounding_seed: int | None, search: bool) -> float:
-        if self._epsilon != "auto":
-            return self._epsilon
+        if self.epsilon != "auto":
+            return self.epsilon
         norm = self.direction.norm
         if search or self.displacement is None:
             epsilon = choose_epsilon(self._engine, self.direction, batches, rounding_seed)

@@ -38,12 +38,7 @@ from vcore_ds.training.console import Console
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.loop import Trainer
 from vcore_ds.training.run_folder import describe_environment
-from vcore_ds.training.settings import (
-    Schedule,
-    StepSettings,
-    derive_schedule,
-    derive_step_settings,
-)
+from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_start
 from vcore_ds.training.start_screen import describe_data, describe_method, describe_model, describe_training
@@ -81,13 +76,15 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     plan = plan_ranks(plan_settings)
     ds_config = deepspeed_config(plan_settings, plan)
     ds_config["zero_optimization"]["memory_efficient_linear"] = False  # its linear layers have no JVP
-    settings, seed = derive_step_settings(recipe), recipe.run.seed
+    method, probe, seed = recipe.method, recipe.probe, recipe.run.seed
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
     dataset = reader.read_training_data(recipe.method, seed)
     probe_path = recipe.data.probe_path
     trusted = None if probe_path is None else reader.read_store(probe_path)
-    feed = build_feed(settings, plan, dataset, reader.pad_token_id, seed=seed, probe_dataset=trusted)
-    schedule = derive_schedule(recipe, len(dataset))
+    feed = build_feed(method, probe, plan, dataset, reader.pad_token_id, seed=seed, probe_dataset=trusted)
+    schedule = derive_schedule(
+        recipe.schedule, recipe.optimizer.learning_rate, len(dataset), feed.main_order.batch_size
+    )
     options, notes = limit_to_recipe(options, schedule.num_steps)
     probe_size = len(feed.probe_dataset) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
     num_trusted = None if trusted is None else len(trusted)
@@ -99,7 +96,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     lines.append(f"Data: {describe_training(recipe.data, dataset)}")
     if trusted is not None and probe_path is not None:
         lines.append(f"Trusted data: {describe_data(probe_path, trusted)}")
-    console.say("\n".join([*lines, f"Method: {describe_method(settings, probe_path)}"]))
+    console.say("\n".join([*lines, f"Method: {describe_method(method, recipe.utility, probe, probe_path)}"]))
 
     engine = build_engine(plan_settings, ds_config)
     check_start(engine, feed, console)
@@ -110,7 +107,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         console.say(f"[{duration(time.perf_counter() - started)}] {text}")
 
     bench = Bench(engine, weighted, feed, choice, say)
-    training = train_steps(engine, settings, feed, schedule, say)
+    training = train_steps(engine, recipe, feed, schedule, say)
     deque(islice(training, options.after_steps), maxlen=0)
     report = FidelityReport(
         recipe=recipe.model_dump(mode="json"),
@@ -253,9 +250,8 @@ class Bench:
 
     def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:
         """Fill `self.direction` from the probe `ids` as a training step would; `loss` overrides `probe.loss`."""
-        settings = derive_step_settings(self.recipe)
-        probe = settings.probe.model_copy(update={} if loss is None else {"loss": loss})
-        take_direction(self.direction, replace(settings, probe=probe), self.feed.probe_batches(ids))
+        probe = self.recipe.probe.model_copy(update={} if loss is None else {"loss": loss})
+        take_direction(self.direction, self.recipe.method, probe, self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
         return self.gather(compute_jvp_utilities(self.engine, direction or self.direction, self.batches))
@@ -292,10 +288,11 @@ class Bench:
         return reports.measure_agreement(utilities, reference, weights, reference_weights, self.index)
 
 
-def train_steps(engine: Engine, settings: StepSettings, feed: Feed, schedule: Schedule, say: Say) -> Iterator[None]:
+def train_steps(engine: Engine, recipe: Recipe, feed: Feed, schedule: Schedule, say: Say) -> Iterator[None]:
     """Take the first steps of a run, one per item; the trainer is built at the first."""
-    estimator = build_estimator(settings, engine, batches_per_pass=feed.plan.batches_per_utility_pass)
-    trainer = Trainer(engine, estimator, settings, schedule)
+    method, probe, passes = recipe.method, recipe.probe, feed.plan.batches_per_utility_pass
+    estimator = build_estimator(method, probe, recipe.utility, engine, batches_per_pass=passes)
+    trainer = Trainer(engine, estimator, method, probe, schedule, recipe.run.seed)
     for step in count():
         metrics = trainer.step(step, feed.step(step))
         say(f"training step {step + 1}: loss {metrics.values['loss']:.4f}")

@@ -22,6 +22,7 @@ from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
+from vcore_ds.training.schedule import derive_schedule
 
 NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
 
@@ -138,9 +139,9 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
         num_sequences = None if selection is None else len(selection.positions)
     if num_sequences is None:
         return settings
-    from vcore_ds.training.settings import derive_schedule
-
-    return replace(settings, num_steps=derive_schedule(recipe, num_sequences).num_steps)
+    per_step = settings.batch.global_size - settings.num_trusted
+    schedule = derive_schedule(recipe.schedule, recipe.optimizer.learning_rate, num_sequences, per_step)
+    return replace(settings, num_steps=schedule.num_steps)
 
 
 _KL_BUDGET = 0.005  # nats, for the `vcore` column of a recipe with another method; no cost depends on it

@@ -46,7 +46,6 @@ from vcore_ds.training.console import Console
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
 from vcore_ds.training.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
-from vcore_ds.training.settings import derive_step_settings
 from vcore_ds.training.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.training.start_screen import describe_data, describe_training
@@ -134,8 +133,9 @@ class Scoring:
                 )
         if request.trained_on_selection:
             console.warn(SECOND_SELECTION)
-        self.settings = derive_step_settings(recipe)
-        self.feed = build_feed(self.settings, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed)
+        self.feed = build_feed(
+            recipe.method, recipe.probe, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed
+        )
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
         checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
         self.passes = [
@@ -212,7 +212,7 @@ class Scoring:
                 trusted = self.sets[one.set_name]
                 draws = RandomDraws([len(trusted)], len(trusted), recipe.run.seed, Stream.PROBE)
                 feed = replace(self.feed, probe_dataset=trusted, probe_stream=draws)
-                check_approximation(engine, ForwardMode(engine, direction), feed, self.settings, console)
+                check_approximation(engine, ForwardMode(engine, direction), feed, recipe.method, recipe.probe, console)
                 is_compared = True
             self._take_direction(direction, one)
             self._score(engine, direction, one, positions)
@@ -231,7 +231,8 @@ class Scoring:
         trusted = self.sets[one.set_name]
         batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
         self.console.say(f"Gradient of {one.set_name}: {count(len(trusted), 'trace')}{_describe(one.checkpoint)}")
-        probe = take_direction(direction, self.settings, batches, seed=self.request.recipe.run.seed)
+        recipe = self.request.recipe
+        probe = take_direction(direction, recipe.method, recipe.probe, batches, seed=recipe.run.seed)
         assert probe.loss is not None
         if layout.is_first():
             self._files(one).write_set(probe.loss, probe.gradient_norm)
