@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.training.followed import FollowedTraces, measure_followed
 from vcore_ds.training.setup import build_engine
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import compute_jvp_utilities
@@ -148,12 +148,15 @@ def check_following(name: str) -> dict[str, bool]:
         engine = step_runs.make_engine(model, recipe)
         estimator = step_runs.make_estimator(recipe, engine)
         torch.manual_seed(5)
-        followed = step_runs.deal(tiny.make_batch(3, seed=90), 2) if follows else []
+        traces = FollowedTraces(
+            [("training data", i) for i in range(3)], step_runs.deal(tiny.make_batch(3, seed=90), 2)
+        )
         for k in range(2):  # a finite difference searches for epsilon in the first step, and keeps it
-            batches = replace(make_batches(estimator, seed=k), followed=followed)
+            batches = make_batches(estimator, seed=k)
             options = dict(learning_rate=1e-3, measure_noise=k == 0 and "finite" in name, seed=k)
             metrics = step_runs.train_step(engine, recipe, batches, estimator, **options)
-            assert bool(metrics.followed) == follows and ("seconds_followed" in metrics.values) == follows
+            if follows:
+                assert measure_followed(engine, recipe.method, traces, estimator, seed=k)
         numbers = [value for key, value in metrics.values.items() if not key.startswith(("seconds", "peak", "superv"))]
         vector = [] if estimator.direction is None else [buffer.clone() for buffer in estimator.direction.buffers]
         states.append(

@@ -1,7 +1,6 @@
 """Every method x {LoRA, full} x {1, 2 ranks} x {1, 2 micro-batches per rank} against the single-process reference."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
-from vcore_ds.training.step_metrics import StepMetrics
+from vcore_ds.training.followed import FollowedTraces, measure_followed
+from vcore_ds.training.token_records import SequenceTokens
 from vcore_ds.training.weighting import compute_log_probabilities
 
 pytestmark = pytest.mark.dist
@@ -65,12 +65,10 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
         masks = PREPARE[method](main) if method in PREPARE else None
         probe = tiny.make_batch(4, seed=70 + k)
         batches = StepBatches(step_runs.deal(main, 2), step_runs.deal(probe, 2) if method == "vcore" else [])
-        if k == NUM_STEPS - 1:
-            batches = replace(batches, followed=step_runs.deal(followed, 2))
         assert len(batches.main) == num_micro_batches
         recorded = step_runs.Recorder(engine)
         metrics = step_runs.train_step(engine, recipe, batches, estimator, recorded)
-        followed_options = dict(followed=followed, followed_kept=followed_masks) if batches.followed else {}
+        followed_options = dict(followed=followed, followed_kept=followed_masks) if k == NUM_STEPS - 1 else {}
         expected = step_runs.reference_step(
             reference, main, probe, kept=masks, **followed_options, **step_runs.reference_options(recipe)
         )
@@ -96,17 +94,21 @@ def run_combination(method: str, lora: bool, num_micro_batches: int, normalizati
             assert deviation == deviation, f"{name} is NaN"
             worst[name] = max(worst[name], deviation)
         if k == NUM_STEPS - 1:
-            worst |= measure_followed_deviations(metrics, expected["followed"])
+            traces = FollowedTraces([("training data", i) for i in range(3)], step_runs.deal(followed, 2))
+            measured = measure_followed(engine, recipe.method, traces, estimator, seed=0)
+            worst |= measure_followed_deviations(measured, expected["followed"])
             worst["total_weight"] = metrics.values["total_weight"]
     engine.close()
     return worst
 
 
-def measure_followed_deviations(metrics: StepMetrics, expected: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+def measure_followed_deviations(
+    measured: dict[int, SequenceTokens], expected: list[dict[str, torch.Tensor]]
+) -> dict[str, float]:
     """Largest deviation of each quantity of the followed rows that this rank has measured."""
-    assert sorted(metrics.followed) == list(range(layout.rank("shards"), 3, layout.size("shards")))
+    assert sorted(measured) == list(range(layout.rank("shards"), 3, layout.size("shards")))
     worst: dict[str, float] = {}
-    for index, trace in metrics.followed.items():
+    for index, trace in measured.items():
         for name, expected_values in expected[index].items():
             values = getattr(trace, name)
             assert (values is None) == (expected_values is None)

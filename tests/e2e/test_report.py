@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import main
 from vcore_ds.config.load import load_recipe
-from vcore_ds.training.token_records import TokenRecord, read_all_followed, read_records
+from vcore_ds.training.token_records import TokenRecord, read_records
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -194,9 +194,9 @@ def test_filters_show_the_tokens_that_they_name(browser: "Browser", one: Path, r
 
 
 def test_followed_traces_are_shown_with_prompt_and_entropies(shown: "Page", runs: Path) -> None:
-    records = read_all_followed(runs / "vcore_1")
+    records = read_records(runs / "vcore_1", "followed")
     assert [record.step for record in records] == [1, 2, 3]
-    held_out, trained = (f"{origin.source}, {origin.sequence_id}" for origin in records[0].origins)
+    held_out, trained = (f"{origin.source}, {origin.sequence_id}" for origin in records[0].sequences)
     assert held_out.startswith("held out, ") and trained.startswith("training data, ")
     place = shown.locator("#followed")
     options = place.get_by_role("combobox", name="Trace").locator("option")
@@ -206,12 +206,12 @@ def test_followed_traces_are_shown_with_prompt_and_entropies(shown: "Page", runs
     name = options.first.inner_text().removesuffix(f" ({held_out})")
     assert name.removesuffix(" …") in " ".join(prompt.split()) and len(name) > 5
     assert place.locator(".rows div").count() == 3
-    assert place.locator(".tokens span").count() == len(records[-1].traces[0])
+    assert place.locator(".tokens span").count() == len(records[-1].sequences[0])
     place.locator(".tokens span").nth(2).hover()
     facts = dict(
         zip(shown.locator("#tip dt").all_inner_texts(), shown.locator("#tip dd").all_inner_texts(), strict=True)
     )
-    expected = float(records[-1].traces[0].entropies[2])
+    expected = float(records[-1].sequences[0].entropies[2])
     assert float(facts["entropy"].split()[0]) == pytest.approx(expected, rel=0.02, abs=0.02)
 
 

@@ -18,7 +18,7 @@ from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.report import write_report
 from vcore_ds.training.profile_folder import OperationRow
-from vcore_ds.training.token_records import FollowedRecord, Origin, SequenceTokens
+from vcore_ds.training.token_records import SequenceTokens
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -44,10 +44,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / f"run {HOSTILE[0].replace('/', '')}"
     lines = [step_line(step, **{HOSTILE[1]: 0.5 * step}) for step in (1, 2)]
     environment = {"host": HOSTILE[0], "command": [HOSTILE[1]], "devices": [HOSTILE[2]], "git_commit": "1-dirty"}
-    origins = [Origin(True, HOSTILE[1], 7), Origin(False, "", 3)]
-    followed = [
-        FollowedRecord(step, origins, [random_trace(ids, 10 * step + i) for i in range(2)]) for step in (1, 2, 5)
-    ]
+    origins = (f"held out, {HOSTILE[1]}", 7), ("training data", 3)
+    followed = {
+        step: [random_trace(ids, number, 10 * step + i, source) for i, (source, number) in enumerate(origins)]
+        for step in (1, 2, 5)
+    }
     run = write_run(
         folder, tokenizer, lines, records, followed=followed, environment=environment, model={"path": HOSTILE[1]}
     )

@@ -231,7 +231,7 @@ class Reference:
         """Args:
         kept: for each row, `[n_i]`: a mask for method `random`, factors of the losses for `stored`.
         groups: the rows of each micro-batch, if every micro-batch has a separate alpha.
-        followed: rows that are measured before the update, see `measured`.
+        followed: rows that are measured after the update, along the step's direction, see `measured`.
         """
 
         def counts(batch):
@@ -301,10 +301,6 @@ class Reference:
                     continue
                 for i in rows:
                     factors[i] = min(float(factor), cap or math.inf)
-        measured_followed = followed and self.measured(
-            followed, method, direction, temperature=temperature, kl_budget=kl_budget, epsilon=epsilon,
-            kept=followed_kept, min_probability=min_probability,
-        )  # fmt: skip
         parts = [w * float((q * x).sum()) for w, q, x in zip(scales, weights, losses, strict=True)]
         anchor, base_kl = 0.0, None
         if method == "asft":
@@ -315,6 +311,10 @@ class Reference:
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.trained.values(), clip)
         self.optimizer.step()
+        measured_followed = followed and self.measured(
+            followed, method, direction, temperature=temperature, kl_budget=kl_budget, epsilon=epsilon,
+            kept=followed_kept, min_probability=min_probability,
+        )  # fmt: skip
         effect = sum(f * x for f, x in zip(factors, parts, strict=True)) / sum(parts)
         return dict(utilities=utilities, weights=weights, alpha=effect, gradient=gradient, loss=float(plain),
                     followed=measured_followed, base_kl=base_kl)  # fmt: skip

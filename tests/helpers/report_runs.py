@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers.recipes import smallest_recipe
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.training.token_records import (
-    FollowedRecord,
-    SequenceTokens,
-    TokenRecord,
-    TraceTokens,
-    write_followed,
-    write_record,
-)
+from vcore_ds.training.token_records import SequenceTokens, TokenRecord, write_record
 
 
 def write_run(
@@ -27,14 +21,14 @@ def write_run(
     metrics: Sequence[Mapping[str, Any]],
     records: Mapping[int, Sequence[SequenceTokens]],
     *,
-    followed: Sequence[FollowedRecord] = (),
+    followed: Mapping[int, Sequence[SequenceTokens]] | None = None,
     environment: Mapping[str, Any] | None = None,
     **changes: Mapping[str, Any],
 ) -> Path:
     """Write the folder of a finished run.
 
     Args:
-        records: sequences by step.
+        records, followed: sequences by step.
         changes: sections of the recipe, merged over the smallest one.
     """
     folder.mkdir(parents=True)
@@ -47,11 +41,10 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     result = "adapter" if recipe.get("lora") else "model"
     tokenizer.save_pretrained(folder / result)
-    for step, sequences in records.items():
-        num_tokens = sum(map(len, sequences))
-        write_record(folder, TokenRecord(step, None, len(sequences), num_tokens, sequences))
-    for record in followed:
-        write_followed(folder, record)
+    for kind, sequences_by_step in (("step", records), ("followed", followed or {})):
+        for step, sequences in sequences_by_step.items():
+            record = TokenRecord(step, None, len(sequences), sum(map(len, sequences)), sequences)
+            write_record(folder, record, kind)
     return folder
 
 
@@ -74,19 +67,11 @@ def random_sequence(ids: Sequence[int], sequence_id: int, seed: int, share: floa
     )
 
 
-def random_trace(ids: Sequence[int], seed: int) -> TraceTokens:
+def random_trace(ids: Sequence[int], sequence_id: int, seed: int, source: str) -> SequenceTokens:
     """`random_sequence` as a followed trace, all of whose tokens are in the file."""
-    sequence = random_sequence(ids, 0, seed)
     entropies = np.random.default_rng(seed).exponential(0.5, len(ids)).astype(np.float32)
-    return TraceTokens(
-        len(ids),
-        positions=sequence.positions,
-        token_ids=sequence.token_ids,
-        losses=sequence.losses,
-        entropies=entropies,
-        utilities=sequence.utilities,
-        weights=sequence.weights,
-    )
+    measured = dict(entropies=entropies, source=source, num_supervised_tokens=len(ids))
+    return replace(random_sequence(ids, sequence_id, seed), **measured)
 
 
 def step_line(step: int, **values: float | None) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.step_runs import relative_error
-from vcore_ds.training.token_records import read_all_followed, read_records
+from vcore_ds.training.token_records import read_records
 
 
 def assert_same_records(folder: Path, expected: Path, *, num_sequences: int, tolerance: float = 1e-4) -> list[int]:
@@ -36,16 +36,14 @@ def assert_same_records(folder: Path, expected: Path, *, num_sequences: int, tol
 
 def assert_same_followed(folder: Path, expected: Path, *, num_traces: int, tolerance: float = 1e-4) -> list[int]:
     """Assert that both runs followed the same traces with equal numbers up to rounding; returns the steps."""
-    records, expected_records = read_all_followed(folder), read_all_followed(expected)
+    records, expected_records = (read_records(run, "followed") for run in (folder, expected))
     assert [record.step for record in records] == [record.step for record in expected_records]
     for record, expected_record in zip(records, expected_records, strict=True):
-        assert (
-            record.origins == expected_record.origins
-            and len(record.traces) == len(expected_record.traces) == num_traces
-        )
-        assert_same_tokens(
-            record.traces, expected_record.traces, ("losses", "entropies", "utilities", "weights"), tolerance
-        )
+        origins = [(trace.source, trace.sequence_id) for trace in record.sequences]
+        assert origins == [(trace.source, trace.sequence_id) for trace in expected_record.sequences]
+        assert len(origins) == num_traces
+        measured = ("losses", "entropies", "utilities", "weights")
+        assert_same_tokens(record.sequences, expected_record.sequences, measured, tolerance)
     return [record.step for record in records]
 
 

@@ -23,11 +23,10 @@ from vcore_ds.training.metrics_log import MetricsLog
 from vcore_ds.training.run_folder import (
     begin,
     can_resume,
-    followed_path,
     move_lost_metrics,
     move_lost_tokens,
-    token_record_path,
 )
+from vcore_ds.training.token_records import record_path
 
 CONTENT = {
     "state/__0_0.distcp": b"first rank" * 100,
@@ -364,7 +363,7 @@ def test_metrics_after_the_checkpoint_are_moved_not_deleted(tmp_path: Path):
 def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
     move_lost_tokens(tmp_path, 3)  # a run without records
     for attempt, step in ((1, 1), (1, 3), (1, 4), (1, 100_000_000), (2, 4)):
-        path = token_record_path(tmp_path, step)
+        path = record_path(tmp_path, step)
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"attempt {attempt}")
         if (attempt, step) == (1, 100_000_000):
@@ -377,9 +376,9 @@ def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
         "step_00000004.npz": "attempt 2",
         "step_100000000.npz": "attempt 1",
     }
-    followed_path(tmp_path, 2).write_text("followed")
+    record_path(tmp_path, 2, "followed").write_text("followed")
     move_lost_tokens(tmp_path, 0)
-    assert followed_path(tmp_path / "tokens_lost", 2).name in [p.name for p in (tmp_path / "tokens_lost").iterdir()]
+    assert "followed_00000002.npz" in [path.name for path in (tmp_path / "tokens_lost").iterdir()]
     assert not list((tmp_path / "tokens").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Followed traces: which they are, what a file holds, and files that are damaged."""
+"""Followed traces: which they are, and what a file holds."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,22 +9,12 @@ import pytest
 import torch
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.common.errors import UserError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import pack
 from vcore_ds.data.dataset import Dataset
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.training.followed import choose_traces, split_traces
-from vcore_ds.training.token_records import (
-    MOST_TOKENS,
-    FollowedRecord,
-    Origin,
-    TraceTokens,
-    max_tokens_per_trace,
-    read_all_followed,
-    read_followed,
-    write_followed,
-)
+from vcore_ds.training.followed import Origin, choose_traces, split_traces
+from vcore_ds.training.token_records import SequenceTokens, TokenRecord, read_records, write_record
 
 
 def make_recipe(**sections: dict[str, Any]) -> Recipe:
@@ -52,8 +42,8 @@ def choose_origins(made: Recipe, num_training: int, **held_out: int) -> list[Ori
 
 def test_half_of_the_traces_are_held_out() -> None:
     origins = choose_origins(make_recipe(), 60, main=60)
-    assert [origin.is_held_out for origin in origins] == [True] * 8 + [False] * 8
-    ids = [origin.sequence_id for origin in origins]
+    assert [source for source, _ in origins] == ["held out, main"] * 8 + ["training data"] * 8
+    ids = [sequence_id for _, sequence_id in origins]
     assert len(set(ids)) == 16 and all(i % 3 != 2 for i in ids[8:]) and all((i - 100) % 3 != 2 for i in ids[:8])
     assert origins == choose_origins(make_recipe(), 60, main=60)
     assert origins != choose_origins(make_recipe(run={"seed": 7}), 60, main=60)
@@ -63,13 +53,13 @@ def test_half_of_the_traces_are_held_out() -> None:
 
 def test_held_out_sets_take_turns_and_training_data_fills_up() -> None:
     origins = choose_origins(make_recipe(run={"num_followed_traces": 9}), 60, right=60, wrong=60, tiny=1)
-    assert [origin.set_name for origin in origins] == ["right", "wrong", "tiny", "right", *[""] * 5]
-    assert [origin.source for origin in origins[2:5]] == ["held out, tiny", "held out, right", "training data"]
+    held_out = [f"held out, {name}" for name in ("right", "wrong", "tiny", "right")]
+    assert [source for source, _ in origins] == [*held_out, *["training data"] * 5]
     few = choose_origins(make_recipe(run={"num_followed_traces": 9}), 60, tiny=1)
-    assert [origin.is_held_out for origin in few] == [True] + [False] * 8
-    assert [origin.is_held_out for origin in choose_origins(make_recipe(), 60)] == [False] * 16
+    assert [source for source, _ in few] == ["held out, tiny", *["training data"] * 8]
+    assert [source for source, _ in choose_origins(make_recipe(), 60)] == ["training data"] * 16
     assert len(choose_origins(make_recipe(), 3, main=3)) == 4  # all that have supervised tokens
-    assert Origin(True, "", 3).source == "held out"
+    assert choose_origins(make_recipe(), 3, **{"": 3})[0][0] == "held out"
 
 
 def test_nothing_is_followed_without_traces_or_without_records() -> None:
@@ -80,74 +70,46 @@ def test_nothing_is_followed_without_traces_or_without_records() -> None:
 def test_held_out_traces_have_what_the_weights_of_the_method_need() -> None:
     random = make_recipe(method={"name": "random", "kl_budget": None})
     chosen = choose_traces(random.run, random.data, random.method, make_dataset(60), {"": make_dataset(60)})
-    assert all(sequence.kept is not None for origin, sequence in chosen if origin.is_held_out)
+    held_out = [sequence for (source, _), sequence in chosen if source == "held out"]
+    assert len(held_out) == 8 and all(sequence.kept is not None for sequence in held_out)
     add_reference = make_recipe(
         method={"name": "iw_sft", "kl_budget": None}, data={"reference_log_probabilities": "reference.npz"}
     )
-    assert not any(origin.is_held_out for origin in choose_origins(add_reference, 60, main=60))
+    assert {source for source, _ in choose_origins(add_reference, 60, main=60)} == {"training data"}
 
 
-def make_trace(n: int, *, num_supervised: int | None = None, utilities: bool = True) -> TraceTokens:
+def make_trace(n: int, *, num_supervised: int | None = None, utilities: bool = True) -> SequenceTokens:
     random = np.random.default_rng(n)
     losses, entropies, utility_values, weights = (random.exponential(size=n).astype(np.float32) for _ in range(4))
-    ids, places = random.integers(0, 50, n, dtype=np.int32), np.arange(2, 2 + n, dtype=np.int32)
-    return TraceTokens(
-        num_supervised or n,
-        positions=places,
-        token_ids=ids,
+    return SequenceTokens(
+        n,
+        1.0,
+        1.0,
+        1.0,
+        positions=np.arange(2, 2 + n, dtype=np.int32),
+        token_ids=random.integers(0, 50, n, dtype=np.int32),
         losses=losses,
         entropies=entropies,
         utilities=utility_values if utilities else None,
         weights=weights,
+        source="held out, correct",
+        num_supervised_tokens=num_supervised or n,
     )
-
-
-ORIGINS = [Origin(True, "correct", 7), Origin(False, "", 3)]
 
 
 @pytest.mark.parametrize("utilities", [True, False])
 def test_written_traces_are_read_back(tmp_path: Path, utilities: bool) -> None:
+    """In the format of other records, whose damaged files `test_token_records.py` reads."""
     traces = [make_trace(5, num_supervised=9, utilities=utilities), make_trace(1, utilities=utilities)]
-    path = write_followed(tmp_path, FollowedRecord(12, ORIGINS, traces))
+    path = write_record(tmp_path, TokenRecord(12, None, 2, 10, traces), "followed")
     assert path == tmp_path / "tokens" / "followed_00000012.npz"
-    again = read_followed(path)
-    assert (again.step, again.origins) == (12, ORIGINS)
-    for trace_read, expected in zip(again.traces, traces, strict=True):
-        for name in (field.name for field in fields(TraceTokens)):
+    assert read_records(tmp_path) == []
+    (again,) = read_records(tmp_path, "followed")
+    assert (again.step, again.num_sequences_global, again.num_supervised_tokens_global) == (12, 2, 10)
+    for trace_read, expected in zip(again.sequences, traces, strict=True):
+        for name in (field.name for field in fields(SequenceTokens)):
             np.testing.assert_array_equal(getattr(trace_read, name), getattr(expected, name))
-        assert (trace_read.utilities is not None) == utilities
-    content = path.read_bytes()
-    write_followed(tmp_path, FollowedRecord(12, ORIGINS, traces))
-    assert path.read_bytes() == content  # a resumed run writes the same file
-    write_followed(tmp_path, FollowedRecord(3, ORIGINS, traces))
-    assert [record.step for record in read_all_followed(tmp_path)] == [3, 12]
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    path = write_followed(tmp_path, FollowedRecord(1, ORIGINS, [make_trace(300), make_trace(200)]))
-    content = path.read_bytes()
-    for damaged in (b"", b"no archive", content[: len(content) // 2]):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"{path}: is damaged: .*; expected followed traces .* Remove it"):
-            read_all_followed(tmp_path)
-    np.savez(path.open("wb"), format=np.array(2))
-    with pytest.raises(UserError, match=r"found format 2; expected 1"):
-        read_followed(path)
-    path.write_bytes(content)
-    with np.load(path) as stored:
-        arrays = dict(stored)
-    for name, changed in (
-        ("entropies", arrays["entropies"][1:]),
-        ("num_tokens", arrays["num_tokens"][:1]),
-        ("sequence_ids", arrays["sequence_ids"][:1]),
-    ):
-        np.savez(path.open("wb"), **arrays | {name: changed})
-        with pytest.raises(UserError, match="is damaged"):
-            read_followed(path)
-    for name in ("positions", "token_ids", "losses", "entropies", "weights"):
-        np.savez(path.open("wb"), **{key: array for key, array in arrays.items() if key != name})
-        with pytest.raises(UserError, match=f"is damaged: '{name}'"):
-            read_followed(path)
+        assert (trace_read.utilities is not None) == utilities and trace_read.is_held_out
 
 
 def test_a_long_trace_is_cut_and_keeps_its_weights() -> None:
@@ -158,8 +120,6 @@ def test_a_long_trace_is_cut_and_keeps_its_weights() -> None:
         np.testing.assert_array_equal(getattr(cut, name), getattr(full, name)[:4])
     assert cut.relative_weights.tolist() == pytest.approx((10 * full.weights[:4].astype(float)).tolist())
     assert len(full.truncate(99)) == 10
-    assert max_tokens_per_trace(16) * 16 == MOST_TOKENS and max_tokens_per_trace(1) == MOST_TOKENS
-    assert cut.probabilities.tolist() == pytest.approx(np.exp(-cut.losses).tolist())
     assert cut.is_finite and not replace(cut, entropies=cut.entropies * np.float32("nan")).is_finite
 
 
@@ -168,9 +128,11 @@ def test_the_traces_of_a_packed_micro_batch_by_hand() -> None:
         TokenizedSequence(4, np.array([1, 2, 3, 4], dtype=np.int32), np.array([False, True, False, True])),
         TokenizedSequence(1, np.array([5, 6], dtype=np.int32), np.array([False, True])),
     ]
+    origins = [("training data", 10 * i) for i in range(5)]
     losses, entropies, weights = torch.tensor([[0.1, 0.2, 0.3], [1, 2, 3], [0.5, 0.5, 1]]).unbind()
-    traces = split_traces(pack([made], 0), losses, entropies, None, weights)
+    traces = split_traces(pack([made], 0), origins, losses, entropies, None, weights)
     assert sorted(traces) == [1, 4] and traces[4].num_supervised_tokens == 2 and traces[1].utilities is None
+    assert traces[4].sequence_id == 40 and not traces[4].is_held_out
     assert traces[4].positions.tolist() == [1, 3] and traces[4].token_ids.tolist() == [2, 4]
     assert traces[1].positions.tolist() == [1] and traces[1].token_ids.tolist() == [6]
     assert traces[4].entropies.tolist() == [1, 2] and traces[1].entropies.tolist() == [3]

@@ -33,7 +33,6 @@ from vcore_ds.commands.report.traces import (
 )
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
-from vcore_ds.training.token_records import FollowedRecord, Origin
 
 TOKENIZER = make_tokenizer()
 TEXT = "so \\boxed{42} 😀 is right"
@@ -146,10 +145,11 @@ def test_a_page_holds_complete_sequences_up_to_its_size(tmp_path: Path) -> None:
 
 
 def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> None:
-    origins = [Origin(True, "correct", 4), Origin(False, "", 2)]
-    followed = [FollowedRecord(step, origins, [random_trace(IDS, 2 * step), random_trace(IDS, 1)]) for step in (1, 2)]
-    broken = replace(followed[1].traces[1], losses=followed[1].traces[1].losses * np.float32("inf"))
-    followed[1] = replace(followed[1], traces=[followed[1].traces[0], broken])
+    first, third, trained = (random_trace(IDS, i, seed, source) for i, seed, source in (
+        (4, 2, "held out, correct"), (4, 4, "held out, correct"), (2, 1, "training data")
+    ))  # fmt: skip
+    broken = replace(trained, losses=trained.losses * np.float32("inf"))
+    followed = {1: [first, trained], 2: [third, broken]}
     records = {1: [random_sequence(IDS, 0, seed=0)]}
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], records, followed=followed))
     description, blob = encode_followed(run, 10**6)
@@ -162,7 +162,7 @@ def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> No
     packed = gzip.decompress(base64.b64decode(blob))
     assert len(packed) == 9 * n
     codes = np.frombuffer(packed[4 * n :], dtype=np.uint8).reshape(5, n)
-    traces = [followed[0].traces[0], followed[0].traces[1], followed[1].traces[0]]
+    traces = [first, trained, third]
     entropies = np.array(description["levels"]["entropy"])[codes[3]]
     assert np.abs(entropies - np.concatenate([entry.entropies for entry in traces])).max() < 0.05
     relative = np.concatenate([entry.relative_weights for entry in traces])

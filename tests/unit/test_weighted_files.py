@@ -215,7 +215,7 @@ def test_probes_and_followed_traces_have_the_weights_of_their_files(setup: Path,
             assert sum(i < num_first for i in feed.probe_stream.step(k)) == 2
         followed = choose_traces(RunConfig(output_dir="x", num_followed_traces=4), DataConfig(train_path="x"), SFT,
                                  data, {})  # fmt: skip
-        assert sum(origin.sequence_id < 6 for origin, _ in followed) <= 1 and len(followed) == 4
+        assert sum(sequence_id < 6 for (_, sequence_id), _ in followed) <= 1 and len(followed) == 4
 
 
 def test_the_weights_are_part_of_the_digest_of_the_training_data(setup: Path, one_rank: None) -> None:

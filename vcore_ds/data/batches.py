@@ -233,5 +233,3 @@ class StepBatches:
     main_lengths: Sequence[int] = ()
     """Tokens of each sequence of the global main batch; empty where not measured."""
     probe_lengths: Sequence[int] = ()  # the same of the probe batch
-    followed: Sequence[Batch] = ()
-    """Traces measured in addition, see `vcore_ds.training.followed`; empty in most steps."""

@@ -1,7 +1,7 @@
-"""Followed traces: a few traces, chosen once, that a run measures at every recorded step.
+"""Followed traces: a few traces, chosen once, that a run measures after every recorded step.
 
 They show how a token's weight changes over the run, and which weights held-out data would get.
-docs/reading-a-report.md lists the measurements.
+docs/tracking.md lists the measurements.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,13 @@ from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.training.console import Console
 from vcore_ds.training.feed import Feed, make_rank_batches
-from vcore_ds.training.step_metrics import StepRecorder, split_columns
-from vcore_ds.training.token_records import (
-    FollowedRecord,
-    Origin,
-    TraceTokens,
-    max_tokens_per_trace,
-    write_followed,
-)
+from vcore_ds.training.step_metrics import split_columns, write_or_warn
+from vcore_ds.training.token_records import HELD_OUT, MOST_TOKENS, SequenceTokens, TokenRecord
 from vcore_ds.training.weighting import add_reference_log_probabilities, token_weights
 from vcore_ds.utility.estimators import Estimator
+
+Origin = tuple[str, int]
+"""Source of a followed trace, and its sequence id; both as in `SequenceTokens`."""
 
 
 @dataclass(frozen=True)
@@ -67,79 +64,72 @@ def choose_traces(
         held_out = {}
     elif method.drops_tokens:
         held_out = {name: keep_random_tokens(d, method.keep_share, seed) for name, d in validation.items()}
-    by_set = [_draw_traces(dataset, seed, i, name) for i, (name, dataset) in enumerate(held_out.items(), start=1)]
+    by_set = [
+        _draw_traces(dataset, seed, i, f"{HELD_OUT}{name and ', '}{name}")
+        for i, (name, dataset) in enumerate(held_out.items(), start=1)
+    ]
     in_turn = (pair for turn in zip_longest(*by_set) for pair in turn if pair is not None)
     chosen = list(islice(in_turn, number // 2))
-    return chosen + list(islice(_draw_traces(training, seed, 0), number - len(chosen)))
+    return chosen + list(islice(_draw_traces(training, seed, 0, "training data"), number - len(chosen)))
 
 
-def _draw_traces(
-    dataset: Dataset, seed: int, place: int, held_out: str | None = None
-) -> Iterator[tuple[Origin, TokenizedSequence]]:
-    """Yield sequences with supervised tokens, in random order; `held_out` names their set, None for training data, of
-    which each file has its share."""
+def _draw_traces(dataset: Dataset, seed: int, place: int, source: str) -> Iterator[tuple[Origin, TokenizedSequence]]:
+    """Yield sequences with supervised tokens, in random order; each file of training data has its share."""
     for i in shuffle_by_share(*list_shares(dataset), generator(Stream.FOLLOWED_TRACES, seed, place)).tolist():
         sequence = dataset[i]
         if sequence.supervised[1:].any():
-            yield Origin(held_out is not None, held_out or "", sequence.sequence_id), sequence
+            yield (source, sequence.sequence_id), sequence
 
 
 def measure_followed(
-    engine: Engine,
-    method: MethodConfig,
-    batches: Sequence[Batch],
-    estimator: Estimator,
-    recorder: StepRecorder,
-    *,
-    seed: int,
-) -> None:
-    """Measure the followed traces (this rank's `batches`, the same number on every rank) with the parameters and the
-    direction of this step, before its update. A collective; does nothing without batches, and does not change training.
-    Call it after the utilities of the main batch, for which a finite difference chooses epsilon. `seed`: as for the
-    main batch."""
-    if not batches:
-        return
-    k = batches[0].sequence_parallel
-    with recorder.measuring("followed"):
-        with engine.without_gradient():
-            measured = [engine.losses_and_statistics(batch, "entropy") for batch in batches]
-            statistic = method.prediction_statistic
-            statistics = [statistic and engine.losses_and_statistics(batch, statistic)[1] for batch in batches]
-        known = estimator.begin(batches, seed=seed, precompute=True).precomputed
-        utilities = [values for _, values in known] if known else [None] * len(batches)
-        if method.reads_reference and engine.has_adapters:
-            batches = add_reference_log_probabilities(engine, batches)
-        # Ranks of a sequence-parallel group hold the same traces; one of them reports.
-        if layout.rank("sequence", k) == 0:
-            for batch, (losses, entropies), s, statistic_values in zip(
-                batches, measured, utilities, statistics, strict=True
-            ):
-                weights = token_weights(method, batch.tokens(losses, s, statistic_values)).weights
-                recorder.followed |= split_traces(batch, losses, entropies, s, weights)
+    engine: Engine, method: MethodConfig, traces: FollowedTraces, estimator: Estimator, *, seed: int
+) -> dict[int, SequenceTokens]:
+    """Measure the followed traces with the present parameters, along the direction that the last step took; return this
+    rank's, by index. A collective, which does not change training. `seed`: as for the step."""
+    mark("followed traces")
+    batches = traces.batches
+    with engine.without_gradient():
+        measured = [engine.losses_and_statistics(batch, "entropy") for batch in batches]
+        statistic = method.prediction_statistic
+        statistics = [statistic and engine.losses_and_statistics(batch, statistic)[1] for batch in batches]
+    known = estimator.begin(batches, seed=seed, precompute=True).precomputed
+    utilities = [values for _, values in known] if known else [None] * len(batches)
+    if method.reads_reference and engine.has_adapters:
+        batches = add_reference_log_probabilities(engine, batches)
+    # Ranks of a sequence-parallel group hold the same traces; one of them reports.
+    if layout.rank("sequence", batches[0].sequence_parallel) > 0:
+        return {}
+    local: dict[int, SequenceTokens] = {}
+    for batch, (losses, entropies), s, values in zip(batches, measured, utilities, statistics, strict=True):
+        weights = token_weights(method, batch.tokens(losses, s, values)).weights
+        local |= split_traces(batch, traces.origins, losses, entropies, s, weights)
+    return local
 
 
 def split_traces(
-    batch: Batch, losses: torch.Tensor, entropies: torch.Tensor, utilities: torch.Tensor | None, weights: torch.Tensor
-) -> dict[int, TraceTokens]:
+    batch: Batch,
+    origins: Sequence[Origin],
+    losses: torch.Tensor,
+    entropies: torch.Tensor,
+    utilities: torch.Tensor | None,
+    weights: torch.Tensor,
+) -> dict[int, SequenceTokens]:
     """Split the tokens of a micro-batch into traces, by index. Synchronises with the device."""
     columns = split_columns(batch, losses=losses, entropies=entropies, utilities=utilities, weights=weights)
-    pairs = zip(batch.sequence_ids, columns, strict=True)
-    return {index: TraceTokens(len(fields["token_ids"]), **fields) for index, fields in pairs}
+    local = {}
+    for index, arrays in zip(batch.sequence_ids, columns, strict=True):
+        (source, sequence_id), length = origins[index], len(arrays["token_ids"])
+        local[index] = SequenceTokens(sequence_id, 1.0, 1.0, 1.0, source=source, num_supervised_tokens=length, **arrays)
+    return local
 
 
 def record_followed(
-    folder: Path, step: int, local: Mapping[int, TraceTokens], origins: Sequence[Origin], console: Console
+    folder: Path, step: int, local: Mapping[int, SequenceTokens], num_traces: int, console: Console
 ) -> None:
-    """Write the followed traces of an optimizer step into the run's folder, on rank 0. A collective. A file that cannot
-    be written is a warning: rank 0 must not exit while the others train. `local`: this rank's traces, by index into
-    `origins`."""
-    mark("followed traces")
-    max_tokens = max_tokens_per_trace(len(origins))
-    by_rank = layout.gather_objects("shards", {i: trace.truncate(max_tokens) for i, trace in local.items()})
-    if not layout.is_first():
-        return
-    traces = {i: trace for traces in by_rank for i, trace in traces.items()}
-    try:
-        write_followed(folder, FollowedRecord(step, origins, [traces[i] for i in range(len(origins))]))
-    except OSError as error:
-        console.warn(f"the followed traces of step {step} cannot be written to {folder} ({error.strerror})")
+    """Write the followed traces of an optimizer step into the run's folder, on rank 0, each with so few tokens that the
+    file is no larger than the record of a batch. A collective. `local`: this rank's traces, by index."""
+    shown = {i: trace.truncate(MOST_TOKENS // num_traces) for i, trace in local.items()}
+    by_rank = layout.gather_objects("shards", shown)
+    traces = [trace for _, trace in sorted((i, trace) for traces in by_rank for i, trace in traces.items())]
+    num_tokens = sum(trace.num_supervised_tokens or 0 for trace in traces)
+    write_or_warn(folder, TokenRecord(step, None, len(traces), num_tokens, traces), "followed", console)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from vcore_ds.training.checkpoints import Checkpoints, SavedCheckpoint
 from vcore_ds.training.console import Console, explain_steps
 from vcore_ds.training.faults import describe_divergence, describe_fault, explain_fault
 from vcore_ds.training.feed import Feed
-from vcore_ds.training.followed import FollowedTraces, record_followed
+from vcore_ds.training.followed import FollowedTraces, measure_followed, record_followed
 from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
 from vcore_ds.training.profile import StepProfiler
 from vcore_ds.training.schedule import Schedule
@@ -92,6 +92,10 @@ class Trainer:
         """Whether step k, from 0, measures the noise of a finite difference."""
         return isinstance(self.estimator, FiniteDifference) and k % MEASURE_NOISE_EVERY == 0
 
+    def step_seed(self, k: int) -> int:
+        """Seed of the random numbers of step k, from 0."""
+        return torch_seed(Stream.STOCHASTIC_ROUNDING, self.seed, k)
+
     def step(self, k: int, batches: StepBatches, *, keep_tokens: bool = False) -> StepMetrics:
         """Take optimizer step k, from 0. A collective. `keep_tokens`: also return this rank's single tokens. Raises
         NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, on all ranks alike."""
@@ -105,7 +109,7 @@ class Trainer:
                 StepRecorder(self.engine.device, keep_tokens=keep_tokens),
                 learning_rate=self.schedule.learning_rate(k),
                 measure_noise=self.measures_noise(k),
-                seed=torch_seed(Stream.STOCHASTIC_ROUNDING, self.seed, k),
+                seed=self.step_seed(k),
             )
         except (NonFiniteLoss, NonFiniteGradient) as error:
             raise type(error)(f"step {k + 1}: {describe_fault(error, batches)}") from None
@@ -164,8 +168,6 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     for k in range(num_done, num_steps):
         mark("batches", step=k + 1)
         batches, done = feed.step(k), k + 1
-        if done in recorded:
-            batches = replace(batches, followed=run.data.followed.batches)
         with profiler.step(done):
             try:
                 metrics = run.trainer.step(k, batches, keep_tokens=done in recorded)
@@ -175,14 +177,15 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         if run.trainer.measures_noise(k):
             warn_of_noise(run.trainer, metrics, console)
         loss = metrics.values["loss"]
-        assert loss is not None  # as the seconds below, of every step
+        seconds = metrics.values["seconds"]
+        assert loss is not None and seconds is not None  # of every step
         first_loss = loss if first_loss is None else first_loss
-        record_step(run, done, batches, metrics)
-        seconds = measure_training_seconds(metrics)
+        seconds_followed = record_step(run, done, batches, metrics)
         line = {
             "step": done,
             "epoch": feed.epoch(done),
             **metrics.values,
+            **seconds_followed,
             **run.log.throughput.compute_rates(batches.main_lengths, batches.probe_lengths, seconds),
             **run.checkpoints.take_metrics(),
             **batches.measured,
@@ -220,13 +223,6 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
     return metrics
 
 
-def measure_training_seconds(metrics: StepMetrics) -> float:
-    """Return the seconds of a step, without those for followed traces."""
-    seconds = metrics.values["seconds"]
-    assert seconds is not None  # every step has a length
-    return seconds - (metrics.values.get("seconds_followed") or 0.0)
-
-
 def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> SavedCheckpoint:
     """Save a checkpoint after `done` steps; `losses` and `is_last` as in `Checkpoints.save`. A collective."""
     mark("checkpoint")
@@ -250,20 +246,27 @@ def announce_remaining_time(console: Console, seconds: float, num_left: int, adv
         console.say(f"Time: {rest}")
 
 
-def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics) -> None:
-    """Write the tokens and followed traces that step `done`, from 1, has recorded, if any. A collective."""
-    if metrics.tokens is not None:
-        record_tokens(
-            run.folder,
-            done,
-            metrics.tokens,
-            run.log.console,
-            sequence_parallel=batches.main[0].sequence_parallel,
-            first_trusted_id=run.data.feed.first_trusted_id,
-            seed=run.settings.seed,
-        )
-    if batches.followed:
-        record_followed(run.folder, done, metrics.followed, run.data.followed.origins, run.log.console)
+def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics) -> dict[str, float]:
+    """Write the tokens that step `done`, from 1, has kept, if any, and the followed traces, which are measured now;
+    return the seconds that these took, by name in the metrics. A collective."""
+    if metrics.tokens is None:
+        return {}
+    record_tokens(
+        run.folder,
+        done,
+        metrics.tokens,
+        run.log.console,
+        sequence_parallel=batches.main[0].sequence_parallel,
+        first_trusted_id=run.data.feed.first_trusted_id,
+        seed=run.settings.seed,
+    )
+    if not run.data.followed.batches:
+        return {}
+    started, trainer = time.perf_counter(), run.trainer
+    seed = trainer.step_seed(done - 1)
+    measured = measure_followed(trainer.engine, trainer.method, run.data.followed, trainer.estimator, seed=seed)
+    record_followed(run.folder, done, measured, len(run.data.followed.origins), run.log.console)
+    return {"seconds_followed": time.perf_counter() - started}
 
 
 def warn_of_noise(trainer: Trainer, metrics: StepMetrics, console: Console) -> None:

@@ -42,8 +42,7 @@ START = "start.txt"
 """The first lines on the screen, and details on data, balance, memory and passes, of each start."""
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
-"""Folders with the files of each optimizer step whose tokens are recorded, see `token_record_path` and
-`followed_path`."""
+"""Folders with the files of each optimizer step whose tokens are recorded, see `token_records.record_path`."""
 TRACKERS = "trackers"  # folder with the run's id at each tracker that assigns one
 _TOKEN_RECORD = re.compile(r"(?:step|followed)_(\d{8,})\.npz")
 
@@ -156,16 +155,6 @@ def move_lost_metrics(folder: Path, step: int) -> int:
             os.fsync(file.fileno())
         write_text(path, "".join(kept))
     return len(lost)
-
-
-def token_record_path(folder: Path, step: int) -> Path:
-    """The file with the recorded tokens of an optimizer step, from 1."""
-    return folder / TOKENS / f"step_{step:08d}.npz"
-
-
-def followed_path(folder: Path, step: int) -> Path:
-    """The file with the followed traces of an optimizer step, from 1."""
-    return folder / TOKENS / f"followed_{step:08d}.npz"
 
 
 def move_lost_tokens(folder: Path, step: int) -> None:

@@ -14,7 +14,6 @@ from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describ
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import Tokens, segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
-from vcore_ds.training.followed import measure_followed
 from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
 from vcore_ds.training.weighting import (
     add_reference_log_probabilities,
@@ -65,7 +64,6 @@ def train_step(
         measured |= {**forward.metrics, **tilt}
         if method.reads_reference and engine.has_adapters:
             main = add_reference_log_probabilities(engine, main)
-    measure_followed(engine, method, batches.followed, estimator, recorder, seed=seed)
 
     reset_token_counts(engine.module)  # discards those of other passes
     with recorder.measuring("main"), engine.accumulation(len(main)):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from vcore_ds.training.profile import mark_phase
 from vcore_ds.training.token_records import (
     MOST_PROMPT_TOKENS,
     MOST_TOKENS,
+    Kind,
     SequenceTokens,
     TokenRecord,
-    TraceTokens,
+    record_path,
     write_record,
 )
 
@@ -48,7 +49,7 @@ def split_into_sequences(
 
 
 def split_columns(batch: Batch, **columns: Tensor | None) -> Iterator[dict[str, Any]]:
-    """Yield the fields of `RecordedTokens` for each sequence id of a micro-batch, from `columns` `[N]` of its
+    """Yield the fields of `SequenceTokens` for each sequence id of a micro-batch, from `columns` `[N]` of its
     supervised tokens. Synchronises with the device."""
     supervised, index = batch.supervised(), batch.sequence_index().numpy()
     arrays = {name: None if column is None else column.float().cpu().numpy() for name, column in columns.items()}
@@ -70,24 +71,23 @@ def record_tokens(
     first_trusted_id: int | None,
     seed: int,
 ) -> None:
-    """Write the record of an optimizer step into the run's folder, on rank 0. A collective.
-
-    A record that cannot be written is a warning: rank 0 must not exit while the others train.
-
-    Args:
-        local: this rank's sequences of the main batch.
-        sequence_parallel: size of a group, whose ranks hold the same sequences.
-        first_trusted_id: see `TokenRecord`.
-        seed: of the run.
-    """
+    """Write the record of an optimizer step into the run's folder, on rank 0. A collective. `local`: this rank's
+    sequences of the main batch. `sequence_parallel`: size of a group, whose ranks hold the same sequences.
+    `first_trusted_id`: as in `TokenRecord`; `seed`: of the run."""
     mark("token record")
-    record = gather_record(step, local, sequence_parallel, first_trusted_id, seed)
+    write_or_warn(folder, gather_record(step, local, sequence_parallel, first_trusted_id, seed), "step", console)
+
+
+def write_or_warn(folder: Path, record: TokenRecord, kind: Kind, console: Console) -> None:
+    """Write a record into the run's folder, on rank 0. One that cannot be written is a warning: rank 0 must not exit
+    while the others train."""
     if not layout.is_first() or not record.sequences:
         return
     try:
-        write_record(folder, record)
+        write_record(folder, record, kind)
     except OSError as error:
-        console.warn(f"the tokens of step {step} cannot be written to {folder} ({error.strerror}): it has no record")
+        path = record_path(folder, record.step, kind)
+        console.warn(f"{path} cannot be written ({error.strerror}): the step has no such record")
 
 
 def gather_record(
@@ -160,19 +160,16 @@ class StepMetrics:
 
     values: Mapping[str, float | int | None]
     tokens: Sequence[SequenceTokens] | None  # this rank's sequences; None unless the recorder kept them
-    followed: Mapping[int, TraceTokens] = field(default_factory=dict)
-    """This rank's followed traces, by their indices; empty in most steps."""
 
 
 class StepRecorder:
     """Collects the measurements of a step: seconds by phase, and sums over this rank's micro-batches, which stay on the
-    device until `totals` to avoid host-device synchronisations. `followed`: as in `StepMetrics`."""
+    device until `totals` to avoid host-device synchronisations."""
 
     def __init__(self, device: torch.device, *, keep_tokens: bool = False):
         """`keep_tokens`: also return single tokens, which synchronises with the device."""
         self._device = device
         self._results: list[MicroBatchResult] | None = [] if keep_tokens else None
-        self.followed: dict[int, TraceTokens] = {}
         self._method: MethodConfig | None = None
         self._counts: GlobalCounts | None = None
         self._sequence_parallel = 1
@@ -188,7 +185,7 @@ class StepRecorder:
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """A context that measures a phase: `probe`, `utility`, `main`, `step` or `followed`. Synchronises with the
+        """A context that measures a phase: `probe`, `utility`, `main` or `step`. Synchronises with the
         device at both ends, so that each phase is charged for its kernels."""
         mark(name)
         started = self._now()
@@ -197,7 +194,7 @@ class StepRecorder:
             yield
             ended = self._now()  # within the profiler's range, so that it covers the device's work
         self._peak_bytes[name] = peak_memory.phase_bytes()
-        self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
+        self._seconds[name] += ended - started
 
     def add(self, result: MicroBatchResult) -> None:
         assert self._method is not None and self._counts is not None  # `begin` comes first
@@ -301,12 +298,11 @@ class StepRecorder:
             "sequences": counts.num_sequences_global,
             "seconds": seconds,
             **{f"seconds_{name}": value for name, value in self._seconds.items()},
-            "supervised_tokens_per_second": counts.num_supervised_tokens_global
-            / (seconds - self._seconds.get("followed", 0.0)),
+            "supervised_tokens_per_second": counts.num_supervised_tokens_global / seconds,
             "peak_memory_bytes": peak_memory.process_bytes(),
             **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }
-        return StepMetrics(values, tokens, self.followed)
+        return StepMetrics(values, tokens)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -1,7 +1,7 @@
 """Records of single tokens: writing and reading the files in `tokens/`, one or two for each of a few steps.
 
-`step_00000012.npz` holds complete sequences of the main batch of optimizer step 12, `followed_00000012.npz` the
-followed traces before the update of that step; docs/reading-a-report.md lists the arrays. Imports no torch.
+`step_00000012.npz` holds complete sequences of the main batch of optimizer step 12 before its update,
+`followed_00000012.npz` the followed traces after it; docs/tracking.md lists the arrays. Imports no torch.
 """
 
 import io
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading, write_atomically
-from vcore_ds.training.run_folder import TOKENS, followed_path, token_record_path
+from vcore_ds.training.run_folder import TOKENS
 
 FORMAT = 1
 MOST_TOKENS = 131_072
@@ -25,39 +25,24 @@ MOST_TOKENS = 131_072
 MOST_PROMPT_TOKENS = 2_048  # maximum prompt tokens of a sequence in a file
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
-    """Write a compressed `.npz`, the same bytes for the same arrays; return its path. Raises OSError."""
-    # In memory first, so that a full disk raises OSError, in one place.
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # one may be called allow_pickle; none is
-    with write_atomically(path) as unfinished:
-        unfinished.write_bytes(content.getbuffer())
-    return path
-
-
-@contextmanager
-def read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
-    """A context with the arrays of a file, by name. Raises UserError, also for errors in the block, if the file cannot
-    be read, is damaged, or has another format. `expected`: the contents, for messages."""
-    try:
-        with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        if int(arrays["format"]) != FORMAT:
-            raise UserError(f"{path}: found format {int(arrays['format'])}; expected {FORMAT}, of this version")
-        yield arrays
-    except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(
-            f"{path}: is damaged: {error}; expected {expected}. Remove it: the other records of the run can be read"
-        ) from None
-
-
 @dataclass(frozen=True, eq=False)
-class RecordedTokens:
-    """Supervised tokens of one sequence in one optimizer step, in order."""
+class SequenceTokens:
+    """Supervised tokens of one sequence in one optimizer step, in order: all of a sequence of the main batch, the first
+    ones of a followed trace. In training, the loss of a token was multiplied by `alpha * share * weights`."""
 
+    sequence_id: int
+    """Row of the sequence in its data, from 0, as in messages; those of the trusted pool follow, see
+    `TokenRecord.first_trusted_id`."""
+    share: float
+    """`w_i`, the sequence's share in the global batch's loss, including its factor if `method.scope` is
+    sequence_and_batch; 1 for a followed trace, as the next two."""
+    uniform_share: float
+    """The share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`."""
+    alpha: float
+    """Factor of the sequence's loss, the same for all sequences if alpha belongs to the global batch."""
     positions: np.ndarray = field(kw_only=True)  # int32 [n], of the token in its sequence, from 0
     token_ids: np.ndarray = field(kw_only=True)  # int32 [n]
-    losses: np.ndarray = field(kw_only=True)  # fp32 [n], nats, before the update
+    losses: np.ndarray = field(kw_only=True)  # fp32 [n], nats
     entropies: np.ndarray | None = field(default=None, kw_only=True)
     """fp32 [n], nats, of the prediction of the token; None if not measured"""
     utilities: np.ndarray | None = field(default=None, kw_only=True)
@@ -66,67 +51,39 @@ class RecordedTokens:
     prompt_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), kw_only=True)
     """int32 [p], the last `MOST_PROMPT_TOKENS` tokens before the first supervised one; empty in records of 0.7 and
     before"""
+    source: str = field(default="", kw_only=True)
+    """Of a followed trace: `training data`, `held out`, or `held out, NAME`; empty in the record of a main batch."""
+    num_supervised_tokens: int | None = field(default=None, kw_only=True)
+    """`n_i` of a followed trace, of which a file may hold the first tokens only; None where it holds all."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def truncate(self, max_tokens: int) -> "SequenceTokens":
+        """Return the sequence with its first `max_tokens` tokens."""
+        arrays = {name: values for name in _TOKEN_ARRAYS if (values := getattr(self, name)) is not None}
+        return replace(self, **{name: values[:max_tokens] for name, values in arrays.items()})
 
-_TOKEN_ARRAYS = ("positions", "token_ids", "losses", "entropies", "utilities", "weights")
-_MAY_BE_ABSENT = ("entropies", "utilities")
-
-
-def join_tokens(sequences: Sequence[RecordedTokens]) -> dict[str, np.ndarray]:
-    """Join the tokens of all sequences into the arrays of a file, with `num_tokens` of each sequence. An array that a
-    sequence lacks is left out."""
-    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TOKEN_ARRAYS}
-    joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
-    prompts = [sequence.prompt_ids for sequence in sequences]
-    return {
-        "num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64),
-        "num_prompt_tokens": np.array([len(prompt) for prompt in prompts], dtype=np.int64),
-        "prompt_ids": np.concatenate(prompts),
-        **joined,
-    }
-
-
-def split_tokens(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Split the arrays of a file into the fields of `RecordedTokens` of each sequence. Raises ValueError if lengths do
-    not add up, KeyError if an array is missing."""
-    lengths = arrays["num_tokens"]
-    names = [name for name in _TOKEN_ARRAYS if name in arrays or name not in _MAY_BE_ABSENT]
-    parts = {name: _split(arrays[name], lengths) for name in names}
-    if "prompt_ids" in arrays:
-        parts["prompt_ids"] = _split(arrays["prompt_ids"], arrays["num_prompt_tokens"])
-    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-
-
-def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    if len(column) != lengths.sum():
-        raise ValueError("arrays of different lengths")
-    return np.split(column, np.cumsum(lengths)[:-1])
-
-
-@dataclass(frozen=True, eq=False)
-class SequenceTokens(RecordedTokens):
-    """All supervised tokens of a sequence of the main batch. The loss of a token was multiplied by
-    `alpha * share * weights`."""
-
-    sequence_id: int
-    """Row of the trace in its data, from 0, as in messages; those of the trusted pool follow, see
-    `TokenRecord.first_trusted_id`."""
-    share: float
-    """`w_i`, the sequence's share in the global batch's loss, including its factor if `method.scope` is
-    sequence_and_batch."""
-    uniform_share: float
-    """The share under uniform weights: `1/|B|`, or `n_i / N` with `method.normalization: token`."""
-    alpha: float
-    """Factor of the sequence's loss, the same for all sequences if alpha belongs to the global batch."""
+    @property
+    def is_held_out(self) -> bool:
+        """Whether this is a followed trace of a held-out set."""
+        return self.source.startswith(HELD_OUT)
 
     @property
     def relative_weights(self) -> np.ndarray:
-        """fp64 [n_i], factor of the token's loss without alpha, relative to uniform weights: `q[i,t] * n_i`, times the
+        """fp64 [n], factor of the token's loss without alpha, relative to uniform weights: `q[i,t] * n_i`, times the
         sequence's factor if the method weights sequences too."""
-        return self.weights.astype(np.float64) * len(self) * (self.share / self.uniform_share)
+        whole = len(self) if self.num_supervised_tokens is None else self.num_supervised_tokens
+        return self.weights.astype(np.float64) * whole * (self.share / self.uniform_share)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all measurements are finite: a non-finite loss of a held-out trace does not stop a run."""
+        measured = (self.losses, self.entropies, self.utilities, self.weights)
+        return all(bool(np.isfinite(values).all()) for values in measured if values is not None)
+
+
+HELD_OUT = "held out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +95,11 @@ class TokenRecord:
     """A sequence from this id on is row `id - first_trusted_id` of the trusted pool (`data.trusted_share`); None if the
     batches hold none."""
     num_sequences_global: int
-    """Sequences with supervised tokens in the step's batch; the record holds some of them."""
+    """Sequences with supervised tokens in the step's batch; the record holds some of them, or all followed traces."""
     num_supervised_tokens_global: int
-    sequences: Sequence[SequenceTokens]  # by id; a batch may hold a sequence twice
+    sequences: Sequence[SequenceTokens]
+    """By id, of a batch that may hold a sequence twice; followed traces in an order that all records of a run share,
+    unless `run.num_followed_traces` or the data was changed."""
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +111,13 @@ class TokenRecord:
         return self.first_trusted_id is not None and sequence.sequence_id >= self.first_trusted_id
 
 
+Kind = Literal["step", "followed"]
+"""The first part of a file's name: tokens of the main batch, or of followed traces."""
+
+_TOKEN_ARRAYS = ("positions", "token_ids", "losses", "entropies", "utilities", "weights")
+_MAY_BE_ABSENT = ("entropies", "utilities")
 _FIELDS = {"sequence_ids": "sequence_id", "shares": "share", "uniform_shares": "uniform_share", "alphas": "alpha"}
+_OF_TRACES = {"sources": "source", "num_supervised_tokens": "num_supervised_tokens"}  # in files of followed traces
 _RECORD_FIELDS = ("step", "num_sequences_global", "num_supervised_tokens_global")
 _NONE = -1  # how a file says that it has no `first_trusted_id`
 
@@ -170,7 +135,7 @@ def record_steps(num_steps: int, num_records: int) -> list[int]:
     return steps
 
 
-def write_record(run: Path, record: TokenRecord) -> Path:
+def write_record(run: Path, record: TokenRecord, kind: Kind = "step") -> Path:
     """Write a record into a run's folder; return its file. Raises OSError."""
     sequences = record.sequences
     arrays: dict[str, np.ndarray] = {"format": np.array(FORMAT)}
@@ -179,119 +144,89 @@ def write_record(run: Path, record: TokenRecord) -> Path:
     for name, attribute in _FIELDS.items():
         dtype = np.int64 if attribute == "sequence_id" else np.float64
         arrays[name] = np.array([getattr(sequence, attribute) for sequence in sequences], dtype=dtype)
-    return write_arrays(token_record_path(run, record.step), arrays | join_tokens(sequences))
+    if kind == "followed":
+        arrays |= {name: np.array([getattr(one, field) for one in sequences]) for name, field in _OF_TRACES.items()}
+    return write_arrays(record_path(run, record.step, kind), arrays | _join_tokens(sequences))
 
 
-def read_records(run: Path) -> list[TokenRecord]:
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> Path:
+    """Write a compressed `.npz`, the same bytes for the same arrays; return its path. Raises OSError."""
+    # In memory first, so that a full disk raises OSError, in one place.
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # one may be called allow_pickle; none is
+    with write_atomically(path) as unfinished:
+        unfinished.write_bytes(content.getbuffer())
+    return path
+
+
+def record_path(run: Path, step: int, kind: Kind = "step") -> Path:
+    """The file with a record of an optimizer step, from 1."""
+    return run / TOKENS / f"{kind}_{step:08d}.npz"
+
+
+def _join_tokens(sequences: Sequence[SequenceTokens]) -> dict[str, np.ndarray]:
+    """Join the tokens of all sequences into the arrays of a file, with `num_tokens` of each sequence. An array that a
+    sequence lacks is left out."""
+    columns = {name: [getattr(sequence, name) for sequence in sequences] for name in _TOKEN_ARRAYS}
+    joined = {name: np.concatenate(parts) for name, parts in columns.items() if all(part is not None for part in parts)}
+    prompts = [sequence.prompt_ids for sequence in sequences]
+    return {
+        "num_tokens": np.array([len(sequence) for sequence in sequences], dtype=np.int64),
+        "num_prompt_tokens": np.array([len(prompt) for prompt in prompts], dtype=np.int64),
+        "prompt_ids": np.concatenate(prompts),
+        **joined,
+    }
+
+
+def read_records(run: Path, kind: Kind = "step") -> list[TokenRecord]:
     """Read the records in a run's folder, by step. Raises UserError if one cannot be read."""
-    return [read_record(path) for path in sorted((run / TOKENS).glob("step_*.npz"))]
+    return [read_record(path) for path in sorted((run / TOKENS).glob(f"{kind}_*.npz"))]
 
 
 def read_record(path: Path) -> TokenRecord:
     """Read a record. Raises UserError if it cannot be read."""
-    with read_arrays(path, "a record of tokens that a run has written") as arrays:
-        sequences = [
-            SequenceTokens(**{attribute: arrays[name][i].item() for name, attribute in _FIELDS.items()}, **tokens)
-            for i, tokens in enumerate(split_tokens(arrays))
-        ]
+    with _read_arrays(path, "a record of tokens that a run has written") as arrays:
         first_trusted_id = int(arrays["first_trusted_id"])
+        names = _FIELDS | (_OF_TRACES if "sources" in arrays else {})
+        columns = zip(*(arrays[name].tolist() for name in names), strict=True)
         return TokenRecord(
             **{name: int(arrays[name]) for name in _RECORD_FIELDS},
             first_trusted_id=None if first_trusted_id == _NONE else first_trusted_id,
-            sequences=sequences,
+            sequences=[
+                SequenceTokens(**dict(zip(names.values(), values, strict=True)), **tokens)
+                for values, tokens in zip(columns, _split_tokens(arrays), strict=True)
+            ],
         )
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a followed trace comes from."""
-
-    is_held_out: bool
-    set_name: str
-    """Name of its held-out set (`data.validation_path`); empty for training data, and for a set without a name."""
-    sequence_id: int  # row of the trace in its data, from 0, as in messages
-
-    @property
-    def source(self) -> str:
-        """Description: `training data`, `held out`, or `held out, NAME`."""
-        return f"held out{self.set_name and ', '}{self.set_name}" if self.is_held_out else "training data"
-
-
-@dataclass(frozen=True, eq=False)
-class TraceTokens(RecordedTokens):
-    """The first supervised tokens of a followed trace; all of them unless it is long. Losses are without dropout, and
-    weights are those that the method would assign in this step."""
-
-    num_supervised_tokens: int  # `n_i`, of the full trace
-    entropies: np.ndarray = field(kw_only=True)
-
-    def truncate(self, max_tokens: int) -> "TraceTokens":
-        """Return the trace with its first `max_tokens` tokens."""
-        arrays: dict[str, Any] = {name: getattr(self, name) for name in _TOKEN_ARRAYS}
-        return replace(self, **{name: values[:max_tokens] for name, values in arrays.items() if values is not None})
-
-    @property
-    def probabilities(self) -> np.ndarray:
-        """fp32 [n], of the token itself."""
-        return np.exp(-self.losses)
-
-    @property
-    def relative_weights(self) -> np.ndarray:
-        """fp64 [n], `q[i,t] * n_i`; 1 is the uniform weight."""
-        return self.weights.astype(np.float64) * self.num_supervised_tokens
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all measurements are finite: a non-finite loss of a held-out trace does not stop a run."""
-        measured = (self.losses, self.entropies, self.utilities, self.weights)
-        return all(bool(np.isfinite(values).all()) for values in measured if values is not None)
+@contextmanager
+def _read_arrays(path: Path, expected: str) -> Iterator[dict[str, np.ndarray]]:
+    """A context with the arrays of a file, by name. Raises UserError, also for errors in the block, if the file cannot
+    be read, is damaged, or has another format. `expected`: the contents, for messages."""
+    try:
+        with reading("", path, expected), np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        if int(arrays["format"]) != FORMAT:
+            raise UserError(f"{path}: found format {int(arrays['format'])}; expected {FORMAT}, of this version")
+        yield arrays
+    except (ValueError, TypeError, KeyError, IndexError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path}: is damaged: {error}; expected {expected}. Remove it: the other records of the run can be read"
+        ) from None
 
 
-@dataclass(frozen=True, eq=False)
-class FollowedRecord:
-    """The followed traces in one optimizer step."""
-
-    step: int  # optimizer step, from 1, as in metrics.jsonl
-    origins: Sequence[Origin]
-    """The origin of each trace; the same in all records of a run, unless `run.num_followed_traces` or the data was
-    changed."""
-    traces: Sequence[TraceTokens]
-
-
-def max_tokens_per_trace(num_traces: int) -> int:
-    """The number of supervised tokens of each trace in a file, which bounds its size like that of a record."""
-    return MOST_TOKENS // num_traces
+def _split_tokens(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Split the arrays of a file into the token arrays of each sequence. Raises ValueError if lengths do not add up,
+    KeyError if an array is missing."""
+    lengths = arrays["num_tokens"]
+    names = [name for name in _TOKEN_ARRAYS if name in arrays or name not in _MAY_BE_ABSENT]
+    parts = {name: _split(arrays[name], lengths) for name in names}
+    if "prompt_ids" in arrays:
+        parts["prompt_ids"] = _split(arrays["prompt_ids"], arrays["num_prompt_tokens"])
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-def write_followed(run: Path, record: FollowedRecord) -> Path:
-    """Write the followed traces of a step into a run's folder; return their file. Raises OSError."""
-    origins, traces = record.origins, record.traces
-    arrays = {
-        "format": np.array(FORMAT),
-        "step": np.array(record.step),
-        "is_held_out": np.array([origin.is_held_out for origin in origins], dtype=np.bool_),
-        "set_names": np.array([origin.set_name for origin in origins], dtype=np.str_),
-        "sequence_ids": np.array([origin.sequence_id for origin in origins], dtype=np.int64),
-        "num_supervised_tokens": np.array([trace.num_supervised_tokens for trace in traces], dtype=np.int64),
-        **join_tokens(traces),
-    }
-    return write_arrays(followed_path(run, record.step), arrays)
-
-
-def read_all_followed(run: Path) -> list[FollowedRecord]:
-    """Read the followed traces in a run's folder, by step. Raises UserError if a file cannot be read."""
-    return [read_followed(path) for path in sorted((run / TOKENS).glob("followed_*.npz"))]
-
-
-def read_followed(path: Path) -> FollowedRecord:
-    """Read the followed traces of a step. Raises UserError if they cannot be read."""
-    with read_arrays(path, "followed traces that a run has written") as arrays:
-        columns = (arrays[name].tolist() for name in ("is_held_out", "set_names", "sequence_ids"))
-        origins = [Origin(*values) for values in zip(*columns, strict=True)]
-        counts = arrays["num_supervised_tokens"].tolist()
-        if "entropies" not in arrays:
-            raise KeyError("entropies")
-        traces = [TraceTokens(count, **tokens) for count, tokens in zip(counts, split_tokens(arrays), strict=True)]
-        if len(traces) != len(origins):
-            raise ValueError("arrays of different lengths")
-        return FollowedRecord(int(arrays["step"]), origins, traces)
+def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    if len(column) != lengths.sum():
+        raise ValueError("arrays of different lengths")
+    return np.split(column, np.cumsum(lengths)[:-1])

@@ -13,7 +13,7 @@ from vcore_ds.training import run_folder
 from vcore_ds.training.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
 from vcore_ds.training.metrics_log import list_notes
 from vcore_ds.training.profile_folder import Profile, read_profiles
-from vcore_ds.training.token_records import FollowedRecord, TokenRecord, read_all_followed, read_records
+from vcore_ds.training.token_records import TokenRecord, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ class ReportedRun:
     evaluated: dict[str, TaskResult]
     """By task; empty if the run's folder holds no finished evaluation of its result."""
     records: list[TokenRecord]
-    followed: list[FollowedRecord]
+    followed: list[TokenRecord]  # one trace a sequence
     texts: TokenTexts | None  # None without records, or without a tokenizer that has their tokens
     tables: TokenTables | None
     why_no_tables: str | None
@@ -97,7 +97,7 @@ def _read_run(
 ) -> ReportedRun:
     recipe = run_folder.read_run_recipe(folder)
     environment, metrics = run_folder.read_environment(folder), run_folder.read_run_metrics(folder)
-    records, followed = _select_step(read_records(folder), step, folder), read_all_followed(folder)
+    records, followed = _select_step(read_records(folder), step, folder), read_records(folder, "followed")
     held_out = run_folder.read_held_out_losses(folder)
     evaluation = folder / RUN_EVALUATION
     evaluated = read_evaluation(evaluation).tasks if (evaluation / EVALUATION).is_file() else {}
@@ -112,7 +112,7 @@ def _read_run(
         try:
             tokenizer: PreTrainedTokenizerBase = run_folder.load_run_tokenizer(folder, recipe, tokenizer_path)
             recorded = [sequence for record in records for sequence in record.sequences]
-            texts = TokenTexts(tokenizer, [*recorded, *(trace for record in followed for trace in record.traces)])
+            texts = TokenTexts(tokenizer, [*recorded, *(trace for record in followed for trace in record.sequences)])
             if are_uniform(records):
                 why = "All recorded tokens have the uniform weight: none gained or lost."
             else:

@@ -17,9 +17,10 @@ PHASES = {
     "utilities": "seconds_utility",
     "main pass": "seconds_main",
     "update": "seconds_step",
-    "followed traces": "seconds_followed",
 }
 """Name of a phase -> key of metrics.jsonl."""
+BESIDE = {"followed traces": "seconds_followed", "saving": "seconds_checkpoint"}
+"""The same of what is no part of `seconds`."""
 NOTHING = "–"
 
 
@@ -40,7 +41,7 @@ class Table:
 def make_phases(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """Mean seconds of a step by phase, without the first step, unless it is the only one: a note, the names of the
     phases, the table, and for each run the widths of its bars in percent of the slowest run, and their text."""
-    names = [*PHASES, "saving", "rest"]
+    names = [*PHASES, *BESIDE, "rest"]
     seconds = [_mean_seconds(run) for run in runs]
     slowest = max(sum(one) for one in seconds) or 1.0
     rows, bars = [], []
@@ -51,9 +52,9 @@ def make_phases(runs: Sequence[ReportedRun]) -> dict[str, Any]:
         widths = [f"{100 * value / slowest:.2f}" for value in phases]
         bars.append({"name": run.name, "widths": widths, "label": f"{run.name}: {label}"})
     return {
-        "note": "Mean over all steps but the first, which allocates and compiles. Saving is the time of checkpoints, "
-        "averaged over the steps; rest is the remaining time of a step. Utilities that are computed in the main pass "
-        "(utility.fused) are part of its time.",
+        "note": "Mean over all steps but the first, which allocates and compiles. Followed traces are measured, and "
+        "checkpoints saved, in some steps only; rest is the remaining time of a step. Utilities that are computed in "
+        "the main pass (utility.fused) are part of its time.",
         "names": names,
         "table": Table("Seconds of a step", ["", *names, "total", "supervised tokens/s"], rows),
         "runs": bars,
@@ -67,7 +68,7 @@ def _mean_seconds(run: ReportedRun) -> list[float]:
         return sum(line.get(key) or 0.0 for line in lines) / len(lines)
 
     parts = [mean(key) for key in PHASES.values()]
-    return [*parts, mean("seconds_checkpoint"), max(0.0, mean("seconds") - sum(parts))]
+    return [*parts, *map(mean, BESIDE.values()), max(0.0, mean("seconds") - sum(parts))]
 
 
 def _median_speed(run: ReportedRun) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import find_answer_spans
-from vcore_ds.training.token_records import MOST_PROMPT_TOKENS, RecordedTokens, TokenRecord
+from vcore_ds.training.token_records import MOST_PROMPT_TOKENS, SequenceTokens, TokenRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ class SequenceTexts:
 
 
 class TokenSequence(Protocol):
-    """Tokens of a sequence, whole or its supervised ones: `RecordedTokens` of a run, a trace of a scoring."""
+    """Tokens of a sequence, whole or its supervised ones: `SequenceTokens` of a run, a trace of a scoring."""
 
     @property
     def token_ids(self) -> np.ndarray: ...
@@ -137,7 +137,7 @@ class TokenTexts:
             place = end
         return pieces
 
-    def read_prompt(self, sequence: RecordedTokens) -> str:
+    def read_prompt(self, sequence: SequenceTokens) -> str:
         """The text before the first supervised token, without special tokens, blank lines and the name of the role that
         answers; empty where it was not recorded."""
         text = self._tokenizer.decode(sequence.prompt_ids.tolist(), skip_special_tokens=True)

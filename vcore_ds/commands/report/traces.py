@@ -11,7 +11,7 @@ import numpy as np
 
 from vcore_ds.commands.report.read import ReportedRun
 from vcore_ds.commands.report.tokens import KINDS, SOURCES, UNIFORM_TOLERANCE, TokenTexts, are_uniform
-from vcore_ds.training.token_records import RecordedTokens, SequenceTokens, TokenRecord, TraceTokens
+from vcore_ds.training.token_records import SequenceTokens, TokenRecord
 
 
 def weight_levels(weights: np.ndarray) -> np.ndarray:
@@ -106,16 +106,11 @@ def encode_traces(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], s
 
 def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any], str] | None:
     """Encode a run's followed traces likewise, with their entropy; None if there are none."""
-    followed = [
-        (record.step, origin, trace)
-        for record in run.followed
-        for origin, trace in zip(record.origins, record.traces, strict=True)
-        if trace.is_finite
-    ]
+    followed = [(record.step, trace) for record in run.followed for trace in record.sequences if trace.is_finite]
     if not followed:
         return None
     most = max(1, most_tokens // len(followed))
-    chosen = [(step, trace.truncate(most)) for step, _, trace in followed]
+    chosen = [(step, trace.truncate(most)) for step, trace in followed]
     utilities_of_step = {
         step: _concatenate([trace.utilities for other, trace in chosen if other == step]) for step, _ in chosen
     }
@@ -127,15 +122,13 @@ def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any],
             prompt
             | {
                 "step": step,
-                "id": origin.sequence_id,
-                "source": origin.source,
-                "isHeldOut": origin.is_held_out,
+                "id": trace.sequence_id,
+                "source": trace.source,
+                "isHeldOut": trace.is_held_out,
                 "tokens": len(trace),
                 "wholeTokens": trace.num_supervised_tokens,
             }
-            for prompt, (step, origin, _), (_, trace) in zip(
-                description.pop("sequences"), followed, chosen, strict=True
-            )
+            for prompt, (step, trace) in zip(description.pop("sequences"), chosen, strict=True)
         ],
     }
     return description, blob
@@ -143,7 +136,7 @@ def encode_followed(run: ReportedRun, most_tokens: int) -> tuple[dict[str, Any],
 
 def _encode(
     run: ReportedRun,
-    chosen: Sequence[tuple[int, SequenceTokens | TraceTokens]],
+    chosen: Sequence[tuple[int, SequenceTokens]],
     utilities_of_step: Mapping[int, np.ndarray | None],
 ) -> tuple[dict[str, Any], str]:
     """Texts, prompts and levels for JSON, and the packed tokens of the sequences `chosen` with their steps. The bytes
@@ -174,7 +167,7 @@ def _encode(
             assert sequence.utilities is not None
             utility_codes.append(nearest(levels["utility"][step], sequence.utilities))
         codes.append(np.concatenate(utility_codes))
-    entropies = [sequence.entropies for sequence in sequences if isinstance(sequence, TraceTokens)]
+    entropies = [sequence.entropies for sequence in sequences if sequence.entropies is not None]
     if entropies:
         levels |= {"entropy": loss_levels(np.concatenate(entropies))}
         codes.append(nearest(levels["entropy"], np.concatenate(entropies)))
@@ -218,7 +211,7 @@ def _select_sequences(record: TokenRecord, most_tokens: int, num_records: int) -
     return list(record.sequences[: max(1, int(np.searchsorted(ends, most_tokens // num_records, side="right")))])
 
 
-def _encode_text(sequence: RecordedTokens, texts: TokenTexts, names: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+def _encode_text(sequence: SequenceTokens, texts: TokenTexts, names: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
     """Index of each token's text in `names`, to which new texts are added, and the flags of each token."""
     read, pieces = texts.read(sequence), texts.read_pieces(sequence)
     places = np.array([names.setdefault(piece, len(names)) for piece in pieces], dtype=np.int64)
