@@ -51,7 +51,6 @@ from vcore_ds.training.checkpoint_write import MARGIN_BYTES
 from vcore_ds.training.checkpoints import Checkpoints
 from vcore_ds.training.console import Console
 from vcore_ds.training.feed import DataReader, build_feed
-from vcore_ds.training.profile_folder import read_profiles
 from vcore_ds.training.run_folder import begin
 from vcore_ds.training.schedule import derive_schedule
 from vcore_ds.training.setup import build_engine, plan_ranks
@@ -670,27 +669,19 @@ def test_a_profile_has_the_phases_and_operations_of_a_step(
     outcomes: dict[str, Any], setup: Path, step: int, rank: int
 ) -> None:
     folder = setup / f"{STOPPED_TWICE}_stopped"
-    profile = next(one for one in read_profiles(folder) if (one.step, one.rank) == (step, rank))
-    assert sorted(path.name for path in (folder / "profile").iterdir())[::2] == [
-        f"step_0000000{step}_rank_{rank}.csv" for step in (3, 4) for rank in (0, 1)
+    profiles = sorted((folder / "profile").iterdir())
+    assert [path.name for path in profiles] == [
+        f"step_0000000{step}_rank_{rank}.json.gz" for step in (3, 4) for rank in (0, 1)
     ]
-    with gzip.open(profile.files[0]) as file:
+    with gzip.open(profiles[2 * (step - 3) + rank]) as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     ranges = {event["name"]: event for event in events if event["cat"] == "user_annotation"}
-    phases = ["probe", "utility", "main", "update"]
+    phases = ["probe", "utility", "main", "step"]
     assert set(phases) <= ranges.keys()
     for phase in phases:
-        rows = {row.operation: row for row in profile.rows if row.phase == phase}
-        assert sum(row.share for row in rows.values()) == pytest.approx(1.0, abs=1e-4)
         start, end = ranges[phase]["ts"], ranges[phase]["ts"] + ranges[phase]["dur"]
         inside = Counter(event["name"] for event in events if start <= event["ts"] <= end)
-        assert 1e6 * rows["(Python and waiting)"].seconds <= ranges[phase]["dur"]
-        named = [row for row in rows.values() if not row.operation.startswith("(")]
-        # PyTorch counts an operation that calls itself once.
-        assert len(named) > 5 and all(0 < row.calls <= inside[row.operation] for row in named)
-        if "aten::mm" in rows:  # the longest operations are listed, and in a phase of a tiny model it may not be one
-            assert rows["aten::mm"].calls == inside["aten::mm"]
-        assert ("aten::mm" in inside) == (phase != "update")
+        assert len(inside) > 5 and ("aten::mm" in inside) == (phase != "step")
     assert [ranges[phase]["ts"] for phase in phases] == sorted(ranges[phase]["ts"] for phase in phases)
 
 

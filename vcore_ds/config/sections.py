@@ -419,8 +419,7 @@ class RunConfig(Section):
     them held out (data.validation_path), the others training data, drawn by the seed; 0 for none. Costs three or four
     forwards of these traces and at most about 2 MB at each of these steps."""
     profile: ProfileConfig | None = None
-    """Write PyTorch profiler traces of single steps into profile/, with a table of their operations by phase; null for
-    none."""
+    """Write PyTorch profiler traces of single steps into profile/; null for none."""
     time_limit_minutes: Positive | None = None
     """Wall-clock limit from the start of the processes: the run saves and stops (exit code 85) while one more step and
     a save would still fit; null for none."""

@@ -21,7 +21,6 @@ from vcore_ds.distributed.watchdog import mark
 from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, utility_moments
 from vcore_ds.method.weights import GibbsWeights, Tokens, segment_sum
 from vcore_ds.training.console import Console
-from vcore_ds.training.profile import mark_phase
 from vcore_ds.training.token_records import (
     MOST_PROMPT_TOKENS,
     MOST_TOKENS,
@@ -190,7 +189,7 @@ class StepRecorder:
         mark(name)
         started = self._now()
         peak_memory.start_phase()
-        with mark_phase(name):
+        with torch.profiler.record_function(name):
             yield
             ended = self._now()  # within the profiler's range, so that it covers the device's work
         self._peak_bytes[name] = peak_memory.phase_bytes()
