@@ -21,7 +21,7 @@ from tests.helpers.setups import TinySetup, make_tokenizer, write_conversations,
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe, load_recipe
-from vcore_ds.training.model_card import METHODS
+from vcore_ds.training import result
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("one_process")]
 
@@ -281,10 +281,10 @@ def test_the_finished_run_of_another_recipe_is_refused(refuses: Refuses, tmp_pat
 def test_a_result_that_could_not_be_written_is_noticed_at_the_start(
     setup: TinySetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ):
-    """Such as a new method that the model card does not know: its run was trained to the end."""
+    """Such as a model card that cannot be made: its run was trained to the end."""
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.delitem(METHODS, "sft")
-    with pytest.raises(KeyError, match="sft"):
+    monkeypatch.delattr(result, "ModelCardData")
+    with pytest.raises(NameError, match="ModelCardData"):
         main([command, str(FULL), *setup.overrides(tmp_path / "output", "methods/sft.yaml")])
     assert not (tmp_path / "output").exists()
 

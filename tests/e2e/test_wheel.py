@@ -110,7 +110,7 @@ def test_the_wheel_has_the_package_and_the_shipped_files(wheel: Path) -> None:
         for folder in PAGES
         for path in (REPOSITORY / "vcore_ds" / "commands" / folder).iterdir()
     }
-    assert names == code | recipes | configs | pages | {"vcore_ds/training/model_card.md"}
+    assert names == code | recipes | configs | pages
 
 
 def test_the_wheel_has_the_metadata_that_an_index_needs(wheel: Path) -> None:

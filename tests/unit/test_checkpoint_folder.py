@@ -16,13 +16,14 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
+from vcore_ds.config.sections import CheckpointConfig
 from vcore_ds.engine import checkpoint_folder as files
-from vcore_ds.training.checkpoints import Checkpoints, check_compared
+from vcore_ds.training.checkpoints import Checkpoints, RunFacts, check_compared
 from vcore_ds.training.console import Console
 from vcore_ds.training.metrics_log import MetricsLog
+from vcore_ds.training.resume import can_resume
 from vcore_ds.training.run_folder import (
     begin,
-    can_resume,
     move_lost_metrics,
     move_lost_tokens,
 )
@@ -76,9 +77,10 @@ def test_keep_best_is_refused_where_a_run_of_epochs_has_no_checkpoint_to_compare
     recipe["data"]["validation_path"], recipe["run"]["validate_every"] = "v.jsonl", 10
     recipe["schedule"] = {"num_epochs": 1}
     recipe["checkpoint"] = {"keep_best": 1, "every_steps": 4}
-    check_compared(Recipe.model_validate(recipe), num_steps=21)
+    made = Recipe.model_validate(recipe)
+    check_compared(made.checkpoint, made.run, num_steps=21)
     with pytest.raises(UserError, match="keep_best: found step 20 as the first with a checkpoint and an evaluation"):
-        check_compared(Recipe.model_validate(recipe), num_steps=20)
+        check_compared(made.checkpoint, made.run, num_steps=20)
 
 
 def test_a_written_checkpoint_verifies_and_lists_its_files(tmp_path: Path):
@@ -205,9 +207,6 @@ def test_unfinished_checkpoints_never_displace_a_good_one(tmp_path: Path):
 
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On NFS, a folder with a file that another process reads cannot be removed."""
-    values = smallest_recipe()
-    values["run"] |= {"output_dir": str(tmp_path)}
-    values["checkpoint"] = {"keep_last": 1}
     for step in (10, 20):
         write_checkpoint(tmp_path / "checkpoints", step)
 
@@ -215,7 +214,9 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
     monkeypatch.setattr(files.shutil, "rmtree", refuse)
-    warning = Checkpoints(Recipe.model_validate(values), Console(enabled=True)).remove_old()
+    facts = RunFacts("", {}, "", {}, None, None)
+    kept = CheckpointConfig(keep_last=1)
+    warning = Checkpoints(tmp_path / "checkpoints", kept, facts, Console(enabled=True)).remove_old()
     assert warning is not None and "step_00000010" in warning
     assert find_problem(tmp_path / "checkpoints" / "step_00000010") is not None  # what is left is no checkpoint
     assert find_problem(tmp_path / "checkpoints" / "step_00000020") is None

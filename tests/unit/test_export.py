@@ -27,7 +27,7 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.engine import checkpoint_folder
 from vcore_ds.models import model_folder as files
 from vcore_ds.models.end_tokens import add_end_tokens, describe_end_tokens
-from vcore_ds.training.rehearsal import write_without_weights
+from vcore_ds.training.result import write_without_weights
 from vcore_ds.training.run_folder import read_run_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*is_gradient_checkpointing")
@@ -189,7 +189,8 @@ def test_the_rehearsal_of_a_result_writes_all_its_files(base, tmp_path, kind):
     is_lora = kind == "adapter"
     run = write_run(tmp_path / "run", base, make_trained_masters(base, is_lora), lora=is_lora)
     exported, rehearsed = export_run(run), run / "rehearsed"
-    write_without_weights(read_run_recipe(run), load_tokenizer(str(base)), rehearsed)
+    recipe = read_run_recipe(run)
+    write_without_weights(recipe.model, recipe.lora, load_tokenizer(str(base)), "# Card", rehearsed)
     assert {path.name for path in rehearsed.iterdir()} == {path.name for path in exported.iterdir()}
     for name in ("config.json", "generation_config.json", "adapter_config.json"):
         if (exported / name).exists():

@@ -23,7 +23,8 @@ from vcore_ds.planning.hardware import GPUS, Cluster
 from vcore_ds.planning.known_models import find_or_assume_shape, find_shape
 from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.training.run_folder import FinishedRun, can_resume, check_output_folder
+from vcore_ds.training.resume import FinishedRun, can_resume
+from vcore_ds.training.run_folder import check_output_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,10 +68,10 @@ def main(arguments: argparse.Namespace) -> None:
             check_model_folder(recipe.model.path)
         if (Path(recipe.model.path) / "tokenizer_config.json").is_file():
             from vcore_ds.data.tokenization import load_tokenizer
-            from vcore_ds.training.rehearsal import rehearse_result
+            from vcore_ds.training.result import rehearse_result
 
             tokenizer = load_tokenizer(recipe.model.path)
-            rehearse_result(recipe, tokenizer)
+            rehearse_result(recipe.model, recipe.lora, recipe.method, recipe.data, tokenizer)
     num_ranks = arguments.ranks or recipe.parallel.tensor * recipe.parallel.expert
     plan = plan_batch(settings, num_ranks, find_or_assume_shape(recipe.model.path))
     ds_config = deepspeed_config(settings, plan)

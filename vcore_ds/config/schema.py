@@ -357,7 +357,7 @@ def _checkpoint_rules(recipe: Recipe) -> Iterator[BrokenRule]:
         yield BrokenRule((best, "data.validation_path"), "null, or held-out conversations in data.validation_path")
     elif recipe.run.validate_every is None:
         yield BrokenRule((best, "run.validate_every"), "null, or the interval of evaluations in run.validate_every")
-    elif (first := first_compared_step(recipe)) is None or first >= (recipe.schedule.num_steps or math.inf):
+    elif (first_compared_step(recipe.checkpoint, recipe.run) or math.inf) >= (recipe.schedule.num_steps or math.inf):
         yield BrokenRule(
             (best, "checkpoint.every_steps", "run.validate_every", "schedule.num_steps"),
             "null, or a checkpoint before the last step that is evaluated: set checkpoint.every_steps and "
@@ -365,8 +365,8 @@ def _checkpoint_rules(recipe: Recipe) -> Iterator[BrokenRule]:
         )
 
 
-def first_compared_step(recipe: Recipe) -> int | None:
+def first_compared_step(checkpoint: sections.CheckpointConfig, run: sections.RunConfig) -> int | None:
     """The first step with both a checkpoint and an evaluation (`checkpoint.keep_best`); None without such a step."""
-    evaluated, settings = recipe.run.validate_every, recipe.checkpoint
-    every = [n for n in (settings.every_steps, settings.keep_every_steps) if n is not None]
+    evaluated = run.validate_every
+    every = [n for n in (checkpoint.every_steps, checkpoint.keep_every_steps) if n is not None]
     return min((math.lcm(n, evaluated) for n in every), default=None) if evaluated is not None else None

@@ -1,49 +1,59 @@
-"""The checkpoints of a run: when it saves, which ones it keeps, and which one it resumes from."""
+"""Write a run's checkpoints: when it saves, what, and which ones it keeps.
+
+All ranks write one checkpoint together, in their main threads or in a background thread of each.
+"""
 
 import hashlib
+import json
 import math
 import shlex
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from threading import Thread
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.text import count
-from vcore_ds.config.load import dump_recipe
-from vcore_ds.config.schema import Recipe, first_compared_step
-from vcore_ds.data.dataset import Dataset, KeptDataset
+from vcore_ds.common.paths import discard, unfinished_path
+from vcore_ds.config.schema import first_compared_step
+from vcore_ds.config.sections import CheckpointConfig, RunConfig
+from vcore_ds.data.dataset import Dataset
 from vcore_ds.distributed import layout
-from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder
-from vcore_ds.engine.checkpoint_folder import step_folder
 from vcore_ds.engine.checkpoint_shards import (
+    CheckpointFailed,
     Group,
     Stager,
     State,
     count_state_bytes,
-    read_state,
+    list_files_of_this_rank,
     run_on_all_ranks,
     state_tensors,
+    write_state,
 )
-from vcore_ds.engine.flat_shards import full_shape
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.training.checkpoint_write import (
-    BackgroundWrite,
-    CheckpointContent,
-    RunState,
-    WrittenCheckpoint,
-    write_checkpoint,
-)
+from vcore_ds.training.checkpoint_read import RunState, find_reused_direction, list_shapes
 from vcore_ds.training.console import Console
-from vcore_ds.training.feed import Feed
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator
+
+MARGIN_BYTES = 64 * 2**20
+"""Free space required besides the tensors: for index, recipe, and what other processes write meanwhile."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What all checkpoints of a run hold alike; the last three fields as in `RunState`."""
+
+    recipe_yaml: str
+    data_digests: dict[str, str]  # as `checkpoint_read.list_data_digests`
+    held_out_digest: str  # of the held-out sets, whose losses compare checkpoints
+    validation_losses_before: dict[str, float]
+    frozen_digest: str | None  # on rank 0
+    wandb_run_id: str | None  # on rank 0
 
 
 @dataclass(frozen=True)
@@ -55,29 +65,46 @@ class SavedCheckpoint:
     is_complete: bool
 
 
+@dataclass(frozen=True)
+class CheckpointContent:
+    """Everything that a checkpoint holds, as it was when its step ended."""
+
+    state: RunState
+    recipe_yaml: str
+    tensors: State
+    num_bytes: int  # of the tensors, all ranks' together
+
+
+@dataclass(frozen=True)
+class WrittenCheckpoint:
+    """A checkpoint that is complete on disk."""
+
+    folder: Path
+    seconds: float
+    bytes: int  # all ranks' together
+    warning: str | None  # on rank 0: why an old checkpoint could not be deleted
+
+
 class Checkpoints:
-    """The checkpoints of one run. Every rank has one, and its methods are collectives.
+    """Writes the checkpoints of one run into `folder`. Every rank has one, and its methods are collectives.
+    `branch_step`: step after which the learning rate of `wsd` decays, None for other schedules; its checkpoint is kept,
+    so that the run can be extended and decays of other lengths can branch off. `probe_every`: steps that share a probe
+    direction. `seconds_write`: duration of the last write in the background (`checkpoint.async`); None before its
+    end."""
 
-    Attributes:
-        validation_losses_before: nats, before the first step, by name of the held-out set; a resumed run cannot measure
-            them any more.
-        wandb_run_id: the run on Weights & Biases, None without; only rank 0's is saved.
-        branch_step: step after which the learning rate of `wsd` decays; its checkpoint is kept, so that the run can be
-            extended and decays of other lengths can branch off; None for other schedules.
-        validation_losses_after: nats, after the last step, if measured before its checkpoint.
-        held_out_digest: digest of the held-out sets, whose losses compare checkpoints; set before the first save.
-        seconds_write: duration of the last write in the background (`checkpoint.async`); None before its end.
-    """
-
-    def __init__(self, recipe: Recipe, console: Console):
-        self.validation_losses_before: dict[str, float] = {}
-        self.wandb_run_id: str | None = None
-        self.branch_step: int | None = None
-        self.validation_losses_after: dict[str, float] | None = None
-        self.held_out_digest = ""
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        facts: RunFacts,
+        console: Console,
+        *,
+        branch_step: int | None = None,
+        probe_every: int = 1,
+    ):
         self.seconds_write: float | None = None
-        self._recipe, self._console = recipe, console
-        self._folder = Path(recipe.run.output_dir) / "checkpoints"
+        self._folder, self._config, self._facts, self._console = folder, config, facts, console
+        self._branch_step, self._probe_every = branch_step, probe_every
         self._last_end = time.monotonic()
         self._writing: BackgroundWrite | None = None
         self._stager: Stager | None = None
@@ -87,136 +114,13 @@ class Checkpoints:
     @property
     def compares(self) -> bool:
         """Whether checkpoints are kept by their held-out loss (`checkpoint.keep_best`)."""
-        return self._recipe.checkpoint.keep_best is not None
-
-    @cached_property
-    def frozen_digest(self) -> str | None:
-        """Digest of the model under the adapters at the first access; None without adapters, or for weights that only
-        transformers finds. Rank 0 alone writes and compares it."""
-        if self._recipe.lora is None:
-            return None
-        try:
-            return compute_model_digest(self._recipe.model.path)
-        except UserError:
-            return None
-
-    def find_newest(self, max_step: int | None = None) -> tuple[Path, RunState] | None:
-        """Find the newest checkpoint (of at most `max_step` steps) whose files match its manifest, each rank verifying
-        a part of them; None if none is finished. Raises UserError if there are checkpoints and none of them
-        verifies."""
-        unfinished, candidates = run_on_all_ranks(  # rank 0's view serves all
-            self._folder,
-            lambda: (checkpoint_folder.list_unfinished(self._folder), checkpoint_folder.list_checkpoints(self._folder)),
-        )[0]
-        if max_step is not None:
-            unfinished = []
-            candidates = [f for f in candidates if (checkpoint_folder.parse_step(f) or 0) <= max_step]
-        skipped = [f"{folder.name}: not finished" for folder in unfinished if folder not in candidates]
-        newest, problems = checkpoint_folder.find_newest_usable(candidates, self._find_problem)
-        skipped += problems
-        # A run that was killed between renaming and marking its first checkpoint has lost nothing.
-        if newest is None and not set(candidates) <= set(unfinished):
-            raise UserError(
-                f"run.output_dir: {self._folder}: found no checkpoint that verifies:\n  "
-                + "\n  ".join(skipped)
-                + "\nexpected one to resume from. Restore one of them from a copy, or set run.output_dir to a new "
-                "folder to start over"
-            )
-        for line in skipped:
-            self._console.warn(f"skipped checkpoint {line}")
-        return None if newest is None else (newest, self._read_run_state(newest))
-
-    def set_aside_newer(self, step: int) -> None:
-        """Rename the checkpoints after `step`, which do not verify or are of another schedule."""
-        is_first = layout.is_first()
-        for renamed in run_on_all_ranks(
-            self._folder, lambda: checkpoint_folder.set_aside_newer(self._folder, step) if is_first else []
-        )[0]:
-            self._console.warn(f"renamed a checkpoint of a later step: {renamed}")
-
-    def check_data(self, checkpoint: tuple[Path, RunState], feed: Feed) -> None:
-        """Raise UserError if the data differ from those that the checkpoint was trained on."""
-        folder, state = checkpoint
-        for key, digest in _list_data_digests(feed).items():
-            if digest != state.data_digests[key]:
-                data = self._recipe.data
-                is_pool = key == "data.probe_path" and data.probe_path is not None
-                path = data.probe_path if is_pool else data.train_name()
-                is_reduced = isinstance(feed.dataset, KeptDataset) and feed.dataset.num_trusted > 0 and not is_pool
-                hint = ". Runs of vcore_ds 0.7 and before resume with data.trusted_overlap=keep" if is_reduced else ""
-                raise UserError(
-                    f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template, "
-                    "tokenizer, weights or kept traces have changed); expected the same, to resume. Restore them, or "
-                    f"set run.output_dir to a new folder{hint}"
-                )
-
-    def load(self, checkpoint: tuple[Path, RunState], engine: Engine, estimator: Estimator) -> int:
-        """Load a checkpoint into a new engine, and return the number of steps done. Raises UserError if the model's
-        parameters have other names or shapes than the checkpoint's."""
-        started = time.perf_counter()
-        folder, state = checkpoint
-        self.read(checkpoint, engine, self._find_reused_direction(state.step, estimator))
-        if state.direction is not None:
-            estimator.load_state(state.direction)
-        seconds = time.perf_counter() - started
-        self._console.say(f"Resumed after step {state.step} from {folder}, read in {seconds:.1f} s")
-        if state.world_size != layout.size("job"):
-            self._console.say(
-                f"The checkpoint is of {count(state.world_size, 'rank')}, this is {layout.size('job')}: the steps see "
-                "the same sequences, and differ by rounding"
-            )
-        self.validation_losses_before = state.validation_losses_before
-        source = self._recipe.checkpoint.branch_from
-        if source is None or folder.name != Path(source).name:  # the start of a branch would log to its source
-            self.wandb_run_id = state.wandb_run_id
-        self._last_end = time.monotonic()
-        return state.step
-
-    def verify_step(self, step: int, digest: str) -> tuple[Path, RunState]:
-        """Verify and return the checkpoint after `step` steps. Raises UserError if its files do not match its manifest,
-        or it does not have this digest (`checkpoint_folder.read_digest`)."""
-        folder = checkpoint_folder.step_folder(self._folder, step)
-        problem = self._find_problem(folder)
-        if problem is None:
-            digests = run_on_all_ranks(folder, lambda: {digest, checkpoint_folder.read_digest(folder)})
-            if len(set().union(*digests)) > 1:
-                problem = "it was rewritten after this command had started"
-        if problem is not None:
-            raise UserError(
-                f"{folder}: does not verify: {problem}; expected a complete checkpoint. Restore it from a copy, or "
-                "name another one"
-            )
-        return folder, self._read_run_state(folder)
-
-    def read(self, checkpoint: tuple[Path, RunState], engine: Engine, direction: Direction | None) -> None:
-        """Load a checkpoint into the parameters and the optimizer's state of `engine`, and into `direction`. Raises
-        UserError if the model's parameters have other names or shapes than the checkpoint's, or frozen ones other
-        values."""
-        folder, state = checkpoint
-        run_on_first_rank(lambda: self._check_frozen(checkpoint))
-        shapes = _list_shapes(engine)
-        for name in sorted(shapes.keys() | state.shapes.keys()):
-            if shapes.get(name) != state.shapes.get(name):
-                raise UserError(
-                    f"model.path: {self._recipe.model.path}: parameter {name} has shape {shapes.get(name)}; the "
-                    f"checkpoint {folder} has {state.shapes.get(name)}; expected the model that the run began with"
-                )
-        read_state(engine, direction, folder / checkpoint_folder.STATE, state.num_updates)
-
-    def _check_frozen(self, checkpoint: tuple[Path, RunState]) -> None:
-        folder, state = checkpoint
-        if state.frozen_digest not in (None, self.frozen_digest):
-            raise UserError(
-                f"model.path: {self._recipe.model.path}: found other weights than those that {folder} "
-                "has adapters for; expected the model that the run began with. Restore it, or set run.output_dir to a "
-                "new folder"
-            )
+        return self._config.keep_best is not None
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether the run saves after `step` steps. A collective."""
-        settings = self._recipe.checkpoint
+        settings = self._config
         every = [n for n in (settings.every_steps, settings.keep_every_steps) if n is not None]
-        if step in (num_steps, self.branch_step) or any(step % n == 0 for n in every):
+        if step in (num_steps, self._branch_step) or any(step % n == 0 for n in every):
             return True
         if settings.every_minutes is None:
             return False
@@ -229,7 +133,6 @@ class Checkpoints:
         step: int,
         engine: Engine,
         estimator: Estimator,
-        feed: Feed,
         losses: Mapping[str, float] | None = None,
         *,
         is_last: bool = False,
@@ -242,29 +145,25 @@ class Checkpoints:
         the other checkpoints are untouched."""
         started = time.perf_counter()
         self.wait()
-        is_async = self._recipe.checkpoint.async_ and not is_last
-        is_first, folder = layout.is_first(), checkpoint_folder.step_folder(self._folder, step)
+        is_async, facts = self._config.async_ and not is_last, self._facts
+        folder = checkpoint_folder.step_folder(self._folder, step)
         loss = statistics.fmean(losses.values()) if losses else math.nan
-        direction = self._find_reused_direction(step, estimator)
+        direction = find_reused_direction(step, self._probe_every, estimator)
         tensors = self._stage(folder, engine, direction) if is_async else state_tensors(engine, direction)
-        content = CheckpointContent(
-            RunState(
-                step=step,
-                world_size=layout.size("job"),
-                num_updates=engine.num_updates,
-                shapes=_list_shapes(engine),
-                direction=estimator.state(),
-                data_digests=_list_data_digests(feed),
-                validation_losses_before=self.validation_losses_before,
-                wandb_run_id=self.wandb_run_id,
-                frozen_digest=self.frozen_digest if is_first else None,
-                held_out_loss=loss if math.isfinite(loss) else None,
-                held_out_digest=self.held_out_digest if losses else None,
-            ),
-            dump_recipe(self._recipe),
-            tensors,
-            count_state_bytes(tensors),
+        state = RunState(
+            step=step,
+            world_size=layout.size("job"),
+            num_updates=engine.num_updates,
+            shapes=list_shapes(engine),
+            direction=estimator.state(),
+            data_digests=facts.data_digests,
+            validation_losses_before=facts.validation_losses_before,
+            wandb_run_id=facts.wandb_run_id,
+            frozen_digest=facts.frozen_digest,
+            held_out_loss=loss if math.isfinite(loss) else None,
+            held_out_digest=facts.held_out_digest if losses else None,
         )
+        content = CheckpointContent(state, facts.recipe_yaml, tensors, count_state_bytes(tensors))
         if is_async:
             # Made in the main threads, since making a group is a collective too. Only background threads use it, one
             # write after another, so their collectives are in the same order on all ranks.
@@ -324,14 +223,13 @@ class Checkpoints:
     def remove_old(self) -> str | None:
         """Delete the checkpoints that the recipe does not keep, on rank 0. Returns a warning if one cannot be deleted,
         as when an export has it open on a network file system."""
-        settings = self._recipe.checkpoint
         try:
             checkpoint_folder.remove_old(
                 self._folder,
-                keep_last=settings.keep_last,
-                keep_every_steps=settings.keep_every_steps,
-                keep_step=self.branch_step,
-                best=[folder for _, folder in self.rank_by_loss()[: settings.keep_best or 0]],
+                keep_last=self._config.keep_last,
+                keep_every_steps=self._config.keep_every_steps,
+                keep_step=self._branch_step,
+                best=[folder for _, folder in self.rank_by_loss()[: self._config.keep_best or 0]],
             )
         except OSError as error:
             return f"an old checkpoint cannot be deleted: {error}. Delete it if the disk is short of space"
@@ -340,38 +238,84 @@ class Checkpoints:
     def rank_by_loss(self) -> list[tuple[float, Path]]:
         """List held-out loss in nats and folder of the checkpoints that have one, the lowest first; empty without
         `checkpoint.keep_best`. For rank 0."""
-        return checkpoint_folder.rank_by_loss(self._folder, self.held_out_digest) if self.compares else []
-
-    def _find_reused_direction(self, num_done: int, estimator: Estimator) -> Direction | None:
-        """Return the direction if the step after `num_done` steps reuses it."""
-        return estimator.direction if num_done % self._recipe.probe.every != 0 else None
-
-    def _find_problem(self, folder: Path) -> str | None:
-        """Call `checkpoint_folder.find_problem`, with the files divided among the ranks. A collective."""
-        part, num_parts = layout.rank("job"), layout.size("job")
-        problem = checkpoint_folder.find_problem(folder, self._console.say, part=part, num_parts=num_parts)
-        return "; ".join(dict.fromkeys(filter(None, layout.gather_objects("job", problem)))) or None
-
-    def _read_run_state(self, folder: Path) -> RunState:
-        values: dict[str, Any] = run_on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))[
-            layout.rank("job")
-        ]
-        return RunState(**{field.name: values[field.name] for field in fields(RunState) if field.name in values})
+        return checkpoint_folder.rank_by_loss(self._folder, self._facts.held_out_digest) if self.compares else []
 
 
-def _list_shapes(engine: Engine) -> dict[str, list[int]]:
-    return {name: list(full_shape(parameter)) for name, parameter in engine.trainable}
+def write_checkpoint(
+    checkpoints: Path, content: CheckpointContent, remove_old: Callable[[], str | None], group: Group | None = None
+) -> WrittenCheckpoint:
+    """Write a checkpoint into the folder `checkpoints`, then call `remove_old` on rank 0, which deletes old ones and
+    returns a warning. A collective. A background thread needs a separate `group` (see `run_on_all_ranks`): ranks could
+    start the collectives of two threads on one group in different orders, and hang. Raises CheckpointFailed on all
+    ranks alike, naming the rank at fault; the other checkpoints are untouched."""
+    started = time.perf_counter()
+    is_first, step = layout.is_first(), content.state.step
+    unfinished = unfinished_path(checkpoint_folder.step_folder(checkpoints, step))
+    num_bytes = content.num_bytes + MARGIN_BYTES
+    try:
+        run_on_all_ranks(
+            unfinished, lambda: checkpoint_folder.begin(checkpoints, step, num_bytes) if is_first else None, group
+        )
+        write_state(content.tensors, unfinished / checkpoint_folder.STATE, group)
+        written = run_on_all_ranks(unfinished, lambda: _write_rest(unfinished, content), group)
+        records = {name: record for rank_records in written for name, record in rank_records.items()}
+        folder = run_on_all_ranks(
+            unfinished,
+            lambda: (
+                checkpoint_folder.finish(checkpoints, step, content.state.world_size, records) if is_first else None
+            ),
+            group,
+        )[0]
+    except CheckpointFailed as error:
+        if is_first:
+            discard(unfinished)
+        raise CheckpointFailed(
+            f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
+        ) from None
+    warning = run_on_all_ranks(checkpoints, lambda: remove_old() if is_first else None, group)[0]
+    assert folder is not None  # rank 0 made it
+    num_bytes = sum(record.bytes for record in records.values())
+    return WrittenCheckpoint(folder, time.perf_counter() - started, num_bytes, warning)
 
 
-def _list_data_digests(feed: Feed) -> dict[str, str]:
-    """Map recipe keys to digests of the tokens, which with the step determine a batch."""
-    return {"data.train_path": feed.training_digest(), "data.probe_path": feed.probe_dataset.digest}
+def _write_rest(unfinished: Path, content: CheckpointContent) -> dict[str, checkpoint_folder.FileRecord]:
+    """Write the small files, on rank 0; read this rank's files back and return their records."""
+    paths = list_files_of_this_rank(unfinished / checkpoint_folder.STATE)
+    if layout.is_first():
+        state = json.dumps(asdict(content.state), indent=2) + "\n"
+        for name, text in ((checkpoint_folder.RUN_STATE, state), (checkpoint_folder.RECIPE, content.recipe_yaml)):
+            (unfinished / name).write_text(text, encoding="utf-8")
+            paths.append(unfinished / name)
+    return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in paths}
 
 
-def check_compared(recipe: Recipe, num_steps: int) -> None:
+class BackgroundWrite:
+    """A checkpoint that background threads of all ranks write together."""
+
+    def __init__(self, write: Callable[[], WrittenCheckpoint]):
+        """`write`: must communicate over a group that no other thread uses meanwhile."""
+        self._result: Future[WrittenCheckpoint] = Future()
+        # A daemon: a rank that ends with an error must not wait for the files of ranks that may be gone.
+        Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+
+    def is_done(self) -> bool:
+        return self._result.done()
+
+    def wait(self) -> WrittenCheckpoint:
+        """Wait for the end of the thread. Raises what it raised: `CheckpointFailed` on all ranks alike."""
+        return self._result.result()
+
+    def _run(self, write: Callable[[], WrittenCheckpoint]) -> None:
+        try:
+            self._result.set_result(write())
+        except BaseException as error:
+            self._result.set_exception(error)
+
+
+def check_compared(config: CheckpointConfig, run: RunConfig, num_steps: int) -> None:
     """Raise UserError if `checkpoint.keep_best` would compare nothing; a rule of the recipe covers the other cases."""
-    first = first_compared_step(recipe)
-    if recipe.checkpoint.keep_best is not None and first is not None and first >= num_steps:
+    first = first_compared_step(config, run)
+    if config.keep_best is not None and first is not None and first >= num_steps:
         raise UserError(
             f"checkpoint.keep_best: found step {first} as the first with a checkpoint and an evaluation, and "
             f"{num_steps} as the last of the run; expected one before it. Lower checkpoint.every_steps and "
@@ -388,7 +332,7 @@ def make_digest(validation: Mapping[str, Dataset]) -> str:
 def say_best(checkpoints: Checkpoints, num_steps: int, console: Console) -> None:
     """Name the checkpoint with the lowest held-out loss, if the run compares them and it is not the last. On rank 0."""
     ranked = checkpoints.rank_by_loss()
-    if ranked and ranked[0][1].name != step_folder(Path(), num_steps).name:
+    if ranked and ranked[0][1].name != checkpoint_folder.step_folder(Path(), num_steps).name:
         loss, folder = ranked[0]
         console.say(
             f"Lowest held-out loss: {loss:.4f}, {folder.name}. As a model: vcore-ds export "

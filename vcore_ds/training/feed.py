@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -326,35 +325,11 @@ def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedToke
             open_store(settings, folder, model, tokenizer)
 
 
-def count_data(settings: DataConfig, feed: Feed, validation: dict[str, Dataset]) -> list[dict[str, Any]]:
-    """Count the contents of each data file, for data.json (`vcore_ds.training.run_folder.DataCounts`)."""
-    files, weights = settings.train_files(), feed.main_order.shares.weights
-    shares = [f", {weight / sum(weights):.0%} of each batch" if len(files) > 1 else "" for weight in weights]
-    parts: list[tuple[str, str, TokenStore, np.ndarray]] = [
-        (f"training{share}", file.path, *one)
-        for share, file, one in zip(shares, files, list_files(feed.dataset), strict=True)
-    ]
-    if feed.probe_dataset is not feed.dataset and settings.probe_path is not None:
-        parts.append(("trusted pool", settings.probe_path, *list_files(feed.probe_dataset)[0]))
-    for name, dataset in validation.items():
-        path = settings.validation_paths()[name]
-        parts.append((f"held out{name and ', '}{name}", path, *list_files(dataset)[0]))
-    return [{"part": part, "path": path, **_count_contents(store, positions)} for part, path, store, positions in parts]
-
-
-def _count_contents(store: TokenStore, positions: np.ndarray) -> dict[str, Any]:
-    return {
-        "hub_ids": [source["hub"] for source in store.manifest.get("source", []) if "hub" in source],
-        "sequences": len(positions),
-        "tokens": int(store.lengths[positions].sum()),
-        "supervised_tokens": int(store.num_supervised_tokens[positions].sum()),
-    }
-
-
 def count_dataset_tokens(dataset: Dataset) -> tuple[int, int]:
     """Count tokens and supervised tokens of a data set."""
-    counts = [_count_contents(*file) for file in list_files(dataset)]
-    return sum(one["tokens"] for one in counts), sum(one["supervised_tokens"] for one in counts)
+    files = list_files(dataset)
+    num_tokens = sum(int(store.lengths[positions].sum()) for store, positions in files)
+    return num_tokens, sum(int(store.num_supervised_tokens[positions].sum()) for store, positions in files)
 
 
 def build_feed(

@@ -150,17 +150,18 @@ class Run:
         return Path(self.settings.output_dir)
 
 
-def run_steps(run: Run, num_done: int) -> StepMetrics | None:
-    """Take the steps after the first `num_done`; return the last step's metrics, None if none remained. A
-    collective. Raises on all ranks alike NonFiniteLoss, NonFiniteGradient with step, rank and sequence ids, RunStopped
-    after a checkpoint, and UserError if metrics.jsonl cannot be written before a checkpoint."""
+def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, float] | None]:
+    """Take the steps after the first `num_done`; return the last step's metrics, None if none remained, and the
+    held-out losses after it, None if they were not measured. A collective. Raises on all ranks alike NonFiniteLoss,
+    NonFiniteGradient with step, rank and sequence ids, RunStopped after a checkpoint, and UserError if metrics.jsonl
+    cannot be written before a checkpoint."""
     settings, console, feed = run.settings, run.log.console, run.data.feed
     num_steps = run.trainer.schedule.num_steps
     if num_done < num_steps:
         console.say(explain_steps(run.trainer.method, run.trainer.probe))
     console.start_steps(num_steps, num_done)
     started = time.perf_counter()
-    metrics, first_loss, has_diverged = None, None, False
+    metrics, first_loss, has_diverged, losses_after = None, None, False, None
     vocabulary_size = run.trainer.engine.module.base.config.get_text_config().vocab_size
     recorded = set(record_steps(num_steps, settings.num_token_records))
     stops = Stops(run.folder, settings.time_limit_minutes)
@@ -192,7 +193,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
         }
         losses: dict[str, float] = {}
         if done == num_steps and run.checkpoints.compares:
-            losses = run.checkpoints.validation_losses_after = validate(run.trainer, run.data, console)
+            losses = losses_after = validate(run.trainer, run.data, console)
         elif settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
             losses = validate(run.trainer, run.data, console)
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
@@ -220,7 +221,7 @@ def run_steps(run: Run, num_done: int) -> StepMetrics | None:
                     "command resumes the run"
                 )
     console.end_steps()
-    return metrics
+    return metrics, losses_after
 
 
 def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> SavedCheckpoint:
@@ -228,7 +229,7 @@ def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> 
     mark("checkpoint")
     # A checkpoint must not outlive the metrics of its steps; if rank 0 cannot write them, all ranks fail.
     run_first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
-    return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, run.data.feed, losses, is_last=is_last)
+    return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, losses, is_last=is_last)
 
 
 LONG_SECONDS = 15 * 60.0  # remaining time above which advice is given

@@ -3,6 +3,7 @@
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,26 +25,35 @@ from vcore_ds.distributed.process_group import run_first_rank_first, run_on_firs
 from vcore_ds.distributed.signals import stop_signals
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.export_shards import save_hugging_face
+from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.end_tokens import describe_end_tokens
 from vcore_ds.planning.batch_plan import BatchPlan
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.fit import plan_memory
+from vcore_ds.planning.fit import MemoryPlan, plan_memory
 from vcore_ds.planning.passes import ParameterCounts, derive_needed_passes
-from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training import run_folder, start_screen
-from vcore_ds.training.checkpoints import Checkpoints, check_compared, make_digest, say_best
+from vcore_ds.training.checkpoint_read import (
+    Checkpoint,
+    check_data,
+    compute_frozen_digest,
+    find_common_checkpoint,
+    find_newest,
+    list_data_digests,
+    load_checkpoint,
+    set_aside_newer,
+)
+from vcore_ds.training.checkpoints import Checkpoints, RunFacts, check_compared, make_digest, say_best
 from vcore_ds.training.console import Console, describe_example
-from vcore_ds.training.extension import begin_branch, find_common_checkpoint
 from vcore_ds.training.faults import warn_of_non_finite
-from vcore_ds.training.feed import DataReader, Feed, build_feed, count_data
+from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
 from vcore_ds.training.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
 from vcore_ds.training.metrics_log import BackgroundSink, MetricsLog
-from vcore_ds.training.model_card import Kind, make_model_card
 from vcore_ds.training.profile import check_profile
-from vcore_ds.training.rehearsal import rehearse_result
-from vcore_ds.training.run_folder import can_resume
+from vcore_ds.training.result import Kind, make_model_card, rehearse_result
+from vcore_ds.training.resume import begin_branch, can_resume
 from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
@@ -86,103 +96,109 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
 
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long: str) -> RunResult:
     """Run a recipe in the process group. A collective. `resumes`: whether this rank sees a run to resume."""
-    # Rank 0 decides: if nodes do not share the folder, ranks could enter different collectives.
-    resumes = layout.gather_objects("job", resumes)[0]
-    console = Console(enabled=layout.is_first())
-    settings, folder = derive_plan_settings(recipe), Path(recipe.run.output_dir)
-    method, probe, utility = recipe.method, recipe.probe, recipe.utility
+    console, settings = Console(enabled=layout.is_first()), derive_plan_settings(recipe)
     plan = plan_ranks(settings)
     ds_config = deepspeed_config(settings, plan)
-    run_on_first_rank(lambda: run_folder.check_output_folder(folder))
+    opened = open_run(recipe, plan, lock, resumes, console)
+    memory, description = describe_start(recipe, opened, settings, ds_config, console)
+    check_memory(memory, recipe.engine, console)
+    parts = recipe.model, recipe.lora, recipe.method, recipe.data
+    run_on_first_rank(lambda: rehearse_result(*parts, opened.reader.tokenizer))
+    mark("loading the model", is_loading=True)
+    engine = build_engine(settings, ds_config)
+    # Computed now: the weights on disk may change before the first save.
+    has_adapters = recipe.lora is not None
+    frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(recipe.model.path, has_adapters=has_adapters))
+    trainer, non_finite = make_trainer(recipe, opened, engine, frozen_digest, console)
+    passes = None if memory is None else derive_needed_passes(settings, memory.settings)
+    throughput = build_throughput(recipe.model.path, passes)
+    log, facts = begin_folder(recipe, opened, lock, trainer, frozen_digest, description, console)
 
-    checkpoints = Checkpoints(recipe, console)
-    checkpoint = None
+    run = Run(
+        recipe.run,
+        trainer,
+        opened.data,
+        Checkpoints(
+            opened.checkpoints,
+            recipe.checkpoint,
+            facts,
+            console,
+            branch_step=opened.schedule.first_decay_step if opened.schedule.kind == "wsd" else None,
+            probe_every=recipe.probe.every,
+        ),
+        RunLog(console, log, throughput, advice_if_long),
+        non_finite,
+    )
+    # After the steps a signal ends the process at once: the last checkpoint holds the final state.
+    with stop_signals.deferred():
+        try:
+            last_step, losses = run_steps(run, opened.num_done)
+        except Exception:
+            # Even if this rank fails alone: the background threads of the others continue while their main threads
+            # wait for it, and the watchdog finds dead ranks.
+            run.checkpoints.finish_after_failure()
+            raise
+    if losses is None:
+        losses = validate(trainer, run.data, console)
+    export_folder = run_folder.export_folder(run.folder, is_adapter=has_adapters)
+    result = RunResult(run.folder, export_folder, facts.validation_losses_before, losses, last_step)
+    write_result(recipe, run, result, opened.reader.tokenizer)
+    console.say(summarize(result, opened.reader.tokenizer))
+    if console.enabled:
+        say_best(run.checkpoints, opened.schedule.num_steps, console)
+    engine.close()
+    return result
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run whose data are read, before its model is loaded."""
+
+    checkpoints: Path  # folder of its checkpoints
+    reader: DataReader
+    data: RunData
+    schedule: Schedule
+    checkpoint: Checkpoint | None  # to resume from
+    newest_step: int  # of all checkpoints, which may be of another schedule; 0 without one
+    resumes: bool  # whether the folder holds a run, or a branch of one
+
+    @property
+    def num_done(self) -> int:
+        """Optimizer steps that are done."""
+        return 0 if self.checkpoint is None else self.checkpoint[1].step
+
+
+def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool, console: Console) -> OpenedRun:
+    """Find what there is of the run, and read its data. A collective, which writes nothing but a new branch."""
+    # Rank 0 decides: if nodes do not share the folder, ranks could enter different collectives.
+    resumes = layout.gather_objects("job", resumes)[0]
+    folder, branch = Path(recipe.run.output_dir), recipe.checkpoint.branch_from
+    checkpoints, checkpoint = folder / "checkpoints", None
+    run_on_first_rank(lambda: run_folder.check_output_folder(folder))
     if resumes:
         run_first_rank_first(lambda: lock_run_folder(recipe, lock, True, console))
-    elif recipe.checkpoint.branch_from is not None:
-        run_on_first_rank(lambda: start_branch(recipe, lock, console))
+    elif branch is not None:
+        run_on_first_rank(lambda: start_branch(Path(branch), folder, lock, console))
         resumes = True
     if resumes:
-        checkpoint = checkpoints.find_newest()
+        checkpoint = find_newest(checkpoints, console)
         if checkpoint is None:
-            console.say(f"{recipe.run.output_dir} holds this run without a checkpoint: it begins at its first step")
+            console.say(f"{folder} holds this run without a checkpoint: it begins at its first step")
 
     mark("reading data", is_loading=True)
     reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
     feed, validation = read_data(recipe, plan, reader)
-    schedule = derive_schedule(
-        recipe.schedule, recipe.optimizer.learning_rate, len(feed.dataset), feed.main_order.batch_size
-    )
-    num_steps = schedule.num_steps
-    check_profile(recipe.run.profile, num_steps)
-    check_compared(recipe, num_steps)
-    checkpoints.held_out_digest = make_digest(validation)
-    if schedule.kind == "wsd":
-        checkpoints.branch_step = schedule.first_decay_step
+    learning_rate, per_step = recipe.optimizer.learning_rate, feed.main_order.batch_size
+    schedule = derive_schedule(recipe.schedule, learning_rate, len(feed.dataset), per_step)
+    check_profile(recipe.run.profile, schedule.num_steps)
+    check_compared(recipe.checkpoint, recipe.run, schedule.num_steps)
     newest_step = 0 if checkpoint is None else checkpoint[1].step
     if checkpoint is not None:
-        checkpoints.check_data(checkpoint, feed)
+        check_data(checkpoint, feed, recipe.data)
         checkpoint = find_common_checkpoint(checkpoints, checkpoint, schedule, feed, console)
-
-    num_done = checkpoint[1].step if checkpoint is not None else 0
-    utilization = feed.utilization(num_done, num_steps)
-    parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
-    memory = plan_memory(settings, plan, ds_config, utilization, parameters, on_gpu=device().type == "cuda")
-    if console.enabled:
-        lines = [describe_run(recipe, feed, validation, parameters, num_done, schedule)]
-        lines += describe_end_tokens(recipe.model.path, reader.tokenizer)
-        if device().type == "cpu" and (sentence := describe_cpu_matmul()) is not None:
-            lines.append(sentence)
-        console.say("\n".join([*lines, ""]))
-        console.notes.insert(0, "\n".join([*lines, ""]))  # first in start.txt too
-    for part, used in utilization.items():
-        if used.is_low:
-            console.warn(plan.describe_warning(part))
-    for line in start_screen.describe_use_of_ranks(plan, utilization, memory):
-        console.note(line)
-    check_memory(memory, recipe.engine, console)
-
-    run_on_first_rank(lambda: rehearse_result(recipe, reader.tokenizer))
-    mark("loading the model", is_loading=True)
-    engine = build_engine(settings, ds_config)
-    # Computed now: the weights on disk may change before the first save.
-    run_on_first_rank(lambda: checkpoints.frozen_digest)
-    estimator = build_estimator(method, probe, utility, engine, batches_per_pass=plan.batches_per_utility_pass)
-    for line in start_screen.describe_engine(recipe.engine, method, utility, engine, estimator.direction):
-        console.note(line)
-    if checkpoint is not None:
-        mark("loading the checkpoint", is_loading=True)
-        num_done = checkpoints.load(checkpoint, engine, estimator)
-    non_finite = warn_of_non_finite(engine, console)
-    check_start(engine, feed, console)
-    check_derivatives(engine, estimator, feed, console)
-    check_approximation(engine, estimator, feed, method, probe, console)
-
-    if resumes:
-        checkpoints.set_aside_newer(num_done)
-        run_on_first_rank(lambda: set_aside_result(recipe, newest_step, console))
-    else:  # not earlier: every check comes before the first file
-        run_first_rank_first(lambda: lock_run_folder(recipe, lock, resumes, console))
-    log = run_on_first_rank(lambda: begin_folder(recipe, feed, num_done, checkpoints, console))
-    counts = count_data(recipe.data, feed, validation)
-    run_on_first_rank(lambda: run_folder.write_json(folder / run_folder.DATA, counts))
-    passes = None if memory is None else derive_needed_passes(settings, memory.settings)
-    run = Run(
-        recipe.run,
-        Trainer(engine, estimator, method, probe, schedule, recipe.run.seed),
-        RunData(feed, validation, choose_followed(recipe.run, recipe.data, recipe.method, feed, validation)),
-        checkpoints,
-        RunLog(console, log, build_throughput(recipe.model.path, passes), advice_if_long),
-        non_finite,
-    )
-
-    last_step = run_training(run, num_done, is_new=checkpoint is None)
-    result = write_result(recipe, run, reader.tokenizer, last_step)
-    console.say(summarize(result, reader.tokenizer))
-    if console.enabled:
-        say_best(checkpoints, num_steps, console)
-    engine.close()
-    return result
+    followed = choose_followed(recipe.run, recipe.data, recipe.method, feed, validation)
+    data = RunData(feed, validation, followed)
+    return OpenedRun(checkpoints, reader, data, schedule, checkpoint, newest_step, resumes)
 
 
 def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
@@ -198,18 +214,11 @@ def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Conso
         )
 
 
-def start_branch(recipe: Recipe, lock: RunLock, console: Console) -> None:
+def start_branch(checkpoint: Path, folder: Path, lock: RunLock, console: Console) -> None:
     """Lock the run's folder and fill it from the checkpoint of the branch, on rank 0."""
     lock.acquire(console.say)
-    console.say(f"This run begins from {recipe.checkpoint.branch_from}")
-    begin_branch(recipe)
-
-
-def set_aside_result(recipe: Recipe, num_steps: int, console: Console) -> None:
-    """Rename the result of a finished run that is extended, on rank 0."""
-    folder = Path(recipe.run.output_dir)
-    for path in run_folder.set_aside_result(folder, num_steps, is_adapter=recipe.lora is not None):
-        console.say(f"The run had finished and goes on: its result after step {num_steps} is {path}")
+    console.say(f"This run begins from {checkpoint}")
+    begin_branch(checkpoint, folder)
 
 
 def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed, dict[str, Dataset]]:
@@ -224,16 +233,36 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
     return feed, validation
 
 
-def describe_run(
-    recipe: Recipe,
-    feed: Feed,
-    validation: dict[str, Dataset],
-    counts: ParameterCounts | None,
-    num_done: int,
-    schedule: Schedule,
-) -> str:
+def describe_start(
+    recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any], console: Console
+) -> tuple[MemoryPlan | None, str]:
+    """Print what the run is, and return its estimated memory and the printed text, which start.txt begins with. A
+    collective."""
+    feed, num_done, num_steps = opened.data.feed, opened.num_done, opened.schedule.num_steps
+    utilization = feed.utilization(num_done, num_steps)
+    parameters = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
+    on_gpu = device().type == "cuda"
+    memory = plan_memory(settings, feed.plan, ds_config, utilization, parameters, on_gpu=on_gpu)
+    description = ""
+    if console.enabled:
+        lines = [describe_run(recipe, opened, parameters)]
+        lines += describe_end_tokens(recipe.model.path, opened.reader.tokenizer)
+        if not on_gpu and (sentence := describe_cpu_matmul()) is not None:
+            lines.append(sentence)
+        description = "\n".join([*lines, ""])
+        console.say(description)
+    for part, used in utilization.items():
+        if used.is_low:
+            console.warn(feed.plan.describe_warning(part))
+    for line in start_screen.describe_use_of_ranks(feed.plan, utilization, memory):
+        console.note(line)
+    return memory, description
+
+
+def describe_run(recipe: Recipe, opened: OpenedRun, counts: ParameterCounts | None) -> str:
     """Describe the run in the first lines on the screen. `counts`: of the model, or of a rank's shard of it; None if it
-    cannot be read. `num_done`: steps that a resumed run has taken."""
+    cannot be read."""
+    feed, validation, num_done, schedule = opened.data.feed, opened.data.validation, opened.num_done, opened.schedule
     data, optimizer, positions = recipe.data, recipe.optimizer, feed.plan.time_model.shape.max_positions
     num_steps, kind = schedule.num_steps, str(schedule.kind)
     counts_of_model = counts if recipe.parallel.tensor == 1 else None
@@ -269,64 +298,101 @@ def describe_run(
     return "\n".join(lines)
 
 
-def begin_folder(recipe: Recipe, feed: Feed, num_done: int, checkpoints: Checkpoints, console: Console) -> MetricsLog:
-    """Write recipe and environment into the run's folder, and open the metrics log with its sinks. On rank 0."""
+def make_trainer(
+    recipe: Recipe, opened: OpenedRun, engine: Engine, frozen_digest: str | None, console: Console
+) -> tuple[Trainer, str | None]:
+    """Build everything that takes steps, load the checkpoint into it, and check it; also return the name of a parameter
+    whose loaded values are not finite, if any. A collective, which writes nothing."""
+    method, probe, utility, feed = recipe.method, recipe.probe, recipe.utility, opened.data.feed
+    passes = feed.plan.batches_per_utility_pass
+    estimator = build_estimator(method, probe, utility, engine, batches_per_pass=passes)
+    for line in start_screen.describe_engine(recipe.engine, method, utility, engine, estimator.direction):
+        console.note(line)
+    if opened.checkpoint is not None:
+        mark("loading the checkpoint", is_loading=True)
+        load_checkpoint(opened.checkpoint, engine, estimator, recipe.model.path, frozen_digest, probe.every, console)
+    non_finite = warn_of_non_finite(engine, console)
+    check_start(engine, feed, console)
+    check_derivatives(engine, estimator, feed, console)
+    check_approximation(engine, estimator, feed, method, probe, console)
+    return Trainer(engine, estimator, method, probe, opened.schedule, recipe.run.seed), non_finite
+
+
+def begin_folder(
+    recipe: Recipe,
+    opened: OpenedRun,
+    lock: RunLock,
+    trainer: Trainer,
+    frozen_digest: str | None,
+    description: str,
+    console: Console,
+) -> tuple[MetricsLog | None, RunFacts]:
+    """Write what the run's folder begins with, and validate a new run; return the metrics log, on rank 0, and what all
+    checkpoints hold. A collective."""
+    if opened.resumes:
+        set_aside_newer(opened.checkpoints, opened.num_done, console)
+        run_on_first_rank(lambda: set_aside_result(recipe, opened.newest_step, console))
+    else:  # not earlier: every check comes before the first file
+        run_first_rank_first(lambda: lock_run_folder(recipe, lock, False, console))
+    wandb_run_id, before = None, {}
+    if opened.checkpoint is not None:
+        source, state = opened.checkpoint
+        before, branch = state.validation_losses_before, recipe.checkpoint.branch_from
+        if branch is None or source.name != Path(branch).name:  # the start of a branch would log to its source
+            wandb_run_id = state.wandb_run_id
+    opened_log = run_on_first_rank(lambda: open_log(recipe, opened, wandb_run_id, description, console))
+    log, wandb_run_id = opened_log or (None, None)
+    if opened.checkpoint is None:
+        before = validate(trainer, opened.data, console)
+    if before:
+        losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
+        console.say(f"Held-out loss before training: {losses}")
+    digests, held_out_digest = list_data_digests(opened.data.feed), make_digest(opened.data.validation)
+    return log, RunFacts(dump_recipe(recipe), digests, held_out_digest, before, frozen_digest, wandb_run_id)
+
+
+def set_aside_result(recipe: Recipe, num_steps: int, console: Console) -> None:
+    """Rename the result of a finished run that is extended, on rank 0."""
     folder = Path(recipe.run.output_dir)
-    kept = feed.dataset.origin if isinstance(feed.dataset, KeptDataset) else None
-    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), num_done, kept)
-    run_folder.add_start(folder, num_done, "\n".join(console.notes))
+    for path in run_folder.set_aside_result(folder, num_steps, is_adapter=recipe.lora is not None):
+        console.say(f"The run had finished and goes on: its result after step {num_steps} is {path}")
+
+
+def open_log(
+    recipe: Recipe, opened: OpenedRun, wandb_run_id: str | None, description: str, console: Console
+) -> tuple[MetricsLog, str | None]:
+    """Write recipe, environment and the description of the start, and open the metrics log with its trackers; also
+    return the run's id on Weights & Biases, if any. On rank 0. `wandb_run_id`: of earlier attempts."""
+    folder, dataset = Path(recipe.run.output_dir), opened.data.feed.dataset
+    kept = dataset.origin if isinstance(dataset, KeptDataset) else None
+    num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept)
+    run_folder.add_start(folder, opened.num_done, "\n".join([description, *console.notes]))
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
     sinks = []
     if "wandb" in recipe.track.trackers:
-        values = recipe.model_dump(mode="json")
-        wandb = WandbLog(folder, recipe.track, values, console, checkpoints.wandb_run_id)
-        checkpoints.wandb_run_id = wandb.run_id
+        wandb = WandbLog(folder, recipe.track, recipe.model_dump(mode="json"), console, wandb_run_id)
+        wandb_run_id = wandb.run_id
         console.say(f"Weights & Biases: {wandb.url or 'offline'}")
         sinks.append(BackgroundSink("Weights & Biases", lambda: wandb, console, close_seconds=FINISH_SECONDS + 10))
-    sinks += start_trackers(folder, recipe.track, flat_values(recipe), num_done, console)
+    sinks += start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done, console)
     with writing("run.output_dir", folder):
-        return MetricsLog(folder, console, sinks)
+        return MetricsLog(folder, console, sinks), wandb_run_id
 
 
-def run_training(run: Run, num_done: int, is_new: bool) -> StepMetrics | None:
-    """Take the remaining steps, after validating a new run. A collective."""
-    console, checkpoints = run.log.console, run.checkpoints
-    if is_new:
-        checkpoints.validation_losses_before = validate(run.trainer, run.data, console)
-    if before := checkpoints.validation_losses_before:
-        losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
-        console.say(f"Held-out loss before training: {losses}")
-    # After the steps a signal ends the process at once: the last checkpoint holds the final state.
-    with stop_signals.deferred():
-        try:
-            return run_steps(run, num_done)
-        except Exception:
-            # Even if this rank fails alone: the background threads of the others continue while their main threads
-            # wait for it, and the watchdog finds dead ranks.
-            checkpoints.finish_after_failure()
-            raise
-
-
-def write_result(
-    recipe: Recipe, run: Run, tokenizer: PreTrainedTokenizerBase, last_step: StepMetrics | None
-) -> RunResult:
-    """Validate, and write losses and trained weights into the run's folder. A collective."""
-    before = run.checkpoints.validation_losses_before
-    after = run.checkpoints.validation_losses_after
-    if after is None:
-        after = validate(run.trainer, run.data, run.log.console)
+def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write losses and trained weights into the run's folder. A collective."""
     mark("export")
-    if after:
-        losses = {"normalization": recipe.method.normalization, "before": before, "after": after}
+    if after := result.validation_losses_after:
+        before, normalization = result.validation_losses_before, recipe.method.normalization
+        losses = {"normalization": normalization, "before": before, "after": after}
         run_on_first_rank(lambda: run_folder.write_json(run.folder / run_folder.HELD_OUT, losses))
-    folder = run_folder.export_folder(run.folder, is_adapter=recipe.lora is not None)
     kind: Kind = "adapter" if recipe.lora is not None else "model"
-    card = run_on_first_rank(lambda: make_model_card(run.folder, recipe, kind))
-    save_hugging_face(run.trainer.engine, tokenizer, recipe.model.path, folder, card=card)
+    model = recipe.model.path
+    card = run_on_first_rank(lambda: make_model_card(run.folder, model, recipe.method, recipe.data, kind))
+    save_hugging_face(run.trainer.engine, tokenizer, model, result.export_folder, card=card)
     if run.log.metrics is not None:
         run.log.metrics.close()
-    return RunResult(run.folder, folder, before, after, last_step)
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import TypeAdapter
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.locks import LOCK
-from vcore_ds.common.paths import check_folder, discard, read_json, reading, unfinished_path, write_text, writing
+from vcore_ds.common.paths import check_folder, discard, read_json, reading, write_text, writing
 from vcore_ds.common.version import __version__
-from vcore_ds.config.resume import differing_keys, read_resolved_recipe
+from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION
 
@@ -35,8 +34,6 @@ OPTIONAL_PACKAGES = ("triton", "transformer_engine", "flash-attn-4")
 RECIPE, ENVIRONMENT, METRICS, LOST_METRICS = "recipe.yaml", "environment.json", "metrics.jsonl", "metrics_lost.jsonl"
 HELD_OUT = "held_out.json"
 """Held-out losses before and after training, by name of the set; written just before the result."""
-DATA = "data.json"
-"""Sizes of the data, for the model card: a result may be exported on a machine without the data."""
 STARTED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # of `started` in environment.json, UTC
 START = "start.txt"
 """The first lines on the screen, and details on data, balance, memory and passes, of each start."""
@@ -100,26 +97,7 @@ def write_json(path: Path, value: Any) -> None:
         write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class DataCounts:
-    """An entry of data.json: the amount of data that the run reads from one set."""
-
-    part: str  # its use in the run
-    path: str
-    hub_ids: list[str]
-    sequences: int
-    tokens: int
-    supervised_tokens: int
-
-
-_DATA_COUNTS, _ENVIRONMENT = TypeAdapter(list[DataCounts]), TypeAdapter(dict[str, Any])
-
-
-def read_data_counts(folder: Path) -> list[DataCounts]:
-    """Read the counts of each set of data from data.json; empty if the run wrote none. Raises UserError if the file is
-    damaged."""
-    path = folder / DATA
-    return read_json(path, _DATA_COUNTS, "the counts of data that a run writes there") if path.is_file() else []
+_ENVIRONMENT = TypeAdapter(dict[str, Any])
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -288,102 +266,16 @@ def read_held_out_losses(folder: Path) -> HeldOutLosses:
     return read_json(path, _HELD_OUT, "the held-out losses that a run writes there")
 
 
-def load_run_tokenizer(folder: Path, recipe: Recipe, path: str | None) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer at `path`; without a path, that of the run's result or else of its model. Raises UserError if
-    there is none."""
+def load_run_tokenizer(folder: Path, model: str, path: str | None) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer at `path`; without a path, that of the run's result or else of its `model`. Raises UserError
+    if there is none."""
     from vcore_ds.data.tokenization import load_tokenizer  # `vcore-ds check` needs none
 
     if path is not None:
         return load_tokenizer(path, "--tokenizer")
-    exported = export_folder(folder, is_adapter=recipe.lora is not None)
+    results = [result for name in ("adapter", "model") if (result := folder / name).is_dir()]
     try:
         # The result's first: it needs no network, and a relative model.path depends on the working directory.
-        return load_tokenizer(str(exported) if exported.is_dir() else recipe.model.path)
+        return load_tokenizer(str(results[0]) if results else model)
     except UserError as error:
         raise UserError(f"{folder}: {error}; expected the tokenizer of the run. Name it with --tokenizer") from None
-
-
-_LAYERS_ADVICE = (
-    ". A checkpoint is resumed with the model.provider and parallel.tensor that it was saved with: to change them, "
-    "export it (vcore-ds export) and give the result to a new run as its model.path"
-)
-
-
-class FinishedRun(UserError):
-    """run.output_dir holds a run that has finished."""
-
-
-def can_resume(recipe: Recipe) -> bool:
-    """Whether run.output_dir holds an unfinished run of this recipe; False if it is new or empty. Raises FinishedRun if
-    the run has finished, UserError for anything else, which a run never overwrites."""
-    with writing("run.output_dir", Path(recipe.run.output_dir)):
-        return _holds_this_run(recipe)
-
-
-def _holds_this_run(recipe: Recipe) -> bool:
-    folder = Path(recipe.run.output_dir)
-    with suppress(FileNotFoundError):
-        folder.stat()  # raises for impossible paths (below a file, circular links), which `is_file` does not
-    is_run = (folder / RECIPE).is_file()
-    if recipe.checkpoint.resume == "never" or not is_run:
-        # A branch that was killed before its recipe was written starts over.
-        copied = {"checkpoints", TOKENS, METRICS, ENVIRONMENT} if recipe.checkpoint.branch_from is not None else set()
-        allowed = {LOCK, *copied, *(unfinished_path(Path(name)).name for name in (RECIPE, METRICS, ENVIRONMENT))}
-        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - allowed):
-            what = "holds another run" if is_run else "is not an empty folder"
-            raise UserError(
-                f"run.output_dir: {folder}: {what}; expected a new or empty one. Set run.output_dir, or remove it"
-            )
-        if recipe.checkpoint.branch_from is not None:
-            _check_branch(recipe, Path(recipe.checkpoint.branch_from))
-        return False
-    try:
-        earlier = read_resolved_recipe(folder / RECIPE)
-    except UserError as error:
-        raise UserError(
-            f"run.output_dir: {folder}: holds another run, with a recipe that this version does not know: {error}; "
-            "expected a new folder, or a run of this recipe. Set run.output_dir"
-        ) from None
-    if differing := differing_keys(earlier, recipe):
-        raise UserError(
-            f"run.output_dir: {folder}: holds a run of another recipe:\n{_list_differences(differing)}\n"
-            "expected the same values, to resume it, or a new folder. Set these keys as they are there, or set "
-            "run.output_dir" + (_LAYERS_ADVICE if differing.keys() & {"model.provider", "parallel.tensor"} else "")
-        )
-    result = export_folder(folder, is_adapter=recipe.lora is not None)
-    if result.exists() and not _extends_run(recipe, earlier):
-        raise FinishedRun(
-            f"run.output_dir: {folder}: holds a run that has finished, with its result in "
-            f"{result.name}/; expected a new folder, or a run that was stopped. Set run.output_dir, or raise "
-            "schedule.num_steps to make the run longer"
-        )
-    return True
-
-
-def _extends_run(recipe: Recipe, earlier: Recipe) -> bool:
-    """Whether the recipe's schedule has more steps or epochs than that of the earlier run."""
-    before, now = earlier.schedule, recipe.schedule
-    if before.num_steps is not None and now.num_steps is not None:
-        return now.num_steps > before.num_steps
-    if before.num_epochs is not None and now.num_epochs is not None:
-        return now.num_epochs > before.num_epochs
-    return True  # known once the data are read; a shorter schedule finds no checkpoint to continue from
-
-
-def _check_branch(recipe: Recipe, checkpoint: Path) -> None:
-    """Raise UserError if a run cannot branch from this checkpoint."""
-    from vcore_ds.engine import checkpoint_folder  # imports deepspeed: seconds
-
-    where = f"checkpoint.branch_from: {checkpoint}"
-    with reading("checkpoint.branch_from", checkpoint, "a checkpoint that can be read"):
-        if checkpoint_folder.parse_step(checkpoint) is None or not (checkpoint / checkpoint_folder.COMPLETE).is_file():
-            raise UserError(f"{where}: found no finished checkpoint; expected RUN/checkpoints/step_NNNNNNNN")
-    if differing := differing_keys(read_resolved_recipe(checkpoint / RECIPE), recipe):
-        raise UserError(
-            f"{where}: is of a run of another recipe:\n{_list_differences(differing)}\n"
-            "expected the same values; keys of schedule may differ. Set these keys as they are there"
-        )
-
-
-def _list_differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    return "\n".join(f"  {key}: {value!r} there, {wanted!r} here" for key, (value, wanted) in differing.items())

@@ -29,7 +29,7 @@ from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
-from vcore_ds.training.model_card import Kind, make_model_card
+from vcore_ds.training.result import Kind, make_model_card
 from vcore_ds.training.run_folder import read_run_recipe
 
 NEW_FOLDER = "a new folder that can be written, with room for the weights"
@@ -150,7 +150,15 @@ def export_run(
             folder = output if output is not None else run / "export" / trained.name / kind
             step = checkpoint_folder.parse_step(Path(trained.name))
             card = make_model_card(
-                run, recipe, kind, step=step, base=base, evaluations=evaluations, checkpoint=trained.digest
+                run,
+                recipe.model.path,
+                recipe.method,
+                recipe.data,
+                kind,
+                step=step,
+                base=base,
+                evaluations=evaluations,
+                checkpoint=trained.digest,
             )
             if output is None:
                 set_aside_other_export(folder, trained)

@@ -110,7 +110,9 @@ def _read_run(
         why = f"No tokens were recorded: {cause}."
     else:
         try:
-            tokenizer: PreTrainedTokenizerBase = run_folder.load_run_tokenizer(folder, recipe, tokenizer_path)
+            tokenizer: PreTrainedTokenizerBase = run_folder.load_run_tokenizer(
+                folder, recipe.model.path, tokenizer_path
+            )
             recorded = [sequence for record in records for sequence in record.sequences]
             texts = TokenTexts(tokenizer, [*recorded, *(trace for record in followed for trace in record.sequences)])
             if are_uniform(records):

@@ -41,7 +41,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import MemoryPlan, plan_memory
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import Utilization, summarize
-from vcore_ds.training.checkpoints import Checkpoints
+from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
 from vcore_ds.training.console import Console
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
@@ -194,14 +194,17 @@ class Scoring:
     def _compute(self, engine: Engine, remaining: Sequence[Sequence[int]]) -> None:
         recipe, console = self.request.recipe, self.console
         direction = build_direction(engine, recipe.probe, recipe.utility)
-        checkpoints, loaded = Checkpoints(recipe, console), None
+        checkpoints, loaded, model = Path(recipe.run.output_dir) / "checkpoints", None, recipe.model.path
+        has_adapters = recipe.lora is not None
+        frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(model, has_adapters=has_adapters))
         is_checked, is_compared = self._is_checked(), False
         for one, positions in zip(self.passes, remaining, strict=True):
             if not positions:
                 continue
             if one.checkpoint is not None and one.checkpoint != loaded:
                 mark("loading the checkpoint", is_loading=True)
-                checkpoints.read(checkpoints.verify_step(one.checkpoint.step, one.checkpoint.digest), engine, None)
+                verified = verify_step(checkpoints, one.checkpoint.step, one.checkpoint.digest, console.say)
+                read_checkpoint(verified, engine, None, model, frozen_digest)
                 loaded = one.checkpoint
             if not is_checked:
                 warn_of_non_finite(engine, console)

@@ -1,0 +1,126 @@
+"""The result of a run but for its weights: the model card, and a rehearsal at the start of the run."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import EvalResult, ModelCardData
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from vcore_ds.common.errors import UserError
+from vcore_ds.config.sections import DataConfig, LoraConfig, MethodConfig, ModelConfig
+from vcore_ds.models import model_folder
+from vcore_ds.models.configuration import read_config
+from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.lora import build_empty_adapted_model
+from vcore_ds.models.model_identity import CARD_TAG, BaseModel, identify_base_model
+from vcore_ds.models.stored_weights import FolderWeights, describe_weights
+from vcore_ds.training import run_folder
+from vcore_ds.training.evaluation_folder import read_evaluation
+
+Kind = Literal["adapter", "model", "merged"]
+
+
+def make_model_card(
+    run: Path,
+    model: str,
+    method: MethodConfig,
+    data: DataConfig,
+    kind: Kind,
+    *,
+    step: int | None = None,
+    base: BaseModel | None = None,
+    evaluations: Sequence[Path] = (),
+    checkpoint: str | None = None,
+) -> str:
+    """Return the text of the card, with the hub's metadata; of paths it shows only the last names. `model`:
+    model.path. `step`: of the exported checkpoint; None for the end of the run. `base`: None to identify it by `model`.
+    `evaluations`: their folders. `checkpoint`: digest of the exported checkpoint. Raises UserError if a file of the run
+    or of an evaluation is damaged."""
+    base = base or identify_base_model(model)
+    names = dict.fromkeys(Path(path).name for path in data.paths().values())
+    tasks = [item for path in evaluations for item in read_evaluation(path, "--evaluation").tasks.items()]
+    title = f"{base.name}, fine-tuned with {method.name} ({'all parameters' if kind == 'model' else 'LoRA'})"
+    license_keys: dict[str, Any] = dict(base.license)
+    results = [EvalResult("text-generation", name, name, "accuracy", round(one.accuracy, 4)) for name, one in tasks]
+    metadata = ModelCardData(
+        base_model=base.hub_id,
+        base_model_relation=None if base.hub_id is None else "adapter" if kind == "adapter" else "finetune",
+        library_name="peft" if kind == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=[CARD_TAG, method.name, *([] if kind == "model" else ["lora"])],
+        eval_results=results or None,
+        model_name=title if results else None,
+        checkpoint=checkpoint,
+        **license_keys,
+    )
+    link = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else f"`{base.name}`"
+    what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "A fine-tuned"}[kind]
+    opener = "AutoPeftModelForCausalLM` of peft" if kind == "adapter" else "AutoModelForCausalLM` of transformers"
+    after = "" if step is None else f" for {step:,} optimizer steps"
+    paragraphs = [
+        f"{what} {link}, trained with `vcore_ds`, method `{method.name}`{after}. Open it with `{opener}`; its "
+        "tokenizer has the chat template of training.",
+        f"Data: {', '.join(f'`{name}`' for name in names)}",
+        f"License of the base model, which applies here too: {base.license.get('license', 'unknown')}",
+        *_list_losses(run, step),
+        *(f"Accuracy on {name}: {one.accuracy:.1%} of {one.num_problems:,} problems" for name, one in tasks),
+    ]
+    return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", f"# {title}", *paragraphs]) + "\n"
+
+
+def _list_losses(run: Path, step: int | None) -> Iterator[str]:
+    """The held-out losses, unless the card is of an earlier step than the last one."""
+    try:
+        last_step = run_folder.read_run_metrics(run)[-1]["step"]
+    except UserError:  # removed or damaged, and optional for the card
+        last_step = None
+    losses = run_folder.read_held_out_losses(run)
+    if step is None or step == last_step:
+        for name, loss in losses.after.items():
+            before = f", before {losses.before[name]:.4f}" if name in losses.before else ""
+            yield f"Held-out loss{name and ' on '}{name}: {loss:.4f} nats{before}"
+
+
+def rehearse_result(
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    method: MethodConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write the run's result, with an adapter of empty tensors or with empty files in place of the full weights, into a
+    temporary folder: what would fail after days fails before the model is loaded. Raises what the end of the run would
+    raise."""
+    with tempfile.TemporaryDirectory() as temporary:
+        card = make_model_card(Path(temporary), model.path, method, data, "model" if lora is None else "adapter")
+        write_without_weights(model, lora, tokenizer, card, Path(temporary) / "result")
+
+
+def write_without_weights(
+    model: ModelConfig, lora: LoraConfig | None, tokenizer: PreTrainedTokenizerBase, card: str, folder: Path
+) -> None:
+    """Write `folder`, the result with an adapter of empty tensors or with empty files in place of the weights."""
+    path = model.path
+    if lora is not None:
+        adapted = build_empty_adapted_model(path, read_config(path), lora)
+        empty = {name: torch.empty(0) for name, p in adapted.named_parameters() if p.requires_grad}
+        model_folder.write_adapter(adapted, empty, folder, tokenizer, card)
+        return
+    dtype = DTYPES[model.precision]
+    stored = FolderWeights(path, describe_weights(path, dtype))
+    split = model_folder.plan_files(stored.stored, model_folder.MAX_FILE_BYTES)
+    unfinished = model_folder.begin(folder, num_bytes=0)
+    for file, _ in model_folder.collect_files(split, _stream_names(stored)):
+        (unfinished / file).touch()
+    model_folder.write_config(unfinished, path, dtype, is_complete=stored.is_complete)
+    model_folder.finish(folder, tokenizer, card, split)
+
+
+def _stream_names(stored: FolderWeights) -> Iterator[tuple[str, Tensor | None]]:
+    """Stream the tensors to be written as `save_hugging_face` does, without their values."""
+    yield from stored.stream((name, stored.weights[name]) for group in stored.groups for name in group.names)
+    yield from dict.fromkeys(stored.copied).items()
