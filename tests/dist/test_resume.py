@@ -451,7 +451,7 @@ def start_in_separate_folders(folder: Path) -> str:
 def ask_whether_save_is_due(folder: Path) -> list[bool]:
     """Whether a checkpoint is due: at the start, with the last rank's clock an hour on, with all clocks an hour on."""
     recipe = make_recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
-    facts = RunFacts("", {}, "", {}, None, None)
+    facts = RunFacts("", {}, "", {}, None)
     checkpoints = Checkpoints(folder / "minutes", recipe.checkpoint, facts, Console(enabled=False))
     is_last = layout.rank("shards") == layout.size("shards") - 1
     outcomes = [checkpoints.is_due(1, NUM_STEPS)]

@@ -1,6 +1,5 @@
 """Files that the trackers of real runs write: TensorBoard's events and offline runs of Weights & Biases."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def test_tensorboard_and_wandb_have_all_metrics_also_after_resuming(setup: TinyS
     check_scalars(read_events(folder), read_metrics(folder))
 
     kept = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    run_id = json.loads((folder / "checkpoints" / "step_00000002" / "run_state.json").read_text())["wandb_run_id"]
+    run_id = (folder / "trackers" / "wandb_run_id").read_text().strip()
     assert len(kept) == 2
     for path in kept:  # both attempts belong to the same run
         content = path.read_bytes()

@@ -214,7 +214,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
     monkeypatch.setattr(files.shutil, "rmtree", refuse)
-    facts = RunFacts("", {}, "", {}, None, None)
+    facts = RunFacts("", {}, "", {}, None)
     kept = CheckpointConfig(keep_last=1)
     warning = Checkpoints(tmp_path / "checkpoints", kept, facts, Console(enabled=True)).remove_old()
     assert warning is not None and "step_00000010" in warning

@@ -39,7 +39,6 @@ class RunState:
     """Norm and displacement of the probe direction, None for methods without one."""
     data_digests: dict[str, str]  # digests of the tokens that training and probe draw from, by recipe key
     validation_losses_before: dict[str, float]  # nats, before the first step, by name of the held-out set
-    wandb_run_id: str | None
     frozen_digest: str | None = None
     """Digest of the model whose adapters are trained: a checkpoint holds none of its weights. None where all parameters
     are trained, and in checkpoints of vcore_ds 0.7 and before."""

@@ -46,14 +46,13 @@ MARGIN_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What all checkpoints of a run hold alike; the last three fields as in `RunState`."""
+    """What all checkpoints of a run hold alike; the last two fields as in `RunState`."""
 
     recipe_yaml: str
     data_digests: dict[str, str]  # as `checkpoint_read.list_data_digests`
     held_out_digest: str  # of the held-out sets, whose losses compare checkpoints
     validation_losses_before: dict[str, float]
     frozen_digest: str | None  # on rank 0
-    wandb_run_id: str | None  # on rank 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,6 @@ class Checkpoints:
             direction=estimator.state(),
             data_digests=facts.data_digests,
             validation_losses_before=facts.validation_losses_before,
-            wandb_run_id=facts.wandb_run_id,
             frozen_digest=facts.frozen_digest,
             held_out_loss=loss if math.isfinite(loss) else None,
             held_out_digest=facts.held_out_digest if losses else None,

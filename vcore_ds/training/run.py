@@ -50,7 +50,7 @@ from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
 from vcore_ds.training.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
-from vcore_ds.training.metrics_log import BackgroundSink, MetricsLog
+from vcore_ds.training.metrics_log import MetricsLog
 from vcore_ds.training.profile import check_profile
 from vcore_ds.training.result import Kind, make_model_card, rehearse_result
 from vcore_ds.training.resume import begin_branch, can_resume
@@ -58,7 +58,7 @@ from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.training.setup import build_engine, build_estimator, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.training.step_metrics import StepMetrics
-from vcore_ds.training.trackers import FINISH_SECONDS, WandbLog, start_trackers
+from vcore_ds.training.trackers import start_trackers
 
 
 @dataclass(frozen=True)
@@ -334,21 +334,16 @@ def begin_folder(
         run_on_first_rank(lambda: set_aside_result(recipe, opened.newest_step, console))
     else:  # not earlier: every check comes before the first file
         run_first_rank_first(lambda: lock_run_folder(recipe, lock, False, console))
-    wandb_run_id, before = None, {}
-    if opened.checkpoint is not None:
-        source, state = opened.checkpoint
-        before, branch = state.validation_losses_before, recipe.checkpoint.branch_from
-        if branch is None or source.name != Path(branch).name:  # the start of a branch would log to its source
-            wandb_run_id = state.wandb_run_id
-    opened_log = run_on_first_rank(lambda: open_log(recipe, opened, wandb_run_id, description, console))
-    log, wandb_run_id = opened_log or (None, None)
+    log = run_on_first_rank(lambda: open_log(recipe, opened, description, console))
     if opened.checkpoint is None:
         before = validate(trainer, opened.data, console)
+    else:
+        before = opened.checkpoint[1].validation_losses_before
     if before:
         losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
         console.say(f"Held-out loss before training: {losses}")
     digests, held_out_digest = list_data_digests(opened.data.feed), make_digest(opened.data.validation)
-    return log, RunFacts(dump_recipe(recipe), digests, held_out_digest, before, frozen_digest, wandb_run_id)
+    return log, RunFacts(dump_recipe(recipe), digests, held_out_digest, before, frozen_digest)
 
 
 def set_aside_result(recipe: Recipe, num_steps: int, console: Console) -> None:
@@ -358,26 +353,18 @@ def set_aside_result(recipe: Recipe, num_steps: int, console: Console) -> None:
         console.say(f"The run had finished and goes on: its result after step {num_steps} is {path}")
 
 
-def open_log(
-    recipe: Recipe, opened: OpenedRun, wandb_run_id: str | None, description: str, console: Console
-) -> tuple[MetricsLog, str | None]:
-    """Write recipe, environment and the description of the start, and open the metrics log with its trackers; also
-    return the run's id on Weights & Biases, if any. On rank 0. `wandb_run_id`: of earlier attempts."""
+def open_log(recipe: Recipe, opened: OpenedRun, description: str, console: Console) -> MetricsLog:
+    """Write recipe, environment and the description of the start, and open the metrics log with its trackers. On rank
+    0."""
     folder, dataset = Path(recipe.run.output_dir), opened.data.feed.dataset
     kept = dataset.origin if isinstance(dataset, KeptDataset) else None
     num_lost_lines = run_folder.begin(folder, dump_recipe(recipe), layout.size("job"), opened.num_done, kept)
     run_folder.add_start(folder, opened.num_done, "\n".join([description, *console.notes]))
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
-    sinks = []
-    if "wandb" in recipe.track.trackers:
-        wandb = WandbLog(folder, recipe.track, recipe.model_dump(mode="json"), console, wandb_run_id)
-        wandb_run_id = wandb.run_id
-        console.say(f"Weights & Biases: {wandb.url or 'offline'}")
-        sinks.append(BackgroundSink("Weights & Biases", lambda: wandb, console, close_seconds=FINISH_SECONDS + 10))
-    sinks += start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done, console)
+    sinks = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done, console)
     with writing("run.output_dir", folder):
-        return MetricsLog(folder, console, sinks), wandb_run_id
+        return MetricsLog(folder, console, sinks)
 
 
 def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,7 +1,7 @@
-"""Trackers as sinks: Weights & Biases, and TensorBoard, MLflow, Trackio and SwanLab through `accelerate.tracking`.
+"""Trackers, by the names of `accelerate.tracking`, as sinks of the metrics log.
 
 Each reads address and credentials from environment variables. Without them, data stay on this machine for TensorBoard
-(`tensorboard --logdir` of the run's folder) and Trackio.
+(`tensorboard --logdir` of the run's folder) and Trackio; what Weights & Biases cannot send stays in the run's folder.
 """
 
 import os
@@ -19,8 +19,11 @@ from vcore_ds.common.paths import write_text
 from vcore_ds.config.sections import TrackConfig, TrackerName
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.training.console import Console
-from vcore_ds.training.metrics_log import BackgroundSink
+from vcore_ds.training.metrics_log import CLOSE_SECONDS, BackgroundSink
 from vcore_ds.training.run_folder import RECIPE, TRACKERS
+
+WANDB_SECONDS = {"init_timeout": 60.0, "finish_timeout": 120.0}
+"""Time for Weights & Biases to reach its server (WANDB_INIT_TIMEOUT changes it), and to send the rest at the end."""
 
 
 class TrackerSink:
@@ -30,7 +33,11 @@ class TrackerSink:
         self.tracker = tracker
 
     def write(self, values: Mapping[str, float | int]) -> None:
-        self.tracker.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
+        # The step of Weights & Biases never goes back, but a run repeats the steps after its last checkpoint.
+        if self.tracker.name == "wandb":
+            self.tracker.log(dict(values))
+        else:
+            self.tracker.log({key: value for key, value in values.items() if key != "step"}, step=int(values["step"]))
 
     def close(self) -> None:
         self.tracker.finish()
@@ -39,18 +46,23 @@ class TrackerSink:
 def start_trackers(
     folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
 ) -> list[BackgroundSink]:
-    """Start the sinks of `track.trackers` except Weights & Biases, on rank 0, within a process group. `config`: the
-    recipe's values by dotted keys; `num_done`: optimizer steps done in a run that is resumed."""
-    names = [name for name in track.trackers if name != "wandb"]
+    """Start the sinks of `track.trackers`, on rank 0, within a process group. `config`: the recipe's values by dotted
+    keys; `num_done`: optimizer steps done in a run that is resumed."""
     try:
-        if names:
+        if track.trackers:
             share_process_group()
     except Exception as error:  # of any class: it inspects the machine in many ways, and must not end the run
         console.warn(f"track.trackers: accelerate cannot start here: {first_line(error)}. The run continues without")
         return []
+    values = {key: value for key, value in config.items() if value is not None}
     return [
-        BackgroundSink(f"track.trackers: {name}", partial(open_tracker, name, folder, track, config, num_done), console)
-        for name in names
+        BackgroundSink(
+            f"track.trackers: {name}",
+            partial(open_tracker, name, folder, track, values, num_done, console),
+            console,
+            close_seconds=CLOSE_SECONDS + (WANDB_SECONDS["finish_timeout"] if name == "wandb" else 0.0),
+        )
+        for name in track.trackers
     ]
 
 
@@ -64,14 +76,16 @@ def share_process_group() -> None:
 
 
 def open_tracker(
-    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
+    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
 ) -> TrackerSink:
-    """Open a tracker that continues the records of earlier attempts of the run; arguments as in `start_trackers`.
-    Raises whatever the tracker raises."""
+    """Open a tracker that continues the records of earlier attempts of the run, whose id is kept in the run's folder;
+    arguments as in `start_trackers`. Raises whatever the tracker raises."""
     from accelerate import tracking
 
-    check_installed(name, "mlflow-skinny" if name == "mlflow" else name)
-    config = {key: value for key, value in config.items() if value is not None}
+    if find_spec(name) is None:
+        raise ModuleNotFoundError(f"is not installed: pip install {'mlflow-skinny' if name == 'mlflow' else name}")
+    id_file = folder / TRACKERS / f"{name}_run_id"
+    run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else None
     tracker: Any
     if name == "tensorboard":
         # Hides events of repeated steps.
@@ -80,15 +94,15 @@ def open_tracker(
         tracker.start()
         recipe = (folder / RECIPE).read_text(encoding="utf-8")
         tracker.log({"recipe": f"    {recipe}".replace("\n", "\n    ")}, step=num_done)
-    elif name == "mlflow":
+        return TrackerSink(tracker)
+    if name == "mlflow":
         tags = {"tags": ", ".join(track.tags)} if track.tags else {}
         tags |= {"group": track.group} if track.group is not None else {}
-        run_id = read_id(folder, name)
         tracker = tracking.MLflowTracker(track.project, run_id=run_id, tags=tags, run_name=folder.name)
         tracker.start()
         if run_id is None:
             tracker.store_init_configuration(config)
-        write_id(folder, name, tracker.tracker.info.run_id)
+        run_id = tracker.tracker.info.run_id
     elif name == "trackio":
         # It identifies runs by name: a new run must not continue another one whose folder has the same name.
         resume = "allow" if num_done else "never"
@@ -97,90 +111,42 @@ def open_tracker(
         )
         tracker.start()
     else:
-        run_id = read_id(folder, name) or secrets.token_hex(8)
-        tracker = tracking.SwanLabTracker(
-            track.project,
-            name=folder.name,
-            group=track.group,
-            tags=list(track.tags),
-            id=run_id,
-            resume="allow",
-            log_dir=str(folder / "swanlab"),
-            config=config,
+        run_id = run_id or secrets.token_hex(8)
+        options: dict[str, Any] = dict(
+            name=folder.name, group=track.group, tags=list(track.tags), id=run_id, resume="allow"
         )
-        tracker.start()
-        write_id(folder, name, run_id)
+        if name == "wandb":
+            tracker = start_wandb(track.project, folder, options | {"config": config}, console)
+        else:
+            options |= dict(log_dir=str(folder / "swanlab"), config=config)
+            tracker = tracking.SwanLabTracker(track.project, **options)
+            tracker.start()
+    if run_id is not None:
+        id_file.parent.mkdir(exist_ok=True)
+        write_text(id_file, f"{run_id}\n")
     return TrackerSink(tracker)
 
 
-def check_installed(module: str, package: str) -> None:
-    """Raise ModuleNotFoundError, with a remedy, if a module is missing."""
-    if find_spec(module) is None:
-        raise ModuleNotFoundError(f"is not installed: pip install {package}")
+def start_wandb(project: str, folder: Path, options: Mapping[str, Any], console: Console) -> Any:
+    """Start the tracker of Weights & Biases; offline, with a warning, if its server cannot be reached."""
+    import wandb
+    from accelerate.tracking import WandBTracker
 
-
-def read_id(folder: Path, name: str) -> str | None:
-    """Read the run's id at a tracker; None if no attempt has written one."""
-    path = folder / TRACKERS / f"{name}_run_id"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-
-def write_id(folder: Path, name: str, run_id: str) -> None:
-    """Write the run's id at a tracker, for later attempts."""
-    path = folder / TRACKERS / f"{name}_run_id"
-    path.parent.mkdir(exist_ok=True)
-    write_text(path, f"{run_id}\n")
-
-
-INIT_SECONDS = 60.0  # time to reach the server before the first step; after it the run continues offline
-
-FINISH_SECONDS = 120.0  # time to send the remaining data at the end
-
-
-class WandbLog:
-    """A run on Weights & Biases, on rank 0, configured by WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and
-    WANDB_INIT_TIMEOUT. Data that cannot be sent stay in the run's folder, for `wandb sync`. `run_id` is stored in the
-    checkpoints, so that a resumed run continues the same one."""
-
-    def __init__(
-        self, folder: Path, track: TrackConfig, config: Mapping[str, Any], console: Console, run_id: str | None
-    ):
-        import wandb  # takes half a second
-
-        self.run_id = run_id or secrets.token_hex(4)
-        init_seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_SECONDS))
-        settings = wandb.Settings(init_timeout=init_seconds, finish_timeout=FINISH_SECONDS, silent=True)
-        options: dict[str, Any] = dict(
-            project=track.project,
-            name=folder.name,
-            group=track.group,
-            tags=track.tags,
-            id=self.run_id,
-            resume="allow",
-            dir=str(folder),
-            config=config,
-            settings=settings,
+    seconds = WANDB_SECONDS | {k: float(s) for k in WANDB_SECONDS if (s := os.environ.get(f"WANDB_{k.upper()}"))}
+    options = {**options, "dir": str(folder), "settings": wandb.Settings(silent=True, **seconds)}
+    tracker = WandBTracker(project, **options)
+    try:
+        tracker.start()
+    except (wandb.Error, OSError) as error:
+        console.warn(
+            f"track.trackers: Weights & Biases cannot be reached ({first_line(error)}); the run continues, and is kept "
+            f"in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
         )
-        try:
-            self._run = wandb.init(**options)
-        except (wandb.Error, OSError) as error:
-            console.warn(
-                f"track.trackers: Weights & Biases cannot be reached ({first_line(error)}); the run continues, and "
-                f"is kept in {folder / 'wandb'}: send it later with `wandb sync {folder / 'wandb'}/offline-run-*`"
-            )
-            wandb.teardown()  # its service still holds the id for the failed attempt
-            self._run = wandb.init(**options, mode="offline")
-        # Steps after the last checkpoint are repeated, so the axis is our step, which may go back.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    @property
-    def url(self) -> str | None:
-        return self._run.url
-
-    def write(self, values: Mapping[str, float | int]) -> None:
-        self._run.log(dict(values))
-
-    def close(self) -> None:
-        """Send the remaining data, `FINISH_SECONDS` at most."""
-        self._run.finish()
+        wandb.teardown()  # its service still holds the id for the failed attempt
+        tracker = WandBTracker(project, **options, mode="offline")
+        tracker.start()
+    # The axis is our step, which may go back.
+    tracker.tracker.define_metric("step")
+    tracker.tracker.define_metric("*", step_metric="step")
+    console.say(f"Weights & Biases: {tracker.tracker.url or 'offline'}")
+    return tracker
