@@ -84,7 +84,7 @@ def test_checks_are_not_repeated_where_the_run_has_passed_them(run: Path, tmp_pa
 
     def is_passed(*words: str, **changes: Any) -> bool:
         request = make_request(str(run), ["data.probe_path=t.jsonl", *words], [], None, None)
-        return passed_checks(run, request.recipe, here | changes)
+        return passed_checks(run, request, here | changes)
 
     assert is_passed() and is_passed("data.train_path=other.jsonl", host="c")
     assert not is_passed("model.precision=fp32") and not is_passed("model.path=some/model")

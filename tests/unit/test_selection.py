@@ -32,7 +32,7 @@ from vcore_ds.data.prepare.pipeline import prepare
 from vcore_ds.data.scores_folder import read_scores, write_scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
-from vcore_ds.training.selection import read_matching_selection, read_selection
+from vcore_ds.training.keep import read_kept, read_matching_kept
 
 UTILITIES = np.array([3.0, -1.0, 2.0, np.nan, 2.0, 0.0, 5.0, np.inf], np.float32)
 SOURCES = np.array(list("aaaabbbb"))
@@ -88,7 +88,7 @@ def open_store(setup: Path) -> TokenStore:
 
 def test_a_selection_is_read_from_a_folder_of_scores(setup: Path) -> None:
     keep = KeepConfig(scores=str(setup / "one"), top=0.25)
-    selection = read_matching_selection(keep, open_store(setup), str(setup / "model"))
+    selection = read_matching_kept(keep, open_store(setup), str(setup / "model"))
     assert selection.positions.tolist() == [3, 4, 9]  # utilities 1, 2, 2
     assert selection.counts_by_source == {"a.jsonl": (2, 8), "b.jsonl": (1, 4)}
     text = f"3 of 12 traces kept: the 25% with the highest mean utility for right ({setup / 'one'})"
@@ -97,11 +97,11 @@ def test_a_selection_is_read_from_a_folder_of_scores(setup: Path) -> None:
     assert origin["set"] == "right" and origin["kept_of_source"] == {"a.jsonl": [2, 8], "b.jsonl": [1, 4]}
     assert len(origin["digest"]) == 64 and (origin["kept"], origin["traces"]) == (3, 12)
     # Sums favour long traces: of utility 1 and 2, rows 4 and 9 with five repetitions each, then row 8.
-    by_sum = read_selection(keep.model_copy(update={"by": "sum"}))
+    by_sum = read_kept(keep.model_copy(update={"by": "sum"}))
     numbers = np.array(open_store(setup).num_supervised_tokens)
     sums_of_traces = np.array([(i % 5 - 2) * numbers[i] for i in range(12)])
     assert by_sum.positions.tolist() == sorted(np.argsort(-sums_of_traces, kind="stable")[:3].tolist())
-    other_set = read_selection(KeepConfig(scores=str(setup / "both"), set="short", above=-2.5))
+    other_set = read_kept(KeepConfig(scores=str(setup / "both"), set="short", above=-2.5))
     assert other_set.positions.tolist() == [0, 1, 2]
     assert "mean utility for short above -2.5" in other_set.describe()
 
@@ -197,14 +197,14 @@ REFUSED = {
 def test_scores_that_do_not_fit_are_refused(setup: Path, tmp_path: Path, case: str) -> None:
     values, message = REFUSED[case]
     with pytest.raises(UserError, match=message) as error:
-        read_matching_selection(KeepConfig(**values(setup, tmp_path)), open_store(setup), str(setup / "model"))
+        read_matching_kept(KeepConfig(**values(setup, tmp_path)), open_store(setup), str(setup / "model"))
     assert "\n" not in str(error.value)
 
 
 def test_scores_that_are_not_finished_are_refused(setup: Path, tmp_path: Path) -> None:
     (tmp_path / "scores.unfinished").mkdir()
     with pytest.raises(UserError, match=r"data.keep.scores: .*has not finished \(scores.unfinished\)"):
-        read_selection(KeepConfig(scores=str(tmp_path / "scores"), top=0.5))
+        read_kept(KeepConfig(scores=str(tmp_path / "scores"), top=0.5))
 
 
 # ---- the recipe ----------------------------------------------------------------------------------------------------

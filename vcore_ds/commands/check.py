@@ -113,9 +113,9 @@ def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
     settings = with_num_steps(recipe, lengths)
     takes = "" if settings.num_steps is None else f"; the run takes {count(settings.num_steps, 'step')}"
     if recipe.data.keep is not None:
-        from vcore_ds.training.selection import read_selection_on_disk  # imports torch: seconds
+        from vcore_ds.training.keep import read_kept_on_disk  # imports torch: seconds
 
-        if (selection := read_selection_on_disk(recipe.data.keep)) is not None:
+        if (selection := read_kept_on_disk(recipe.data.keep)) is not None:
             yield f"Training data: {selection.describe()}{takes}"
     elif lengths.sampled:
         yield f"Data: {lengths.source}{takes}"

@@ -19,7 +19,7 @@ from vcore_ds.config.problems import RecipeError, field_problems
 from vcore_ds.config.sections import KeepConfig
 
 if TYPE_CHECKING:
-    from vcore_ds.training.selection import Selection
+    from vcore_ds.training.keep import KeptTraces
 
 HELP = "write the rows of the traces with the highest scores"
 DESCRIPTION = (
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for scores that cannot be used, sources that have changed since, or an output that exists or
     cannot be written."""
-    from vcore_ds.training.selection import read_selection  # imports torch: seconds
+    from vcore_ds.training.keep import read_kept  # imports torch: seconds
 
     if arguments.top is None and arguments.above is None:
         if arguments.weights is None:
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
         sharpness = parse_sharpness(arguments.weights)
     for path in (output,) if arguments.weights is not None else (output, origin):
         refuse_existing(path, NEW_FILE)
-    selection = read_selection(read_keep(arguments), name_argument)
+    selection = read_kept(read_keep(arguments), name_argument)
     with writing("--output", output, NEW_FILE):
         if arguments.weights is not None:
             write_weights(selection, sharpness, output)
@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"{selection.describe()}\nWritten: {output}; {rest}")
 
 
-def _write_rows(selection: "Selection", output: Path, origin: Path, with_utility: bool) -> None:
+def _write_rows(selection: "KeptTraces", output: Path, origin: Path, with_utility: bool) -> None:
     scores = selection.scores
     entries = {"data": scores.data.path, "model": scores.model, "scored": scores.date, **selection.origin()}
     with write_atomically(origin) as unfinished_origin, write_atomically(output) as unfinished:
@@ -114,14 +114,14 @@ def read_keep(arguments: argparse.Namespace) -> KeepConfig:
         raise RecipeError(f"{name_argument(key)}: {text}" for (*_, key), text in problems.items()) from None
 
 
-def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
+def kept_lines(selection: "KeptTraces", with_utility: bool) -> Iterator[str]:
     """Yield the rows of the selected traces as JSON, in the order of the data. Raises UserError where a source is
     missing, has changed since it was scored, or is a data set on the hub; or JSON cannot represent a row."""
     from vcore_ds.common.text import Progress
     from vcore_ds.data.scores_folder import read_traces, utility_columns
 
     keep = selection.keep
-    assert keep.set is not None  # `read_selection` has found its name
+    assert keep.set is not None  # `read_kept` has found its name
     columns = utility_columns(keep.set)[:3]
     traces = read_traces(Path(keep.scores), ["row", *columns])
     with Progress("Reading rows", len(selection.positions)) as progress:
@@ -136,7 +136,7 @@ def kept_lines(selection: "Selection", with_utility: bool) -> Iterator[str]:
                 progress.advance()
 
 
-def passes_over_sources(selection: "Selection", rows: Sequence[int]) -> list[list[int]]:
+def passes_over_sources(selection: "KeptTraces", rows: Sequence[int]) -> list[list[int]]:
     """Split the selected positions into passes over a source file, each with ascending rows. A source that was named
     twice to `vcore-ds prepare` takes two passes."""
     passes: list[list[int]] = []

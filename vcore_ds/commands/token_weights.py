@@ -11,7 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import Progress
 from vcore_ds.data import token_tables
 from vcore_ds.method.weights import gibbs_weights, gibbs_weights_for_budget
-from vcore_ds.training.selection import Selection
+from vcore_ds.training.keep import KeptTraces
 
 _SHARPNESS = re.compile(r"(kl_budget|temperature)=([0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _EXPECTED = "what vcore-ds score --tokens all writes there. Score again"
@@ -28,7 +28,7 @@ def parse_sharpness(text: str) -> tuple[str, float]:
     return match[1], float(match[2])
 
 
-def write_weights(selection: Selection, sharpness: tuple[str, float], output: Path) -> None:
+def write_weights(selection: KeptTraces, sharpness: tuple[str, float], output: Path) -> None:
     """Write the file of weights of the selected traces. Raises UserError where the scores have no utilities of all
     tokens, or the file is damaged or of other scores; OSError where the file cannot be written."""
     keep, data = selection.keep, selection.scores.data
@@ -46,7 +46,7 @@ def write_weights(selection: Selection, sharpness: tuple[str, float], output: Pa
 
 
 def _weighted_rows(
-    selection: Selection, path: Path, sharpness: tuple[str, float], progress: Progress
+    selection: KeptTraces, path: Path, sharpness: tuple[str, float], progress: Progress
 ) -> Iterator[token_tables.TokenRows]:
     utility = f"utilities.{selection.keep.set}"
     for rows in token_tables.read_token_rows(path, ["input_ids", "supervised", utility], _EXPECTED):

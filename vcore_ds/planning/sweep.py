@@ -19,7 +19,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.known_models import find_or_assume_shape
-from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 
 KEYS = ("recipe", "output_dir", "seeds", "common", "grid", "cells", "reference")
 MOST_RUNS = 1000
@@ -259,7 +259,7 @@ def _resolve(
                 loaded = load_recipe(recipe, overrides)
                 settings = derive_plan_settings(loaded)
                 plan = plan_batch(
-                    settings, num_ranks or _find_divisible_ranks(loaded), find_or_assume_shape(loaded.model.path)
+                    settings, num_ranks or _find_divisible_ranks(settings), find_or_assume_shape(loaded.model.path)
                 )
                 deepspeed_config(settings, plan)
             except UserError as error:
@@ -277,10 +277,10 @@ def _resolve(
     return runs
 
 
-def _find_divisible_ranks(recipe: Recipe) -> int:
-    """Find a world size that the recipe's tensor-, expert- and sequence-parallel sizes divide."""
-    sizes = [k for k in (recipe.batch.sequence_parallel, recipe.probe.sequence_parallel) if k != "auto"]
-    return recipe.parallel.tensor * math.lcm(_MANY_RANKS, recipe.parallel.expert, *sizes)
+def _find_divisible_ranks(settings: PlanSettings) -> int:
+    """Find a world size that the tensor-, expert- and sequence-parallel sizes divide."""
+    sizes = [k for k in (settings.batch.sequence_parallel, settings.probe.sequence_parallel) if k != "auto"]
+    return settings.parallel.tensor * math.lcm(_MANY_RANKS, settings.parallel.expert, *sizes)
 
 
 def _find_equal_cells(file: Path, runs: Sequence[SweepRun]) -> Iterator[str]:

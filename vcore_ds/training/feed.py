@@ -41,7 +41,7 @@ from vcore_ds.models.configuration import read_vocabulary_size
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 from vcore_ds.training.console import Console
-from vcore_ds.training.selection import Selection, read_matching_selection
+from vcore_ds.training.keep import KeptTraces, read_matching_kept
 
 
 @dataclass(frozen=True)
@@ -188,36 +188,36 @@ class DataReader:
         if self.settings.token_weights is not None:
             weights = StoredWeights(Path(self.settings.token_weights), store)
             dataset = ChangedDataset(store, weights.add_to, weights.digest)
-        selection = self._select(store)
-        positions = np.arange(len(store)) if selection is None else selection.positions
+        kept = self._select(store)
+        positions = np.arange(len(store)) if kept is None else kept.positions
         remaining = self._drop_trusted(store, positions)
         if weights is not None:
             weights.check_has(remaining)
-        if selection is None and len(remaining) == len(store):
+        if kept is None and len(remaining) == len(store):
             return dataset
         return KeptDataset(
             dataset,
             remaining,
-            description="" if selection is None else selection.describe(),
-            origin=None if selection is None else selection.origin(),
+            description="" if kept is None else kept.describe(),
+            origin=None if kept is None else kept.origin(),
             num_trusted=len(positions) - len(remaining),
         )
 
-    def _select(self, store: Store) -> Selection | None:
+    def _select(self, store: Store) -> KeptTraces | None:
         """Select traces by `data.keep`; None without it."""
         keep = self.settings.keep
         if keep is None:
             return None
-        selection = run_first_rank_first(lambda: read_matching_selection(keep, store, self.model))
+        kept = run_first_rank_first(lambda: read_matching_kept(keep, store, self.model))
         # Nodes may have copies of the scores. From different ones, ranks would draw different batches unnoticed.
-        if len(set(layout.gather_objects("job", selection.digest))) > 1:
+        if len(set(layout.gather_objects("job", kept.digest))) > 1:
             raise UserError(
                 f"data.keep.scores: {keep.scores}: found different scores on different nodes; expected the same. Name "
                 "a folder that all nodes share, or copy it to all of them"
             )
-        for name, (num_kept, num_scored) in selection.counts_by_source.items():
+        for name, (num_kept, num_scored) in kept.counts_by_source.items():
             self.console.note(f"Kept of {name}: {num_kept:,} of {num_scored:,} traces")
-        return selection
+        return kept
 
     def _drop_trusted(self, store: Store, positions: np.ndarray) -> np.ndarray:
         """Return the positions without those of trusted traces, unless the recipe keeps them."""

@@ -133,9 +133,9 @@ def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:
     if settings.num_steps is not None:
         return settings
     if recipe.data.keep is not None:
-        from vcore_ds.training.selection import read_selection_on_disk  # imports torch: seconds
+        from vcore_ds.training.keep import read_kept_on_disk  # imports torch: seconds
 
-        selection = read_selection_on_disk(recipe.data.keep)
+        selection = read_kept_on_disk(recipe.data.keep)
         num_sequences = None if selection is None else len(selection.positions)
     if num_sequences is None:
         return settings

@@ -24,7 +24,6 @@ from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
 from vcore_ds.common.version import __version__
-from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
@@ -83,11 +82,11 @@ SECOND_SELECTION = (
 )
 
 
-def passed_checks(run: Path, recipe: Recipe, here: Mapping[str, Any]) -> bool:
+def passed_checks(run: Path, request: ScoreRequest, here: Mapping[str, Any]) -> bool:
     """Whether a run with a checkpoint, which passed both checks of its start, ran with this model, code and hardware
     (`here`: this process's `environment`). False also where it cannot be told: uncommitted changes; a model on the hub,
     where it may have changed."""
-    trained, there = read_run_recipe(run), read_environment(run)
+    recipe, trained, there = request.recipe, read_run_recipe(run), read_environment(run)
     there = (there.get("resumed") or [there])[-1]
     config = Path(recipe.model.path) / "config.json"
     if not config.is_file() or "started" not in there:
@@ -225,7 +224,9 @@ class Scoring:
         hardware."""
         recipe, is_checked = self.request.recipe, False
         if self.request.checkpoints and layout.is_first():
-            is_checked = passed_checks(Path(recipe.run.output_dir), recipe, describe_environment(layout.size("job")))
+            is_checked = passed_checks(
+                Path(recipe.run.output_dir), self.request, describe_environment(layout.size("job"))
+            )
         return layout.gather_objects("job", is_checked)[0]
 
     def _take_direction(self, direction: Direction, one: ScoringPass) -> None:

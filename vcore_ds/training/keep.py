@@ -1,4 +1,4 @@
-"""Selection of training traces by their scores (`data.keep`), with a check that the scores fit the run."""
+"""KeptTraces of training traces by their scores (`data.keep`), with a check that the scores fit the run."""
 
 import difflib
 import hashlib
@@ -20,7 +20,7 @@ from vcore_ds.models.model_identity import RULE, compute_model_digest
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
+class KeptTraces:
     """The kept traces of those that were scored."""
 
     keep: KeepConfig  # with the name of the target set filled in
@@ -37,7 +37,7 @@ class Selection:
         return dict(zip(map(str, names), zip(num_kept.tolist(), num_scored.tolist(), strict=True), strict=True))
 
     def describe(self) -> str:
-        """Describe the selection, such as `80 of 320 traces kept: the 25% with the highest mean utility for trusted
+        """Describe them, such as `80 of 320 traces kept: the 25% with the highest mean utility for trusted
         (runs/scores/math)`."""
         keep = self.keep
         which = (
@@ -59,7 +59,7 @@ class Selection:
         }
 
 
-def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> Selection:
+def read_kept(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".format) -> KeptTraces:
     """Select traces by a folder of scores. `where` names a key of `keep` in messages, as the user set it. Raises
     UserError if the folder is missing, unfinished or damaged, has no such set, or nothing is kept."""
     folder = Path(keep.scores)
@@ -87,20 +87,20 @@ def read_selection(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}
     path = folder / scores_folder.TRACES
     with reading(where("scores"), path, "a file that can be read"), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Selection(keep, scores, digest, positions, sources)
+    return KeptTraces(keep, scores, digest, positions, sources)
 
 
-def read_matching_selection(keep: KeepConfig, store: Store, model: str) -> Selection:
-    """Read a selection whose scores fit the run, see `check_belongs`."""
-    selection = read_selection(keep)
-    check_belongs(selection, store, model)
-    return selection
+def read_matching_kept(keep: KeepConfig, store: Store, model: str) -> KeptTraces:
+    """Read the kept traces; their scores must fit the run, see `check_belongs`."""
+    kept = read_kept(keep)
+    check_belongs(kept, store, model)
+    return kept
 
 
-def check_belongs(selection: Selection, store: Store, model: str) -> None:
+def check_belongs(kept: KeptTraces, store: Store, model: str) -> None:
     """Raise UserError unless the scores were made with the data, tokenizer, template and model of the run. `model`:
     model.path."""
-    folder, scored = selection.keep.scores, selection.scores.data
+    folder, scored = kept.keep.scores, kept.scores.data
     made_with = store.manifest["tokenizer"]
     store_values = {
         "another tokenizer": (scored.tokenizer_hash, made_with["hash"]),
@@ -113,22 +113,22 @@ def check_belongs(selection: Selection, store: Store, model: str) -> None:
                 f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({actual[:12]}) than "
                 f"data.train_path has ({expected[:12]}); expected the same. Score data.train_path as it is now"
             )
-    actual, expected = selection.scores.model_digest, compute_model_digest(model)
+    actual, expected = kept.scores.model_digest, compute_model_digest(model)
     if not actual.startswith(RULE):
         raise UserError(
-            f"data.keep.scores: {folder}: was written by vcore_ds {selection.scores.version}, which did not see all "
+            f"data.keep.scores: {folder}: was written by vcore_ds {kept.scores.version}, which did not see all "
             f"weights of the model; expected scores known to be of model.path {model}. Score again with this version"
         )
     if actual != expected:
         raise UserError(
-            f"data.keep.scores: {folder}: found scores with another model ({selection.scores.model}, {actual[:12]}); "
+            f"data.keep.scores: {folder}: found scores with another model ({kept.scores.model}, {actual[:12]}); "
             f"expected those with model.path {model} ({expected[:12]}). Score with this model, or set model.path"
         )
 
 
-def read_selection_on_disk(keep: KeepConfig) -> Selection | None:
-    """Read a selection without checking data and model; None if the scores are not on this machine."""
-    return read_selection(keep) if is_readable(keep.scores) else None
+def read_kept_on_disk(keep: KeepConfig) -> KeptTraces | None:
+    """Read the kept traces without checking data and model; None if the scores are not on this machine."""
+    return read_kept(keep) if is_readable(keep.scores) else None
 
 
 def _check_is_finished(folder: Path, where: str) -> None:
