@@ -817,14 +817,9 @@ def test_a_longer_run_and_a_branch_equal_the_long_run(outcomes: dict[str, Any], 
 def test_a_schedule_with_other_learning_rates_for_past_steps_is_refused(outcomes: dict[str, Any], setup: Path):
     messages = outcomes["lengthen_and_branch"]["messages"]
     checkpoint = setup / "short" / "checkpoints" / "step_00000006"
-    assert messages["cosine"].startswith(
-        f"schedule: found learning rate 0.000992404 for step 4, which {checkpoint} has taken with 0.001, and no "
-        "checkpoint before it"
-    )
-    assert (
-        "With cosine each learning rate depends on the number of steps; runs with schedule.kind" in messages["cosine"]
-    )
-    assert "found learning rate 0.00025 for step 1, which" in messages["warmup"]
+    parts = ("schedule: found learning rate 0.000992404 for step 4", str(checkpoint), "0.001", "schedule.kind")
+    assert all(part in messages["cosine"] for part in parts)
+    assert "found learning rate 0.00025 for step 1" in messages["warmup"]
     assert "Set schedule.warmup_steps to 2." in messages["warmup"]
     assert messages["batch"] == (
         f"checkpoint.branch_from: {setup}/short/checkpoints/step_00000004: is of a run of another recipe:\n"
