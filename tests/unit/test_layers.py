@@ -175,7 +175,7 @@ LIMITS: dict[str, tuple[int, Callable[[], int]]] = {
     "lines of Python in the package": (38_700, lambda: count_lines(PYTHON)),
     "Python files in the package": (199, lambda: len(PYTHON)),
     "files with a function that receives a whole Recipe": (
-        22,
+        15,
         lambda: sum(receives_recipe(path.read_text(encoding="utf-8")) for path in PYTHON),
     ),
     "lines of JavaScript, CSS and HTML in the package": (1_450, lambda: count_lines(PAGES)),
