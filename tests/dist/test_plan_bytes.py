@@ -24,8 +24,8 @@ from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import plan_memory
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.known_models import KNOWN_MODELS
-from vcore_ds.planning.model_shape import QWEN3_32B, read_shape
+from vcore_ds.planning.known_models import KNOWN_MODELS, read_shape
+from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.planning.spread import summarize

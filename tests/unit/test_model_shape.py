@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.model_shape import QWEN3_32B, read_shape
+from vcore_ds.planning.known_models import read_shape
+from vcore_ds.planning.model_shape import QWEN3_32B
 
 SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=192, num_hidden_layers=3)
 LONGROPE = dict(

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vcore_ds.models.configuration import read_model_shape
-from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS
+from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, read_shape
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import (
     QWEN3_32B,
@@ -21,7 +21,6 @@ from vcore_ds.planning.model_shape import (
     is_moe,
     parse_shape,
     read_experts,
-    read_shape,
 )
 from vcore_ds.planning.passes import active_parameters, linear_flops_per_token, parameter_counts
 from vcore_ds.planning.settings import MemorySettings

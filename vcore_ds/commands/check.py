@@ -20,8 +20,7 @@ from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import describe_memory, describe_shortage, plan_memory
 from vcore_ds.planning.hardware import GPUS, Cluster
-from vcore_ds.planning.known_models import find_or_assume_shape, find_shape
-from vcore_ds.planning.model_shape import is_on_disk
+from vcore_ds.planning.known_models import find_or_assume_shape, find_shape, is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.resume import FinishedRun, can_resume
 from vcore_ds.training.run_folder import check_output_folder

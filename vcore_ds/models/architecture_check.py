@@ -20,7 +20,8 @@ from vcore_ds.models.experts import can_replace_experts
 from vcore_ds.models.loading import DTYPES, resolve_attention
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.model_folder import build_empty_model, check_model_folder
-from vcore_ds.planning.model_shape import explain_refused_differences, is_moe, is_on_disk
+from vcore_ds.planning.known_models import is_on_disk
+from vcore_ds.planning.model_shape import explain_refused_differences, is_moe
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.settings import PlanSettings
 

@@ -1,9 +1,63 @@
-"""Published models by name, for planning without their files: the fields of their config.json that a plan reads."""
+"""A model's config.json on this machine, read without transformers; and of published models, by their name, the fields
+of it that a plan reads."""
 
+import json
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, parse_shape, read_shape
+from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, parse_shape
+
+CONFIG_NAME = "config.json"
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """Read a config.json without interpreting it. Raises OSError; ValueError if it is no JSON object."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({str(error).splitlines()[0]})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"found {type(raw).__name__}, expected a JSON object")
+    return raw
+
+
+def find_folder(path: str) -> Path | None:
+    """Find the folder of a model's config.json on this machine; None where there is none. `path`: the folder, the file,
+    or a hub id that is in Hugging Face's cache."""
+    with suppress(OSError):  # in a folder that this user may not read, which is said where the model is opened
+        for file in _list_config_files(path):
+            if file.is_file():
+                return file.parent
+    return None
+
+
+def is_on_disk(path: str) -> bool:
+    """Whether a model's configuration is on this machine, in whatever state."""
+    return find_folder(path) is not None
+
+
+def read_shape(path: str) -> ModelShape | None:
+    """Read the shape of a model on this machine (`find_folder`); None where it cannot be read."""
+    for file in _list_config_files(path):
+        with suppress(OSError, ValueError):
+            if (shape := parse_shape(read_config_file(file))) is not None:
+                return shape
+    return None
+
+
+def _list_config_files(path: str) -> list[Path]:
+    """List the places of config.json, by preference; in Hugging Face's cache in the newest revision.
+    `huggingface_hub.try_to_load_from_cache` finds the same file, but takes 0.2 s to import."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    local = Path(path) if path.endswith(".json") else Path(path) / CONFIG_NAME
+    cache = Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}"
+    with suppress(OSError, ValueError):
+        revision = (cache / "refs" / "main").read_text(encoding="utf-8").strip()
+        return [local, cache / "snapshots" / revision / CONFIG_NAME]
+    return [local]
 
 
 def _config(

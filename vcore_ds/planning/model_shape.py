@@ -1,19 +1,13 @@
-"""The few numbers of a model on which time and memory of a batch depend, and reading them without transformers."""
+"""The few numbers of a model on which time and memory of a batch depend, from its config.json without transformers."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vcore_ds.planning.packing import find_packing_obstacles
 
-# The experts of an MoE model, read from its configuration: their number, the number for each token, their width.
-#
-# Architectures have a dozen names for the same five numbers; transformers has no common one.
-
-
+# Architectures have a dozen names for the same five numbers of their experts; transformers has no common one.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
@@ -79,12 +73,8 @@ def is_moe(config: Mapping[str, Any]) -> bool:
 
 
 def read_experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
-    """Read the experts of a language model; None for a dense one, and where no width is given.
-
-    Args:
-        config: of the language model, as in config.json; malformed values are ignored.
-        num_layers: of the decoder.
-    """
+    """Read the routed experts of a decoder with `num_layers` layers; None for a dense one, and where no width is given.
+    `config`: as in `make_shape`."""
     num_experts, width = _read_number(config, _NUM_EXPERTS), _read_number(config, _WIDTH)
     if not is_moe(config) or num_experts is None or width is None:
         return None
@@ -246,10 +236,7 @@ class ModelShape:
 
     def list_weight_matrices(self, *, active: bool = False) -> list[tuple[int, int, int]]:
         """List the weight matrices of a Llama-like model of this shape: the number of each kind, its rows and columns.
-
-        Args:
-            active: only those that a token is multiplied by, so without input embedding and idle experts.
-        """
+        `active`: only those that a token is multiplied by, so without input embedding and idle experts."""
         embeddings = (1 if self.is_tied or active else 2, self.vocabulary_size, self.hidden_size)
         return [*self.list_hidden_matrices(active=active), embeddings]
 
@@ -280,12 +267,8 @@ class ModelShape:
 
 def make_shape(sizes: Mapping[str, int | None], config: Mapping[str, Any]) -> ModelShape | None:
     """Make the shape of a decoder, Llama-like except for its experts, latent and linear attention; None where one of
-    `REQUIRED_SIZES` is missing.
-
-    Args:
-        sizes: those of `SIZE_NAMES`, None where the configuration has none.
-        config: of the language model, as in config.json; malformed values are ignored.
-    """
+    `REQUIRED_SIZES` is missing. `sizes`: those of `SIZE_NAMES`, None where the configuration has none; `config`: of the
+    language model, as in config.json; malformed values are ignored."""
     num_layers, num_heads, hidden = (sizes[key] for key in REQUIRED_SIZES)
     if num_layers is None or num_heads is None or hidden is None:
         return None
@@ -393,54 +376,6 @@ QWEN3_32B = ModelShape(
     hidden_size=5120, intermediate_size=25600, vocabulary_size=151936, normalizes_heads=True, max_positions=40960,
 )  # fmt: skip
 """The model that a plan assumes where it cannot see the real one."""
-
-
-def read_shape(path: str) -> ModelShape | None:
-    """Read the shape of a model in a folder, of a configuration in a .json file, or of a hub id in Hugging Face's
-    cache; None where none of them can be read."""
-    for file in _list_config_files(path):
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        shape = parse_shape(raw) if isinstance(raw, dict) else None
-        if shape is not None:
-            return shape
-    return None
-
-
-def is_on_disk(path: str) -> bool:
-    """Whether a model's configuration is where `read_shape` reads it, in whatever state."""
-    try:
-        return any(file.is_file() for file in _list_config_files(path))
-    except OSError:  # in a folder that this user may not read, which is said where the model is opened
-        return False
-
-
-def find_folder(path: str) -> Path | None:
-    """Find the folder of a model's configuration on this machine; None where there is none."""
-    return (
-        next((file.parent for file in _list_config_files(path) if file.is_file()), None) if is_on_disk(path) else None
-    )
-
-
-def _list_config_files(path: str) -> list[Path]:
-    """List the places of config.json, by preference."""
-    local, cached = Path(path) if path.endswith(".json") else Path(path) / "config.json", _find_cached_config(path)
-    return [local] if cached is None else [local, cached]
-
-
-def _find_cached_config(hub_id: str) -> Path | None:
-    """Find config.json of the newest revision in the cache. `huggingface_hub.try_to_load_from_cache` finds the same
-    file, but takes 0.2 s to import."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    folder = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
-    try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    return folder / "snapshots" / revision / "config.json"
 
 
 def parse_shape(raw: Mapping[str, Any]) -> ModelShape | None:

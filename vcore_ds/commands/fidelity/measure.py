@@ -32,7 +32,7 @@ from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora_linear import has_fp8_units
 from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
-from vcore_ds.planning.model_shape import is_on_disk
+from vcore_ds.planning.known_models import is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.console import Console
 from vcore_ds.training.feed import DataReader, Feed, build_feed

@@ -17,9 +17,8 @@ from vcore_ds.common.text import GIB
 from vcore_ds.config.load import load_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.hardware import Achieved, Cluster, Gpu, find_gpu
-from vcore_ds.planning.known_models import find_shape
+from vcore_ds.planning.known_models import find_shape, is_on_disk
 from vcore_ds.planning.memory import Phase
-from vcore_ds.planning.model_shape import is_on_disk
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
 from vcore_ds.training.schedule import derive_schedule

@@ -17,7 +17,7 @@ from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
-from vcore_ds.planning.model_shape import find_folder
+from vcore_ds.planning.known_models import find_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
