@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from tests.helpers import tiny
 from tests.helpers.ranks import run_ranks
-from vcore_ds.engine.loading import load_and_broadcast, load_sharded
+from vcore_ds.engine.sharded_loading import load_and_broadcast, load_sharded
 
 NUM_RANKS = 4
 WAYS = {"one process reads": load_and_broadcast, "every rank reads": load_sharded}

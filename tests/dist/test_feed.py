@@ -15,7 +15,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.dataset import JoinedDataset
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.feed import Feed, build_feed
@@ -57,7 +57,7 @@ def write_config() -> str:
 
 
 def make_feed(recipe: Recipe, num_ranks: int, probe_dataset: Sequences | None = None) -> Feed:
-    plan = plan_batch(derive_plan_settings(recipe), num_ranks, read_model_shape(write_config()))
+    plan = plan_batch(derive_plan_settings(recipe), num_ranks, read_model(write_config()).shape)
     training, seed = make_dataset(NUM_TRAINING, token=3), recipe.run.seed
     return build_feed(recipe.method, recipe.probe, plan, training, 0, seed=seed, probe_dataset=probe_dataset)
 

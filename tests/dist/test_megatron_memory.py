@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.soak import IS_SOAK
 from vcore_ds.distributed import layout
 from vcore_ds.models.architecture_check import count_parameters
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
 from vcore_ds.planning.passes import ParameterCounts, parameter_counts
 
@@ -47,12 +47,13 @@ def measured(folder: Path) -> list[list[tuple[dict[str, Any], ParameterCounts]]]
 def estimate_group(folder: Path, case: tuple[str, bool, bool], **changes) -> MemoryEstimate:
     """Estimate a rank's memory in two tensor-parallel groups of two ranks."""
     settings = replace(make_settings(*case), tensor=TENSOR, **changes)
-    return estimate_memory(read_model_shape(str(folder)).take_tensor_shard(TENSOR), settings)
+    return estimate_memory(read_model(str(folder)).shape.take_tensor_shard(TENSOR), settings)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rank_has_the_parameters_of_its_shards_of_the_layers(measured, folder: Path, case) -> None:
-    expected = parameter_counts(read_model_shape(str(folder)).take_tensor_shard(TENSOR), make_settings(*case).adapters)
+    shape = read_model(str(folder)).shape.take_tensor_shard(TENSOR)
+    expected = parameter_counts(shape, make_settings(*case).adapters)
     assert [result[CASES.index(case)][1] for result in measured] == [expected] * 4
 
 

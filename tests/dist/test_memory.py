@@ -19,7 +19,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.data.batches import Batch
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
 from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
 from vcore_ds.training.setup import build_engine
@@ -176,7 +176,7 @@ def measured(measured_all) -> list[list[dict[str, Any]]]:
 
 
 def estimate_all(folder: Path, case: tuple[str, bool, bool]) -> dict[str, MemoryEstimate]:
-    shape, settings = read_model_shape(str(folder)), make_settings(*case)
+    shape, settings = read_model(str(folder)).shape, make_settings(*case)
     without = replace(settings, estimator=None, probe_tokens=0, utility_tokens=0)
     return {
         "vcore": estimate_memory(shape, settings),

@@ -22,8 +22,8 @@ from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.store_checks import check_contents
-from vcore_ds.models.loading import load_causal_lm, read_training_config
-from vcore_ds.models.model_folder import check_model_folder
+from vcore_ds.models.architecture_check import check_model_folder
+from vcore_ds.models.loading import load_causal_lm
 from vcore_ds.models.stored_weights import find_stored_weights
 
 pytestmark = pytest.mark.e2e
@@ -257,7 +257,7 @@ def load_model_folder(folder: Path) -> None:
 
     check_model_folder(str(folder))
     load_tokenizer(str(folder))
-    find_stored_weights(str(folder), read_training_config(str(folder)))
+    find_stored_weights(str(folder))
     load_causal_lm(str(folder), dtype=torch.float32, attention="sdpa", gradient_checkpointing=False)
 
 

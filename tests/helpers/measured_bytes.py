@@ -17,7 +17,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import as_partitioned
 from vcore_ds.engine.zero3 import Engine
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
@@ -61,7 +61,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     plan = plan_batch(
         derive_plan_settings(recipe),
         layout.size("shards"),
-        read_model_shape(recipe.model.path),
+        read_model(recipe.model.path).shape,
         ranks_per_node=layout.size("job"),
     )
     engine = build_engine(derive_plan_settings(recipe), deepspeed_config(derive_plan_settings(recipe), plan))

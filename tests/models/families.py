@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from vcore_ds.models.configuration import VISION_LANGUAGE
+from vcore_ds.models.description import VISION_LANGUAGE
 
 VOCABULARY = 128
 FIRST_TOKEN, END_TOKEN = 10, 110

@@ -30,7 +30,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import iterate_chunks
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.architecture_check import check_model
-from vcore_ds.models.configuration import read_config, read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.models.loading import prepare_for_training
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.configuration import transformer_config
@@ -254,7 +254,7 @@ def _read_default_configuration(result: ModelResult, folder: Path) -> None:
     """Check whether the type of a model that cannot be made is one that is refused."""
     try:
         CONFIG_MAPPING[result.name]().save_pretrained(folder)
-        read_config(str(folder))
+        read_model(str(folder))
     except UserError as error:
         result.refused["sft"] = anonymize(error)
         del result.errors["build"]
@@ -290,16 +290,16 @@ def _measure(result: ModelResult, folder: Path, parts: Sequence[str]) -> None:
                 plan_batch(
                     derive_plan_settings(make_recipe(folder, **sections)),
                     layout.size("job"),
-                    read_model_shape(str(folder)),
+                    read_model(str(folder)).shape,
                 )
             except UserError as error:
                 result.refused[key] = anonymize(error)
     if "sft" in result.refused:
         return
-    config = read_config(str(folder))
+    config = read_model(str(folder)).config
     result.architecture = config.architectures[0] if config.architectures else ""
     main, probe = draw_texts(3, 1), draw_texts(2, 2)
-    shape = read_model_shape(str(folder)).adapt_to_length(max(len(text.tokens) for text in main))
+    shape = read_model(str(folder)).shape.adapt_to_length(max(len(text.tokens) for text in main))
     result.packing, result.sequence_parallelism, result.is_alone = (
         shape.unpackable,
         shape.no_sequence_parallelism,
@@ -386,7 +386,7 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
 
 def compute_api_utilities(folder: Path, main: Sequence[Text], probe: Sequence[Text]) -> Tensor:
     """Utilities of the main sequences by the Python API, on the stored model in fp32."""
-    model = families.find_auto_class(read_config(str(folder))).from_pretrained(folder, dtype=torch.float32)
+    model = families.find_auto_class(read_model(str(folder)).config).from_pretrained(folder, dtype=torch.float32)
 
     def make_row(text: Text) -> dict[str, Tensor]:
         labels = text.tokens.clone()

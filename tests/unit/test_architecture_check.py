@@ -22,7 +22,7 @@ from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models import architecture_check
 from vcore_ds.models.architecture_check import advise_on_noise, check_architecture, check_estimator
 from vcore_ds.models.attention import TRAINING_ATTENTION
-from vcore_ds.models.configuration import read_config
+from vcore_ds.models.description import read_model
 from vcore_ds.training.run import train
 
 SIZES = dict(
@@ -84,7 +84,7 @@ def save_config(config: PretrainedConfig, folder: Path) -> str:
 
 def check(config: PretrainedConfig, folder: Path, **recipe: Any) -> None:
     path = save_config(config, folder)
-    check_architecture(path, read_config(path), **recipe)
+    check_architecture(path, read_model(path).config, **recipe)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from vcore_ds.models.causal_lm import (
     read_logit_transform,
     read_unpadded_vocabulary,
 )
-from vcore_ds.models.configuration import VISION_LANGUAGE
+from vcore_ds.models.description import VISION_LANGUAGE
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.token_loss import PLAIN
 

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import tiny
 from tests.helpers.setups import write_model
 from vcore_ds.common.errors import UserError
+from vcore_ds.models import description
+from vcore_ds.models.architecture_check import check_model_folder, count_parameters
+from vcore_ds.models.description import read_model
 from vcore_ds.models.loading import load_causal_lm
-from vcore_ds.models.model_folder import check_model_folder
+from vcore_ds.models.stored_weights import find_stored_weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -149,14 +152,14 @@ PARTS = {
     "index of another model": (change_index(a="model-00001-of-00003.safetensors"), "download the model again"),
     "truncated part": (
         lambda f: (p := min(f.glob("*.safetensors"))).write_bytes(p.read_bytes()[:-8]),
-        ".safetensors: truncated: found ",
+        ".safetensors: not a complete",
     ),
     "longer part": (
         lambda f: (p := min(f.glob("*.safetensors"))).write_bytes(p.read_bytes() + b"x"),
-        "longer than its header says",
+        ".safetensors: not a complete",
     ),
-    "no header": (lambda f: min(f.glob("*.safetensors")).write_bytes(b"x" * 999), "not a readable safetensors file"),
-    "empty part": (lambda f: min(f.glob("*.safetensors")).write_bytes(b""), "not a readable safetensors file"),
+    "no header": (lambda f: min(f.glob("*.safetensors")).write_bytes(b"x" * 999), ".safetensors: not a complete"),
+    "empty part": (lambda f: min(f.glob("*.safetensors")).write_bytes(b""), ".safetensors: not a complete"),
     "no weights": (lambda f: [p.unlink() for p in f.glob("model*")], "but no weights (*.safetensors)"),
 }
 
@@ -190,3 +193,21 @@ def test_pickled_weights_of_other_sizes_are_refused_while_loading(one_file: Path
     assert load(folder).config.vocab_size == 259
     write_config(folder, intermediate_size=48)
     assert "the weights do not fit config.json" in read_refusal(folder, load)
+
+
+def test_a_model_is_read_and_built_once_while_its_files_stay_the_same(
+    one_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, built = str(shutil.copytree(one_file, tmp_path / "model")), []
+    build = description.build_empty_model
+    monkeypatch.setattr(description, "build_empty_model", lambda path, *_: built.append(path) or build(path, *_))
+    first = read_model(folder)
+    check_model_folder(folder)
+    assert count_parameters(folder, None).all == sum(p.numel() for p in load(Path(folder)).parameters())
+    weights = find_stored_weights(folder)
+    assert built == [folder] and read_model(folder) is first
+    for file in ("config.json", "model.safetensors"):
+        before = read_model(folder)
+        (tmp_path / "model" / file).write_bytes((tmp_path / "model" / file).read_bytes() + b" ")
+        assert read_model(folder) is not before
+    assert weights.tensors.keys() == first.stored.keys() == load_file(one_file / "model.safetensors").keys()

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.known_models import read_shape
 from vcore_ds.planning.model_shape import QWEN3_32B
 
@@ -45,8 +45,8 @@ def test_the_length_at_which_attention_costs_as_much_as_linear_layers(tmp_path: 
     sizes = dict(hidden_size=5120, num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=25600)
     Qwen3Config(num_hidden_layers=64, max_position_embeddings=40960, **sizes).save_pretrained(tmp_path)
     per_layer = 5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600  # q and o, k and v, the MLP
-    assert read_model_shape(str(tmp_path)).attention_length == pytest.approx(per_layer / 8192)
-    assert read_model_shape(str(tmp_path)) == read_shape(str(tmp_path)) == QWEN3_32B
+    assert read_model(str(tmp_path)).shape.attention_length == pytest.approx(per_layer / 8192)
+    assert read_model(str(tmp_path)).shape == read_shape(str(tmp_path)) == QWEN3_32B
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_length_at_which_attention_costs_as_much_as_linear_layers(tmp_path: 
 )
 def test_config_json_and_transformers_give_the_same_shape(config: PretrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    assert read_shape(str(tmp_path)) == read_model_shape(str(tmp_path))
+    assert read_shape(str(tmp_path)) == read_model(str(tmp_path)).shape
 
 
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128)
@@ -94,7 +94,7 @@ def test_models_without_sequence_parallelism_or_packing_give_the_reason(
     config: PretrainedConfig, no_sequence_parallelism: str | None, unpackable: str | None, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    shape = read_model_shape(str(tmp_path))
+    shape = read_model(str(tmp_path)).shape
     for reason, expected in ((shape.no_sequence_parallelism, no_sequence_parallelism), (shape.unpackable, unpackable)):
         assert reason == expected if expected is None else reason is not None and reason.startswith(expected)
 
@@ -119,7 +119,7 @@ def test_a_rotary_embedding_that_depends_on_the_largest_position_limits_packing(
         (dynamic, "dynamic", 512),
     ):
         config.save_pretrained(tmp_path / rope)
-        shape = read_model_shape(str(tmp_path / rope))
+        shape = read_model(str(tmp_path / rope)).shape
         assert (shape.rope, shape.rope_limit) == (rope, limit) and shape == read_shape(str(tmp_path / rope))
         assert shape.adapt_to_length(limit) == shape and shape.unpackable is None
         long = shape.adapt_to_length(limit + 1)
@@ -127,7 +127,7 @@ def test_a_rotary_embedding_that_depends_on_the_largest_position_limits_packing(
         assert long.no_sequence_parallelism == long.unpackable
     linear = LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     linear.save_pretrained(tmp_path)
-    assert read_model_shape(str(tmp_path)).rope_limit is None
+    assert read_model(str(tmp_path)).shape.rope_limit is None
 
 
 def test_the_text_config_of_a_vision_language_model_is_read(tmp_path: Path) -> None:

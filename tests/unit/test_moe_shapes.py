@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.known_models import CONFIGS, KNOWN_MODELS, read_shape
 from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import (
@@ -92,7 +92,7 @@ def test_config_json_and_transformers_give_the_same_shape(name: str, tmp_path: P
     CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"}).save_pretrained(
         tmp_path
     )
-    from_transformers, from_json = read_model_shape(str(tmp_path)), read_shape(str(tmp_path))
+    from_transformers, from_json = read_model(str(tmp_path)).shape, read_shape(str(tmp_path))
     assert from_json is not None
     assert replace(from_transformers, no_sequence_parallelism=None) == replace(from_json, no_sequence_parallelism=None)
     direct = replace(parse_shape(config) or QWEN3_32B, max_positions=from_json.max_positions)  # some by default

@@ -26,7 +26,7 @@ from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import causal_lm
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.description import can_replace_attention, read_model
 from vcore_ds.models.dropout import TokenDropout, make_token_keys
 from vcore_ds.models.loading import read_training_config, refuse_failing_code
 from vcore_ds.models.token_loss import LogitTransform
@@ -252,4 +252,4 @@ def test_dropout_rates_that_no_step_can_seed_are_zeroed(
 def test_experts_that_are_drawn_at_random_are_refused(tmp_path: Path) -> None:
     PhimoeConfig(**SIZES, **EXPERTS).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="model_type 'phimoe' is .* draws the experts of each token at random"):
-        read_config(str(tmp_path))
+        read_model(str(tmp_path))

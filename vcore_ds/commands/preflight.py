@@ -174,12 +174,12 @@ def find_missing_compiler() -> str | None:
 
 def find_unreadable(recipe: Recipe) -> Iterator[str]:
     """A line for each key of the recipe whose file this node cannot read."""
-    from vcore_ds.models.configuration import read_config  # take seconds to import; one rank of a node needs them
-    from vcore_ds.models.model_folder import check_model_folder
+    from vcore_ds.models.architecture_check import check_model_folder
+    from vcore_ds.models.description import read_model  # take seconds to import; one rank of a node needs them
 
     try:
         check_model_folder(recipe.model.path)
-        read_config(recipe.model.path)
+        read_model(recipe.model.path)
     except (UserError, OSError, ValueError) as error:
         problem = first_line(error).removeprefix("model.path: ")
         yield f"model.path: found {problem}. Give a folder that all nodes share"

@@ -22,7 +22,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.distributed import layout
 from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
-from vcore_ds.engine.loading import find_stored_model, local_shard, read_shards, without_broadcast
+from vcore_ds.engine.sharded_loading import find_stored_model, local_shard, read_shards, without_broadcast
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
 from vcore_ds.models.safetensors_ranges import ReadRequest
 from vcore_ds.models.stored_weights import StoredWeights

@@ -1,26 +1,39 @@
-"""Check whether training supports a model's architecture, before any weights are read; and count its parameters.
+"""Check whether training supports a model, before any weights are read; and count its parameters.
 
 The model is built on the meta device as a run builds it, with adapters and token losses, and its decoder is called
 once. So the same code raises here and in a run, and `vcore-ds check`, `plan` and `train` report the same errors.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import reading
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.causal_lm import TokenLossModel, freeze_towers
-from vcore_ds.models.configuration import can_replace_attention, find_causal_lm_class, read_config
+from vcore_ds.models.description import (
+    REMEDY,
+    ModelDescription,
+    build_empty_model,
+    can_replace_attention,
+    find_causal_lm_class,
+    make_config_error,
+    read_model,
+    resolve_attention,
+)
 from vcore_ds.models.experts import can_replace_experts
-from vcore_ds.models.loading import DTYPES, resolve_attention
-from vcore_ds.models.lora import add_lora
-from vcore_ds.models.model_folder import build_empty_model, check_model_folder
-from vcore_ds.planning.known_models import is_on_disk
+from vcore_ds.models.loading import DTYPES
+from vcore_ds.models.lora import add_lora, build_empty_adapted_model
+from vcore_ds.models.stored_weights import check_shapes
+from vcore_ds.planning.known_models import CONFIG_NAME, find_folder
 from vcore_ds.planning.model_shape import explain_refused_differences, is_moe
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.settings import PlanSettings
@@ -40,15 +53,9 @@ def check_architecture(
     estimator: Estimator | None,
     expert: int = 1,
 ) -> None:
-    """Raise UserError if training would refuse the architecture; takes seconds for large models.
-
-    Args:
-        path: of the model, for messages.
-        attention: `model.attention` of the recipe.
-        lora: None for full fine-tuning.
-        estimator: None for a method without utilities.
-        expert: expert-parallel size.
-    """
+    """Raise UserError if training would refuse the architecture; takes seconds for large models. `path`: for messages;
+    `attention`: `model.attention` of the recipe; `lora`: None for full fine-tuning; `estimator`: None for a method
+    without utilities; `expert`: expert-parallel size."""
     if estimator is not None:
         check_estimator(path, config, estimator)
     base = build_empty_model(path, config, attention=resolve_attention(config, attention))
@@ -125,37 +132,76 @@ def _call_decoder(path: str, model: TokenLossModel) -> None:
 
 
 def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> ParameterCounts:
-    """Count all and trained parameters of a model, or of a rank's shard with tensor parallelism, on the meta device.
-
-    Returns zeros if the model cannot be read, which other checks report. With `lora`, only the adapters are trained;
-    `tensor` is the tensor-parallel size.
-    """
+    """Count all and trained parameters of a model, or of a rank's shard in a tensor-parallel group of `tensor` ranks.
+    With `lora`, only the adapters are trained. Zeros if the model cannot be read, which other checks report."""
     try:
-        config = read_config(path)
-        model = build_empty_model(path, config)
-        weights = dict(model.named_parameters())
-        freeze_towers(model)
-        if lora is not None:
-            with torch.device("meta"):
-                add_lora(model, lora)
         if tensor > 1:
-            return _count_tensor_shard(config, tensor, weights)
+            return _count_tensor_shard(read_model(path), tensor)
+        if lora is None:
+            freeze_towers(read_model(path).empty)
+        model: nn.Module = read_model(path).empty if lora is None else build_empty_adapted_model(path, lora)
     except (UserError, OSError, ValueError):
         return ParameterCounts(0, 0)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
 
 
-def _count_tensor_shard(config: PretrainedConfig, tensor: int, weights: Mapping[str, torch.Tensor]) -> ParameterCounts:
-    """Count the parameters of the first rank of a tensor-parallel group, which no other rank exceeds.
-
-    `weights` are the model's by name.
-    """
+def _count_tensor_shard(description: ModelDescription, tensor: int) -> ParameterCounts:
+    """Count the parameters of the first rank of a tensor-parallel group, which no other rank exceeds."""
     from vcore_ds.models.megatron.configuration import weight_slices
 
-    slices = weight_slices(config, rank=0, size=tensor).values()
+    weights = dict(description.empty.named_parameters())
+    slices = weight_slices(description.config, rank=0, size=tensor).values()
     number = sum(piece.take(weights[piece.name]).numel() for piece in slices)
     return ParameterCounts(number, number)
+
+
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+"""Matches names of weights in decoder layers; those of vision and audio towers have other prefixes."""
+
+
+def check_model_folder(path: str) -> None:
+    """Check a local folder's configuration against the headers of its weights, without reading weights. Does nothing
+    for a hub id. Raises UserError if the folder does not hold a complete causal language model."""
+    folder = Path(path)
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+            raise UserError(f"model.path: {path}: no such folder, and not a hub id (owner/name)")
+        return
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"model.path: {path}: no {CONFIG_NAME} there; expected a Hugging Face model folder")
+    with reading("model.path", folder, "a model folder that can be read"):
+        description = read_model(path)
+        stored = description.stored
+    if stored:
+        _check_number_of_layers(path, description.config, stored)
+        check_shapes(path, description.empty, {name: tensor.shape for name, tensor in stored.items()})
+    elif files := sorted(folder.glob("*.safetensors")):
+        raise UserError(
+            f"model.path: {path}: found {files[0].name} and no {SAFE_WEIGHTS_INDEX_NAME}, expected it for weights in "
+            f"several files; {REMEDY}"
+        )
+    elif not any(folder.glob("pytorch_model*.bin")):
+        raise UserError(f"model.path: {path}: found a {CONFIG_NAME} but no weights (*.safetensors); {REMEDY}")
+
+
+def _check_number_of_layers(path: str, config: PretrainedConfig, names: Iterable[str]) -> None:
+    """Compare the number of layers in config.json and in the weights: transformers would silently drop layers, or
+    initialise missing ones at random."""
+    text = config.get_text_config()
+    # LongCat-Flash has two attentions per layer, and counts each in num_hidden_layers.
+    expected = text.num_layers if text.model_type == "longcat_flash" else getattr(text, "num_hidden_layers", None)
+    numbers = [int(match[1]) for name in names if (match := _LAYER.match(name))]
+    if not numbers or not isinstance(expected, int):
+        return
+    num_layers = max(numbers) + 1
+    num_mtp_layers = getattr(text, "num_nextn_predict_layers", None) or 0
+    if num_layers not in (expected, expected + num_mtp_layers):
+        raise make_config_error(
+            path,
+            f"num_hidden_layers: found {expected}, expected {num_layers}, the number of layers in the weights; "
+            "configuration and weights are of different models",
+        )
 
 
 def check_model(settings: PlanSettings) -> None:
@@ -170,29 +216,28 @@ def check_configuration(settings: PlanSettings) -> None:
     A model that is not on this machine passes: `vcore-ds check` does not need it, and in a run the first rank downloads
     it.
     """
-    path = settings.model.path
-    if not is_on_disk(path):
+    path, model = settings.model.path, settings.model
+    if (folder := find_folder(path)) is None:
         return
-    if Path(path).name == "config.json":  # `plan` also takes the file
-        path = str(Path(path).parent)
-    if settings.model.provider == "huggingface":
-        config = read_config(path, local_files_only=True)
-        check_architecture(
-            path,
-            config,
-            attention=settings.model.attention,
-            lora=settings.lora,
-            estimator=settings.estimator,
-            expert=settings.parallel.expert,
-        )
-        causal_lm = find_causal_lm_class(config)
-        if settings.model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
-            raise UserError(
-                f"model.gradient_checkpointing: found true together with model.path {path} ({causal_lm.__name__}), "
-                "whose layers cannot be recomputed; expected false"
-            )
-        return
-    from vcore_ds.models.megatron.configuration import transformer_config
+    if Path(path).name == CONFIG_NAME:  # `plan` also takes the file
+        path = str(folder)
+    config = read_model(path, local_files_only=True).config
+    if model.provider == "megatron":
+        from vcore_ds.models.megatron.configuration import transformer_config
 
-    dtype = DTYPES[settings.model.precision]
-    transformer_config(path, read_config(path), tensor=settings.parallel.tensor, dtype=dtype)
+        transformer_config(path, config, tensor=settings.parallel.tensor, dtype=DTYPES[model.precision])
+        return
+    check_architecture(
+        path,
+        config,
+        attention=model.attention,
+        lora=settings.lora,
+        estimator=settings.estimator,
+        expert=settings.parallel.expert,
+    )
+    causal_lm = find_causal_lm_class(config)
+    if model.gradient_checkpointing and not causal_lm.supports_gradient_checkpointing:
+        raise UserError(
+            f"model.gradient_checkpointing: found true together with model.path {path} ({causal_lm.__name__}), whose "
+            "layers cannot be recomputed; expected false"
+        )

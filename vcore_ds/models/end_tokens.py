@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.conversations import Conversation, render_conversation
 from vcore_ds.data.messages import Message
 from vcore_ds.data.templates import find_end
+from vcore_ds.models.description import find_file
+from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -36,9 +38,8 @@ def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def read_end_tokens(path: str) -> list[int]:
     """Return the end tokens of a model's generation_config.json, or else config.json; `path`: folder or hub id."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if file is not None:
-            ends = _read_object(Path(file)).get("eos_token_id")
+        if (file := find_file(path, name)) is not None:
+            ends = _read_object(file).get("eos_token_id")
             return [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
     return []
 
@@ -55,10 +56,9 @@ def add_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 def _read_object(path: Path) -> dict[str, Any]:
     """Read an object; empty for a damaged file, which loading the model reports."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        return read_config_file(path)
+    except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def describe_end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import find_auto_class, freeze_towers
-from vcore_ds.models.configuration import can_replace_attention, find_causal_lm_class, read_config
+from vcore_ds.models.description import read_model, refuse_unreadable_model, resolve_attention
 from vcore_ds.models.experts import OUR_EXPERTS
-from vcore_ds.models.stored_weights import check_nothing_is_missing, refuse_unreadable_model
+from vcore_ds.models.stored_weights import check_nothing_is_missing
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """By their names in recipes and on command lines."""
@@ -39,14 +39,8 @@ def load_causal_lm(
     path: str, *, dtype: torch.dtype | str, attention: str, gradient_checkpointing: bool
 ) -> PreTrainedModel:
     """Load a model that passed `check_model_folder` by transformers' `from_pretrained`, and prepare it for training.
-
-    Args:
-        dtype: of the weights in memory; "auto" for that of the files.
-        attention: see `resolve_attention`.
-
-    Raises:
-        UserError: the model cannot be loaded, or some of its weights are missing.
-    """
+    `dtype`: of the weights in memory, "auto" for that of the files; `attention`: see `resolve_attention`. Raises
+    UserError if the model cannot be loaded, or some of its weights are missing."""
     config = read_training_config(path)
     try:
         with refuse_unreadable_model(path), refuse_failing_code(path):
@@ -89,8 +83,8 @@ def refuse_failing_code(name: str) -> Iterator[None]:
 
 
 def read_training_config(path: str) -> PretrainedConfig:
-    """Read the model's configuration and change it for training. Raises UserError as `read_config` does."""
-    config = read_config(path)
+    """Read the model's configuration and change it for training. Raises UserError as `read_model` does."""
+    config = deepcopy(read_model(path).config)
     text = config.get_text_config()
     for name in FUNCTIONAL_DROPOUT:
         if isinstance(getattr(text, name, None), float | int):
@@ -98,16 +92,6 @@ def read_training_config(path: str) -> PretrainedConfig:
             setattr(text, name, 0.0)
     config._experts_implementation = OUR_EXPERTS  # no effect on dense models
     return config
-
-
-def resolve_attention(config: PretrainedConfig, attention: str) -> str:
-    """Resolve `model.attention: auto` to our attention if it can replace the architecture's, else `sdpa` or `eager`;
-    other names are Hugging Face's and stay as they are."""
-    if attention != "auto":
-        return attention
-    if can_replace_attention(config):
-        return TRAINING_ATTENTION
-    return "sdpa" if find_causal_lm_class(config)._supports_sdpa else "eager"
 
 
 def prepare_for_training(model: PreTrainedModel, gradient_checkpointing: bool) -> PreTrainedModel:

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,15 +15,15 @@ from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, transformers_weight_conversion
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import reading
 from vcore_ds.config.sections import LoraConfig
 from vcore_ds.models.causal_lm import find_decoder, is_vision_language
+from vcore_ds.models.description import ModelDescription, build_empty_model, read_model
 from vcore_ds.models.lora_linear import round_adapters_once
-from vcore_ds.models.model_folder import build_empty_model
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
@@ -200,9 +201,15 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     return adapted
 
 
-def build_empty_adapted_model(path: str, config: PretrainedConfig, lora: LoraConfig) -> PeftModel:
-    """Build an adapted model on the meta device. Raises UserError as `build_empty_model` and `add_lora` do."""
-    base = build_empty_model(path, config)
+def build_empty_adapted_model(path: str, lora: LoraConfig) -> PeftModel:
+    """Build an adapted model on the meta device, once for one model and these adapters: it is shared. Raises UserError
+    as `read_model` and `add_lora` do."""
+    return _adapt_empty_model(read_model(path), lora)
+
+
+@lru_cache(maxsize=1)
+def _adapt_empty_model(description: ModelDescription, lora: LoraConfig) -> PeftModel:
+    base = build_empty_model(description.path, description.config)
     with torch.device("meta"):
         return add_lora(base, lora)
 
@@ -256,13 +263,8 @@ def find_adapters(adapted: PeftModel) -> dict[str, Adapter]:
 
 def add_trained_adapter(model: PreTrainedModel, folder: Path, base: str) -> PeftModel:
     """Load a trained adapter onto the model for inference, with the forward of training (`lora_linear`); in place.
-
-    Args:
-        base: path of the model, for messages.
-
-    Raises:
-        UserError: the adapter cannot be read, or its layers or their sizes are not those of this model.
-    """
+    `base`: path of the model, for messages. Raises UserError if the adapter cannot be read, or its layers or their
+    sizes are not those of this model."""
     with reading("adapter", folder, "a folder with a trained adapter"):
         try:
             config = peft.LoraConfig.from_pretrained(str(folder))

@@ -4,7 +4,6 @@ The digest tells models apart without reading 100 GB.
 """
 
 import hashlib
-import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -19,9 +18,10 @@ from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
 from vcore_ds.common import digests
-from vcore_ds.common.errors import UserError, last_line
+from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import reading
-from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header
+from vcore_ds.models.safetensors_ranges import BadSafetensors, read_header, read_weight_map
+from vcore_ds.planning.known_models import CONFIG_NAME, read_config_file
 
 CARD = "README.md"
 """File name of model cards, in folders and on the hub."""
@@ -36,12 +36,9 @@ _IN_CACHE = re.compile(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
 class BaseModel:
     """A base model as others know it, without its path on this machine."""
 
-    name: str
-    """The last part of its id or path."""
-    hub_id: str | None
-    """None for a local model that is not known to be on the hub."""
-    license: Mapping[str, str] = field(default_factory=dict)
-    """The card's keys of `LICENSE_KEYS`; empty if the license is unknown."""
+    name: str  # the last part of its id or path
+    hub_id: str | None  # None for a local model that is not known to be on the hub
+    license: Mapping[str, str] = field(default_factory=dict)  # `LICENSE_KEYS` of the card; empty if unknown
 
     @property
     def public_name(self) -> str:
@@ -53,11 +50,8 @@ def identify_base_model(path: str, *, hub_id: str | None = None, ask_hub: bool =
     """Identify the model at `path` (a folder or a hub id) without loading it.
 
     A local folder has a hub id if it is in the hub's cache, or if vcore_ds wrote its card, which names the base model
-    (the result of a run, or the quickstart's model).
-
-    Args:
-        hub_id: given by the user; None to find out.
-        ask_hub: download the card if it is not in the cache.
+    (the result of a run, or the quickstart's model). `hub_id`: given by the user; None to find out; `ask_hub`: download
+    the card if it is not in the cache.
     """
     folder = Path(path).expanduser()
     if in_cache := _IN_CACHE.search(folder.absolute().as_posix()):
@@ -116,10 +110,8 @@ def compute_model_digest(path: str) -> str:
 
     Weights of more than `digests.WHOLE_BYTES` together are sampled: the beginning of each tensor, then every
     `STEP_BYTES`, which is less than a matrix of a layer or an expert of a fused tensor. A change of an entire matrix,
-    as by a merged adapter, is always detected; one of a few numbers between samples is not.
-
-    Raises:
-        UserError: not all weights are on this machine.
+    as by a merged adapter, is always detected; one of a few numbers between samples is not. Raises UserError if not all
+    weights are on this machine.
     """
     folder, digest = find_local_folder(path), hashlib.sha256()
     with reading("model.path", folder, "a model's folder that can be read"):
@@ -136,23 +128,9 @@ def compute_model_digest(path: str) -> str:
     return RULE + digest.hexdigest()
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Read the file name of each weight from an index of sharded weights. Raises UserError if it has none."""
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        if not weight_map or any(name != Path(name).name for name in weight_map.values()):
-            raise ValueError("weight_map names no files")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"model.path: {index.parent}: {index.name}: found no weight_map of names to files "
-            f"({type(error).__name__}: {last_line(error)}); download the model again"
-        ) from None
-    return weight_map
-
-
 def _find_loaded_files(path: str, folder: Path) -> list[Path]:
     """Return the files that transformers loads; others may come and go in the hub's cache, as they are requested."""
-    others = [folder / name for name in ("config.json", *_ADAPTER) if (folder / name).is_file()]
+    others = [folder / name for name in (CONFIG_NAME, *_ADAPTER) if (folder / name).is_file()]
     for name in _read_weight_names(folder):
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
@@ -167,11 +145,10 @@ def _find_loaded_files(path: str, folder: Path) -> list[Path]:
 
 
 def _read_weight_names(folder: Path) -> tuple[str, ...]:
-    try:
-        named = json.loads((folder / "config.json").read_bytes())["transformers_weights"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return _WEIGHTS
-    return (str(named).removesuffix(".index.json"),) if named else _WEIGHTS
+    with suppress(OSError, ValueError):
+        if named := read_config_file(folder / CONFIG_NAME).get("transformers_weights"):
+            return (str(named).removesuffix(".index.json"),)
+    return _WEIGHTS
 
 
 def _iter_samples(file: Path, size: int) -> Iterator[bytes]:

@@ -1,24 +1,24 @@
-"""Reading byte ranges of safetensors files: headers, and contiguous elements of a flattened tensor.
+"""Reading safetensors files: indexes, headers, and contiguous elements of a flattened tensor.
 
-The library's `safe_open(...).get_slice` takes ranges of rows and columns, and maps the entire file. A ZeRO-3 shard is a
-contiguous range of elements of the flattened tensor: one byte range, read here directly into its final memory.
+The library's `safe_open(...).get_slice` takes ranges of rows and columns. A ZeRO-3 shard is a contiguous range of
+elements of the flattened tensor: one byte range, read here directly into its final memory. It is not mapped, since a
+file system that fails or a file that becomes shorter would kill the process, without a message.
 
 Format: https://github.com/huggingface/safetensors#format
 """
 
 import itertools
 import json
-import math
 import os
-import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vcore_ds.common.errors import last_line
+from vcore_ds.common.errors import UserError, last_line
 
 WINDOW_BYTES = 32 * 2**20
 """Largest read. Values that are cast or moved to a GPU pass through one buffer of this size."""
@@ -37,9 +37,6 @@ DTYPES = {
 }
 """Dtypes that can be read. Quantized formats use others, which may occur in headers."""
 
-_MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors library."""
-
 
 class BadSafetensors(ValueError):
     """Not a safetensors file, or a truncated one; the message completes "FILE: ..."."""
@@ -49,21 +46,17 @@ class StoredTensor(NamedTuple):
     """Position of a tensor in a file."""
 
     file: Path
-    dtype: str
-    """Name in the header; `DTYPES` has those that can be read."""
+    dtype: str  # its name in the header; `DTYPES` has those that can be read
     shape: tuple[int, ...]
-    offset: int
-    """Bytes from the start of the file."""
+    offset: int  # bytes from the start of the file
 
 
 class ReadRequest(NamedTuple):
     """A contiguous range of a stored tensor's elements, to be read into `target`."""
 
     stored: StoredTensor
-    start: int
-    """Index of the first element in the flattened tensor."""
-    target: Tensor
-    """`[n]`, contiguous, on any device; values are cast to its dtype."""
+    start: int  # index of the first element in the flattened tensor
+    target: Tensor  # `[n]`, contiguous, on any device; values are cast to its dtype
 
     @property
     def num_bytes(self) -> int:
@@ -72,61 +65,41 @@ class ReadRequest(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the positions of a file's tensors, by name.
-
-    Raises:
-        BadSafetensors: the header cannot be read, or does not describe this file.
-        OSError: the file cannot be read.
-    """
-    num_bytes = path.stat().st_size
+    """Read the positions of a file's tensors, by name. Raises OSError; BadSafetensors if the library refuses the file,
+    as one that is not complete."""
     try:
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            if header_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
-                raise ValueError(f"a header of {header_bytes:,} bytes in a file of {num_bytes:,}")
-            header = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
-        tensors = {name: _parse_entry(path, 8 + header_bytes, name, entry) for name, entry in header.items()}
-        end = _count_data_bytes(header)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise BadSafetensors(f"not a readable safetensors file ({type(error).__name__}: {last_line(error)})") from None
-    expected = 8 + header_bytes + end
-    if num_bytes != expected:
-        state = "truncated" if num_bytes < expected else "longer than its header says"
-        raise BadSafetensors(f"{state}: found {num_bytes:,} bytes, expected {expected:,}")
-    return tensors
+        with safe_open(path, framework="pt"):  # checks the header against the file, but tells no positions
+            pass
+    except SafetensorError as error:
+        reason = last_line(error).removeprefix("Error while deserializing header: ")
+        raise BadSafetensors(f"not a complete safetensors file ({reason})") from None
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + header_bytes + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
-def _parse_entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-        raise ValueError(f"{name}: shape {shape} at {begin} to {end}")
-    dtype = DTYPES.get(entry["dtype"])
-    if dtype is not None and end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {end - begin:,} bytes for {entry['dtype']} {list(shape)}")
-    return StoredTensor(path, entry["dtype"], shape, data_start + begin)
-
-
-def _count_data_bytes(header: dict[str, Any]) -> int:
-    """Return the number of bytes of all tensors, which must be contiguous."""
-    end = 0
-    for begin, next_end in sorted(tuple(entry["data_offsets"]) for entry in header.values()):
-        if begin != end or next_end < begin:
-            raise ValueError(f"data at {begin:,} to {next_end:,} after {end:,}")
-        end = next_end
-    return end
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Read the file name of each weight from an index of sharded weights. Raises UserError if it has none."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        if not weight_map or any(name != Path(name).name for name in weight_map.values()):
+            raise ValueError("weight_map names no files")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"model.path: {index.parent}: {index.name}: found no weight_map of names to files "
+            f"({type(error).__name__}: {last_line(error)}); download the model again"
+        ) from None
+    return weight_map
 
 
 def read_ranges(requests: Iterable[ReadRequest], progress: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Read the ranges, ordered by file and offset, in windows of at most `WINDOW_BYTES`.
-
-    Args:
-        progress: called with the number of bytes of each window.
-
-    Raises:
-        OSError: a file cannot be read, or was truncated since its header was read.
-    """
+    """Read the ranges, ordered by file and offset, in windows of at most `WINDOW_BYTES`, and pass the number of bytes
+    of each to `progress`. Raises OSError if a file cannot be read, or was truncated since its header was read."""
     ordered = sorted(requests, key=lambda item: (item.stored.file, item.stored.offset, item.start))
     buffer: Tensor | None = None
     for path, group in itertools.groupby(ordered, key=lambda item: item.stored.file):
@@ -134,18 +107,19 @@ def read_ranges(requests: Iterable[ReadRequest], progress: Callable[[int], None]
             for stored, start, target in group:
                 dtype = DTYPES[stored.dtype]
                 in_place = target.dtype == dtype and target.device.type == "cpu"
-                for first in range(0, target.numel(), WINDOW_BYTES // dtype.itemsize):
-                    part = target[first : first + WINDOW_BYTES // dtype.itemsize]
+                offset = stored.offset + start * dtype.itemsize
+                for window in target.split(WINDOW_BYTES // dtype.itemsize) if len(target) else ():
                     if in_place:
-                        window = part
+                        read = window
                     else:
                         if buffer is None:
                             buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-                        window = buffer[: part.numel() * dtype.itemsize].view(dtype)
-                    _read(file.fileno(), path, stored.offset + (start + first) * dtype.itemsize, window)
+                        read = buffer[: len(window) * dtype.itemsize].view(dtype)
+                    _read(file.fileno(), path, offset, read)
+                    offset += read.nbytes
                     if not in_place:
-                        part.copy_(window)
-                    progress(window.nbytes)
+                        window.copy_(read)
+                    progress(read.nbytes)
 
 
 def _read(descriptor: int, path: Path, offset: int, target: Tensor) -> None:

@@ -8,15 +8,12 @@ program that opens the one opens the other.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -26,25 +23,18 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
-from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.models.causal_lm import find_auto_class
-from vcore_ds.models.configuration import read_config
-from vcore_ds.models.model_folder import build_empty_model, check_shapes, read_stored_tensors
+from vcore_ds.common.errors import UserError
+from vcore_ds.models.description import build_empty_model, read_model
 from vcore_ds.models.safetensors_ranges import DTYPES, StoredTensor
 
 
 class StoredWeights(NamedTuple):
     """Positions of a model's tensors in its files, or why they cannot be read by range."""
 
-    tensors: dict[str, StoredTensor]
-    """Parameters and buffers, by their names in the model."""
-    missing: set[str]
-    """Names in the model that are not in the files, since their weights are tied to others."""
-    obstacle: str | None
-    """Why transformers has to read the files; completes "weights are read by one process, since ..."."""
+    tensors: dict[str, StoredTensor]  # parameters and buffers, by their names in the model
+    missing: set[str]  # names in the model that are not in the files, since their weights are tied to others
+    obstacle: str | None  # as in `ModelDescription`
 
     def fingerprint(self) -> str:
         """Hash the layout of the files, without their folder."""
@@ -52,17 +42,14 @@ class StoredWeights(NamedTuple):
         return hashlib.sha256(repr((places, self.obstacle)).encode()).hexdigest()
 
 
-def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
-    """Locate the model's weights by reading the headers of its files; downloads the files of a hub id first.
-
-    Raises:
-        UserError: weights are missing, have other shapes than the configuration, or are in unreadable files.
-    """
-    stored, obstacle = read_headers(path, config)
-    if obstacle is not None:
-        return StoredWeights({}, set(), obstacle)
-    model = build_empty_model(path, config)
-    tensors, obstacle = _map_to_model(model, stored)
+def find_stored_weights(path: str) -> StoredWeights:
+    """Locate the model's weights by reading the headers of its files; downloads the files of a hub id first. Raises
+    UserError if weights are missing, have other shapes than the configuration, or are in unreadable files."""
+    description = read_model(path)
+    if description.obstacle is not None:
+        return StoredWeights({}, set(), description.obstacle)
+    model = description.empty
+    tensors, obstacle = _map_to_model(model, description.stored)
     if obstacle is not None:
         return StoredWeights({}, set(), obstacle)
     check_shapes(path, model, {name: stored.shape for name, stored in tensors.items()})
@@ -75,28 +62,6 @@ def find_stored_weights(path: str, config: PretrainedConfig) -> StoredWeights:
     return StoredWeights(tensors, set(missing), None)
 
 
-def read_headers(path: str, config: PretrainedConfig) -> tuple[dict[str, StoredTensor], str | None]:
-    """Read the positions of the tensors in a model's files, by name; or return none, and why transformers has to read
-    the files. Raises UserError if they are unreadable."""
-    with refuse_unreadable_model(path):
-        obstacle = _find_obstacle(path, config)
-        if obstacle is not None:
-            return {}, obstacle
-        stored: dict[str, StoredTensor] = {}
-        for file in _find_safetensors_files(path):
-            stored |= read_stored_tensors(path, file)
-    return stored, None if stored else "they are not in safetensors files"
-
-
-@contextmanager
-def refuse_unreadable_model(path: str) -> Iterator[None]:
-    """Context that turns exceptions of reading a model's files into UserError."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"model.path: {path}: no causal language model can be loaded: {first_line(error)}") from None
-
-
 def check_nothing_is_missing(path: str, missing: set[str]) -> None:
     """Raise UserError if the files lack weights of the model."""
     if missing:
@@ -107,30 +72,22 @@ def check_nothing_is_missing(path: str, missing: set[str]) -> None:
         )
 
 
-def _find_obstacle(path: str, config: PretrainedConfig) -> str | None:
-    """Return why transformers would do more than copy the weights; None if it would not."""
-    for key in ("quantization_config", "transformers_weights", "fusion_config"):
-        if getattr(config, key, None) is not None:
-            return f"config.json has a {key}"
-    if find_adapter_config_file(path) is not None:
-        return "there is an adapter among them"
-    return None
+def check_shapes(path: str, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError if a weight has another shape in the model than in the files.
 
-
-def _find_safetensors_files(path: str) -> list[Path]:
-    """Return the files in the order of transformers, where the later of two tensors of one name counts."""
-
-    def find(name: str) -> str | None:
-        return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-
-    single = find(SAFE_WEIGHTS_NAME)
-    if single is not None:
-        return [Path(single)]
-    index = find(SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return []
-    files, _ = get_checkpoint_shard_files(path, index)
-    return [Path(file) for file in files]
+    Names that only one of them has are checked when weights are loaded, since transformers renames and fuses many.
+    """
+    wrong = [
+        f"{name} {list(shapes[name])}, expected {list(tensor.shape)}"
+        for name, tensor in model.state_dict().items()
+        if name in shapes and tuple(tensor.shape) != shapes[name]
+    ]
+    if wrong:
+        more = f" ({len(wrong) - 1:,} more weights do not fit)" if len(wrong) > 1 else ""
+        raise UserError(
+            f"model.path: {path}: the weights do not fit config.json: found {wrong[0]}{more}; configuration and "
+            "weights are of different models"
+        )
 
 
 def _map_to_model(
@@ -157,10 +114,8 @@ def _map_to_model(
 class Place(NamedTuple):
     """The parameter into which transformers loads a stored tensor."""
 
-    name: str
-    """In the model, which need not have it."""
-    is_converted: bool
-    """Whether the tensor is fused with others, split or transposed."""
+    name: str  # in the model, which need not have it
+    is_converted: bool  # whether the tensor is fused with others, split or transposed
 
 
 def find_places(
@@ -189,9 +144,7 @@ def find_places(
 def describe_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return meta tensors with shape and dtype of all weights that the model has in memory, by name, in Hugging Face's
     order; tied weights once."""
-    config = read_config(path)
-    with torch.device("meta"):
-        model = find_auto_class(config).from_config(config, dtype=dtype)
+    model = build_empty_model(path, read_model(path).config, dtype=dtype)
     weights: dict[str, Tensor] = dict(model.named_parameters())
     all_parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return weights | {name: tensor for name, tensor in model.state_dict().items() if name not in all_parameters}
@@ -200,10 +153,8 @@ def describe_weights(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
 class WeightGroup(NamedTuple):
     """Weights that are converted together when they are stored."""
 
-    names: tuple[str, ...]
-    """In memory; one, unless a stored tensor contains several."""
-    stored: dict[str, Tensor]
-    """Meta tensors by their names in the files."""
+    names: tuple[str, ...]  # in memory; one, unless a stored tensor contains several
+    stored: dict[str, Tensor]  # meta tensors by their names in the files
 
 
 class FolderWeights:
@@ -223,10 +174,9 @@ class FolderWeights:
     def __init__(self, path: str, weights: Mapping[str, Tensor]):
         """`path`: folder or hub id that the model was loaded from; `weights`: see the attribute, tied weights once."""
         self.path, self.weights = path, weights
-        config = read_config(path)
-        self._model = build_empty_model(path, config)
-        headers, obstacle = read_headers(path, config)
-        self.is_complete = obstacle is None
+        description = read_model(path)
+        self._model, self.is_complete = description.empty, description.obstacle is None
+        headers = description.stored if self.is_complete else {}
         places, conversions = find_places(self._model, headers)
         if self.is_complete:
             # Reverse only conversions that were applied at load: experts that were stored fused stay fused.
@@ -275,11 +225,8 @@ class FolderWeights:
         return revert_weight_conversion(self._model, tensors)
 
     def stream(self, weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
-        """Convert a stream of weights to stored tensors, yielding each group as soon as it is complete.
-
-        Args:
-            weights: name in memory and tensor, or None if another rank writes it; for all tensors of a group or none.
-        """
+        """Convert a stream of weights to stored tensors, yielding each group as soon as it is complete. `weights`: name
+        in memory and tensor, or None if another rank writes it; for all tensors of a group or none."""
         group_by_name = {name: group for group in self.groups for name in group.names}
         held: dict[tuple[str, ...], dict[str, Tensor | None]] = {}
         for name, tensor in weights:

@@ -37,7 +37,7 @@ from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
 from vcore_ds.distributed.process_group import run_first_rank_first
-from vcore_ds.models.configuration import read_vocabulary_size
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.batch_plan import BatchPlan, Part
 from vcore_ds.planning.spread import Spread, Utilization, summarize
 from vcore_ds.training.console import Console
@@ -173,7 +173,7 @@ class DataReader:
     def pad_token_id(self) -> int:
         """The tokenizer's padding id, or 0 if the model does not have it: no real token attends to padding."""
         token_id = self.tokenizer.pad_token_id
-        return 0 if token_id is None or token_id >= read_vocabulary_size(self.model) else token_id
+        return 0 if token_id is None or token_id >= read_model(self.model).vocabulary_size else token_id
 
     def read_training_data(self, method: MethodConfig, seed: int) -> Dataset:
         """Read the kept sequences of data.train_path, with the masks, log-probabilities or weights that the method
@@ -308,7 +308,7 @@ def check_store(settings: DataConfig, folder: Path, say: Callable[[str], None]) 
 
 def open_store(settings: DataConfig, folder: Path, model: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:
     """Open a token store. Raises UserError if it is damaged, or does not fit the model."""
-    length, size = settings.cutoff_length, read_vocabulary_size(model)
+    length, size = settings.cutoff_length, read_model(model).vocabulary_size
     return TokenStore(folder, tokenizer, cutoff_length=length, vocabulary_size=size)
 
 

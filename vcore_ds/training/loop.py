@@ -21,7 +21,7 @@ from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine, NonFiniteGradient, NonFiniteLoss, count_globally
 from vcore_ds.method.objective import Normalization, sequence_shares
 from vcore_ds.models.architecture_check import advise_on_noise
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import StepPasses
@@ -74,7 +74,7 @@ def build_throughput(model: str, passes: StepPasses | None) -> Throughput:
     """Make the converter for the ranks of this job. A collective. `model`: model.path."""
     flops = peak_flops(torch.cuda.get_device_name(device())) if device().type == "cuda" else None
     peaks = [peak for peak in layout.gather_objects("job", flops) if peak is not None]
-    return Throughput(read_model_shape(model), passes, sum(peaks) if len(peaks) == layout.size("job") else None)
+    return Throughput(read_model(model).shape, passes, sum(peaks) if len(peaks) == layout.size("job") else None)
 
 
 @dataclass(frozen=True)

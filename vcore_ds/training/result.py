@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import DataConfig, LoraConfig, MethodConfig, ModelConfig
 from vcore_ds.models import model_folder
-from vcore_ds.models.configuration import read_config
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model
 from vcore_ds.models.model_identity import CARD_TAG, BaseModel, identify_base_model
@@ -106,7 +105,7 @@ def write_without_weights(
     """Write `folder`, the result with an adapter of empty tensors or with empty files in place of the weights."""
     path = model.path
     if lora is not None:
-        adapted = build_empty_adapted_model(path, read_config(path), lora)
+        adapted = build_empty_adapted_model(path, lora)
         empty = {name: torch.empty(0) for name, p in adapted.named_parameters() if p.requires_grad}
         model_folder.write_adapter(adapted, empty, folder, tokenizer, card)
         return

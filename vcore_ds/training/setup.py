@@ -11,11 +11,11 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
 from vcore_ds.distributed.process_group import run_first_rank_first, start_process_group
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
-from vcore_ds.engine.loading import load_sharded
 from vcore_ds.engine.parallel_weights import partition_experts
+from vcore_ds.engine.sharded_loading import load_sharded
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import read_model_shape
+from vcore_ds.models.description import read_model
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora
 from vcore_ds.models.lora_linear import has_fp8_units
@@ -39,7 +39,7 @@ def start_ranks(engine: EngineConfig, parallel: ParallelConfig) -> None:
 def plan_ranks(settings: PlanSettings) -> BatchPlan:
     """Plan how batches are spread over the ranks of this job, and make the groups that this needs. A collective. Raises
     UserError, on all ranks alike, if a rank cannot read the model's configuration, and RecipeError as `plan_batch`."""
-    shape = run_first_rank_first(lambda: read_model_shape(settings.model.path))
+    shape = run_first_rank_first(lambda: read_model(settings.model.path).shape)
     # Rank 0's values: all ranks must plan the same layout, even if nodes differ.
     shape, ranks_per_node = layout.gather_objects("job", (shape, num_local_ranks()))[0]
     plan = plan_batch(

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import IGNORED_LABEL, Batch
-from vcore_ds.engine.one_process import OneProcessEngine, one_process_engine
+from vcore_ds.engine.unsharded import UnshardedEngine, unsharded_engine
 from vcore_ds.engine.zero3 import NonFiniteLoss
 from vcore_ds.method import weights as method_weights
 from vcore_ds.method.objective import Normalization
@@ -61,7 +61,7 @@ def probe_direction(
     probe_batches = [_read_batch(batch) for batch in batches]
     if not probe_batches:
         raise UserError("batches: found none; expected at least one batch of probe sequences")
-    with one_process_engine(model) as engine:
+    with unsharded_engine(model) as engine:
         _check_losses(engine, probe_batches[0])
         direction = Direction(engine)
         try:
@@ -93,7 +93,7 @@ def token_utilities(
     """
     parsed = _read_batch(batch)
     gradient = direction.gradient if isinstance(direction, ProbeDirection) else direction
-    with one_process_engine(model) as engine:
+    with unsharded_engine(model) as engine:
         _check_losses(engine, parsed)
         buffers = _read_direction(engine, gradient)
         (utilities,) = compute_jvp_utilities(engine, Direction(engine, buffers=buffers), [parsed])
@@ -184,7 +184,7 @@ def _read_batch(batch: Mapping[str, Tensor]) -> Batch:
     return Batch(list(range(len(labels))), input_ids, labels, row_lengths=lengths)
 
 
-def _check_losses(engine: OneProcessEngine, batch: Batch) -> None:
+def _check_losses(engine: UnshardedEngine, batch: Batch) -> None:
     """Compare the losses of the first tokens with those of the model's own forward, as the check before a run's first
     step does. Raises UserError if they differ: the architecture is not causal, has other positions, or computes its
     logits in another way."""
@@ -203,7 +203,7 @@ def _check_losses(engine: OneProcessEngine, batch: Batch) -> None:
         )
 
 
-def _check_derivatives(engine: OneProcessEngine, batch: Batch) -> None:
+def _check_derivatives(engine: UnshardedEngine, batch: Batch) -> None:
     """Compare both modes along the gradient of the first tokens' loss, as the check before a run's first step does.
     Raises UserError if they differ, as where an architecture's forward disables gradients: forward mode differentiates
     there."""
@@ -218,7 +218,7 @@ def _check_derivatives(engine: OneProcessEngine, batch: Batch) -> None:
         )
 
 
-def _read_direction(engine: OneProcessEngine, gradient: Mapping[str, Tensor]) -> list[Tensor]:
+def _read_direction(engine: UnshardedEngine, gradient: Mapping[str, Tensor]) -> list[Tensor]:
     """Flatten a vector by names into the order of the trained parameters."""
     parameters = {name.removeprefix(_WRAPPER): parameter for name, parameter in engine.trainable}
     if unknown := gradient.keys() - parameters.keys():

@@ -23,10 +23,10 @@ from vcore_ds.engine import checkpoint_folder
 from vcore_ds.engine.checkpoint_shards import checkpoint_name
 from vcore_ds.engine.export_shards import PREFIX, CheckpointTensors
 from vcore_ds.models import model_folder
-from vcore_ds.models.configuration import read_config
+from vcore_ds.models.architecture_check import check_model_folder
+from vcore_ds.models.description import read_model
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
-from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training.result import Kind, make_model_card
@@ -70,7 +70,7 @@ class ParallelCheckpointWeights:
         from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices  # slow to import
 
         self.name, self.digest = folder.name, checkpoint_folder.read_digest(folder)
-        path, config = recipe.model.path, read_config(recipe.model.path)
+        path, config = recipe.model.path, read_model(recipe.model.path).config
         self.shapes = {name: like.shape for name, like in describe_weights(path, torch.float32).items()}
         self._tensors = CheckpointTensors(folder / checkpoint_folder.STATE)
         self._shard_shapes: dict[str, list[int]] = checkpoint_folder.read_run_state(folder)["shapes"]
@@ -284,7 +284,7 @@ def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
     UserError before the first tensor, if the trained parameters do not match the model."""
     adapters = {}
     if recipe.lora is not None:
-        adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
+        adapted = build_empty_adapted_model(recipe.model.path, recipe.lora)
         check_fit(recipe, trained, {name: p.shape for name, p in adapted.named_parameters() if p.requires_grad})
         adapters = find_adapters(adapted)
         covered = {name for adapter in adapters.values() for name in (adapter.lora_a, adapter.lora_b)}
@@ -336,7 +336,7 @@ def check_fit(recipe: Recipe, trained: TrainedWeights, expected: Mapping[str, to
 def write_adapter(recipe: Recipe, trained: TrainedWeights, folder: Path, card: str, dtype: torch.dtype) -> int:
     """Write the adapter in peft's format; return the bytes of its weights."""
     assert recipe.lora is not None
-    adapted = build_empty_adapted_model(recipe.model.path, read_config(recipe.model.path), recipe.lora)
+    adapted = build_empty_adapted_model(recipe.model.path, recipe.lora)
     expected = {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     check_fit(recipe, trained, expected)
     adapter = {name: trained.read(name).to(dtype) for name in expected}

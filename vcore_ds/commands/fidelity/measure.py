@@ -27,10 +27,10 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.method.weights import Tokens
-from vcore_ds.models.configuration import can_replace_attention, read_config
+from vcore_ds.models.architecture_check import check_model_folder
+from vcore_ds.models.description import can_replace_attention, read_model
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora_linear import has_fp8_units
-from vcore_ds.models.model_folder import check_model_folder
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.known_models import is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
@@ -59,7 +59,7 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
     """Measure, print, and write into `options.output`. Collective. Raises UserError before the model is loaded."""
     path = recipe.model.path
     check_model_folder(path)
-    if is_on_disk(path) and not can_replace_attention(read_config(path, local_files_only=True)):
+    if is_on_disk(path) and not can_replace_attention(read_model(path, local_files_only=True).config):
         raise UserError(
             f"model.path: {path}: found an architecture with custom attention code; expected one whose attention can "
             "be replaced, because the reference is a forward-mode derivative"

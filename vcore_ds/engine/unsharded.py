@@ -16,7 +16,7 @@ from vcore_ds.engine.flat_shards import FlatShards, ShardPosition, as_partitione
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.attention import TRAINING_ATTENTION
 from vcore_ds.models.causal_lm import TokenLossModel
-from vcore_ds.models.configuration import can_replace_attention
+from vcore_ds.models.description import can_replace_attention
 from vcore_ds.models.experts import OUR_EXPERTS, uses_our_experts
 
 
@@ -37,7 +37,7 @@ class UnshardedVectors(FlatShards):
         return self._gradients
 
 
-class OneProcessEngine(Engine):
+class UnshardedEngine(Engine):
     """Token losses and gradients of an unsharded model without an optimizer: the parts of the interface that
     `Direction`, with `optimizer="sgd"`, and `forward_mode` use."""
 
@@ -92,7 +92,7 @@ class OneProcessEngine(Engine):
 
 
 @contextmanager
-def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
+def unsharded_engine(model: nn.Module) -> Iterator[UnshardedEngine]:
     """A context with an engine around `model` (a causal language model of transformers, or peft's around one, on one
     device), which is restored on exit; autocast is off within it. Raises UserError for another model, one without
     trained parameters, one whose attention has no forward-mode derivative, or in inference mode."""
@@ -134,7 +134,7 @@ def one_process_engine(model: nn.Module) -> Iterator[OneProcessEngine]:
     with _restoring(model), torch.autocast(trained[0].device.type, enabled=False):
         try:
             config._attn_implementation, config._experts_implementation = TRAINING_ATTENTION, OUR_EXPERTS
-            yield OneProcessEngine(TokenLossModel(model.eval()).eval())
+            yield UnshardedEngine(TokenLossModel(model.eval()).eval())
         finally:
             config._attn_implementation, config._experts_implementation = attention, experts
 

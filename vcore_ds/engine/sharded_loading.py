@@ -22,13 +22,8 @@ from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.engine.deepspeed_start import start_deepspeed
 from vcore_ds.engine.flat_shards import PartitionedParameter, as_partitioned
 from vcore_ds.models.causal_lm import find_auto_class
-from vcore_ds.models.loading import (
-    load_causal_lm,
-    prepare_for_training,
-    read_training_config,
-    refuse_failing_code,
-    resolve_attention,
-)
+from vcore_ds.models.description import resolve_attention
+from vcore_ds.models.loading import load_causal_lm, prepare_for_training, read_training_config, refuse_failing_code
 from vcore_ds.models.safetensors_ranges import ReadRequest, read_ranges
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
 
@@ -42,17 +37,10 @@ def load_sharded(
     gradient_checkpointing: bool,
     say: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
-    """Load a pretrained model into ZeRO-3 shards, ready to train. A collective.
-
-    Args:
-        path: folder or hub id.
-        dtype: dtype of the parameters; must be that of `deepspeed_config`.
-        attention: as in `load_causal_lm`.
-        say: receives lines about the progress; called on rank 0 only.
-
-    Raises:
-        UserError: on all ranks alike, without a usable model, or if weights are missing or cannot be read by a rank.
-    """
+    """Load a pretrained model (a folder or hub id) into ZeRO-3 shards, ready to train. A collective. `dtype`: of the
+    parameters, that of `deepspeed_config`; `attention`: as in `load_causal_lm`; `say`: receives lines about the
+    progress, on rank 0. Raises UserError, on all ranks alike, without a usable model, or if weights are missing or
+    cannot be read by a rank."""
     start_deepspeed()
     config, weights = find_stored_model(path)
     if weights.obstacle is not None:
@@ -96,12 +84,7 @@ def _announce_zero3(deepspeed_config: dict[str, Any]) -> Iterator[None]:
 def find_stored_model(path: str) -> tuple[PretrainedConfig, StoredWeights]:
     """Find the model's configuration and stored weights. A collective. Raises UserError, on all ranks alike, if there
     is no such model or nodes have copies of different ones (only files' headers are compared)."""
-
-    def find() -> tuple[PretrainedConfig, StoredWeights]:
-        config = read_training_config(path)
-        return config, find_stored_weights(path, config)
-
-    config, weights = run_first_rank_first(find)
+    config, weights = run_first_rank_first(lambda: (read_training_config(path), find_stored_weights(path)))
     by_rank = layout.gather_objects("job", (weights.fingerprint(), platform.node()))
     first_fingerprint, first_host = by_rank[0]
     for rank, (fingerprint, host) in enumerate(by_rank):
