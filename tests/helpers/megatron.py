@@ -16,9 +16,9 @@ from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import FORWARD_MODE_ATTENTION
 from vcore_ds.models.megatron import decoder as norms
-from vcore_ds.models.megatron.configuration import copy_to_weight, weight_slices
 from vcore_ds.models.megatron.decoder import DualTensorNorm, RMSNorm
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
+from vcore_ds.models.megatron.weight_slices import copy_to_weight, weight_slices
 from vcore_ds.utility.finite_difference import perturb_parameters
 
 

@@ -33,7 +33,7 @@ from vcore_ds.models.architecture_check import check_model
 from vcore_ds.models.description import read_model
 from vcore_ds.models.loading import prepare_for_training
 from vcore_ds.models.lora import add_lora
-from vcore_ds.models.megatron.configuration import transformer_config
+from vcore_ds.models.megatron.model import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.console import Console

@@ -7,14 +7,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 
 from tests.helpers import tiny
 from vcore_ds.common.errors import UserError
-from vcore_ds.models.megatron.configuration import (
-    copy_to_weight,
-    iter_runs,
-    padded_vocabulary,
-    sliding_window,
-    transformer_config,
-    weight_slices,
-)
+from vcore_ds.models.megatron.decoder import sliding_window
+from vcore_ds.models.megatron.model import transformer_config
+from vcore_ds.models.megatron.weight_slices import copy_to_weight, iter_runs, padded_vocabulary, weight_slices
 
 SIZES = dict(
     hidden_size=32,

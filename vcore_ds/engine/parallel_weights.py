@@ -24,6 +24,7 @@ from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
 from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
 from vcore_ds.engine.sharded_loading import find_stored_model, local_shard, read_shards, without_broadcast
 from vcore_ds.models.experts import mark_sharded, uses_our_experts
+from vcore_ds.models.megatron.weight_slices import copy_to_weight, iter_runs, weight_slices
 from vcore_ds.models.safetensors_ranges import ReadRequest
 from vcore_ds.models.stored_weights import StoredWeights
 
@@ -40,17 +41,9 @@ def load_parallel(
     activation_offload: bool,
     say: Callable[[str], None],
 ) -> "ParallelTokenLossModel":
-    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective.
-
-    Args:
-        path: folder or hub id.
-        dtype: dtype of the parameters; must be that of `deepspeed_config`.
-        gradient_checkpointing, activation_offload: as in `ParallelTokenLossModel`.
-        say: receives lines about the progress; called on rank 0 only.
-
-    Raises:
-        UserError: on all ranks alike: no usable model, or weights that transformers has to convert.
-    """
+    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective. `path`,
+    `deepspeed_config`, `dtype` and `say` as in `load_sharded`; the others as in `ParallelTokenLossModel`. Raises
+    UserError, on all ranks alike, without a usable model, or for weights that transformers has to convert."""
     from vcore_ds.models.megatron.model import ParallelTokenLossModel  # megatron-core takes seconds to import
 
     start_deepspeed()
@@ -78,8 +71,6 @@ def load_parallel(
 
 def _list_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[ReadRequest]:
     """List the ranges that this rank reads. Sets its shards to zero, for padding rows of the vocabulary."""
-    from vcore_ds.models.megatron.configuration import iter_runs, weight_slices
-
     shapes = {name: stored.shape for name, stored in weights.tensors.items()}
     reads = []
     local_pieces = weight_slices(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
@@ -99,8 +90,6 @@ def gather_parallel_weights(
     """Yield name and full tensor of each weight, on the CPU of the ranks that keep it (`keepers`, by name), None on the
     others. Each item may be a collective: all ranks must take all items. `weights`: shape and dtype of every trained
     weight of the Hugging Face model, in its order."""
-    from vcore_ds.models.megatron.configuration import copy_to_weight, weight_slices
-
     size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
     pieces_by_rank = [weight_slices(model.config, rank=rank, size=size) for rank in range(size)]
     named = [(name, p) for name, p in model.named_parameters() if name in pieces_by_rank[0]]

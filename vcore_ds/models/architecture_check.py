@@ -32,6 +32,7 @@ from vcore_ds.models.description import (
 from vcore_ds.models.experts import can_replace_experts
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import add_lora, build_empty_adapted_model
+from vcore_ds.models.megatron.weight_slices import weight_slices
 from vcore_ds.models.stored_weights import check_shapes
 from vcore_ds.planning.known_models import CONFIG_NAME, find_folder
 from vcore_ds.planning.model_shape import explain_refused_differences, is_moe
@@ -148,8 +149,6 @@ def count_parameters(path: str, lora: LoraConfig | None, tensor: int = 1) -> Par
 
 def _count_tensor_shard(description: ModelDescription, tensor: int) -> ParameterCounts:
     """Count the parameters of the first rank of a tensor-parallel group, which no other rank exceeds."""
-    from vcore_ds.models.megatron.configuration import weight_slices
-
     weights = dict(description.empty.named_parameters())
     slices = weight_slices(description.config, rank=0, size=tensor).values()
     number = sum(piece.take(weights[piece.name]).numel() for piece in slices)
@@ -223,7 +222,7 @@ def check_configuration(settings: PlanSettings) -> None:
         path = str(folder)
     config = read_model(path, local_files_only=True).config
     if model.provider == "megatron":
-        from vcore_ds.models.megatron.configuration import transformer_config
+        from vcore_ds.models.megatron.model import transformer_config  # takes seconds to import
 
         transformer_config(path, config, tensor=settings.parallel.tensor, dtype=DTYPES[model.precision])
         return

@@ -43,12 +43,9 @@ from vcore_ds.models.sequence_exchange import exchange_with_tangents, heads_to_t
 class SequenceLayout:
     """The sequences in each row of a batch (one if unpacked), and the sequence-parallel size; built once per pass."""
 
-    lengths: Sequence[Sequence[int]]
-    """Tokens of the sequences in each row, in order; they sum to T. Padding of a pack counts as a sequence."""
-    sequence_parallel: int
-    """Sequence-parallel size: each rank of a group has `t = T / sequence_parallel` columns of its rows."""
-    cu_seqlens: Tensor
-    """int32 `[num_sequences + 1]` on the device, cumulative sequence lengths over the concatenated rows, from 0."""
+    lengths: Sequence[Sequence[int]]  # of the sequences in each row; they sum to T, padding of a pack is a sequence
+    sequence_parallel: int  # size; each rank of a group has `t = T / sequence_parallel` columns of its rows
+    cu_seqlens: Tensor  # int32 `[num_sequences + 1]` on the device: sequence ends over the concatenated rows, from 0
 
     @classmethod
     def from_lengths(
@@ -95,11 +92,8 @@ FUSED_ATTENTION = "vcore_fused"
 OUR_ATTENTION = (TRAINING_ATTENTION, FORWARD_MODE_ATTENTION, FUSED_ATTENTION)
 """Names under which Hugging Face models find the implementations below, which take a `SequenceLayout`."""
 
-MAX_KERNEL_HEAD_DIM = 256
-"""Largest head dimension of `flash_tangent`, whose accumulators have to fit into the registers."""
-
-MAX_FLASH_HEAD_DIM = 256
-"""Largest head dimension of PyTorch's flash kernel."""
+# Largest head dimensions of `flash_tangent`, whose accumulators have to fit into the registers, and of PyTorch's.
+MAX_KERNEL_HEAD_DIM = MAX_FLASH_HEAD_DIM = 256
 
 FLASH_WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 """GPUs on which its backward supports heads of 200 to 224 dimensions."""
@@ -109,12 +103,9 @@ FLASH_WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 class Scoring:
     """How a layer computes attention scores."""
 
-    scale: float
-    """Factor on the scores."""
-    sliding_window: int | None = None
-    """Number of keys that a query sees, itself included; None for all."""
-    softcap: float | None = None
-    """Scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2); None for none."""
+    scale: float  # factor on the scores
+    sliding_window: int | None = None  # number of keys that a query sees, itself included; None for all
+    softcap: float | None = None  # scaled scores become `softcap * tanh(scores / softcap)` (Gemma 2); None for none
 
 
 AttentionInputs = Sequence[Tensor | None]
@@ -124,23 +115,20 @@ no sinks, or their tangents, where None means zero."""
 Attend = Callable[[AttentionInputs, AttentionInputs, SequenceLayout, Scoring], tuple[Tensor, Tensor | None]]
 """Maps values and tangents to the output `[b, A, T, D]` and its tangent, None if all tangents are None."""
 
+# Arguments of some architectures (Inkling, MiniMax-M3). Ignoring them would be a silent error.
 _UNSUPPORTED_ARGUMENTS = {
     "position_bias": "adds a bias of positions to its scores",
     "sinks": "has sinks of another kind",
     "indices": "selects the keys of each query",
     "block_indices": "selects the keys of each query",
 }
-"""Arguments that some architectures (Inkling, MiniMax-M3) pass to their attention; ignoring them would be a silent
-error."""
 
 
 def make_hugging_face_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """Wrap `attend` in Hugging Face's attention interface.
-
-    The result takes query `[b, A, t, D]`, key and value `[b, K, t, D]` (values may have a smaller D) and sinks `[A]`,
-    all of which may be dual tensors. It returns `[b, t, A, D]`, dual if an input is, and None for the attention
-    weights. It raises UserError if the model builds a mask, or does not pass on the layout.
-    """
+    """Wrap `attend` in Hugging Face's attention interface. The result takes query `[b, A, t, D]`, key and value `[b, K,
+    t, D]` (values may have a smaller D) and sinks `[A]`, which may be dual tensors, and returns `[b, t, A, D]`, dual if
+    an input is, and None for the attention weights. It raises UserError if the model builds a mask, or does not pass on
+    the layout."""
 
     def attention(
         module: nn.Module,
@@ -223,8 +211,7 @@ def causal_attention(primals: AttentionInputs, layout: SequenceLayout, scoring: 
 def _can_use_flash(query: Tensor, scoring: Scoring) -> bool:
     """Whether PyTorch's variable-length flash kernel supports this: it has no softcap, and unlike
     `scaled_dot_product_attention` does not pad heads."""
-    head_dim = query.shape[-1]
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    head_dim, is_half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     fits = head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
     if not (query.is_cuda and is_half and fits and scoring.softcap is None):
         return False
@@ -364,14 +351,6 @@ def _has_tiles(device: torch.device) -> bool:
     return False
 
 
-training_attention = make_hugging_face_attention(attend_with_graph)
-forward_mode_attention = make_hugging_face_attention(attend_with_tangents)
-# New names, so that no other model in the process changes. No mask function is registered under them, so Hugging Face
-# builds no mask, and does not detect packs by their positions, which would be a host-device synchronisation.
-AttentionInterface.register(TRAINING_ATTENTION, training_attention)
-AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
-
-
 def attend_with_graph_and_tangents(
     primals: AttentionInputs, tangents: AttentionInputs, layout: SequenceLayout, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
@@ -411,4 +390,10 @@ def attend_with_graph_and_tangents(
     return output, d_output
 
 
+training_attention = make_hugging_face_attention(attend_with_graph)
+forward_mode_attention = make_hugging_face_attention(attend_with_tangents)
+# New names, so that no other model in the process changes. No mask function is registered under them, so Hugging Face
+# builds no mask, and does not detect packs by their positions, which would be a host-device synchronisation.
+AttentionInterface.register(TRAINING_ATTENTION, training_attention)
+AttentionInterface.register(FORWARD_MODE_ATTENTION, forward_mode_attention)
 AttentionInterface.register(FUSED_ATTENTION, make_hugging_face_attention(attend_with_graph_and_tangents))

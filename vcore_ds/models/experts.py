@@ -30,11 +30,6 @@ def mark_sharded(experts: nn.Module) -> None:
     experts._are_sharded = True  # type: ignore[assignment]
 
 
-def are_sharded(experts: nn.Module) -> bool:
-    """Whether an experts module holds only this rank's shard of the experts."""
-    return getattr(experts, "_are_sharded", False)
-
-
 def expert_offsets(chosen: Tensor, num_experts: int) -> Tensor:
     """Return the end offsets of each expert's rows, int32 `[E]`, the `offs` of `grouped_mm`, without a host-device
     synchronisation. `chosen [S]` is the expert of each row, sorted."""
@@ -46,14 +41,9 @@ def run_at_experts(
     x: Tensor, chosen: Tensor, num_experts: int, compute: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Compute the outputs `[S, H]` of the rows' experts on all ranks of the expert-parallel group. A collective over
-    `expert`. The result is dual if `x` or a parameter is, on any rank of the group.
-
-    Args:
-        x: `[S, H]`, may be dual; sorted by expert.
-        chosen: `[S]`, each row's expert, of all E.
-        compute: given rows sorted by expert, their experts counted from this rank's first, and their
-            `expert_offsets`, returns the experts' outputs.
-    """
+    `expert`. The rows `x [S, H]` are sorted by expert, `chosen [S]`, of all E. `compute` returns the experts' outputs,
+    given rows sorted by expert, their experts counted from this rank's first, and their `expert_offsets`. The result is
+    dual if `x` or a parameter is, on any rank of the group."""
     num_ranks = layout.size("expert")
     num_local = num_experts // num_ranks
     counts = expert_offsets(chosen, num_experts).long().diff(prepend=chosen.new_zeros(1)).view(num_ranks, num_local)
@@ -110,25 +100,16 @@ _IS_TOKEN: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
 def mark_padding(experts: Iterable[nn.Module], is_token: Tensor) -> None:
-    """Exclude padding from the token counts of the forwards until the next call.
-
-    Includes layers that are recomputed in the backward, which count their tokens again.
-
-    Args:
-        is_token: bool `[b, t]`, of this rank's columns, on the device.
-    """
+    """Exclude padding from the token counts of the forwards until the next call, also of layers that are recomputed in
+    the backward, which count their tokens again. `is_token`: bool `[b, t]`, of this rank's columns, on the device."""
     weights = is_token.flatten().long()
     for module in experts:
         _IS_TOKEN[module] = weights
 
 
 def count_tokens(experts: nn.Module, chosen: Tensor, num_experts: int) -> None:
-    """Count a forward's tokens without padding, without a host-device synchronisation.
-
-    Args:
-        chosen: `[n, k]`, the experts of this rank's tokens, of all E.
-        num_experts: E, over all ranks.
-    """
+    """Count a forward's tokens without padding, without a host-device synchronisation. `chosen [n, k]`: the experts of
+    this rank's tokens, of all E."""
     if experts not in _TOKEN_COUNTS:
         _TOKEN_COUNTS[experts] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
     is_token = _IS_TOKEN.get(experts)
@@ -148,12 +129,9 @@ def reset_token_counts(model: nn.Module) -> None:
 def measure_expert_load(model: nn.Module, expert_parallel: int = 1) -> dict[str, float]:
     """Measure the routing balance over all ranks. A collective, and a host-device synchronisation.
 
-    In an expert-parallel group all ranks wait for the most loaded one in each layer's exchange. A layer recomputed in
-    the backward counts twice, for all of its experts alike.
-
-    Returns:
-        Maximum over mean load of a layer's experts: maximum and mean over the layers. If the expert-parallel size
-        exceeds 1, the same for the ranks of a group. Empty for a model without counts.
+    Returns maximum over mean load of a layer's experts: maximum and mean over the layers. If the expert-parallel size
+    exceeds 1, also for the ranks of a group, which all wait for the most loaded one in each layer's exchange. Empty for
+    a model without counts. A layer recomputed in the backward counts twice, for all of its experts alike.
     """
     counts = _read_counts(model)
     if not counts:
@@ -187,20 +165,13 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the weighted sum of each token's experts, `[n, H]`; dual if an input or a parameter is.
-
-    The routing is locally constant, so the tangent is that of the chosen experts.
-
-    Args:
-        experts: a module decorated by transformers' `use_experts_implementation`.
-        hidden_states: `[n, H]`.
-        top_k_index: `[n, k]`, the experts of each token.
-        top_k_weights: `[n, k]`.
-    """
+    """Compute the weighted sum of each token's experts, `[n, H]`; dual if an input or a parameter is. The routing is
+    locally constant, so the tangent is that of the chosen experts. `experts`: a module decorated by transformers'
+    `use_experts_implementation`; `hidden_states [n, H]`; experts of each token and their weights, `[n, k]`."""
     count_tokens(experts, top_k_index, experts.num_experts)
     chosen, order = top_k_index.flatten().sort(stable=True)
     x = hidden_states[order // top_k_index.shape[-1]]
-    if are_sharded(experts):
+    if getattr(experts, "_are_sharded", False):
         x = run_at_experts(x, chosen, experts.num_experts, partial(_compute_experts, experts))
     else:
         x = _compute_experts(experts, x, chosen, expert_offsets(chosen, experts.num_experts))
@@ -221,13 +192,8 @@ def uses_our_experts(module: nn.Module) -> bool:
 
 
 def _compute_experts(experts: Any, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
-    """Compute the output of each row's expert.
-
-    Args:
-        x: `[S, H]`, sorted by expert.
-        chosen: `[S]`, their experts, as indices into this rank's parameters.
-        offsets: int32 `[E]`, see `expert_offsets`.
-    """
+    """Compute the output of each row's expert. `x [S, H]`, sorted by expert; `chosen [S]`: their experts, as indices
+    into this rank's parameters; `offsets`: see `expert_offsets`."""
 
     def project(x: Tensor, name: str) -> Tensor:
         adapter = _ADAPTERS.get(experts, {}).get(name)
@@ -249,17 +215,9 @@ def _compute_experts(experts: Any, x: Tensor, chosen: Tensor, offsets: Tensor) -
 def grouped_matmul(
     x: Tensor, weight: Tensor, d_weight: Tensor | LowRank | None, offsets: Tensor, *, is_transposed: bool = False
 ) -> Tensor:
-    """Multiply each row of `x` by the weight of its expert, `[S, out]`: `d(x W) = dx W + x dW`.
-
-    The value is differentiable if gradients are enabled; the tangent is not recorded.
-
-    Args:
-        x: `[S, in]`, may be dual; sorted by expert.
-        weight: `[E, out, in]`, the value.
-        d_weight: its tangent, or None.
-        offsets: int32 `[E]`, see `expert_offsets`.
-        is_transposed: `weight` is `[E, in, out]`.
-    """
+    """Multiply each row of `x [S, in]`, which may be dual and is sorted by expert, by the weight of its expert, to `[S,
+    out]`: `d(x W) = dx W + x dW`. `weight`: the values `[E, out, in]`, with `is_transposed` `[E, in, out]`; `offsets`:
+    see `expert_offsets`. The value is differentiable if gradients are enabled; the tangent is not recorded."""
     x, d_x = forward_ad.unpack_dual(x)
     x = x.to(weight.dtype)
     output = _GroupedMatmul.apply(x, weight, offsets, is_transposed)
@@ -285,10 +243,8 @@ def _attach_sum(value: Tensor, tangents: list[Tensor]) -> Tensor:
 class ExpertsAdapter(NamedTuple):
     """LoRA factors for one weight of all experts; both may be dual."""
 
-    down: Tensor
-    """A: `[E, r, in]`, or `[E, in, r]` if the weights are transposed."""
-    up: Tensor
-    """B: `[E, out, r]`, or `[E, r, out]` if the weights are transposed."""
+    down: Tensor  # A: `[E, r, in]`, or `[E, in, r]` if the weights are transposed
+    up: Tensor  # B: `[E, out, r]`, or `[E, r, out]` if the weights are transposed
     scaling: float
 
 

@@ -37,20 +37,23 @@ likely tokens, renormalised, as a share of its maximum `ln 20` (`ln V` of a smal
 `sum_v p(v)^2`. Both are in [0, 1]."""
 
 NUM_TOP_TOKENS = 20
-"""K of EAFT (arXiv 2601.02151). Its authors' code and LLaMA-Factory divide the entropy by 3.0 in place of `ln 20 =
-2.996`; the paper and Axolotl by `ln 20`, as here."""
+"""K of EAFT (arXiv 2601.02151). Its paper and Axolotl divide the entropy by `ln 20 = 2.996`, as here; its authors' code
+and LLaMA-Factory by 3.0."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
     """A rank's shard of the output embedding's rows."""
 
-    first: int
-    """Id of the first token."""
-    num_tokens: int
-    """At least 1; further rows of the weight are padding, which has no probability."""
-    all_gather: Callable[[Tensor], Tensor]
-    """All-gathers `[...]` to `[ranks, ...]`."""
+    first: int  # id of the first token
+    num_tokens: int  # at least 1; further rows of the weight are padding, which has no probability
+    all_gather: Callable[[Tensor], Tensor]  # `[...]` to `[ranks, ...]`
+
+    def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whether the shard has each target, `[block]`, and its column `[block, 1]`, clamped to the shard."""
+        column = targets - self.first
+        is_local = (column >= 0) & (column < self.num_tokens)
+        return is_local, column.clamp(0, self.num_tokens - 1)[:, None]
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,7 @@ class LogitTransform:
         return logits.div(self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
 
 
-PLAIN = LogitTransform()
-"""The identity."""
+PLAIN = LogitTransform()  # the identity
 
 
 def token_loss(
@@ -90,20 +92,16 @@ def token_loss(
     shard: VocabularyShard | None = None,
     weight_tangent: LowRank | None = None,
 ) -> Tensor:
-    """Compute each token's cross-entropy in nats, fp32 (fp64 for fp64 input), shape `[N]`.
+    """Compute each token's cross-entropy in nats, fp32 (fp64 for fp64 input), `[N]`, of `targets [N]` given the hidden
+    states `[N, H]` that predict them; N may be 0. `weight`: output embedding `[V, H]`; `bias [V]` is added to the raw
+    logits, `transform` applied before the softmax.
 
     Differentiable by `hidden`, `weight` and `bias` in reverse mode and in forward mode: if an input is a dual tensor
-    (`torch.autograd.forward_ad`), so is the result.
+    (`torch.autograd.forward_ad`), so is the result; `weight_tangent` is the low-rank tangent of a `weight` that is no
+    dual tensor.
 
-    Args:
-        hidden: `[N, H]`, the hidden states that predict the targets. N may be 0.
-        weight: `[V, H]`, output embedding.
-        targets: `[N]`, int64 in `[0, V)`.
-        bias: `[V]` or None; added before the transform.
-        transform: applied to the raw logits before the softmax.
-        shard: set if `weight` is a shard of an output embedding without a bias. Then the call is a collective with the
-            same result on all ranks, over which the caller has to sum the gradient of `hidden`.
-        weight_tangent: low-rank tangent of a `weight` that is no dual tensor.
+    With `shard`, `weight` is a shard of an output embedding without a bias. Then the call is a collective with the same
+    result on all ranks, over which the caller has to sum the gradient of `hidden`.
     """
     tangents: list[Tensor | LowRank | None] = [None, None, None]
     if forward_ad._current_level >= 0:
@@ -126,17 +124,13 @@ def loss_and_statistic(
     transform: LogitTransform = PLAIN,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute losses as `token_loss` does and, from the same blocks of logits, a statistic of each prediction,
-    without a graph, both `[N]`.
-
-    Args: as for `token_loss`; no dual tensors.
-    """
+    """Compute losses as `token_loss` does and, from the same blocks of logits, a statistic of each prediction, without
+    a graph, both `[N]`. No dual tensors."""
     if statistic == "entropy":
         losses = token_loss(hidden, weight, targets, bias, transform=transform, shard=shard)
         return losses, token_entropy(hidden, weight, bias, transform=transform, shard=shard)
-    losses, _, statistics = _TokenLoss.apply(
-        hidden, weight, bias, targets, transform, shard, None, None, None, statistic
-    )
+    no_tangents = (None, None, None)
+    losses, _, statistics = _TokenLoss.apply(hidden, weight, bias, targets, transform, shard, *no_tangents, statistic)
     return losses, statistics
 
 
@@ -149,12 +143,8 @@ def token_entropy(
     transform: LogitTransform = PLAIN,
     shard: VocabularyShard | None = None,
 ) -> Tensor:
-    """Compute the entropy in nats of each token's prediction, fp32 (fp64 for fp64 input), `[N]`, without a graph.
-
-    Takes another matrix multiplication with `weight`: only a few steps need entropies.
-
-    Args: as for `token_loss`; no dual tensors.
-    """
+    """Compute the entropy in nats of each token's prediction, fp32 (fp64 for fp64 input), `[N]`, without a graph. Takes
+    another matrix multiplication with `weight`; arguments as for `token_loss`, no dual tensors."""
     rows = _token_rows(weight, shard)
     entropies = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
     for start in range(0, len(hidden), size := _block_size(weight)):
@@ -183,14 +173,9 @@ def reference_divergence(
     transform: LogitTransform = PLAIN,
 ) -> Tensor:
     """Compute `KL(reference || model)` over the vocabulary for each prediction in nats, fp32 (fp64 for fp64 input),
-    `[N]`, differentiable by `hidden`.
-
-    Takes three more matrix multiplications with `weight`, and three times the block memory of `token_loss`.
-
-    Args: as for `token_loss`; no dual tensors.
-        weight, bias: of both models, frozen.
-        reference_hidden: `[N, H]`, of the reference model, without a graph.
-    """
+    `[N]`, differentiable by `hidden`. `weight` and `bias` are those of both models, frozen; `reference_hidden [N, H]`
+    has no graph. Takes three more matrix multiplications with `weight`, and three times the block memory of
+    `token_loss`."""
     assert not weight.requires_grad and (bias is None or not bias.requires_grad)
     divergences: Tensor = _ReferenceDivergence.apply(hidden, weight, bias, reference_hidden, transform)
     return divergences
@@ -224,11 +209,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Logi
 
 
 def _raw_logit_gradient(
-    logits: Tensor,
-    log_normalizers: Tensor,
-    targets: Tensor,
-    transform: LogitTransform,
-    shard: VocabularyShard | None,
+    logits: Tensor, log_normalizers: Tensor, targets: Tensor, transform: LogitTransform, shard: VocabularyShard | None
 ) -> Tensor:
     """Compute the gradient of each token's loss by its raw logits; overwrites `logits`."""
     slope = transform.slope(logits)
@@ -269,7 +250,7 @@ class _TokenLoss(torch.autograd.Function):
         losses = torch.empty(len(targets), dtype=_accumulation_dtype(hidden), device=hidden.device)
         log_normalizers = torch.empty_like(losses)
         has_tangent = any(tangent is not None for tangent in (d_hidden, d_weight, d_bias))
-        d_losses = torch.zeros_like(losses) if has_tangent else None
+        d_losses = torch.zeros_like(losses)
         statistics = None if statistic is None else torch.empty_like(losses)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), size := _block_size(weight)):
@@ -278,39 +259,33 @@ class _TokenLoss(torch.autograd.Function):
             log_normalizers[block], target_logits = _normalizers_and_targets(logits, targets[block], shard)
             losses[block] = log_normalizers[block] - target_logits
             if statistics is not None:
-                statistics[block] = (
-                    _top_entropy(logits, shard)
-                    if statistic == "top_entropy"
-                    else _concentration(logits, log_normalizers[block], shard)
-                )
-            if d_losses is not None or hidden_gradient is not None:
+                statistics[block] = _compute_statistic(statistic, logits, log_normalizers[block], shard)
+            if has_tangent or hidden_gradient is not None:
                 d_raw_logits = _raw_logit_gradient(logits, log_normalizers[block], targets[block], transform, shard)
-                if d_losses is not None and d_bias is not None:
+                if d_bias is not None:
                     d_losses[block] += d_raw_logits @ d_bias.to(d_raw_logits.dtype)
                 d_raw_logits = d_raw_logits.to(hidden.dtype)
                 if d_hidden is not None or hidden_gradient is not None:
                     gradient = _matmul_t(d_raw_logits, rows.t())
                     if hidden_gradient is not None:
                         hidden_gradient[block] = gradient
-                    if d_losses is not None and d_hidden is not None:
+                    if d_hidden is not None:
                         d_losses[block] += gradient.mul_(d_hidden[block]).sum(-1)
                     del gradient
-                if d_losses is not None and isinstance(d_weight, LowRank):  # (q Q) . (B h)
-                    inner = _matmul_t(hidden[block], d_weight.right)
-                    inner.mul_(_matmul_t(d_raw_logits, _token_rows(d_weight.left, shard).t()))
-                    d_losses[block] += inner.sum(-1)
-                    del inner
-                elif d_losses is not None and isinstance(d_weight, Tensor):
-                    by_weight = _matmul_t(d_raw_logits, _token_rows(d_weight, shard).t()).mul_(hidden[block])
-                    d_losses[block] += by_weight.sum(-1)
+                if isinstance(d_weight, LowRank):  # (q Q) . (B h)
+                    by_factors = _matmul_t(d_raw_logits, _token_rows(d_weight.left, shard).t())
+                    d_losses[block] += _matmul_t(hidden[block], d_weight.right).mul_(by_factors).sum(-1)
+                elif d_weight is not None:
+                    by_weight = _matmul_t(d_raw_logits, _token_rows(d_weight, shard).t())
+                    d_losses[block] += by_weight.mul_(hidden[block]).sum(-1)
                     del by_weight
                 del d_raw_logits
             del logits  # free this block before the next one is computed
-        if d_losses is not None and shard is not None:
+        if has_tangent and shard is not None:
             d_losses = shard.all_gather(d_losses).sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizers, hidden_gradient)
-        ctx.mark_non_differentiable(*(extra for extra in (d_losses, statistics) if extra is not None))
-        return losses, d_losses, statistics
+        ctx.mark_non_differentiable(d_losses, *([] if statistics is None else [statistics]))
+        return losses, d_losses if has_tangent else None, statistics
 
     @staticmethod
     def backward(ctx: Any, d_losses: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -350,19 +325,14 @@ class _ReferenceDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        reference_hidden: Tensor,
-        transform: LogitTransform,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor, transform: LogitTransform
     ) -> Tensor:
         divergences = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), size := _block_size(weight)):
             block = slice(start, start + size)
             logits = _logits(hidden[block], weight, bias, transform)
-            reference_logits = _logits(reference_hidden[block], weight, bias, transform)
+            reference_logits = _logits(reference[block], weight, bias, transform)
             slope = transform.slope(logits)
             normalizers = torch.stack([torch.logsumexp(logits, -1), torch.logsumexp(reference_logits, -1)])
             log_p, log_q = logits.sub_(normalizers[0, :, None]), reference_logits.sub_(normalizers[1, :, None])
@@ -388,8 +358,13 @@ class _ReferenceDivergence(torch.autograd.Function):
         return (hidden_gradient * d_divergences[:, None]).to(hidden_gradient.dtype), *(None,) * 4
 
 
-def _top_entropy(logits: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """See `PredictionStatistic`; `[block]`."""
+def _compute_statistic(
+    statistic: PredictionStatistic | None, logits: Tensor, log_normalizers: Tensor, shard: VocabularyShard | None
+) -> Tensor:
+    """Compute a `PredictionStatistic` other than the entropy, `[block]`."""
+    if statistic == "concentration":
+        concentration = (logits - log_normalizers[:, None]).exp_().square_().sum(-1)
+        return concentration if shard is None else shard.all_gather(concentration).sum(0)
     top = logits.topk(min(NUM_TOP_TOKENS, logits.shape[1]), sorted=False).values
     if shard is not None:
         # All shards need the same shape; -inf has no probability.
@@ -399,22 +374,9 @@ def _top_entropy(logits: Tensor, shard: VocabularyShard | None) -> Tensor:
     return torch.special.entr(torch.softmax(top, -1)).sum(-1) / largest
 
 
-def _concentration(logits: Tensor, log_normalizers: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """See `PredictionStatistic`; `[block]`."""
-    concentration = (logits - log_normalizers[:, None]).exp_().square_().sum(-1)
-    return concentration if shard is None else shard.all_gather(concentration).sum(0)
-
-
 def _token_rows(weight: Tensor, shard: VocabularyShard | None) -> Tensor:
     """Return a view of the rows without padding."""
     return weight if shard is None else weight[: shard.num_tokens]
-
-
-def _locate_targets(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Return whether the shard has each target, `[block]`, and its column `[block, 1]`, clamped to the shard."""
-    column = targets - shard.first
-    is_local = (column >= 0) & (column < shard.num_tokens)
-    return is_local, column.clamp(0, shard.num_tokens - 1)[:, None]
 
 
 def _normalizers_and_targets(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
@@ -422,7 +384,7 @@ def _normalizers_and_targets(logits: Tensor, targets: Tensor, shard: VocabularyS
     log_normalizers = torch.logsumexp(logits, dim=-1)
     if shard is None:
         return log_normalizers, logits.gather(1, targets[:, None]).squeeze(1)
-    is_local, column = _locate_targets(targets, shard)
+    is_local, column = shard.locate(targets)
     target_logits = torch.where(is_local, logits.gather(1, column).squeeze(1), 0.0)
     shard_normalizers, shard_targets = shard.all_gather(torch.stack([log_normalizers, target_logits])).unbind(1)
     return torch.logsumexp(shard_normalizers, 0), shard_targets.sum(0)
@@ -433,5 +395,5 @@ def _subtract_targets_(probabilities: Tensor, targets: Tensor, shard: Vocabulary
     if shard is None:
         probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1.0
         return probabilities
-    is_local, column = _locate_targets(targets, shard)
+    is_local, column = shard.locate(targets)
     return probabilities.scatter_add_(1, column, -is_local.to(probabilities.dtype)[:, None])

@@ -27,6 +27,7 @@ from vcore_ds.models.architecture_check import check_model_folder
 from vcore_ds.models.description import read_model
 from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
+from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, weight_slices
 from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training.result import Kind, make_model_card
@@ -67,8 +68,6 @@ class ParallelCheckpointWeights:
     model."""
 
     def __init__(self, folder: Path, recipe: Recipe):
-        from vcore_ds.models.megatron.configuration import WeightSlice, weight_slices  # slow to import
-
         self.name, self.digest = folder.name, checkpoint_folder.read_digest(folder)
         path, config = recipe.model.path, read_model(recipe.model.path).config
         self.shapes = {name: like.shape for name, like in describe_weights(path, torch.float32).items()}
@@ -82,8 +81,6 @@ class ParallelCheckpointWeights:
                 self._shards.setdefault(piece.name, []).append(shard)
 
     def read(self, name: str) -> Tensor:
-        from vcore_ds.models.megatron.configuration import copy_to_weight
-
         weight = torch.empty(self.shapes[name])
         for parameter, stored, piece in self._shards[name]:
             values = self._tensors.read(stored).view(self._shard_shapes[parameter])

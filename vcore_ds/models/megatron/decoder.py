@@ -32,8 +32,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import uses_gpu
 from vcore_ds.models.attention import SequenceLayout
 from vcore_ds.models.dual_tensors import make_dual_if_any, unpack_parameter
-from vcore_ds.models.megatron.configuration import TransformerConfig, sliding_window
-from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear
+from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TransformerConfig
 from vcore_ds.models.pointwise import gated_silu, rms_norm, rms_norm_tangent
 
 
@@ -76,6 +75,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, d_weight = unpack_parameter(self, "weight")
         return rms_norm(x, weight, self.eps, d_weight=d_weight)
+
+
+def sliding_window(config: PretrainedConfig, layer: int) -> int | None:
+    """Number of keys that a query of this layer sees, itself included; None for all."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def make_norm(config: TransformerConfig, size: int) -> nn.Module:

@@ -1,6 +1,8 @@
 """A tensor-parallel decoder that returns the loss of every supervised token: the counterpart of
-`vcore_ds.models.causal_lm.TokenLossModel`."""
+`vcore_ds.models.causal_lm.TokenLossModel`. Models without support for tensor parallelism are refused by
+`transformer_config`, before anything is built."""
 
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
@@ -8,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.functional import silu
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -16,11 +19,103 @@ from vcore_ds.data.batches import supervised_tokens
 from vcore_ds.distributed import layout
 from vcore_ds.models.attention import TRAINING_ATTENTION, SequenceLayout
 from vcore_ds.models.dual_tensors import read_low_rank_tangent
-from vcore_ds.models.megatron.configuration import padded_vocabulary, transformer_config
 from vcore_ds.models.megatron.decoder import DecoderLayer, make_norm
-from vcore_ds.models.megatron.parallel_layers import ColumnLinears, RowLinear, TokenEmbedding
-from vcore_ds.models.megatron.token_exchange import gather_tokens
+from vcore_ds.models.megatron.parallel_layers import (
+    ColumnLinears,
+    RowLinear,
+    TokenEmbedding,
+    TransformerConfig,
+    gather_tokens,
+)
+from vcore_ds.models.megatron.weight_slices import head_dim, padded_vocabulary
 from vcore_ds.models.token_loss import PredictionStatistic, VocabularyShard, loss_and_statistic, token_loss
+from vcore_ds.planning.model_shape import is_moe
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""Dense decoders with RMSNorm before attention and MLP, rotary positions and a gated MLP."""
+
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings whose frequencies do not depend on the length of the input."""
+
+
+def transformer_config(path: str, config: PretrainedConfig, *, tensor: int, dtype: torch.dtype) -> TransformerConfig:
+    """Make megatron-core's configuration of the Hugging Face model `path` with this `config`. `tensor`: tensor-parallel
+    size (`parallel.tensor`); `dtype`: of the parameters. Raises UserError if the architecture is not one of
+    `ARCHITECTURES` as released, or `tensor` does not divide its sizes."""
+    _check_architecture(path, config)
+    _check_sizes(path, config, tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that its own defaults are deprecated
+        return TransformerConfig(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=config.num_key_value_heads,
+            kv_channels=head_dim(config),
+            ffn_hidden_size=config.intermediate_size,
+            gated_linear_unit=True,
+            activation_func=silu,
+            normalization="RMSNorm",
+            layernorm_epsilon=config.rms_norm_eps,
+            qk_layernorm=config.model_type == "qwen3",
+            add_bias_linear=False,
+            add_qkv_bias=config.model_type == "qwen2",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            tensor_model_parallel_size=tensor,
+            sequence_parallel=tensor > 1,
+            use_cpu_initialization=True,  # create parameters on torch's default device
+            perform_initialization=False,  # they are filled from the model's files
+        )
+
+
+def _check_architecture(path: str, config: PretrainedConfig) -> None:
+    conflict = f"model.provider: found megatron together with model.path {path} ({config.model_type})"
+    if is_moe(config.to_dict()):
+        raise UserError(
+            f"{conflict}, an MoE model; expected a dense one, or huggingface: routed experts are not sharded over a "
+            "tensor-parallel group"
+        )
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"{conflict}; expected one of {', '.join(ARCHITECTURES)}, or huggingface: tensor parallelism is "
+            "implemented for those architectures"
+        )
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in ROTARY_TYPES:
+        raise UserError(
+            f"{conflict} with rotary positions of type {rotary}; expected {', '.join(ROTARY_TYPES)}, or huggingface: "
+            "other frequencies depend on the length of the input"
+        )
+    for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        value = getattr(config, key, expected)
+        if value != expected:
+            raise UserError(
+                f"{conflict} with {key} {value}; expected {expected}, as in the released models of these "
+                "architectures, or huggingface"
+            )
+
+
+def _check_sizes(path: str, config: PretrainedConfig, tensor: int) -> None:
+    num_kv_heads, intermediate = config.num_key_value_heads, config.intermediate_size
+    conflict = f"parallel.tensor: found {tensor} together with model.path {path}, which has"
+    if num_kv_heads % tensor:  # the query heads are a multiple of them
+        raise UserError(
+            f"{conflict} {num_kv_heads} key/value heads; expected a divisor of {num_kv_heads}: a rank computes whole "
+            "heads"
+        )
+    if intermediate % tensor:
+        raise UserError(
+            f"{conflict} an intermediate size of {intermediate}; expected a divisor of it: ranks have equal shards of "
+            "the MLP"
+        )
+    rows = padded_vocabulary(config, tensor) // tensor
+    if config.vocab_size <= (tensor - 1) * rows:
+        raise UserError(
+            f"{conflict} a vocabulary of {config.vocab_size}; expected fewer ranks: some would have no token at all"
+        )
 
 
 class ParallelTokenLossHead(nn.Module):
@@ -74,11 +169,9 @@ class ParallelTokenLossModel(nn.Module):
         gradient_checkpointing: bool = False,
         activation_offload: bool = False,
     ):
-        """Args:
-        path, config, dtype: as in `transformer_config`, which may raise UserError.
-        gradient_checkpointing: save only the input of each layer for the backward.
-        activation_offload: keep tensors saved for the backward in host memory.
-        """
+        """`path`, `config`, `dtype`: as in `transformer_config`, which may raise UserError; `gradient_checkpointing`:
+        save only the input of each layer for the backward; `activation_offload`: keep tensors saved for the backward in
+        host memory."""
         super().__init__()
         tensor = layout.size("tensor")
         megatron_config = transformer_config(path, config, tensor=tensor, dtype=dtype)
