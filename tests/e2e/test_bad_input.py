@@ -196,7 +196,7 @@ MISTAKES = {
         prepare=lambda folder, _: (write_model(folder / "model") / "model.safetensors").unlink(),
     ),
     "truncated weights": Mistake(
-        MODEL, ("model.path: {folder}/model: model.safetensors: truncated",), commands=BOTH, prepare=cut_weights
+        MODEL, ("model.path: {folder}/model: model.safetensors: not a complete",), commands=BOTH, prepare=cut_weights
     ),
     "no configuration": Mistake(
         MODEL,
