@@ -59,10 +59,8 @@ def main(arguments: argparse.Namespace) -> None:
         warnings.append(f"Warning: {error}")
     check_output_folder(Path(recipe.run.output_dir))
     if is_on_disk(recipe.model.path):
-        from vcore_ds.models.architecture_check import (
-            check_configuration,  # imports torch and transformers: seconds
-            check_model_folder,
-        )
+        # Imports torch and transformers: seconds.
+        from vcore_ds.models.architecture_check import check_configuration, check_model_folder
 
         check_configuration(settings)
         if any(Path(recipe.model.path).glob("*.safetensors")):  # a configuration alone is enough for planning
