@@ -374,10 +374,12 @@ def iter_imports_at_once(source: str) -> Iterator[str]:
 
 def test_a_run_without_tensor_parallel_layers_imports_no_megatron() -> None:
     """It brings wandb and much else: 0.8 of the 6.7 s of processor time that a rank needed for its imports."""
+    slices = "vcore_ds.models.megatron.weight_slices"  # which is checked like the modules that import it
     for path in PACKAGE.rglob("*.py"):
-        if "megatron" not in path.parts:
+        if "megatron" not in path.parts or path.stem == "weight_slices":
             names = list(iter_imports_at_once(path.read_text(encoding="utf-8")))
-            assert not [name for name in names if name.startswith(("megatron", "vcore_ds.models.megatron"))], path
+            refused = [name for name in names if name.startswith(("megatron", "vcore_ds.models.megatron"))]
+            assert set(refused) <= {slices}, path
     assert list(
         iter_imports_at_once(
             "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    import c\nfinally:\n    pass"
