@@ -268,6 +268,14 @@ LEFT_OUT = {
         TOOLS,
         "refuses this conversation (roles user, assistant, tool, assistant): This model only supports single tool-c",
     ),
+    "no description": (
+        "gpt_oss",
+        [ASK, make_call(), make_result(), FINAL],
+        [TOOLS[1], {"name": "weather", "parameters": {"type": "object"}}],
+        'tool 2 is an object ({"name": "weather", "parameters": {"type": "object"}}), expected a function schema with a '
+        "`description`",
+    ),
+    "description null": ("gpt_oss", [ASK, FINAL], [{"name": "now", "description": None}], "tool 1 is an object"),
     "role": ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK, FINAL], None, "message 1 (developer)"),
 }
 

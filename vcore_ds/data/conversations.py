@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.messages import TEMPLATE_FIELDS, Message
+from vcore_ds.data.messages import TEMPLATE_FIELDS, Message, describe_value
 from vcore_ds.data.templates import ChatTemplate, find_end
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def render_conversation(
         spans = {turn: _find_span(turn, template, conversation, text, start) for turn in turns}
         problem = check.find_problem(text)
     except TemplateError as error:
+        if undescribed := _find_undescribed_tool(template, messages):
+            raise UserError(f"{refused} writes what each function does: {undescribed}.") from None
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"{refused} refuses this conversation (roles {roles}): {error}.") from None
     if problem:
@@ -135,6 +137,20 @@ def render_conversation(
     return RenderedConversation(
         conversation, text, list(spans.values()), notices, _find_ignored(messages, check.is_ignored)
     )
+
+
+def _find_undescribed_tool(template: ChatTemplate, messages: list[Message]) -> str:
+    """What was found and expected of a function without the description that the template cannot do without; empty if
+    the template refuses the conversation for another reason."""
+    functions = [tool["function"] for tool in template.tools]
+    lacking = [i for i, function in enumerate(functions) if not isinstance(function.get("description"), str)]
+    described = [{"type": "function", "function": {**function, "description": "x"}} for function in functions]
+    try:
+        replace(template, tools=described).render(messages)
+    except TemplateError:
+        return ""
+    found = "".join(f"tool {i + 1} is {describe_value(functions[i])}" for i in lacking[:1])
+    return f"{found}, expected a function schema with a `description`" if found else ""
 
 
 def _find_span(
