@@ -36,7 +36,7 @@ from vcore_ds.commands.reference import write_reference_log_probabilities
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import ProfileConfig
+from vcore_ds.config.sections import DataConfig, ProfileConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
@@ -218,9 +218,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = find_or_make_store(
         str(folder / "train.jsonl"),
         load_tokenizer(str(folder / "model")),
-        cutoff_length=16384,
-        overlong="drop",
-        cache_folder=str(folder / "cache"),
+        DataConfig(train_path="train.jsonl", cache_dir=str(folder / "cache")),
     )
     means = {"right": [1.0 + i if i in KEPT else -1.0 for i in range(12)]}
     write_scores_folder(folder / "scores", TokenStore(store), folder / "model", means)

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.ranks import forkserver
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.cache import check_source, find_or_make_store
 from vcore_ds.data.store import TokenStore
 
@@ -32,9 +33,7 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def make(
-    path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, overlong: str = "drop", **settings: Any
-) -> tuple[Path, str]:
+def make(path: Path, tokenizer_folder: Path, cutoff_length: int = 1000, **settings: Any) -> tuple[Path, str]:
     """Find or make a store; returns its folder and the messages."""
     from transformers import AutoTokenizer
 
@@ -42,11 +41,8 @@ def make(
     folder = find_or_make_store(
         str(path),
         AutoTokenizer.from_pretrained(tokenizer_folder),
-        cutoff_length=cutoff_length,
-        overlong=overlong,
-        cache_folder=str(path.parent / "cache"),
+        DataConfig(train_path=str(path), cutoff_length=cutoff_length, cache_dir=str(path.parent / "cache"), **settings),
         say=said.append,
-        **settings,
     )
     return folder, "\n".join(said)
 

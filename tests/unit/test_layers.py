@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "config": "common",
     "distributed": "common",
     "planning": "common config",
-    "data": "method common planning",
+    "data": "method common config planning",
     "models": "common config distributed planning data",
     "engine": "method common config distributed data models",
     "utility": "method common distributed data models engine",

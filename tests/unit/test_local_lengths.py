@@ -23,9 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_conversations(folder / "many.jsonl", sums(range(300)))
     write_conversations(folder / "few.jsonl", [("Why?", "word " * n) for n in (10, 20, 30, 40)])
     tokenizer = load_tokenizer(str(folder / "model"))
-    store = find_or_make_store(
-        str(folder / "many.jsonl"), tokenizer, cutoff_length=256, overlong="drop", cache_folder=str(folder / "cache")
-    )
+    settings = make_data("many.jsonl", cache_dir=str(folder / "cache"))
+    store = find_or_make_store(str(folder / "many.jsonl"), tokenizer, settings)
     shutil.copytree(store, folder / "store")
     return folder
 

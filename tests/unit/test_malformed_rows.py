@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.setups import make_tokenizer
 from vcore_ds.commands.cli import parse
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.answers import _BOXED, _BRACE, find_answer_spans
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.prepare.curation import PrepareRequest
@@ -112,15 +113,9 @@ def test_line_in_a_recipes_data_is_refused(name: str, tmp_path: Path, tokenizer_
 
     source = tmp_path / "rows.jsonl"
     source.write_bytes(json.dumps(GOOD).encode() + b"\n" + LINES[name][0])
+    settings = DataConfig(train_path=str(source), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=f"The first: {source}:2: "):
-        find_or_make_store(
-            str(source),
-            load_tokenizer(str(tokenizer_folder)),
-            cutoff_length=100,
-            overlong="drop",
-            cache_folder=str(tmp_path / "cache"),
-            say=lambda text: None,
-        )
+        find_or_make_store(str(source), load_tokenizer(str(tokenizer_folder)), settings, say=lambda text: None)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.suffix != ".unfinished"]
 
 

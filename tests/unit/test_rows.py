@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.templates import make_template_tokenizer
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.conversations import Conversation, render_conversation
 from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed, read_turn
@@ -301,14 +302,8 @@ def test_turns_with_weight_0_and_earlier_turns_are_not_learned(prepare_rows: Pre
 
 
 def open_store(path: Path, supervise: Any) -> Path:
-    return find_or_make_store(
-        str(path),
-        make_tokenizer(),
-        cutoff_length=1000,
-        overlong="drop",
-        supervise=supervise,
-        cache_folder=str(path.parent / "cache"),
-    )
+    settings = DataConfig(train_path=str(path), supervise=supervise, cache_dir=str(path.parent / "cache"))
+    return find_or_make_store(str(path), make_tokenizer(), settings)
 
 
 def test_a_store_is_opened_with_the_supervision_that_it_was_made_with(prepare_rows: Prepare) -> None:

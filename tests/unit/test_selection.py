@@ -24,7 +24,7 @@ from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import KeepConfig
+from vcore_ds.config.sections import DataConfig, KeepConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import KeptDataset, select_positions
 from vcore_ds.data.prepare.curation import PrepareRequest
@@ -70,9 +70,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model")
     data = write_conversations(folder / "train.jsonl", sums(range(12)))
     tokenizer = load_tokenizer(str(folder / "model"))
-    store = find_or_make_store(
-        str(data), tokenizer, cutoff_length=256, overlong="drop", cache_folder=str(folder), say=lambda _: None
-    )
+    settings = DataConfig(train_path=str(data), cutoff_length=256, cache_dir=str(folder))
+    store = find_or_make_store(str(data), tokenizer, settings, say=lambda _: None)
     store.rename(folder / "store")
     opened = TokenStore(folder / "store", tokenizer)
     means = {"right": [float(i % 5) - 2 for i in range(12)], "short": [float(-i) for i in range(12)]}
@@ -330,9 +329,7 @@ def two_files(tmp_path: Path, setup: Path) -> Path:
     folder = find_or_make_store(
         str(tmp_path / "data"),
         load_tokenizer(str(setup / "model")),
-        cutoff_length=200,
-        overlong="drop",
-        cache_folder=str(tmp_path),
+        DataConfig(train_path="data", cutoff_length=200, cache_dir=str(tmp_path)),
         say=lambda _: None,
     )
     store = TokenStore(folder)

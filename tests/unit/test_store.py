@@ -1,10 +1,10 @@
 """The token store: sequences are read back, and a damaged or unsuitable store is reported before training."""
 
-import gc
 import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -67,12 +67,6 @@ def test_a_store_can_be_used_like_a_list_of_sequences(store: Path) -> None:
     assert (kept.lengths == opened.lengths).all() and len(kept[2:5]) == 3
 
 
-def test_lengths_outlive_the_store(store: Path) -> None:
-    lengths = TokenStore(store).lengths
-    gc.collect()
-    assert lengths.tolist() == [len(sequence.input_ids) for sequence in make_sequences()]
-
-
 def test_the_same_input_gives_the_same_bytes(store: Path, tmp_path: Path) -> None:
     write_store(tmp_path / "again", iter(make_sequences()), make_tokenizer(), seed=42)
     names = sorted(path.name for path in store.iterdir())
@@ -127,21 +121,28 @@ def truncate(path: Path, num_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
 
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    """Overwrite bytes without changing the file's size; a negative offset counts from its end."""
+    content_bytes = bytearray(path.read_bytes())
+    begin = offset % len(content_bytes)
+    content_bytes[begin : begin + len(content)] = content
+    path.write_bytes(content_bytes)
+
+
 BROKEN = {
-    "truncated tokens": (lambda s: truncate(s / "tokens.bin", 4), "tokens.bin: truncated: found "),
-    "truncated index": (lambda s: truncate(s / "tokens.idx", 1), "tokens.idx: truncated: found "),
-    "truncated marks": (lambda s: truncate(s / "marks.bin", 1), "marks.bin: truncated: found "),
-    "longer file": (lambda s: (s / "marks.bin").write_bytes(b"0" * 999), "not the file that was written: found 999"),
-    "missing file": (lambda s: (s / "sequence_id.npy").unlink(), "sequence_id.npy: the file is missing"),
-    "no manifest": (lambda s: (s / "manifest.json").unlink(), "found no manifest.json there, only marks.bin"),
-    "no folder": (shutil.rmtree, "there is no such folder"),
-    "broken manifest": (lambda s: (s / "manifest.json").write_text("{"), "not the manifest of a token store"),
-    "another manifest": (lambda s: (s / "manifest.json").write_text("[]"), "not the manifest of a token store"),
-    "another format": (lambda s: (s / "manifest.json").write_text('{"format": "v9"}'), "found the format 'v9'"),
-    "broken index": (
-        lambda s: (s / "marks.idx").write_bytes(b"x" * (s / "marks.idx").stat().st_size),
-        "not an index of megatron-core's format",
-    ),
+    "truncated tokens": (lambda s: truncate(s / "tokens.bin", 4), "/tokens.bin: found "),
+    "truncated index": (lambda s: truncate(s / "tokens.idx", 1), "/tokens.idx: found "),
+    "truncated marks": (lambda s: truncate(s / "marks.bin", 1), "/marks.bin: found "),
+    "longer file": (lambda s: (s / "marks.bin").write_bytes(b"0" * 999), "/marks.bin: found 999 bytes, expected "),
+    "missing file": (lambda s: (s / "sequence_id.npy").unlink(), "/sequence_id.npy: found no such file"),
+    "no manifest": (lambda s: (s / "manifest.json").unlink(), ": found no manifest.json there"),
+    "no folder": (shutil.rmtree, ": found no manifest.json there (working directory /"),
+    "broken manifest": (lambda s: (s / "manifest.json").write_text("{"), "/manifest.json: is damaged"),
+    "another manifest": (lambda s: (s / "manifest.json").write_text("[]"), "/manifest.json: is damaged"),
+    "broken array": (lambda s: overwrite(s / "sequence_id.npy", 8, b"\x76\x00{'descr': ((("), ": cannot be read ("),
+    "empty sequence": (lambda s: overwrite(s / "tokens.idx", 34, np.int32(0).tobytes()), ": damaged, or of different"),
+    "longer sequence": (lambda s: overwrite(s / "tokens.idx", 34, np.int32(10**6).tobytes()), ": damaged, or of "),
+    "other sums": (lambda s: change_manifest(s, num_tokens=7, num_supervised_tokens=3), ": damaged, or of different"),
 }
 
 
@@ -150,8 +151,7 @@ def test_a_broken_store_is_refused(store: Path, breaks, reason: str) -> None:
     breaks(store)
     with pytest.raises(UserError) as error:
         TokenStore(store)
-    assert str(error.value).startswith(str(store))
-    assert reason in str(error.value)
+    assert str(error.value).startswith(f"{store}{reason}")
 
 
 def change_manifest(store: Path, **changes: object) -> None:
@@ -162,6 +162,7 @@ def change_manifest(store: Path, **changes: object) -> None:
 
 
 MANIFESTS = {
+    "another format": dict(format="v9"),
     "no files": dict(files=...),
     "files that is a list": dict(files=[]),
     "files without one": dict(files={"tokens.bin": 3}),
@@ -170,85 +171,44 @@ MANIFESTS = {
     "mistyped counts": dict(counts={"dropped": {"rule": "x"}}),
     "mistyped id": dict(max_token_id=[1]),
     "mistyped sums": dict(sha256="abc"),
+    "of vcore_ds 0.7": dict(sha256=..., max_token_id=...),
 }
 
 
 @pytest.mark.parametrize("changes", MANIFESTS.values(), ids=MANIFESTS.keys())
 def test_a_damaged_manifest_is_refused(store: Path, changes: dict) -> None:
     change_manifest(store, **changes)
-    with pytest.raises(UserError, match="manifest.json: not the manifest of a token store"):
+    with pytest.raises(UserError, match="manifest.json: is damaged, or of another version"):
         TokenStore(store)
 
 
-HEADER_BYTES = 34  # of an index, followed by lengths (int32), places (int64), documents (int64)
-
-
-def overwrite(path: Path, offset: int, content: bytes) -> None:
-    """Overwrite bytes without changing the file's size; a negative offset counts from its end."""
-    content_bytes = bytearray(path.read_bytes())
-    begin = offset % len(content_bytes)
-    content_bytes[begin : begin + len(content)] = content
-    path.write_bytes(content_bytes)
-
-
-def exchange(first: Path, second: Path) -> None:
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-
-
-INDICES = {
-    "longer sequence": (
-        HEADER_BYTES,
-        np.int32(10**6).tobytes(),
-        "found lengths of 5 to 1,000,000 tokens, expected 1 to",
-    ),
-    "empty sequence": (HEADER_BYTES, np.int32(0).tobytes(), "found lengths of 0 to "),
-    "place outside the file": (HEADER_BYTES + 7 * 4 + 8, np.int64(10**9).tobytes(), "offsets that do not follow"),
-    "place of another sequence": (HEADER_BYTES + 7 * 4, np.int64(4).tobytes(), "offsets that do not follow"),
-    "other type": (
-        17,
-        b"\x05",
-        "found version, type, sequences and documents .1, 5, 7, 8. in .* expected .1, 4, 7, 8.",
-    ),
-    "unknown type": (17, b"\xff", ".1, 255, 7, 8. in "),
-    "more sequences": (18, np.uint64(10**15).tobytes(), "1000000000000000, 8. in"),
-    "fewer sequences": (18, np.uint64(3).tobytes(), "1, 4, 3, 8. in "),
-    "documents elsewhere": (-8, np.int64(3).tobytes(), "no readable index"),
+DAMAGES = {  # of an index: 34 bytes, then lengths (int32), places (int64), documents (int64)
+    "token": ("tokens.bin", 8, b"\xff\xff\xff\x7f"),
+    "mark": ("marks.bin", 3, b"\x02"),
+    "sequence id": ("sequence_id.npy", 128, b"\x09"),
+    "longer sequence": ("tokens.idx", 34, np.int32(10**6).tobytes()),
+    "empty sequence": ("tokens.idx", 34, np.int32(0).tobytes()),
+    "place outside the file": ("tokens.idx", 34 + 7 * 4 + 8, np.int64(10**9).tobytes()),
+    "place of another sequence": ("tokens.idx", 34 + 7 * 4, np.int64(4).tobytes()),
+    "other type": ("tokens.idx", 17, b"\x05"),
+    "unknown type": ("tokens.idx", 17, b"\xff"),
+    "more sequences": ("tokens.idx", 18, np.uint64(10**15).tobytes()),
+    "fewer sequences": ("tokens.idx", 18, np.uint64(3).tobytes()),
+    "documents elsewhere": ("tokens.idx", -8, np.int64(3).tobytes()),
+    "type of an array": ("sequence_id.npy", 22, b"f"),
 }
 
 
-@pytest.mark.parametrize(("offset", "content", "reason"), INDICES.values(), ids=INDICES.keys())
-def test_an_index_that_was_damaged_at_equal_size_is_refused(store: Path, offset: int, content: bytes, reason: str):
-    overwrite(store / "tokens.idx", offset, content)
-    with pytest.raises(UserError, match=reason):
-        TokenStore(store)
-
-
-def test_arrays_exchanged_for_others_of_equal_size_are_refused(store: Path) -> None:
-    path = store / "sequence_id.npy"
-    np.save(path, np.load(path).astype(np.float64))
-    with pytest.raises(UserError, match=r"sequence_id.npy: found an array of float64 \[7\], expected int64"):
-        TokenStore(store)
-    overwrite(path, 0, b"\x93NUMPY\x01\x00\x76\x00{'descr': (((")
-    with pytest.raises(UserError, match="sequence_id.npy: not a readable array"):
-        TokenStore(store)
-
-
-CONTENTS = {
-    "tokens.bin": lambda s: overwrite(s / "tokens.bin", 8, b"\xff\xff\xff\x7f"),
-    "marks.bin": lambda s: overwrite(s / "marks.bin", 3, b"\x02"),
-    "sequence_id.npy": lambda s: overwrite(s / "sequence_id.npy", 128, b"\x09"),
-}
-
-
-@pytest.mark.parametrize(("name", "damages"), CONTENTS.items())
-def test_contents_that_were_damaged_at_equal_size_are_refused(store: Path, tmp_path: Path, name: str, damages) -> None:
+@pytest.mark.parametrize(("name", "offset", "content"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_files_that_were_damaged_at_equal_size_are_refused(
+    store: Path, tmp_path: Path, name: str, offset: int, content: bytes
+) -> None:
     check_contents(store, tmp_path / "cache")
-    damages(store)
-    TokenStore(store)  # its structure is fine
+    overwrite(store / name, offset, content)
+    with suppress(UserError):  # only the checksum finds all
+        TokenStore(store)
     for _ in range(2):  # what failed is not remembered
-        with pytest.raises(UserError, match=f"store/{name}: damaged, or of another store: its size is right"):
+        with pytest.raises(UserError, match=f"store/{name}: damaged, or of another store"):
             check_contents(store, tmp_path / "cache")
 
 
@@ -257,7 +217,7 @@ def test_files_exchanged_with_those_of_another_store_are_refused(store: Path, tm
     """Both have sequences of the same lengths, in another order or with other tokens."""
     other_store = tmp_path / "other"
     write_store(other_store, make_sequences()[::-1], make_tokenizer())
-    exchange(store / f"{name}.bin", other_store / f"{name}.bin")
+    shutil.copyfile(other_store / f"{name}.bin", store / f"{name}.bin")
     with pytest.raises(UserError, match=f"store/{name}.bin: damaged, or of another store"):
         check_contents(store, tmp_path / "cache")
 
@@ -285,18 +245,14 @@ def test_without_a_place_to_remember_contents_are_read_each_time(store: Path, tm
     assert len(said) == 2 and "computes its checksums again" in said[0]
 
 
-def test_stores_from_before_checksums_are_checked_by_their_digest(store: Path, tmp_path: Path) -> None:
-    change_manifest(store, sha256=..., max_token_id=...)
-    check_contents(store, tmp_path / "cache")
-    overwrite(store / "tokens.bin", 8, b"\x00")
-    with pytest.raises(UserError, match="their digest is not the one in manifest.json"):
+def test_a_manifest_of_another_store_is_refused(store: Path, tmp_path: Path) -> None:
+    change_manifest(store, digest="0" * 64)
+    with pytest.raises(UserError, match="manifest.json: damaged, or of another store"):
         check_contents(store, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_token_id": ...}], ids=["written", "counted"])
-def test_token_ids_beyond_the_models_vocabulary_are_refused(store: Path, changes: dict) -> None:
+def test_token_ids_beyond_the_models_vocabulary_are_refused(store: Path) -> None:
     largest = max(int(sequence.input_ids.max()) for sequence in make_sequences())
-    change_manifest(store, **changes)
     TokenStore(store, vocabulary_size=largest + 1)
     with pytest.raises(UserError, match=f"found token ids up to {largest:,}, expected ids below {largest:,}"):
         TokenStore(store, vocabulary_size=largest)
@@ -330,15 +286,17 @@ def test_a_half_written_store_never_has_its_name(tmp_path: Path) -> None:
         write_store(tmp_path / "store", make_sequences(), make_tokenizer())
 
 
-def test_opening_a_store_warns_of_nothing_and_loads_megatron_core_only_then(store: Path) -> None:
+def test_a_store_is_read_without_megatron_core_and_written_without_its_warnings(store: Path, tmp_path: Path) -> None:
     code = (
         "import sys, vcore_ds.data.store as data\n"
-        "assert not any(name.startswith('megatron') for name in sys.modules)\n"
+        "from tests.helpers.tokenizer import make_tokenizer\n"
         f"store = data.TokenStore({str(store)!r})\n"
-        "print(len(store), len(store[0]))\n"
+        "print(len(store), len(store[0]), any(name.startswith('megatron') for name in sys.modules))\n"
+        f"data.write_store({str(tmp_path / 'again')!r}, store, make_tokenizer(), seed=42)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.stdout, done.stderr) == (f"7 {len(make_sequences()[0])}\n", "")
+    assert (done.stdout, done.stderr) == (f"7 {len(make_sequences()[0])} False\n", "")
+    assert TokenStore(tmp_path / "again").digest == TokenStore(store).digest
 
 
 def test_malformed_rows_are_in_the_counts(tmp_path: Path) -> None:

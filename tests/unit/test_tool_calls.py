@@ -272,8 +272,7 @@ LEFT_OUT = {
         "gpt_oss",
         [ASK, make_call(), make_result(), FINAL],
         [TOOLS[1], {"name": "weather", "parameters": {"type": "object"}}],
-        'tool 2 is an object ({"name": "weather", "parameters": {"type": "object"}}), expected a function schema with a '
-        "`description`",
+        ' writes what each function does: tool 2 is an object ({"name": "weather", "parameters"',
     ),
     "description null": ("gpt_oss", [ASK, FINAL], [{"name": "now", "description": None}], "tool 1 is an object"),
     "role": ("qwen3", [{"role": "developer", "content": "Be brief."}, ASK, FINAL], None, "message 1 (developer)"),

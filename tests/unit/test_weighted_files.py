@@ -132,9 +132,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
     find_or_make_store(
         str(folder / "b.jsonl"),
         load_tokenizer(str(folder / "model")),
-        cutoff_length=256,
-        overlong="drop",
-        cache_folder=str(folder),
+        DataConfig(train_path="b.jsonl", cutoff_length=256, cache_dir=str(folder)),
         say=lambda _: None,
     ).rename(folder / "store")
     return folder

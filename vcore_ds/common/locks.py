@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +25,24 @@ class RunLock:
     job could start while the ranks of one whose launcher was killed are still saving."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self._lock: FileLock | None = None
+        self.folder, self._lock = folder, FileLock(folder / LOCK)
 
     def acquire(self, say: Callable[[str], None]) -> None:
         """Make the folder if needed and acquire the lock; warns if the file system has no locks. Raises UserError if
         the folder cannot be made, or another process holds the lock for longer than `WAIT_SECONDS`."""
         with writing("run.output_dir", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / LOCK)
-        try:
-            try:
-                lock.acquire(timeout=1.0)
-            except Timeout:
-                say(f"{self.folder}: another process is using it; waiting up to {WAIT_SECONDS:.0f} s for it to end")
-                lock.acquire(timeout=WAIT_SECONDS)
-        except Timeout:
+        if _try_lock(self._lock, self.folder, say):
+            return
+        say(f"{self.folder}: another process is using it; waiting up to {WAIT_SECONDS:.0f} s for it to end")
+        if not _try_lock(self._lock, self.folder, say, WAIT_SECONDS):
             raise UserError(
                 f"run.output_dir: {self.folder}: found another process using it; expected one job at a time. Stop "
                 "that job (`touch STOP` in the folder), or set run.output_dir"
-            ) from None
-        except (OSError, NotImplementedError) as error:
-            say(_describe_missing_lock(self.folder, error))
-            return
-        self._lock = lock
+            )
 
     def release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()  # keep the file: a waiting process would lock the deleted one
-            self._lock = None
+        self._lock.release()  # keep the file: a waiting process would lock the deleted one
 
 
 @contextmanager
@@ -62,11 +50,44 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[Fi
     """A context with an exclusive lock on an --output folder, which is made if needed; warns if the file system has no
     locks. The kernel releases the lock when the process ends. Raises UserError if another process holds it, OSError
     if the folder cannot be made."""
-    lock = _make_and_lock(folder, say)
+    lock = FileLock(folder / LOCK)
+    while not _make_and_lock(folder, lock, say):
+        lock.release()
     try:
         yield lock
     finally:
         lock.release()
+
+
+def _make_and_lock(folder: Path, lock: FileLock, say: Callable[[str], None]) -> bool:
+    """Make a folder if needed and lock it. False if another process has removed it meanwhile (`remove_locked`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        # While it is open its inode is not reused, so a new folder of the same name is recognised.
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if not _try_lock(lock, folder, say):
+                raise UserError(
+                    f"--output: {folder}: found another process writing into it; expected one at a time. Wait for it, "
+                    "or name another folder"
+                )
+            return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _try_lock(lock: FileLock, folder: Path, say: Callable[[str], None], seconds: float = 1.0) -> bool:
+    """Whether the lock could be acquired within `seconds`; without one, with a warning, if the file system has none."""
+    try:
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return False
+    except FileNotFoundError:
+        raise
+    except (OSError, NotImplementedError) as error:
+        say(f"warning: {folder} cannot be locked ({error}): make sure that no other job uses it")
+    return True
 
 
 def remove_locked(folder: Path, lock: FileLock) -> None:
@@ -81,41 +102,8 @@ def remove_locked(folder: Path, lock: FileLock) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _make_and_lock(folder: Path, say: Callable[[str], None]) -> FileLock:
-    """Make a folder if needed and lock it; repeats if another process removes the folder meanwhile."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
-        try:
-            # While it is open its inode is not reused, so a new folder of the same name is recognised.
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        try:
-            lock.acquire(timeout=1.0)
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                return lock
-            lock.release()
-        except FileNotFoundError:
-            lock.release()
-        except Timeout:
-            raise UserError(
-                f"--output: {folder}: found another process writing into it; expected one at a time. Wait for it, or "
-                "name another folder"
-            ) from None
-        except (OSError, NotImplementedError) as error:
-            say(_describe_missing_lock(folder, error))
-            return lock
-        finally:
-            os.close(descriptor)
-
-
-def _describe_missing_lock(folder: Path, error: Exception) -> str:
-    return f"warning: {folder} cannot be locked ({error}): make sure that no other job uses it"
-
-
 REQUEST = "request.json"  # file in `OUTPUT.unfinished` with the request to which the finished parts belong
-MAX_DIFFERENCES = 12
+MAX_SHOWN = 12  # differences in a message
 
 
 @contextmanager
@@ -137,16 +125,16 @@ def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str
     """Keep the finished parts in the folder of `unfinished_work` if they belong to the same request (all that they
     depend on, as JSON values); or start empty, also with `again`. Raises UserError if there are parts of another
     request."""
-    if _has_results(folder) and not again:
+    if _has_results(folder):
         differences = describe_differences(read_request(folder), request)
-        if not differences:
+        if not (differences or again):
             say(f"{folder}: resuming where an earlier run ended")
             return
-        raise UserError(
-            f"--output: {folder}: found unfinished work of another request:\n{differences}\nexpected the same values, "
-            "to resume it. Name another --output, or delete the unfinished work with --again"
-        )
-    if _has_results(folder):
+        if not again:
+            raise UserError(
+                f"--output: {folder}: found unfinished work of another request:\n{differences}\nexpected the same "
+                "values, to resume it. Name another --output, or delete the unfinished work with --again"
+            )
         say(f"{folder}: beginning again")
     discard_parts(folder)
     write_json(folder / REQUEST, request)
@@ -163,38 +151,29 @@ def discard_parts(folder: Path) -> None:
 
 def read_request(folder: Path) -> dict[str, Any]:
     """The request of the parts in a folder; empty if the file is missing or damaged."""
-    try:
+    with suppress(FileNotFoundError, ValueError):
         request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return request if isinstance(request, dict) else {}
+        return request if isinstance(request, dict) else {}
+    return {}
 
 
 def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """A line for each dotted key with different values in two requests; empty if they are equal."""
     left, right = _flatten(old), _flatten(json.loads(json.dumps(new)))
-    keys = [key for key in dict.fromkeys([*left, *right]) if left.get(key, _NOTHING) != right.get(key, _NOTHING)]
-    lines = [f"  {key}: {_show(left, key)} there, {_show(right, key)} here" for key in islice(keys, MAX_DIFFERENCES)]
-    if len(keys) > MAX_DIFFERENCES:
-        lines.append(f"  and {len(keys) - MAX_DIFFERENCES:,} more")
+    keys = [key for key in left | right if left.get(key) != right.get(key)]
+    shown = [(key, *(shorten(side.get(key, "nothing"), 160) for side in (left, right))) for key in keys[:MAX_SHOWN]]
+    lines = [f"  {key}: {there} there, {here} here" for key, there, here in shown]
+    if len(keys) > MAX_SHOWN:
+        lines.append(f"  and {len(keys) - MAX_SHOWN:,} more")
     return "\n".join(lines)
 
 
-_NOTHING = object()
-
-
-def _flatten(value: Any, key: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested objects and lists; empty ones are values."""
+def _flatten(value: Any, key: str = "") -> dict[str, str]:
+    """Dotted key -> value as JSON, of nested objects and lists; empty ones are values."""
     children = dict(enumerate(value)) if isinstance(value, list) else value
     if not isinstance(children, Mapping) or (key and not children):
-        return {key: value}
+        return {key: json.dumps(value, ensure_ascii=False)}
     return {k: v for name, child in children.items() for k, v in _flatten(child, f"{key}.{name}".lstrip(".")).items()}
-
-
-def _show(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return "nothing"
-    return shorten(json.dumps(values[key], ensure_ascii=False), 160)
 
 
 def _has_results(folder: Path) -> bool:

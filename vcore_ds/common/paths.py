@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,14 +122,6 @@ def _remove(path: Path) -> None:
 
 _DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a full disk, an exceeded quota and a file size limit."""
-_REMEDIES = {
-    **dict.fromkeys(_DISK_IS_FULL, "make room, or name a place on another disk"),
-    errno.EACCES: "change its permissions, or name another one",
-    errno.EPERM: "change its permissions, or name another one",
-    errno.EROFS: "name one on a file system that is mounted for writing",
-    errno.ENAMETOOLONG: "name a shorter one",
-}
-_OTHER_REMEDY = "name another one"
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """System errors in the messages of `safetensors` and `tokenizers`, whose exceptions are not OSErrors."""
 
@@ -166,19 +158,15 @@ def is_readable(source: str) -> bool:
     return bool(names) and all(os.access(name, os.R_OK) for name in names)
 
 
-@contextmanager
-def writing(where: str, path: Path, expected: str = "a folder that can be written") -> Iterator[None]:
+def writing(where: str, path: Path, expected: str = "a folder that can be written") -> AbstractContextManager[None]:
     """A context for code that writes to `path`, or checks it before writing. `where`: the recipe's key or the command's
     option that names it; empty if messages begin with the path. Raises UserError for every OSError in the block."""
-    with _explain_errors(where, path, "written", expected):
-        yield
+    return _explain_errors(where, path, "written", expected)
 
 
-@contextmanager
-def reading(where: str, path: Path, expected: str) -> Iterator[None]:
+def reading(where: str, path: Path, expected: str) -> AbstractContextManager[None]:
     """A context for code that reads from `path`; see `writing`."""
-    with _explain_errors(where, path, "read", expected):
-        yield
+    return _explain_errors(where, path, "read", expected)
 
 
 def refuse_existing(path: Path, expected: str) -> None:
@@ -205,40 +193,37 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def _explain_errors(where: str, path: Path, what: str, expected: str) -> Iterator[None]:
+    prefix = f"{where}: {path}" if where else str(path)
     try:
         yield
     except NoRoom as error:
-        raise UserError(f"{_prefix(where, path)}: {error}") from None
+        raise UserError(f"{prefix}: {error}") from None
     except OSError as error:
-        raise UserError(_describe_error(where, path, what, expected, error)) from None
+        raise UserError(_describe_error(prefix, path, what, expected, error)) from None
     except Exception as error:
         match = _RUST_ERROR.search(str(error))
         if isinstance(error, UserError) or match is None:
             raise
         system_error = OSError(int(match[1]), os.strerror(int(match[1])))
-        raise UserError(_describe_error(where, path, what, expected, system_error)) from None
+        raise UserError(_describe_error(prefix, path, what, expected, system_error)) from None
 
 
-def _prefix(where: str, path: Path) -> str:
-    return f"{where}: {path}" if where else str(path)
-
-
-def _describe_error(where: str, path: Path, what: str, expected: str, error: OSError) -> str:
-    prefix = _prefix(where, path)
+def _describe_error(prefix: str, path: Path, what: str, expected: str, error: OSError) -> str:
     other = Path(os.fsdecode(error.filename)) if error.filename is not None else path
     if other != path and path.parent not in other.parents and other not in path.parents:
         return f"{other}: cannot be used: {error.strerror}; expected to be, while {prefix} is {what}"
-    # numpy's OSError after a partial write has no errno.
-    is_full = error.errno in _DISK_IS_FULL or (error.errno is None and what == "written")
-    number = errno.ENOSPC if is_full else error.errno
-    remedy = _OTHER_REMEDY if number is None else _REMEDIES.get(number, _OTHER_REMEDY)
     problem = _find_obstacle(path, error)
     if problem is None:
         problem = str(error) if error.errno is None else os.strerror(error.errno)  # Arrow replaces the text
         if other != path:
             problem += f" ({other})"
-    if is_full:
+    remedy = "name another one"
+    # numpy's OSError after a partial write has no errno.
+    if error.errno in _DISK_IS_FULL or (error.errno is None and what == "written"):
         problem += f" ({free_space(path)})"
+        remedy = "make room, or name a place on another disk"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        remedy = f"change its permissions, or {remedy}"
     return f"{prefix}: cannot be {what}: {problem}; expected {expected}: {remedy}"
 
 
@@ -255,8 +240,6 @@ def _find_obstacle(path: Path, error: OSError) -> str | None:
 
 
 Contents = TypeVar("Contents")
-
-_MAX_SHOWN = 200  # maximum characters of a problem in a message, since it may quote long keys
 
 
 def read_json(path: Path, contents: TypeAdapter[Contents], expected: str, remedy: str = "Remove the file") -> Contents:
@@ -275,8 +258,9 @@ def parse_json(text: bytes, contents: TypeAdapter[Contents], where: str, expecte
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         problem = f"{place}: {first['msg']}" if place else first["msg"]
+        shown = problem[:200]  # it may quote long keys
         raise UserError(
-            f"{where}: is damaged, or of another version ({problem[:_MAX_SHOWN]}); expected {expected}. {remedy}"
+            f"{where}: is damaged, or of another version ({shown}); expected {expected}. {remedy}"
         ) from None
 
 

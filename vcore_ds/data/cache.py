@@ -3,9 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
@@ -13,7 +13,8 @@ from vcore_ds.common.digests import cache_root
 from vcore_ds.common.locks import read_request
 from vcore_ds.common.paths import reading, unfinished_path, writing
 from vcore_ds.common.version import __version__
-from vcore_ds.data.conversations import Supervise, check_tokenizer
+from vcore_ds.config.sections import DataConfig
+from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.store_checks import MANIFEST, check_supervision, read_manifest
 
 if TYPE_CHECKING:
@@ -44,86 +45,49 @@ def is_small(path: str) -> bool:
 def find_or_make_store(
     path: str,
     tokenizer: "PreTrainedTokenizerBase",
+    settings: DataConfig,
     *,
-    cutoff_length: int,
-    overlong: Literal["drop", "truncate"],
-    supervise: Supervise = "all",
-    columns: Mapping[str, str] | None = None,
-    max_malformed: float = 0.01,
-    cache_folder: str | None = None,
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> Path:
-    """Return the token store of `path`: `path` itself, or one in the cache, which is made if it does not exist.
-
-    Raw data may be anything that `vcore-ds prepare chat` takes. Of processes that need the same store, the first makes
-    it and the others wait.
-
-    Args:
-        supervise: turns of the assistant that are learned; a store must have been made with the same value.
-        columns: our name of a column -> the rows' name.
-        max_malformed: largest share of malformed rows of raw data.
-        cache_folder: see `cache_root`.
-        say: called with progress and problems.
-        note: called with the formats and counts of the data; None for `say`.
-
-    Raises:
-        UserError: the data do not exist, have too many malformed rows, or have nothing to learn from; or the cache
-            cannot be written.
-    """
+    """Return the token store of `path`: `path` itself, or one in the cache, which is made if it does not exist. Raw
+    data may be anything that `vcore-ds prepare chat` takes. `settings`: how they are read; its own paths are not.
+    `say` is called with progress and problems, `note` (None for `say`) with the formats and counts of the data. Raises
+    UserError if the data do not exist, have too many malformed rows, or have nothing to learn from, if a store was made
+    with another value of data.supervise, or if the cache cannot be written."""
     with reading("", Path(path), "data, or a token store, that can be read"):
         is_store = (Path(path) / MANIFEST).is_file()
     if is_store:
-        with reading("", Path(path), "a token store that can be read"):
-            check_supervision(Path(path), supervise)
+        check_supervision(Path(path), settings.supervise)
         return Path(path)
     from vcore_ds.data.prepare.curation import PrepareRequest, describe_origin
     from vcore_ds.data.prepare.pipeline import prepare, refuse_malformed
     from vcore_ds.data.prepare.sources import find_files
 
     check_tokenizer(tokenizer)
-    name = str(tokenizer.name_or_path)
-    request = PrepareRequest(
-        "chat",
-        (path,),
-        name,
-        "train",
-        cutoff_length=cutoff_length,
-        overlong=overlong,
-        supervise=supervise,
-        columns=columns or {},
-    )
+    shared = settings.model_dump(include={"cutoff_length", "overlong", "supervise", "columns"})
+    request = PrepareRequest("chat", (path,), str(tokenizer.name_or_path), "train", **shared)
     raw_files = find_files(request.sources, request.split)
     # The digest of a large file is of samples; changes in between show in its mtime.
     files = sorted({Path(file.path) for file in raw_files if not file.hub})
     origin = [describe_origin(request, raw_files, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
     key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_root(cache_folder) / f"{Path(path).stem}-{key}"
+    folder, limit = cache_root(settings.cache_dir) / f"{Path(path).stem}-{key}", settings.max_malformed
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():
             counts = read_manifest(folder)["counts"]
-            refuse_malformed(path, counts["malformed"], counts["drawn"], max_malformed, f"{folder}.malformed.txt")
+            refuse_malformed(path, counts["malformed"], counts["drawn"], limit, f"{folder}.malformed.txt")
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")
         try:
-            lock.acquire(timeout=1)
+            held = lock.acquire(timeout=1)
         except Timeout:
             say(f"Data: {path}: another process is making {folder}; waiting for it")
-            lock.acquire()
-        try:
+            held = lock.acquire()
+        with held:
             processes = 1 if is_small(path) else len(os.sched_getaffinity(0))
             # The folder's name is a hash of everything else in the request, and no user chose it or could be asked.
-            is_of_another_version = read_request(unfinished_path(folder)).get("version") != __version__
-            prepare(
-                request,
-                folder,
-                processes=processes,
-                max_malformed=max_malformed,
-                again=is_of_another_version,
-                say=say,
-                note=note,
-            )
-        finally:
-            lock.release()
+            again = read_request(unfinished_path(folder)).get("version") != __version__
+            prepare(request, folder, processes=processes, max_malformed=limit, again=again, say=say, note=note)
     return folder

@@ -14,40 +14,26 @@ import json
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.common.errors import UserError
+from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.imports import without_compiler
-from vcore_ds.common.paths import reading, write_atomically
+from vcore_ds.common.paths import write_atomically
 from vcore_ds.data.conversations import check_tokenizer
-from vcore_ds.data.store_checks import (
-    COPY_AGAIN,
-    FORMAT,
-    MANIFEST,
-    REMEDY,
-    check_files,
-    check_index,
-    check_index_header,
-    combine_hashes,
-    hash_files,
-    load_array,
-    read_manifest,
-)
+from vcore_ds.data.store_checks import COPY_AGAIN, FORMAT, MANIFEST, REMEDY, combine_hashes, hash_files, read_manifest
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
     from transformers import PreTrainedTokenizerBase
 
 SUPERVISED, IN_ANSWER = 1, 2  # bits of a mark
 
-_CHUNK_TOKENS = 2**24  # tokens read at once from stores without `max_token_id`; 64 MiB
+_INDEX_HEADER_BYTES = 34  # of megatron-core's index; then lengths (int32), places (int64), documents (int64)
 
 
 class TokenStore(TokenizedSequences):
@@ -61,13 +47,11 @@ class TokenStore(TokenizedSequences):
         cutoff_length: int | None = None,
         vocabulary_size: int | None = None,
     ) -> None:
-        """Check everything that does not need reading the tokens (`check_contents` checks the rest): also that the
-        store was made with `tokenizer` and its template, and fits `cutoff_length` in tokens and `vocabulary_size`, rows
-        of the model's input embedding. Raises UserError."""
+        """Check the sizes of the files (`check_contents` checks their contents), that the store was made with
+        `tokenizer` and its template, and that it fits `cutoff_length` in tokens and `vocabulary_size`, rows of the
+        model's input embedding. Raises UserError."""
         self.folder = Path(folder)
-        with reading("", self.folder, "a token store that can be read"):
-            self.manifest = read_manifest(self.folder)
-            check_files(self.folder, self.manifest["files"])
+        self.manifest = read_manifest(self.folder)
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
         if cutoff_length is not None and self.manifest["max_length"] > cutoff_length:
@@ -76,24 +60,40 @@ class TokenStore(TokenizedSequences):
                 f"{cutoff_length:,} (data.cutoff_length); raise it to {self.manifest['max_length']}, or {REMEDY} "
                 f"and --cutoff-length {cutoff_length}"
             )
-        self._tokens = self._open_index("tokens", np.int32)
-        self._marks = self._open_index("marks", np.uint8)
-        self.sequence_ids: np.ndarray = load_array(self.folder / "sequence_id.npy", np.int64)
-        self.num_supervised_tokens: np.ndarray = load_array(self.folder / "num_supervised_tokens.npy", np.int32)
-        sizes = {len(self.sequence_ids), len(self.num_supervised_tokens)}
-        if sizes != {self.manifest["num_sequences"]}:
+        self._open_files()
+        if vocabulary_size is not None and (largest := self.manifest["max_token_id"]) >= vocabulary_size:
             raise UserError(
-                f"{self.folder}: found arrays of {' and '.join(f'{n:,}' for n in sorted(sizes))} sequences, expected "
-                f"{self.manifest['num_sequences']:,} ({MANIFEST}); {REMEDY}"
+                f"{self.folder}: found token ids up to {largest:,}, expected ids below {vocabulary_size:,}, the "
+                "vocab_size of the model (model.path, config.json): the tokenizer has tokens that the model has no "
+                "embedding for; take the tokenizer that belongs to the model, or add rows to its embeddings, then "
+                f"{REMEDY}"
             )
-        if vocabulary_size is not None:
-            self._check_vocabulary(vocabulary_size)
 
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """int32 [n], the tokens of each sequence; from the index."""
-        # A copy: megatron-core unmaps the index when it frees the data set, and reading the array would then crash.
-        return np.array(self._tokens.sequence_lengths)
+    def _open_files(self) -> None:
+        """Map the files. Raises UserError if they cannot be read, or contradict the manifest."""
+        folder, number = self.folder, self.manifest["num_sequences"]
+        try:
+            # Not by megatron-core, whose import takes a second: sequences follow each other, so lengths are enough.
+            self.lengths = np.fromfile(folder / "tokens.idx", np.int32, number, offset=_INDEX_HEADER_BYTES)
+            self._ends = self.lengths.cumsum(dtype=np.int64)
+            self._tokens = np.memmap(folder / "tokens.bin", np.int32, "r")
+            self._marks = np.memmap(folder / "marks.bin", np.uint8, "r")
+            self.sequence_ids: np.ndarray = np.load(folder / "sequence_id.npy", mmap_mode="r")
+            self.num_supervised_tokens: np.ndarray = np.load(folder / "num_supervised_tokens.npy", mmap_mode="r")
+            found = {
+                "num_sequences": {len(self.lengths), len(self.sequence_ids), len(self.num_supervised_tokens)},
+                "num_tokens": {len(self._tokens), len(self._marks), int(self._ends[-1])},
+                "max_length": {int(self.lengths.max())},
+                "num_supervised_tokens": {int(self.num_supervised_tokens.sum())},
+            }
+        except Exception as error:  # of any class: numpy evaluates the header of an array as Python
+            raise UserError(f"{folder}: cannot be read ({first_line(error)}); {COPY_AGAIN}") from None
+        for key, values in found.items():
+            if values != {self.manifest[key]} or self.lengths.min() < 1:
+                raise UserError(
+                    f"{folder}: damaged, or of different stores: found {key} {', '.join(map(str, sorted(values)))}, "
+                    f"expected {self.manifest[key]} ({MANIFEST}); {COPY_AGAIN}"
+                )
 
     @property
     def digest(self) -> str:
@@ -101,14 +101,8 @@ class TokenStore(TokenizedSequences):
         return self.manifest["digest"]
 
     def origins(self) -> tuple[list[str], np.ndarray]:
-        """Find the source (file or data set) of each sequence, and its row or line there, from 0, int64 [n]. A store of
-        an early version, whose manifest lacks the first rows of several sources, counts as one source."""
-        first_rows = self.manifest.get("first_rows")
-        if first_rows is None:
-            sources = self.manifest.get("source", [])
-            only = sources[0] if len(sources) == 1 else {}
-            first_rows = [(only.get("file") or only.get("hub") or str(self.folder), 0)]
-        names, starts = zip(*first_rows, strict=True)
+        """Find the source (file or data set) of each sequence, and its row or line there, from 0, int64 [n]."""
+        names, starts = zip(*self.manifest.get("first_rows", [(str(self.folder), 0)]), strict=True)
         numbers = np.searchsorted(starts, self.sequence_ids, side="right") - 1
         return [names[i] for i in numbers], self.sequence_ids - np.array(starts, dtype=np.int64)[numbers]
 
@@ -117,14 +111,6 @@ class TokenStore(TokenizedSequences):
         counts = self.manifest.get("counts", {})
         malformed = {"malformed": counts["malformed"]} if counts.get("malformed") else {}
         return counts.get("rows"), malformed | counts.get("dropped", {})
-
-    def max_token_id(self) -> int:
-        """Find the largest token id. Stores of early versions, whose manifest lacks it, are read completely: 0.3 s per
-        GB."""
-        if "max_token_id" in self.manifest:
-            return self.manifest["max_token_id"]
-        tokens = np.memmap(self.folder / "tokens.bin", dtype=np.int32, mode="r")
-        return max(int(tokens[i : i + _CHUNK_TOKENS].max()) for i in range(0, len(tokens), _CHUNK_TOKENS))
 
     def describe(self) -> str:
         """Describe the amount of data, each rule that dropped rows, and each observation, in a line each."""
@@ -142,38 +128,20 @@ class TokenStore(TokenizedSequences):
         return "\n".join(lines)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self.lengths)
 
     def read_sequence(self, i: int) -> TokenizedSequence:
-        marks = self._marks[i]
+        place = slice(self._ends[i] - self.lengths[i], self._ends[i])
+        marks = self._marks[place]
         return TokenizedSequence(
             sequence_id=int(self.sequence_ids[i]),
-            input_ids=np.array(self._tokens[i]),  # a copy, because torch warns of read-only memory
+            input_ids=np.array(self._tokens[place]),  # a copy, because torch warns of read-only memory
             supervised=(marks & SUPERVISED).astype(np.bool_),
             in_answer=(marks & IN_ANSWER).astype(np.bool_),
         )
 
     def __iter__(self) -> Iterator[TokenizedSequence]:
         return (self[i] for i in range(len(self)))
-
-    def _open_index(self, name: str, dtype: type[np.generic]) -> "IndexedDataset":
-        """Open `name`.bin and `name`.idx with megatron-core, after checking the index."""
-        check_index_header(self.folder / f"{name}.idx", dtype, self.manifest["num_sequences"])
-        try:
-            dataset = _import_indexed_dataset().IndexedDataset(str(self.folder / name))
-        except AssertionError as error:
-            raise UserError(f"{self.folder / name}.idx: no readable index ({error}); {COPY_AGAIN}") from None
-        check_index(self.folder, name, dataset.index, dtype, self.manifest)
-        return dataset
-
-    def _check_vocabulary(self, size: int) -> None:
-        largest = self.max_token_id()
-        if largest >= size:
-            raise UserError(
-                f"{self.folder}: found token ids up to {largest:,}, expected ids below {size:,}, the vocab_size of the "
-                "model (model.path, config.json): the tokenizer has tokens that the model has no embedding for; take "
-                f"the tokenizer that belongs to the model, or add rows to its embeddings, then {REMEDY}"
-            )
 
     def _check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         check_tokenizer(tokenizer)
@@ -277,8 +245,8 @@ def _sha256(text: str) -> str:
 
 
 def _import_indexed_dataset() -> "ModuleType":
-    """Import megatron-core's module on first use: it imports 700 others (0.6 s), which warn of missing GPU packages and
-    compile functions, and a store needs neither."""
+    """Import megatron-core's module to write a store: it imports 700 others (0.6 s), which warn of missing GPU packages
+    and compile functions, and a store needs neither."""
     # It warns in a CUDA build of PyTorch without a visible GPU.
     builder = logging.getLogger("torch.utils.cpp_extension")
     level = builder.level

@@ -1,7 +1,7 @@
 """The feed of a run: from data files to this rank's micro-batches of every step."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.digests import cache_root
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import is_readable, reading
+from vcore_ds.common.paths import is_readable
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.sections import WRITTEN_BY_COMMANDS, DataConfig, MethodConfig, ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
@@ -272,38 +272,11 @@ class DataReader:
 
     def _find_store(self, path: str) -> Path:
         settings = self.settings
-        folder = find_store(settings, path, self.tokenizer, self.console.say, self.console.note)
+        console = self.console
+        folder = find_or_make_store(path, self.tokenizer, settings, say=console.say, note=console.note)
         if local_rank() == 0:
-            check_store(settings, folder, self.console.say)
+            check_contents(folder, cache_root(settings.cache_dir), console.say)
         return folder
-
-
-def find_store(
-    settings: DataConfig,
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None],
-    note: Callable[[str], None],
-) -> Path:
-    """Find or make the token store of `path`, with the settings of a recipe; see `find_or_make_store`."""
-    return find_or_make_store(
-        path,
-        tokenizer,
-        cutoff_length=settings.cutoff_length,
-        overlong=settings.overlong,
-        supervise=settings.supervise,
-        columns=settings.columns,
-        max_malformed=settings.max_malformed,
-        cache_folder=settings.cache_dir,
-        say=say,
-        note=note,
-    )
-
-
-def check_store(settings: DataConfig, folder: Path, say: Callable[[str], None]) -> None:
-    """Compare a token store's files with their checksums; see `check_contents`."""
-    with reading("", folder, "a token store that can be read"):
-        check_contents(folder, cache_root(settings.cache_dir), say)
 
 
 def open_store(settings: DataConfig, folder: Path, model: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore:
@@ -320,8 +293,8 @@ def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedToke
             continue
         check_source(path)
         if is_small(path):
-            folder = find_store(settings, path, tokenizer, lambda _: None, lambda _: None)
-            check_store(settings, folder, print)
+            folder = find_or_make_store(path, tokenizer, settings, say=lambda _: None)
+            check_contents(folder, cache_root(settings.cache_dir))
             open_store(settings, folder, model, tokenizer)
 
 

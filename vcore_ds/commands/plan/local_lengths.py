@@ -6,16 +6,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import is_readable, reading
+from vcore_ds.common.paths import is_readable
 from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
 from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
-from vcore_ds.data.store_checks import INDEX_HEADER, MANIFEST, check_files, check_index_header, read_manifest
+from vcore_ds.data.store import TokenStore
+from vcore_ds.data.store_checks import MANIFEST
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.known_models import find_folder
 
@@ -58,7 +57,7 @@ def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | Non
     """Read lengths, none of raw data without a tokenizer, and the total number of sequences; None if not all were
     read."""
     if (Path(path) / MANIFEST).is_file():
-        lengths = _read_store(Path(path))
+        lengths = TokenStore(path).lengths.tolist()
         return lengths, len(lengths)
     if tokenizer is None:
         return [], None
@@ -67,15 +66,6 @@ def _read(path: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | Non
     if data.overlong == "drop":
         lengths = [n for n in lengths if n <= data.cutoff_length]
     return [min(n, data.cutoff_length) for n in lengths], len(lengths) if is_all else None
-
-
-def _read_store(folder: Path) -> list[int]:
-    with reading("", folder, "a token store that can be read"):
-        manifest = read_manifest(folder)
-        check_files(folder, manifest["files"])
-        index, number = folder / "tokens.idx", manifest["num_sequences"]
-        check_index_header(index, np.int32, number)
-        return np.fromfile(index, np.int32, number, offset=INDEX_HEADER.size).tolist()
 
 
 def _read_conversations(path: str, columns: Mapping[str, str]) -> tuple[list[Conversation], bool]:
