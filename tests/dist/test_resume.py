@@ -34,9 +34,10 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.fidelity.measure import train_steps
 from vcore_ds.commands.reference import write_reference_log_probabilities
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import DataConfig, ProfileConfig
+from vcore_ds.config.sections import ProfileConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.ranks import forkserver
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.sections import DataConfig
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.cache import check_source, find_or_make_store
 from vcore_ds.data.store import TokenStore
 

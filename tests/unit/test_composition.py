@@ -19,7 +19,7 @@ from vcore_ds.commands.quickstart.session import RECIPE as QUICKSTART
 from vcore_ds.commands.quickstart.session import load_with_additions, prepare_files, without_chosen
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
-from vcore_ds.config.load import compose, dump_recipe, load_recipe
+from vcore_ds.config.load import dump_recipe, load_recipe, merge_files
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import LoraConfig
@@ -44,12 +44,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_bases_merge_key_by_key_and_the_file_itself_comes_last(folder: Path) -> None:
-    assert compose("whole.yaml").values == smallest_recipe()
+    assert merge_files("whole.yaml").values == smallest_recipe()
     write(folder / "common.yaml", {"run": {"seed": 0, "validate_every": 3}})
     write(folder / "a.yaml", {"base": "common.yaml", "run": {"seed": 1, "log_every": 1}, "model": {"path": "a"}})
     write(folder / "b.yaml", {"base": "common.yaml", "run": {"log_every": 2}, "data": {"train_path": "b"}})
     write(folder / "c.yaml", {"base": ["a.yaml", "b.yaml"], "run": {"output_dir": "c"}})
-    assert compose("c.yaml").values == {
+    assert merge_files("c.yaml").values == {
         "run": {"seed": 0, "validate_every": 3, "log_every": 2, "output_dir": "c"},  # b.yaml's own base wins over a
         "model": {"path": "a"},
         "data": {"train_path": "b"},
@@ -135,8 +135,8 @@ def test_merging_is_associative(files: list[Sections], data: st.DataObject) -> N
             bases = [group_files(group[:cut]), group_files(group[cut:])]
             return write(folder / f"group_{next(groups)}.yaml", {"base": [path.name for path in bases]})
 
-        assert compose(group_files(paths)).values == merge_by_hand(files)
-        assert compose(paths[0], [str(path) for path in paths[1:]]).values == merge_by_hand(files)
+        assert merge_files(group_files(paths)).values == merge_by_hand(files)
+        assert merge_files(paths[0], [str(path) for path in paths[1:]]).values == merge_by_hand(files)
 
 
 # ---------------------------------------------------------------- where files are found

@@ -10,7 +10,7 @@ from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan.lengths import SIMULATED_MEAN, LengthModel
 from vcore_ds.commands.plan.local_lengths import sample_lengths
-from vcore_ds.config.sections import DataConfig
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.setups import make_tokenizer
 from vcore_ds.commands.cli import parse
 from vcore_ds.common.errors import UserError
-from vcore_ds.config.sections import DataConfig
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.answers import _BOXED, _BRACE, find_answer_spans
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.prepare.curation import PrepareRequest

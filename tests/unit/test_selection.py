@@ -20,11 +20,11 @@ from tests.helpers.scores import write_scores_folder
 from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.common.errors import UserError
+from vcore_ds.config.data_section import DataConfig, KeepConfig
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys, flat_values
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import DataConfig, KeepConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import KeptDataset, select_positions
 from vcore_ds.data.prepare.curation import PrepareRequest

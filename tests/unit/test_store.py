@@ -15,8 +15,7 @@ from tests.helpers.tokenizer import CHATML, make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import collate
 from vcore_ds.data.dataset import keep_random_tokens
-from vcore_ds.data.store import TokenStore, hash_tokenizer, write_store
-from vcore_ds.data.store_checks import check_contents
+from vcore_ds.data.store import TokenStore, check_contents, hash_tokenizer, write_store
 from vcore_ds.data.tokenization import TokenizedSequence
 
 
@@ -223,11 +222,11 @@ def test_files_exchanged_with_those_of_another_store_are_refused(store: Path, tm
 
 
 def test_contents_are_read_once(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vcore_ds.data import store_checks
+    from vcore_ds.data import store as data_store
 
     read: list[str] = []
-    hash_file = store_checks._sha256
-    monkeypatch.setattr(store_checks, "_sha256", lambda path: (read.append(path.name), hash_file(path))[1])
+    hash_file = data_store._sha256
+    monkeypatch.setattr(data_store, "_sha256", lambda path: (read.append(path.name), hash_file(path))[1])
     check_contents(store, tmp_path / "cache")
     assert len(read) == len(set(read)) == 6
     check_contents(store, tmp_path / "cache")

@@ -13,9 +13,9 @@ from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_part
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
+from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS
 from vcore_ds.config.load import dump_recipe, load_recipe
 from vcore_ds.config.schema import Recipe
-from vcore_ds.config.sections import WRITTEN_BY_COMMANDS
 from vcore_ds.planning.batch_plan import BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import describe_memory, describe_shortage, plan_memory

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from vcore_ds.commands.arguments import share
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import refuse_existing, write_atomically, writing
+from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.config.problems import RecipeError, field_problems
-from vcore_ds.config.sections import KeepConfig
 
 if TYPE_CHECKING:
     from vcore_ds.training.keep import KeptTraces

@@ -7,7 +7,7 @@ from pathlib import Path
 from vcore_ds.commands.arguments import add_again, fraction, positive
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import writing
-from vcore_ds.config.sections import COLUMNS
+from vcore_ds.config.data_section import COLUMNS
 
 HELP = "filter, sample and tokenize raw data into a token store"
 DESCRIPTION = (

@@ -1,10 +1,12 @@
-"""Recipe files: folders of the shipped ones, reading and writing YAML.
+"""Recipe files: where they are found, and reading and writing YAML.
 
 YAML is read by PyYAML's safe loader with three changes: `1e-4` is a number, as in YAML 1.2 (PyYAML reads a string),
 dates are strings (a folder may be called 2026-01-31), and keys are strings as written.
 """
 
 import copy
+import difflib
+import os
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +29,7 @@ _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
 
 class UnreadableFile(Exception):
-    """A file that cannot be read, or is not YAML. `position` is `:LINE:COLUMN` of the error, or empty."""
+    """A file that cannot be read, or is not YAML. `position`: `:LINE:COLUMN` of the error, or empty."""
 
     def __init__(self, problem: str, position: str = ""):
         super().__init__(problem)
@@ -112,3 +114,31 @@ def _note_keys(node: yaml.Node, parent: str, parsed: ParsedYaml) -> None:
         else:
             parsed.lines[name] = line
             _note_keys(value, f"{name}.", parsed)
+
+
+def list_candidates(name: str, folder: Path) -> list[Path]:
+    """The paths that a name may mean, in order of preference."""
+    suffixes = ("",) if name.endswith(".yaml") else ("", ".yaml")
+    return [start / f"{os.path.expanduser(name)}{suffix}" for start in (folder, SHIPPED_RECIPES) for suffix in suffixes]
+
+
+def find_file(name: str, folder: Path) -> Path | None:
+    """The file of this name; a folder, for a better message than that there is none, only if there is no file."""
+    # Not Path.exists, which raises for a name that is too long.
+    paths = [path for path in list_candidates(name, folder) if os.path.exists(path)]
+    return next((path for path in paths if not path.is_dir()), paths[0] if paths else None)
+
+
+def nearest_files(name: str, folder: Path) -> list[str]:
+    """Files for a missing one: of the same name or else of a similar one, in its folder and among the shipped."""
+    stem = Path(name).name.removesuffix(".yaml")
+    shipped = sorted(SHIPPED_RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+    nearest = []
+    for files in (
+        [Path(name).with_name(path.name) for path in sorted((folder / os.path.expanduser(name)).parent.glob("*.yaml"))],
+        [path.relative_to(SHIPPED_RECIPES) for path in shipped],
+    ):
+        stems = list(dict.fromkeys(path.stem for path in files))
+        for match in [stem] if stem in stems else difflib.get_close_matches(stem, stems, n=2):
+            nearest += [str(path) for path in files if path.stem == match]
+    return list(dict.fromkeys(nearest))

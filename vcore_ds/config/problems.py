@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import shorten
-from vcore_ds.config import sections
+from vcore_ds.config.data_section import WeightedPath
 from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, section_class
 
 _NAMES_ELSEWHERE = {
@@ -71,6 +71,11 @@ class RecipeError(UserError):
 def show(value: Any) -> str:
     """A value as JSON, shortened."""
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def describe_problem(found: object, expected: str, nearest: Iterable[str] = ()) -> str:
+    """The form of every message about a value, after its place: `found ...; expected ...; did you mean ...?`."""
+    return f"found {found}; expected {expected}{did_you_mean(nearest)}"
 
 
 def did_you_mean(names: Iterable[str]) -> str:
@@ -140,7 +145,7 @@ def _describe_values(schema: dict[str, Any]) -> str:
         case "array" if "prefixItems" in schema:
             return f"[{', '.join(map(_describe_values, schema['prefixItems']))}]"
         case "array" if "$ref" in schema["items"]:
-            keys = getattr(sections, schema["items"]["$ref"].rpartition("/")[2]).model_json_schema()["properties"]
+            keys = WeightedPath.model_json_schema()["properties"]
             return f"a list of {{{', '.join(f'{key}: {_describe_values(value)}' for key, value in keys.items())}}}"
         case "array":
             return f"a list of {_describe_values(schema['items'])}"
@@ -174,27 +179,13 @@ def nearest_keys(name: str) -> list[str]:
     parent, _, word = name.rpartition(".")
     if word in NAMES_ELSEWHERE:
         return [NAMES_ELSEWHERE[word]]
-    keys = [
-        *SECTIONS,
-        *(f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.key_names()),
-        *(f"{section}.{key}.{inner}" for (section, key), cls in SUBSECTIONS.items() for inner in cls.key_names()),
-    ]
-    by_word: dict[str, list[str]] = {}
-    for key in keys:
-        by_word.setdefault(key.rpartition(".")[2], []).append(key)
-    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == parent}
-    nearest = [siblings[other] for other in difflib.get_close_matches(word, siblings, n=1)] + by_word.get(word, [])
-    return list(dict.fromkeys(nearest)) or [
-        key for other in difflib.get_close_matches(word, by_word, n=1) for key in by_word[other]
-    ]
-
-
-def _explain_name_elsewhere(name: str) -> str:
-    """Values and meaning of the key that other trainers or earlier versions call `name`; empty for other names."""
-    if name not in NAMES_ELSEWHERE:
-        return ""
-    key = next(key for key in recipe_keys() if key.dotted == NAMES_ELSEWHERE[name])
-    return f" ({key.values}: {key.meaning.rstrip('.')})"
+    keys = [*SECTIONS, *(key.dotted for key in recipe_keys())]
+    words = {key: key.rpartition(".")[2] for key in keys}
+    siblings = {words[key]: key for key in keys if key.rpartition(".")[0] == parent}
+    nearest = [siblings[other] for other in difflib.get_close_matches(word, siblings, n=1)]
+    nearest += [key for key in keys if words[key] == word]
+    similar = [] if nearest else difflib.get_close_matches(word, words.values(), n=1)
+    return list(dict.fromkeys(nearest)) or [key for key in keys if words[key] in similar]
 
 
 def field_problems(error: ValidationError, values: Any, within: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
@@ -205,30 +196,27 @@ def field_problems(error: ValidationError, values: Any, within: tuple[str, ...] 
     locations = [names[: 3 if names[:2] in SUBSECTIONS else 2] for names in locations if names]
     for name in reversed(within):
         values = {name: values}
-    return {location: _describe_problem(location, values) for location in dict.fromkeys(locations)}
+    return {location: _describe_field(location, values) for location in dict.fromkeys(locations)}
 
 
-def _describe_problem(location: tuple[str, ...], values: Any) -> str:
-    """`found ...; expected ...`, with a hint."""
+def _describe_field(location: tuple[str, ...], values: Any) -> str:
+    """What was found and expected at a location."""
     *section, name = location
     value, is_missing = values, False
     for key in location:
         is_missing = not isinstance(value, dict) or key not in value
         value = None if is_missing else value[key]
-    found = f"found {'nothing' if is_missing else show(value)}"
+    found = "nothing" if is_missing else show(value)
     known = section_class(*section).key_names() if section else list(SECTIONS)
     if name not in known:
-        kind = "key" if section else "section"
-        hint = did_you_mean(nearest_keys(".".join(location))) + _explain_name_elsewhere(name)
-        return f"{found} under an unknown name; expected a {kind} among {', '.join(known)}{hint}"
+        expected = f"a {'key' if section else 'section'} among {', '.join(known)}"
+        return describe_problem(f"{found} under an unknown name", expected, nearest_keys(".".join(location)))
     if not section or location in SUBSECTIONS:
         keys = ", ".join(section_class(*location).key_names())
-        or_null = {"lora": ", or null for full-parameter training", "keep": ", or null", "profile": ", or null"}.get(
-            name, ""
-        )
-        return f"{found}; expected a section with keys {keys}{or_null}"
+        or_null = ", or null for full-parameter training" if name == "lora" else ", or null" if section else ""
+        return describe_problem(found, f"a section with keys {keys}{or_null}")
     schema = _key_schemas(*section)[name]
     near = difflib.get_close_matches(value, _list_choices(schema), n=1) if isinstance(value, str) else []
     not_empty = ", not empty" if value in ("", [], {}) else ""
     meaning = " ".join(schema["description"].split()).rstrip(".")
-    return f"{found}; expected {_describe_values(schema)}{not_empty} ({meaning}){did_you_mean(near)}"
+    return describe_problem(found, f"{_describe_values(schema)}{not_empty} ({meaning})", near)

@@ -64,7 +64,7 @@ def read_resolved_recipe(path: Path) -> Recipe:
     except FileNotFoundError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnreadableFile as error:
-        raise UserError(f"{path}{error.position}: {error}") from None
+        raise UserError(f"{path}{error.position}: {error}; expected the recipe of a run") from None
 
 
 def differing_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from vcore_ds.common.text import count
 from vcore_ds.config import sections
+from vcore_ds.config.data_section import DataConfig, KeepConfig
 
 
 class Recipe(sections.Section):
@@ -21,7 +22,7 @@ class Recipe(sections.Section):
     model: sections.ModelConfig
     parallel: sections.ParallelConfig = Field(default_factory=sections.ParallelConfig)
     lora: sections.LoraConfig | None = None
-    data: sections.DataConfig
+    data: DataConfig
     batch: sections.BatchConfig = Field(default_factory=sections.BatchConfig)
     optimizer: sections.OptimizerConfig
     schedule: sections.ScheduleConfig
@@ -42,7 +43,7 @@ SECTIONS: dict[str, type[sections.Section]] = {**Recipe.__annotations__, "lora":
 """Section name -> class, in the order of the schema."""
 
 SUBSECTIONS: dict[tuple[str, str], type[sections.Section]] = {
-    ("data", "keep"): sections.KeepConfig,
+    ("data", "keep"): KeepConfig,
     ("run", "profile"): sections.ProfileConfig,
 }
 """(section, key) -> class of the nested section; its value may be null."""

@@ -13,9 +13,9 @@ from vcore_ds.common.digests import cache_root
 from vcore_ds.common.locks import read_request
 from vcore_ds.common.paths import reading, unfinished_path, writing
 from vcore_ds.common.version import __version__
-from vcore_ds.config.sections import DataConfig
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.conversations import check_tokenizer
-from vcore_ds.data.store_checks import MANIFEST, check_supervision, read_manifest
+from vcore_ds.data.store import MANIFEST, check_supervision, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,7 @@ from vcore_ds.common.paths import is_readable
 from vcore_ds.data.dataset import Store
 from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
-from vcore_ds.data.store import TokenStore
-from vcore_ds.data.store_checks import MANIFEST
+from vcore_ds.data.store import MANIFEST, TokenStore
 
 MAX_BYTES = 64 * 2**20  # of raw files that `count_shared_on_disk` reads, in about two seconds
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.config.resume import read_resolved_recipe
-from vcore_ds.config.sections import DataConfig
 from vcore_ds.data.dataset import KeptDataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank

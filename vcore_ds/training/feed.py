@@ -12,7 +12,8 @@ from vcore_ds.common.digests import cache_root
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.random_streams import Stream
-from vcore_ds.config.sections import WRITTEN_BY_COMMANDS, DataConfig, MethodConfig, ProbeConfig
+from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS, DataConfig
+from vcore_ds.config.sections import MethodConfig, ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
 from vcore_ds.data.cache import check_source, find_or_make_store, is_small
 from vcore_ds.data.dataset import (
@@ -30,8 +31,7 @@ from vcore_ds.data.dataset import (
     list_shares,
 )
 from vcore_ds.data.overlap import find_shared
-from vcore_ds.data.store import TokenStore
-from vcore_ds.data.store_checks import check_contents
+from vcore_ds.data.store import TokenStore, check_contents
 from vcore_ds.data.token_tables import StoredWeights
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout

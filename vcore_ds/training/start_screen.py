@@ -8,18 +8,10 @@ from pathlib import Path
 import torch
 
 from vcore_ds.common.text import count
-from vcore_ds.config.sections import (
-    DataConfig,
-    EngineConfig,
-    LoraConfig,
-    MethodConfig,
-    ModelConfig,
-    ProbeConfig,
-    UtilityConfig,
-    WeightedPath,
-)
+from vcore_ds.config.data_section import DataConfig, WeightedPath
+from vcore_ds.config.sections import EngineConfig, LoraConfig, MethodConfig, ModelConfig, ProbeConfig, UtilityConfig
 from vcore_ds.data.dataset import Dataset, KeptDataset, MainOrder, find_token_store
-from vcore_ds.data.store_checks import MANIFEST
+from vcore_ds.data.store import MANIFEST
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes

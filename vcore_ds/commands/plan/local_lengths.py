@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
-from vcore_ds.config.sections import DataConfig
+from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
 from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
-from vcore_ds.data.store import TokenStore
-from vcore_ds.data.store_checks import MANIFEST
+from vcore_ds.data.store import MANIFEST, TokenStore
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
 from vcore_ds.planning.known_models import find_folder
 

@@ -68,7 +68,7 @@ def _digest(key: str, path: str) -> str | None:
     """None for a path that is not on this machine, such as a login node."""
     # Imported here: `vcore-ds sweep --status` does not need these, and they take seconds.
     from vcore_ds.data.prepare.sources import describe_source, find_files
-    from vcore_ds.data.store_checks import MANIFEST, read_manifest
+    from vcore_ds.data.store import MANIFEST, read_manifest
     from vcore_ds.models.model_identity import compute_model_digest
 
     if key == MODEL_KEY:

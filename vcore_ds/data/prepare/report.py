@@ -18,7 +18,7 @@ from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED
 from vcore_ds.data.prepare.curation import RULES, Kind
 from vcore_ds.data.prepare.rows import read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
-from vcore_ds.data.store_checks import MANIFEST, read_manifest
+from vcore_ds.data.store import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

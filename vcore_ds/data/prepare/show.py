@@ -12,8 +12,7 @@ from vcore_ds.data.messages import Dropped, Malformed
 from vcore_ds.data.prepare.convert import read_row, render_row
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.sources import BLANK, find_files
-from vcore_ds.data.store import TokenStore
-from vcore_ds.data.store_checks import MANIFEST
+from vcore_ds.data.store import MANIFEST, TokenStore
 from vcore_ds.data.templates import find_end
 from vcore_ds.data.tokenization import load_tokenizer
 
