@@ -27,8 +27,8 @@ from tests.helpers.setups import sums, write_conversations
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.export.write import export_run
 from vcore_ds.commands.score import compute
-from vcore_ds.commands.score.request import make_request
-from vcore_ds.commands.score.result import PassFiles
+from vcore_ds.commands.score.inputs import read_inputs
+from vcore_ds.commands.score.tables import PassFiles
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.schema import Recipe
@@ -138,10 +138,10 @@ def train_adapters(folder: Path) -> None:
         run.train(make_recipe(folder, "lora", lora=LORA))
 
 
-def make_case_request(folder: Path, case: Case, output: Path):
+def read_case(folder: Path, case: Case, output: Path):
     sets = [f"{name}={folder / name}.jsonl" for name in case.sets] if len(case.sets) > 1 else []
     overrides = (*case.overrides, f"model.path={folder / case.model}")
-    return make_request(str(folder / case.target), overrides, sets, case.checkpoint, output)
+    return read_inputs(str(folder / case.target), overrides, sets, case.checkpoint, output)
 
 
 def find_output(folder: Path, world_size: int, name: str) -> Path:
@@ -154,7 +154,7 @@ def score_cases(folder: Path) -> None:
     logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: warnings.append(record.getMessage())
     for name, case in CASES[world_size].items():
-        compute.score(make_case_request(folder, case, find_output(folder, world_size, name)))
+        compute.score(read_case(folder, case, find_output(folder, world_size, name)))
         assert layout.size("expert") == (2 if case.model == "moe_model" else 1)
     if world_size == 1:
         refuse_rewritten_checkpoint(folder)
@@ -165,9 +165,9 @@ def score_cases(folder: Path) -> None:
 
 def refuse_rewritten_checkpoint(folder: Path) -> None:
     """Refuse a checkpoint that is replaced between its listing and its reading, hours later with `all`."""
-    scoring_request = make_case_request(folder, CASES[1]["adam"], folder / "scores" / "refused")
-    (scored,) = scoring_request.checkpoints
-    checkpoints = Path(scoring_request.recipe.run.output_dir) / "checkpoints"
+    inputs = read_case(folder, CASES[1]["adam"], folder / "scores" / "refused")
+    (scored,) = inputs.checkpoints
+    checkpoints = Path(inputs.recipe.run.output_dir) / "checkpoints"
     assert verify_step(checkpoints, scored.step, scored.digest, print)[1].step == scored.step
     with pytest.raises(UserError, match="it was rewritten after this command had started"):
         verify_step(checkpoints, scored.step, "digest of what was there", print)
@@ -181,11 +181,11 @@ def refuse_too_little_memory(folder: Path) -> None:
     case = replace(
         CASES[1]["unpacked"], overrides=(*CASES[1]["unpacked"].overrides, f"data.probe_path={folder}/short.jsonl")
     )
-    scoring_request = make_case_request(folder, case, folder / "scores" / "refused")
+    inputs = read_case(folder, case, folder / "scores" / "refused")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(start_checks, "available_memory_bytes", lambda: 2**10)
         patched.delattr(compute, "build_engine")
-        scoring = compute.Scoring(scoring_request, Console(enabled=False), unfinished, SMALL_CHUNKS)
+        scoring = compute.Scoring(inputs, Console(enabled=False), unfinished, SMALL_CHUNKS)
         with pytest.raises(UserError, match=r"memory: found .* GiB of host memory for each rank") as caught:
             scoring.run()  # `score` would end this rank
     (num_tokens,) = re.findall(r"([\d,]+) tokens in a micro-batch", str(caught.value))
@@ -196,7 +196,7 @@ def kill_and_resume(folder: Path) -> None:
     """Score in small chunks without an interruption, and with a kill in the second set, after which the same command
     names its sets in another order."""
     case, add, build_engine, engines = CASES[1]["packed"], PassFiles.add, compute.build_engine, []
-    compute.score(make_case_request(folder, case, folder / "scores" / "straight"), chunk_tokens_per_rank=SMALL_CHUNKS)
+    compute.score(read_case(folder, case, folder / "scores" / "straight"), chunk_tokens_per_rank=SMALL_CHUNKS)
     written: list[int] = []
 
     def add_and_raise(self: PassFiles, sequences: list) -> None:
@@ -210,13 +210,13 @@ def kill_and_resume(folder: Path) -> None:
         return engines[-1]
 
     compute.build_engine, PassFiles.add = build, add_and_raise
-    interrupted = make_case_request(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
+    interrupted = read_case(folder, replace(case, sets=case.sets[::-1]), folder / "scores" / "interrupted")
     try:
         with pytest.raises(Killed):
             compute.score(interrupted, chunk_tokens_per_rank=SMALL_CHUNKS)
         engines[0].close()
         assert not interrupted.output.exists()
-        compute.score(make_case_request(folder, case, interrupted.output), chunk_tokens_per_rank=SMALL_CHUNKS)
+        compute.score(read_case(folder, case, interrupted.output), chunk_tokens_per_rank=SMALL_CHUNKS)
     finally:
         compute.build_engine, PassFiles.add = build_engine, add
     assert sum(written) == 2 * 30, "a sequence was scored twice"

@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,9 @@ from tests.helpers.recipes import smallest_recipe
 from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.report.tokens import TokenTexts
-from vcore_ds.commands.score.compute import passed_checks
+from vcore_ds.commands.score.inputs import describe_inputs, read_inputs
 from vcore_ds.commands.score.page import ShownTrace, encode_traces
-from vcore_ds.commands.score.request import describe_request, make_request
-from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, write_result
+from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, write_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
 from vcore_ds.data.prepare.curation import PrepareRequest
@@ -37,7 +35,7 @@ from vcore_ds.data.scores_folder import (
 )
 from vcore_ds.data.store import TokenStore, write_store
 
-# ---- requests ------------------------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -64,42 +62,10 @@ def run(tmp_path: Path, recipe: Path) -> Path:
 
 def test_a_second_selection_is_recognized(run: Path, recipe: Path) -> None:
     words = ["data.probe_path=t.jsonl"]
-    assert not make_request(str(run), words, [], None, None).trained_on_selection
+    assert not read_inputs(str(run), words, [], None, None).trained_on_selection
     selected = [*words, "data.keep.scores=runs/scores/x", "data.keep.top=0.5"]
-    assert make_request(str(run), selected, [], None, None).trained_on_selection
-    assert not make_request(str(recipe), selected, [], None, None).trained_on_selection
-
-
-def test_checks_are_not_repeated_where_the_run_has_passed_them(run: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    os.utime(model / "config.json", (1.7e9, 1.7e9))
-    here = {"python": "3", "packages": {"torch": "2"}, "git_commit": "1", "devices": ["x"], "cpu": {}, "host": "a"}
-    there = json.dumps({**here, "started": "2026-11-24T12:00:00Z", "host": "b"})
-    values = json.loads((run / "recipe.yaml").read_text())
-    values["model"]["path"] = str(model)
-    (run / "recipe.yaml").write_text(json.dumps(values))
-    (run / "environment.json").write_text(there)
-
-    def is_passed(*words: str, **changes: Any) -> bool:
-        request = make_request(str(run), ["data.probe_path=t.jsonl", *words], [], None, None)
-        return passed_checks(run, request, here | changes)
-
-    assert is_passed() and is_passed("data.train_path=other.jsonl", host="c")
-    assert not is_passed("model.precision=fp32") and not is_passed("model.path=some/model")
-    assert not is_passed("lora.rank=2", "lora.alpha=4.0")
-    assert not is_passed(packages={"torch": "3"}) and not is_passed(devices=["y"]) and not is_passed(git_commit="2")
-    (run / "environment.json").write_text(there.replace('"git_commit": "1"', '"git_commit": "1-dirty"'))
-    assert not is_passed(git_commit="1-dirty")
-    (run / "environment.json").write_text(there)
-    (model / "config.json").write_text("{}")
-    os.utime(model / "config.json", (1.8e9, 1.8e9))  # after the run
-    assert not is_passed()
-    os.utime(model / "config.json", (1.7e9, 1.7e9))
-    values["method"] = {"name": "sft"}
-    (run / "recipe.yaml").write_text(json.dumps(values))
-    assert not is_passed()  # no utilities, so no check of derivatives
+    assert read_inputs(str(run), selected, [], None, None).trained_on_selection
+    assert not read_inputs(str(recipe), selected, [], None, None).trained_on_selection
 
 
 TRUSTED = ["data.probe_path=trusted.jsonl"]
@@ -112,7 +78,7 @@ def read_refusal(tmp_path: Path) -> Refuse:
 
     def read_refusal(target: Path, *overrides: str, sets: tuple[str, ...] = (), checkpoint: str | None = None) -> str:
         with pytest.raises(UserError) as caught:
-            make_request(str(target), overrides, sets, checkpoint, tmp_path / "new")
+            read_inputs(str(target), overrides, sets, checkpoint, tmp_path / "new")
         return str(caught.value)
 
     return read_refusal
@@ -131,7 +97,7 @@ def test_sets_need_valid_and_distinct_names(read_refusal: Refuse, recipe: Path, 
 def test_finite_differences_are_refused(read_refusal: Refuse, recipe: Path) -> None:
     message = read_refusal(recipe, *TRUSTED, "utility.estimator=finite_difference", "utility.epsilon=0.01")
     assert message.startswith("utility.estimator: found finite_difference; expected jvp")
-    make_request(str(recipe), [*TRUSTED, "methods/sft.yaml"], [], None, recipe.with_name("new"))
+    read_inputs(str(recipe), [*TRUSTED, "methods/sft.yaml"], [], None, recipe.with_name("new"))
 
 
 def test_missing_checkpoints_are_refused(read_refusal: Refuse, recipe: Path, run: Path) -> None:
@@ -149,20 +115,20 @@ def test_an_existing_output_is_refused(read_refusal: Refuse, recipe: Path, tmp_p
 
 
 def test_named_sets_replace_the_trusted_set_of_the_recipe(recipe: Path, tmp_path: Path) -> None:
-    unnamed = make_request(str(recipe), TRUSTED, [], None, None)
+    unnamed = read_inputs(str(recipe), TRUSTED, [], None, None)
     assert unnamed.sets == {"trusted": "trusted.jsonl"} and unnamed.checkpoints == []
     assert unnamed.output == Path("runs/scores/mine")
-    by_name = make_request("qwen3_1.7b_math_lora", TRUSTED, [], None, None)
+    by_name = read_inputs("qwen3_1.7b_math_lora", TRUSTED, [], None, None)
     assert by_name.output == Path("runs/scores/qwen3_1.7b_math_lora")
-    named = make_request(str(recipe), TRUSTED, ["a=x.jsonl", "b=with=sign.jsonl"], None, None)
+    named = read_inputs(str(recipe), TRUSTED, ["a=x.jsonl", "b=with=sign.jsonl"], None, None)
     assert named.sets == {"a": "x.jsonl", "b": "with=sign.jsonl"}
 
 
 def test_checkpoints_are_weighted_by_the_mean_learning_rate_of_their_steps(run: Path) -> None:
-    newest = make_request(str(run), TRUSTED, [], None, None)
+    newest = read_inputs(str(run), TRUSTED, [], None, None)
     assert newest.checkpoints == [ScoredCheckpoint(str(run), 4, 1.0)]
     assert newest.output == Path("runs/scores/run") and newest.recipe.run.output_dir == str(run)
-    every = make_request(str(run), TRUSTED, [], "all", None)
+    every = read_inputs(str(run), TRUSTED, [], "all", None)
     assert every.checkpoints == [ScoredCheckpoint(str(run), 2, 1.5 / 8), ScoredCheckpoint(str(run), 4, 3.5 / 8)]
 
 
@@ -175,15 +141,15 @@ def test_a_run_without_the_learning_rates_of_its_steps_is_refused(read_refusal: 
 def test_finite_differences_of_a_method_without_utilities_are_ignored(recipe: Path) -> None:
     """MoE models refuse finite differences only where utilities are computed."""
     overrides = ["methods/sft.yaml", "utility.estimator=finite_difference", "utility.epsilon=0.01"]
-    scored = make_request(str(recipe), [*TRUSTED, *overrides], [], None, None).recipe
+    scored = read_inputs(str(recipe), [*TRUSTED, *overrides], [], None, None).recipe
     assert scored.utility.estimator == "jvp"
 
 
 def test_moments_are_kept_only_where_the_direction_needs_them(recipe: Path, run: Path) -> None:
     adam = [*TRUSTED, "probe.direction=adam"]
-    assert make_request(str(recipe), adam, [], None, None).recipe.optimizer.name == "sgd"
-    assert make_request(str(run), TRUSTED, [], None, None).recipe.optimizer.name == "sgd"
-    assert make_request(str(run), adam, [], None, None).recipe.optimizer.name == "adamw"
+    assert read_inputs(str(recipe), adam, [], None, None).recipe.optimizer.name == "sgd"
+    assert read_inputs(str(run), TRUSTED, [], None, None).recipe.optimizer.name == "sgd"
+    assert read_inputs(str(run), adam, [], None, None).recipe.optimizer.name == "adamw"
 
 
 # ---- identity ------------------------------------------------------------------------------------------------------
@@ -194,13 +160,13 @@ ADAM = ("probe.direction=adam", "probe.clip=1.0")
 def describe_identity(
     target: Path, *overrides: str, checkpoint: str | None = "all", sets: tuple[str, ...] = ("a=x.jsonl", "b=y.jsonl")
 ) -> dict[str, Any]:
-    """Identity of a scoring request; the digests of its sets and data are their paths."""
-    request = make_request(str(target), [*TRUSTED, *overrides], sets, checkpoint, None)
-    data = replace(DESCRIPTION.data, digest=request.recipe.data.train_path)
-    stores = {name: SimpleNamespace(digest=path) for name, path in request.sets.items()}
-    passes = [(name, stores[name], checkpoint) for checkpoint in request.checkpoints or [None] for name in stores]
-    return describe_request(
-        request.recipe, replace(DESCRIPTION, data=data), {"zero_optimization": {"stage": 3}, "bf16": {}}, passes
+    """Identity of a scoring's inputs; the digests of its sets and data are their paths."""
+    inputs = read_inputs(str(target), [*TRUSTED, *overrides], sets, checkpoint, None)
+    data = replace(DESCRIPTION.data, digest=inputs.recipe.data.train_path)
+    stores = {name: SimpleNamespace(digest=path) for name, path in inputs.sets.items()}
+    passes = [(name, stores[name], checkpoint) for checkpoint in inputs.checkpoints or [None] for name in stores]
+    return describe_inputs(
+        inputs.recipe, replace(DESCRIPTION, data=data), {"zero_optimization": {"stage": 3}, "bf16": {}}, passes
     )
 
 
@@ -282,8 +248,8 @@ def test_tables_sum_the_measurements_of_the_passes(tmp_path: Path, store: TokenS
         for some in (sequences[30:], sequences[:30]):  # in two files, in another order
             passes[-1].add(some)
         assert passes[-1].read_positions() == set(range(50))
-    inputs = {"good": SetInputs("good.jsonl", store, list(zip(weights, passes, strict=True)))}
-    scores = write_result(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
+    inputs = {"good": ScoredSet("good.jsonl", store, list(zip(weights, passes, strict=True)))}
+    scores = write_tables(work, tmp_path / "out", store, inputs, replace(DESCRIPTION, model=str(tmp_path / "model")))
     assert read_scores(tmp_path / "out") == scores
     assert (scores.sets["good"].num_rows, scores.sets["good"].dropped) == (71, {"longer than 128 tokens": 21})
     sentence = "50 of 71 rows of good.jsonl are used as the trusted set good; dropped: 21 longer than 128 tokens."
@@ -354,12 +320,10 @@ def test_a_store_knows_the_row_of_each_sequence_in_its_source(tmp_path: Path) ->
     for name, sources in (("both", [first, second]), ("one", [second])):
         request = PrepareRequest("chat", tuple(map(str, sources)), str(tmp_path / "model"), "train", cutoff_length=64)
         prepare(request, tmp_path / name, say=lambda line: None)
-    both, second_store = TokenStore(tmp_path / "both"), TokenStore(tmp_path / "one")
-    sources_read, rows = both.origins()
+    sources_read, rows = TokenStore(tmp_path / "both").origins()
     assert sources_read == [str(first), str(first), str(second)] and rows.tolist() == [0, 2, 1]
-    del second_store.manifest["first_rows"], both.manifest["first_rows"]  # as of earlier versions
-    assert second_store.origins()[0] == [str(second)] and second_store.origins()[1].tolist() == [1]
-    assert both.origins()[0] == [str(tmp_path / "both")] * 3
+    sources_read, rows = TokenStore(tmp_path / "one").origins()
+    assert sources_read == [str(second)] and rows.tolist() == [1]
 
 
 def test_damaged_scores_are_named(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_score import DESCRIPTION
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, write_result
+from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, write_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import MethodConfig
 from vcore_ds.data import token_tables
@@ -60,7 +60,7 @@ def scores(tmp_path: Path, store: TokenStore, utilities: list[np.ndarray], monke
         sequences = [ScoredSequence(i, np.ones(len(u[number]), np.float32), u[number]) for i, u in enumerate(utilities)]
         for part in (sequences[30:], sequences[:30]):
             passes[-1].add(part)
-    inputs = {"good": SetInputs("good.jsonl", store, list(zip((0.25, 2.0), passes, strict=True)))}
+    inputs = {"good": ScoredSet("good.jsonl", store, list(zip((0.25, 2.0), passes, strict=True)))}
     manifest = store.manifest["tokenizer"]
     data = replace(
         DESCRIPTION.data,
@@ -70,7 +70,7 @@ def scores(tmp_path: Path, store: TokenStore, utilities: list[np.ndarray], monke
         chat_template_hash=manifest["chat_template_hash"],
     )
     description = replace(DESCRIPTION, data=data, model=str(tmp_path / "model"))
-    write_result(work, tmp_path / "scores", store, inputs, description, all_tokens=True)
+    write_tables(work, tmp_path / "scores", store, inputs, description, all_tokens=True)
     return tmp_path / "scores"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vcore_ds.commands.score.compute import score as run_scoring
-from vcore_ds.commands.score.request import make_request
+from vcore_ds.commands.score.inputs import read_inputs
 from vcore_ds.config.load import list_overrides, load_recipe
 from vcore_ds.distributed.device import local_rank, uses_gpu
 from vcore_ds.training.run import RunResult
@@ -55,10 +55,10 @@ def score(
     """
     words = [f"{name}={path}" for name, path in (sets or {}).items()]
     lines = [*fragments, *list_overrides(overrides)]
-    request = make_request(str(recipe), lines, words, checkpoint, Path(output), all_tokens=all_tokens)
+    inputs = read_inputs(str(recipe), lines, words, checkpoint, Path(output), all_tokens=all_tokens)
     with _preserved_random_state():
-        run_scoring(request)
-    return request.output
+        run_scoring(inputs)
+    return inputs.output
 
 
 def _preserved_random_state() -> AbstractContextManager[None]:

@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from vcore_ds.commands.score.request import make_request
+    from vcore_ds.commands.score.inputs import read_inputs
 
     named = (arguments.target, arguments.overrides, arguments.sets, arguments.checkpoint, arguments.output)
-    request = make_request(*named, again=arguments.again, all_tokens=arguments.tokens == "all")
+    inputs = read_inputs(*named, again=arguments.again, all_tokens=arguments.tokens == "all")
     with lasting_imports():
         from vcore_ds.commands.score.compute import score
 
-    score(request)
+    score(inputs)

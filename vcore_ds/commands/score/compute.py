@@ -6,7 +6,6 @@ checkpoints is TracInCP (Pruthi et al. 2020, arXiv:2002.08484); with Adam's dire
 from projected gradients (Xia et al. 2024, arXiv:2402.04333), without its cosine.
 """
 
-import calendar
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.score.request import NEW_FOLDER, ScoreRequest, describe_request
-from vcore_ds.commands.score.result import PassFiles, ScoredSequence, SetInputs, describe, write_result
+from vcore_ds.commands.score.inputs import NEW_FOLDER, ScoreInputs, describe_inputs
+from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, describe, write_tables
 from vcore_ds.common.locks import resume_or_begin, unfinished_work
 from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path, writing
 from vcore_ds.common.random_streams import Stream
@@ -27,6 +26,7 @@ from vcore_ds.common.version import __version__
 from vcore_ds.data.dataset import RandomDraws
 from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
+from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
@@ -44,7 +44,6 @@ from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkp
 from vcore_ds.training.console import Console
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
-from vcore_ds.training.run_folder import STARTED_FORMAT, describe_environment, read_environment, read_run_recipe
 from vcore_ds.training.setup import build_direction, build_engine, plan_ranks, start_ranks
 from vcore_ds.training.start_checks import check_approximation, check_derivatives, check_memory, check_start
 from vcore_ds.training.start_screen import describe_data, describe_training
@@ -57,49 +56,29 @@ CHUNK_TOKENS_PER_RANK = 16_384
 SEQUENCES_PER_MICRO_BATCH = 8  # minimum sequences of a chunk, per sequence of a micro-batch over all ranks
 
 
-def score(request: ScoreRequest, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_RANK) -> None:
+def score(inputs: ScoreInputs, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_RANK) -> None:
     """Score on all ranks and write the folder on rank 0. A collective. Raises UserError for a user's mistake or a full
     disk, keeping finished work, and NonFiniteLoss on all ranks, with the sequences."""
-    recipe = request.recipe
+    recipe = inputs.recipe
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
     console = Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
 
         def hold() -> None:
-            with writing("--output", request.output, NEW_FOLDER):
-                check_folder(request.output)
-                held.enter_context(unfinished_work(request.output, console.say))
-            refuse_existing(request.output, NEW_FOLDER)  # another process may have finished it while this one waited
+            with writing("--output", inputs.output, NEW_FOLDER):
+                check_folder(inputs.output)
+                held.enter_context(unfinished_work(inputs.output, console.say))
+            refuse_existing(inputs.output, NEW_FOLDER)  # another process may have finished it while this one waited
 
         run_on_first_rank(hold)
-        Scoring(request, console, unfinished_path(request.output), chunk_tokens_per_rank).run()
+        Scoring(inputs, console, unfinished_path(inputs.output), chunk_tokens_per_rank).run()
 
 
 SECOND_SELECTION = (
     "the run was trained on traces selected by scores (data.keep). In our experiments a second selection with the "
     "weights of such a run did damage (docs/reports/whole-traces.md): to select data, score with the base model"
 )
-
-
-def passed_checks(run: Path, request: ScoreRequest, here: Mapping[str, Any]) -> bool:
-    """Whether a run with a checkpoint, which passed both checks of its start, ran with this model, code and hardware
-    (`here`: this process's `environment`). False also where it cannot be told: uncommitted changes; a model on the hub,
-    where it may have changed."""
-    recipe, trained, there = request.recipe, read_run_recipe(run), read_environment(run)
-    there = (there.get("resumed") or [there])[-1]
-    config = Path(recipe.model.path) / "config.json"
-    if not config.is_file() or "started" not in there:
-        return False
-    started = calendar.timegm(time.strptime(there["started"], STARTED_FORMAT))
-    return (
-        (trained.method.uses_utilities and trained.utility.estimator == "jvp")
-        and all(getattr(trained, part) == getattr(recipe, part) for part in ("model", "lora", "parallel", "batch"))
-        and trained.engine.deepspeed_config == recipe.engine.deepspeed_config
-        and all(there.get(key) == here[key] for key in ("python", "packages", "git_commit", "devices", "cpu"))
-        and not str(here["git_commit"]).endswith("-dirty")
-        and config.stat().st_mtime < started
-    )
 
 
 @dataclass(frozen=True)
@@ -112,39 +91,39 @@ class ScoringPass:
 
 
 class Scoring:
-    """Executes a request on all ranks. The methods are collectives."""
+    """A scoring on all ranks. The methods are collectives."""
 
-    def __init__(self, request: ScoreRequest, console: Console, folder: Path, chunk_tokens_per_rank: int):
-        self.request, self.console, self.folder = request, console, folder
-        recipe = request.recipe
+    def __init__(self, inputs: ScoreInputs, console: Console, folder: Path, chunk_tokens_per_rank: int):
+        self.inputs, self.console, self.folder = inputs, console, folder
+        recipe = inputs.recipe
         self.plan_settings = derive_plan_settings(recipe)
         self.plan = plan_ranks(self.plan_settings)
         reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
         self.store = reader.read_training_stores()
-        self.sets = {name: reader.read_store(path) for name, path in request.sets.items()}
+        self.sets = {name: reader.read_store(path) for name, path in inputs.sets.items()}
         console.say(f"Data: {describe_training(recipe.data, self.store)}")
         for name, trusted in self.sets.items():
-            console.say(f"Trusted set {name}: {describe_data(request.sets[name], trusted)}")
+            console.say(f"Trusted set {name}: {describe_data(inputs.sets[name], trusted)}")
             if number := len(find_shared(self.store, trusted)):
                 console.warn(
                     f"{number:,} of the traces to score are in {name} too: a trace that its own gradient scores ranks "
                     "high, whatever it is worth to the others. A run leaves out those in data.probe_path"
                 )
-        if request.trained_on_selection:
+        if inputs.trained_on_selection:
             console.warn(SECOND_SELECTION)
         self.feed = build_feed(
             recipe.method, recipe.probe, self.plan, self.store, reader.pad_token_id, seed=recipe.run.seed
         )
         self.chunk_tokens = chunk_tokens_per_rank * self.plan.num_ranks
-        checkpoints: list[ScoredCheckpoint | None] = [*request.checkpoints] or [None]
+        checkpoints: list[ScoredCheckpoint | None] = [*inputs.checkpoints] or [None]
         self.passes = [
             ScoringPass(number, checkpoint, name)
             # Sorted by name: the same command with its sets in another order resumes this work.
-            for number, (checkpoint, name) in enumerate(product(checkpoints, sorted(request.sets)))
+            for number, (checkpoint, name) in enumerate(product(checkpoints, sorted(inputs.sets)))
         ]
 
     def run(self) -> None:
-        recipe = self.request.recipe
+        recipe = self.inputs.recipe
         ds_config = deepspeed_config(self.plan_settings, self.plan)
         run_on_first_rank(lambda: self._resume_or_begin(ds_config))
         remaining = layout.gather_objects("job", self._list_remaining() if layout.is_first() else None)[0]
@@ -158,7 +137,7 @@ class Scoring:
 
     def _plan_memory(self, ds_config: Mapping[str, Any], longest: Sequence[int]) -> MemoryPlan | None:
         """Plan the memory of a rank; None for a model of unknown size. `longest`: positions of the first chunk."""
-        recipe, plan, lengths = self.request.recipe, self.plan, self.store.lengths[list(longest)].tolist()
+        recipe, plan, lengths = self.inputs.recipe, self.plan, self.store.lengths[list(longest)].tolist()
         main = plan.spread_main(longest, lengths, plan.utility_micro_batch_size_per_rank)
         probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in self.sets.values()]
         passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
@@ -173,11 +152,11 @@ class Scoring:
         return replace(memory, settings=settings)
 
     def _resume_or_begin(self, ds_config: dict[str, Any]) -> None:
-        """On rank 0: prepare the folder of unfinished work, keeping what the same request has left there."""
+        """On rank 0: prepare the folder of unfinished work; what a scoring of the same inputs has left there stays."""
         passes = [(one.set_name, self.sets[one.set_name], one.checkpoint) for one in self.passes]
-        identity = describe_request(self.request.recipe, self._description(), ds_config, passes)
+        identity = describe_inputs(self.inputs.recipe, self._description(), ds_config, passes)
         with writing("--output", self.folder, NEW_FOLDER):
-            resume_or_begin(self.folder, identity, self.console.say, again=self.request.again)
+            resume_or_begin(self.folder, identity, self.console.say, again=self.inputs.again)
 
     def _list_remaining(self) -> list[list[int]]:
         """On rank 0: for each pass, the positions of the sequences not yet scored, longest first: a pass that does not
@@ -191,12 +170,12 @@ class Scoring:
         return remaining
 
     def _compute(self, engine: Engine, remaining: Sequence[Sequence[int]]) -> None:
-        recipe, console = self.request.recipe, self.console
+        recipe, console = self.inputs.recipe, self.console
         direction = build_direction(engine, recipe.probe, recipe.utility)
         checkpoints, loaded, model = Path(recipe.run.output_dir) / "checkpoints", None, recipe.model.path
         has_adapters = recipe.lora is not None
         frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(model, has_adapters=has_adapters))
-        is_checked, is_compared = self._is_checked(), False
+        is_checked = False
         for one, positions in zip(self.passes, remaining, strict=True):
             if not positions:
                 continue
@@ -206,28 +185,20 @@ class Scoring:
                 read_checkpoint(verified, engine, None, model, frozen_digest)
                 loaded = one.checkpoint
             if not is_checked:
-                warn_of_non_finite(engine, console)
-                check_start(engine, self.feed, console)
-                check_derivatives(engine, ForwardMode(engine, direction), self.feed, console)
+                self._check(engine, ForwardMode(engine, direction), self.sets[one.set_name])
                 is_checked = True
-            if not is_compared:
-                trusted = self.sets[one.set_name]
-                draws = RandomDraws([len(trusted)], len(trusted), recipe.run.seed, Stream.PROBE)
-                feed = replace(self.feed, probe_dataset=trusted, probe_stream=draws)
-                check_approximation(engine, ForwardMode(engine, direction), feed, recipe.method, recipe.probe, console)
-                is_compared = True
             self._take_direction(direction, one)
             self._score(engine, direction, one, positions)
 
-    def _is_checked(self) -> bool:
-        """Whether the run whose checkpoints are scored passed the checks of its start with this model, code and
-        hardware."""
-        recipe, is_checked = self.request.recipe, False
-        if self.request.checkpoints and layout.is_first():
-            is_checked = passed_checks(
-                Path(recipe.run.output_dir), self.request, describe_environment(layout.size("job"))
-            )
-        return layout.gather_objects("job", is_checked)[0]
+    def _check(self, engine: Engine, estimator: ForwardMode, trusted: TokenStore) -> None:
+        """Check the loaded weights, as at the start of a run, and the approximation of the first direction."""
+        recipe = self.inputs.recipe
+        warn_of_non_finite(engine, self.console)
+        check_start(engine, self.feed, self.console)
+        check_derivatives(engine, estimator, self.feed, self.console)
+        draws = RandomDraws([len(trusted)], len(trusted), recipe.run.seed, Stream.PROBE)
+        feed = replace(self.feed, probe_dataset=trusted, probe_stream=draws)
+        check_approximation(engine, estimator, feed, recipe.method, recipe.probe, self.console)
 
     def _take_direction(self, direction: Direction, one: ScoringPass) -> None:
         """Compute the gradient of the loss of the pass's trusted set, over all its traces."""
@@ -235,7 +206,7 @@ class Scoring:
         trusted = self.sets[one.set_name]
         batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
         self.console.say(f"Gradient of {one.set_name}: {count(len(trusted), 'trace')}{_describe(one.checkpoint)}")
-        recipe = self.request.recipe
+        recipe = self.inputs.recipe
         probe = take_direction(direction, recipe.method, recipe.probe, batches, seed=recipe.run.seed)
         assert probe.loss is not None
         if layout.is_first():
@@ -288,23 +259,23 @@ class Scoring:
         return [ScoredSequence(i, *scored[i]) for i in chunk]
 
     def _write(self) -> None:
-        inputs, request = {}, self.request
+        sets, inputs = {}, self.inputs
         for name, trusted in self.sets.items():
             passes = [one for one in self.passes if one.set_name == name]
             weighted = [(one.checkpoint.weight if one.checkpoint else 1.0, self._files(one)) for one in passes]
-            inputs[name] = SetInputs(request.sets[name], trusted, weighted)
-        description, all_tokens = self._description(), request.all_tokens
-        with writing("--output", request.output, NEW_FOLDER):
-            scores = write_result(self.folder, request.output, self.store, inputs, description, all_tokens=all_tokens)
-        self.console.say(describe(request.output, scores))
+            sets[name] = ScoredSet(inputs.sets[name], trusted, weighted)
+        description, all_tokens = self._description(), inputs.all_tokens
+        with writing("--output", inputs.output, NEW_FOLDER):
+            scores = write_tables(self.folder, inputs.output, self.store, sets, description, all_tokens=all_tokens)
+        self.console.say(describe(inputs.output, scores))
 
     def _files(self, one: ScoringPass) -> PassFiles:
         return PassFiles(self.folder, one.number)
 
     def _description(self) -> Scores:
         """scores.json without the measured `sets`."""
-        request, store = self.request, self.store
-        recipe, manifest = request.recipe, store.manifest
+        store, recipe = self.store, self.inputs.recipe
+        manifest = store.manifest
         num_rows, dropped = store.count_dropped_rows()
         return Scores(
             data=ScoredData(
@@ -320,7 +291,7 @@ class Scoring:
             ),
             model=recipe.model.path,
             model_digest=compute_model_digest(recipe.model.path),
-            checkpoints=request.checkpoints,
+            checkpoints=self.inputs.checkpoints,
             direction=recipe.probe.direction,
             normalization=recipe.method.normalization,
             sets={},

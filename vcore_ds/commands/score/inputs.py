@@ -1,4 +1,4 @@
-"""The request of `vcore-ds score`: parse and check its arguments before torch is imported, and its identity."""
+"""The inputs of `vcore-ds score`: what its arguments name, checked before torch is imported, and their identity."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _SET = re.compile(r"(\w{1,64})=(.+)")
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class ScoreInputs:
     """The data, weights and directions to score with."""
 
     recipe: Recipe  # `run.output_dir` is the run's present folder
@@ -37,7 +37,7 @@ class ScoreRequest:
     all_tokens: bool = False  # write the utilities of all tokens, not only of the best and worst traces'
 
 
-def make_request(
+def read_inputs(
     target: str,
     overrides: Sequence[str],
     sets: Sequence[str],
@@ -45,9 +45,9 @@ def make_request(
     output: Path | None,
     again: bool = False,
     all_tokens: bool = False,
-) -> ScoreRequest:
-    """Check the command's arguments and make the request. Raises UserError where the recipe, the run, the checkpoint, a
-    set or the output cannot be used."""
+) -> ScoreInputs:
+    """Check the command's arguments, and read what they name. Raises UserError where the recipe, the run, the
+    checkpoint, a set or the output cannot be used."""
     run = Path(target) if Path(target).is_dir() else None
     if run is not None and not (run / RECIPE).is_file():
         raise UserError(f"RUN: {run}: found no {RECIPE} there; expected a recipe, or a run's folder (run.output_dir)")
@@ -74,7 +74,7 @@ def make_request(
     selected = run is not None and recipe.data.keep is not None
     approximates = any(word.partition("=")[0] == "probe.rank" for word in overrides)
     scoring_recipe = _scoring_recipe(recipe, run, approximates=approximates)
-    return ScoreRequest(scoring_recipe, path_of_set, checkpoints, output, again, selected, all_tokens)
+    return ScoreInputs(scoring_recipe, path_of_set, checkpoints, output, again, selected, all_tokens)
 
 
 def _parse_sets(words: Sequence[str]) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _parse_sets(words: Sequence[str]) -> dict[str, str]:
 
 def _scoring_recipe(recipe: Recipe, run: Path | None, *, approximates: bool) -> Recipe:
     """The recipe, changed to take directions of complete trusted sets, whatever its method. What scoring does not use
-    gets a fixed value, because the recipe is part of the request's identity (`describe_request`). `approximates`:
+    gets a fixed value, because the recipe is part of the inputs' identity (`describe_inputs`). `approximates`:
     whether to keep `probe.rank`, which a training accepts for its speed; scores are exact unless asked."""
     has_moments = run is not None and recipe.probe.direction != "sgd"
     probe = {"batch_size": "all", "every": 1} | ({} if approximates else {"rank": None, "rank_passes": 1})
@@ -153,7 +153,7 @@ WITHOUT_EFFECT = {f"model.{key}" for key in ("gradient_checkpointing", "activati
 """Keys that may differ when a scoring is resumed, such as after a rank ran out of memory: they change no number."""
 
 
-def describe_request(
+def describe_inputs(
     recipe: Recipe,
     description: Scores,
     deepspeed_config: Mapping[str, Any],

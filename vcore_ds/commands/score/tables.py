@@ -1,6 +1,6 @@
 """Files of finished work, the tables of a scoring, and its last lines on the screen. Used on rank 0 alone.
 
-    OUTPUT.unfinished/request.json           the request's identity
+    OUTPUT.unfinished/request.json           the inputs' identity
     OUTPUT.unfinished/pass_000/set.json      loss and gradient norm of the pass's trusted set
     OUTPUT.unfinished/pass_000/000000.npz    losses and utilities of some sequences; no sequence is in two files
 
@@ -88,7 +88,7 @@ MAX_SOURCES = 12  # maximum sources in the table on the screen
 
 
 @dataclass(frozen=True)
-class SetInputs:
+class ScoredSet:
     """A trusted set and the finished passes along its gradient."""
 
     path: str
@@ -97,11 +97,11 @@ class SetInputs:
     """Weight and files for each checkpoint, in ascending order of steps."""
 
 
-def write_result(
+def write_tables(
     folder: Path,
     output: Path,
     store: Store,
-    sets: Mapping[str, SetInputs],
+    sets: Mapping[str, ScoredSet],
     description: scores_folder.Scores,
     *,
     all_tokens: bool = False,
@@ -149,7 +149,7 @@ def write_result(
     return scores
 
 
-def _make_columns(store: Store, sets: Mapping[str, SetInputs]) -> tuple[dict[str, Any], np.ndarray]:
+def _make_columns(store: Store, sets: Mapping[str, ScoredSet]) -> tuple[dict[str, Any], np.ndarray]:
     """The columns of scores.parquet, and the number of supervised tokens of each sequence, int64 [n]."""
     num_sequences = len(store)
     num_tokens, loss = np.zeros(num_sequences, dtype=np.int64), np.zeros(num_sequences)
@@ -180,7 +180,7 @@ def _make_columns(store: Store, sets: Mapping[str, SetInputs]) -> tuple[dict[str
 
 
 def _all_token_rows(
-    folder: Path, store: Store, sets: Mapping[str, SetInputs], num_tokens: np.ndarray
+    folder: Path, store: Store, sets: Mapping[str, ScoredSet], num_tokens: np.ndarray
 ) -> Iterator[token_tables.TokenRows]:
     """The rows of utilities.parquet, in the order of the store. Parts come in any order, so sums are kept on disk, in
     `folder`."""
@@ -206,7 +206,7 @@ def _all_token_rows(
         yield token_tables.TokenRows(np.arange(rows.start, rows.stop), offsets, values | utilities)
 
 
-def _make_token_rows(store: Store, name: str, inputs: SetInputs, shown: Sequence[int]) -> list[dict[str, Any]]:
+def _make_token_rows(store: Store, name: str, inputs: ScoredSet, shown: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of tokens.parquet for the sequences at the positions `shown`, in that order."""
     wanted = set(shown)
     losses: dict[int, np.ndarray] = {}
