@@ -11,6 +11,7 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan.lengths import SIMULATED_MEAN, LengthModel
 from vcore_ds.commands.plan.local_lengths import sample_lengths
 from vcore_ds.config.data_section import DataConfig
+from vcore_ds.data import tokenization
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
@@ -77,12 +78,16 @@ def test_raw_data_without_the_tokenizer_have_no_lengths(folder: Path) -> None:
     assert store is not None and store.num_sequences == 300
 
 
-def test_check_and_plan_use_the_lengths_of_local_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_plan_use_the_lengths_of_local_data(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(tokenization, "load_tokenizer", lambda path: (loaded.append(path), load_tokenizer(path))[1])
     recipe = Path(__file__).resolve().parents[2] / "launch_scripts" / "recipes" / "quickstart.yaml"
     words = [str(recipe), f"data.train_path={folder / 'few.jsonl'}", f"model.path={folder / 'model'}"]
     words += [f"run.output_dir={folder / 'run'}", "schedule={num_epochs: 2}", "batch.global_size=4"]
     words += ["data.validation_path=null", "data.probe_path=null", "probe.batch_size=2"]
-    assert main(["check", *words]) == 0
+    assert main(["check", *words]) == 0 and loaded == [str(folder / "model")]
     out = capsys.readouterr().out
     assert f"\nData: the 4 sequences of {folder}/few.jsonl, mean " in out and "; the run takes 2 steps\n" in out
     assert "Assumed: lengths" not in out

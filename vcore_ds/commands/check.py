@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
         from vcore_ds.training.feed import check_local_data
 
         check_local_data(recipe.data, recipe.model.path, tokenizer)
+    renderer = find_renderer(recipe.model.path, tokenizer)
     lengths = find_lengths(recipe)
     on_gpus = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
     lines = [
@@ -91,8 +91,8 @@ def main(arguments: argparse.Namespace) -> None:
         *describe_data(recipe, lengths),
         *describe_trusted(recipe),
         *describe_ranks(recipe, plan, ds_config, lengths),
-        *describe_rows(recipe),
-        *describe_ends(recipe),
+        *describe_rows(recipe, renderer),
+        *describe_ends(recipe, renderer),
         *describe_missing(recipe),
     ]
     print("\n".join(lines))
@@ -134,7 +134,7 @@ def describe_trusted(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def describe_rows(recipe: Recipe) -> Iterator[str]:
+def describe_rows(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[str]:
     """Lines on how the rows of data on this machine are read, or were when their token store was made."""
     for key, path in recipe.data.paths().items():
         if key in WRITTEN_BY_COMMANDS or not is_readable(path):
@@ -142,29 +142,31 @@ def describe_rows(recipe: Recipe) -> Iterator[str]:
         from vcore_ds.data.prepare import report  # reads files: not where there are none
 
         try:
-            lines = report.describe_reading(path, recipe.data.columns, load_template(recipe.model.path))
+            lines = report.describe_reading(path, recipe.data.columns, tokenizer)
         except UserError as error:  # the run reports it, too
             lines = [str(error)]
         yield from (f"Data: {line}" for line in lines)
 
 
-def describe_ends(recipe: Recipe) -> list[str]:
+def describe_ends(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> list[str]:
     """A line where learned turns end otherwise than the answers of the model, if it is on this machine."""
-    if (tokenizer := load_template(recipe.model.path)) is None:
+    if tokenizer is None:
         return []
     from vcore_ds.models.end_tokens import describe_end_tokens
 
     return describe_end_tokens(recipe.model.path, tokenizer)
 
 
-@cache
-def load_template(path: str) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer of a model on this machine; None if there is none that renders conversations."""
+def find_renderer(path: str, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a model on this machine, `tokenizer` where it is loaded already; None if there is none that
+    renders conversations, which a run reports."""
     if not is_on_disk(path):
         return None
     from vcore_ds.commands.plan.local_lengths import find_tokenizer  # imports transformers: seconds
 
-    return find_tokenizer(path)
+    if tokenizer is None:
+        return find_tokenizer(path)
+    return tokenizer if tokenizer.chat_template and tokenizer.is_fast else None
 
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:
