@@ -27,7 +27,7 @@ from vcore_ds.config.files import (
     read_text,
 )
 from vcore_ds.config.problems import RecipeError, describe_problem, field_problems, nearest_keys, show
-from vcore_ds.config.schema import SECTIONS, SUBSECTIONS, Recipe, broken_rules, section_class
+from vcore_ds.config.schema import FOREIGN_KEYS, SECTIONS, SUBSECTIONS, Recipe, broken_rules, section_class
 
 _COMMENT = re.compile(r"(^|\s)#")
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,2}")
@@ -139,8 +139,7 @@ def make_override(key: str, value: object) -> str:
 def dump_recipe(recipe: Recipe) -> str:
     """YAML text with every key and without bases; loads to an equal recipe."""
     values = recipe.model_dump(mode="json")
-    refused = {"adamw": ("momentum",), "sgd": ("betas", "eps", "momentum"), "muon": ()}
-    for key in refused[recipe.optimizer.name]:
+    for key in FOREIGN_KEYS[recipe.optimizer.name]:
         del values["optimizer"][key]
     return dump_yaml(values)
 

@@ -4,7 +4,8 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from operator import attrgetter
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -49,6 +50,10 @@ SUBSECTIONS: dict[tuple[str, str], type[sections.Section]] = {
 """(section, key) -> class of the nested section; its value may be null."""
 
 
+FOREIGN_KEYS = {"adamw": ("momentum",), "sgd": ("betas", "eps", "momentum"), "muon": ()}
+"""optimizer.name -> keys of that section which only other optimizers have."""
+
+
 def section_class(*names: str) -> type[sections.Section]:
     """The class of a section (`data`) or nested section (`data`, `keep`)."""
     return SUBSECTIONS[names[0], names[1]] if len(names) == 2 else SECTIONS[names[0]]
@@ -73,9 +78,7 @@ class BrokenRule:
 
 def _value(recipe: Recipe, key: str) -> str:
     """The value of a dotted key, as in YAML."""
-    value: Any = recipe
-    for name in key.split("."):
-        value = getattr(value, name)
+    value = attrgetter(key)(recipe)
     if isinstance(value, sections.Section):
         return "not null"
     return value if isinstance(value, str) else json.dumps(value)
@@ -89,7 +92,6 @@ def broken_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     yield from _utility_rules(recipe)
     yield from _batch_rules(recipe)
     yield from _data_rules(recipe)
-    yield from _keep_rules(recipe)
     yield from _model_rules(recipe)
     yield from _training_rules(recipe)
     yield from _checkpoint_rules(recipe)
@@ -116,8 +118,7 @@ def _method_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if method.is_anchored and recipe.lora is None:
         yield BrokenRule(
             ("lora", "method.name"),
-            "LoRA adapters, without which the model is the base model that asft needs (set lora.rank, or method.name "
-            "to dft; training all parameters would take a second copy of the model)",
+            "LoRA adapters, without which the model is asft's base model (set lora.rank, or method.name to dft)",
         )
 
 
@@ -126,8 +127,7 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if method.alpha_scope == "micro_batch" and method.alpha in ("effective_sample_size", "none"):
         yield BrokenRule(
             ("method.alpha_scope", "method.alpha"),
-            "global_batch: this alpha does not depend on the other sequences of a micro-batch (or set method.alpha to "
-            "loss_ratio)",
+            "global_batch: this alpha depends on no other sequence (or set method.alpha to loss_ratio)",
         )
     if method.alpha == "variance" and method.alpha_scope == "global_batch" and batch.global_size == 1:
         yield BrokenRule(
@@ -166,8 +166,7 @@ def _vcore_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if recipe.probe.rank is not None and recipe.utility.estimator == "finite_difference":
         yield BrokenRule(
             ("probe.rank", "utility.estimator"),
-            "null: a finite difference all-gathers no direction, so a low rank saves nothing (or set utility.estimator "
-            "to jvp)",
+            "null: a finite difference all-gathers no direction (or set utility.estimator to jvp)",
         )
     if recipe.probe.rank is not None and recipe.lora is not None:
         yield BrokenRule(("probe.rank", "lora.rank"), "null: LoRA adapters have low rank already")
@@ -180,15 +179,14 @@ def _utility_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     if utility.estimator == "finite_difference" and utility.epsilon is None:
         yield BrokenRule(
             ("utility.epsilon", "utility.estimator"),
-            "the step of the finite difference: auto, or a number such as 1.0e-4 (the paper's; in bf16 it measures "
-            "mostly rounding, so prefer utility.estimator jvp)",
+            "the step of the finite difference: auto, or a number (1.0e-4 in the paper, mostly rounding in bf16)",
         )
     if utility.estimator == "jvp" and utility.epsilon is not None:
         yield BrokenRule(
             ("utility.epsilon", "utility.estimator"),
             "null: jvp is exact and has no step (or set utility.estimator to finite_difference)",
         )
-    if utility.fused is True and utility.estimator == "finite_difference":
+    if utility.fused is True and utility.estimator != "jvp":
         yield BrokenRule(
             ("utility.fused", "utility.estimator"),
             "auto: the second forward of a finite difference needs other weights (or set utility.estimator to jvp)",
@@ -224,7 +222,7 @@ def _batch_rules(recipe: Recipe) -> Iterator[BrokenRule]:
 
 
 def _data_rules(recipe: Recipe) -> Iterator[BrokenRule]:
-    data, method, size = recipe.data, recipe.method, recipe.batch.global_size
+    data, method, size, keep = recipe.data, recipe.method, recipe.batch.global_size, recipe.data.keep
     if recipe.probe.batch_size == "all" and data.probe_path is None:
         yield BrokenRule(
             ("probe.batch_size", "data.probe_path"),
@@ -247,16 +245,13 @@ def _data_rules(recipe: Recipe) -> Iterator[BrokenRule]:
             ("data.trusted_share", "method.name"),
             "0: that method needs data of each sequence that only the training data has",
         )
-    reference = "data.reference_log_probabilities"
-    if method.reads_reference and recipe.lora is None and data.reference_log_probabilities is None:
+    needs_reference = method.reads_reference and recipe.lora is None
+    if needs_reference != (data.reference_log_probabilities is not None):
         yield BrokenRule(
-            (reference, "method.name", "lora"),
-            "the file that `vcore-ds reference RECIPE --output FILE` writes before training (training all parameters "
-            "changes the reference model; with lora it is the model without adapters)",
-        )
-    if data.reference_log_probabilities is not None and not (method.reads_reference and recipe.lora is None):
-        yield BrokenRule(
-            (reference, "method.name", "lora"), "null: only iw_sft with lora null reads reference log-probabilities"
+            ("data.reference_log_probabilities", "method.name", "lora"),
+            "the file that `vcore-ds reference RECIPE --output FILE` writes before training (or set lora)"
+            if needs_reference
+            else "null: only iw_sft with lora null reads reference log-probabilities",
         )
     if (method.name == "stored") != (data.token_weights is not None):
         yield BrokenRule(
@@ -269,15 +264,10 @@ def _data_rules(recipe: Recipe) -> Iterator[BrokenRule]:
         yield BrokenRule(
             ("run.validate_every", "data.validation_path"), "null, or held-out conversations in data.validation_path"
         )
-
-
-def _keep_rules(recipe: Recipe) -> Iterator[BrokenRule]:
-    keep = recipe.data.keep
     if keep is not None and (keep.top is None) == (keep.above is None):
         yield BrokenRule(
             ("data.keep.top", "data.keep.above"),
-            "exactly one of data.keep.top (share of the traces) and data.keep.above (utility); set the other one to "
-            "null",
+            "exactly one of top (share of the traces) and above (utility); the other is null",
         )
     if keep is not None and keep.top is None and keep.above is not None and keep.within == "source":
         yield BrokenRule(
@@ -325,28 +315,23 @@ def _model_rules(recipe: Recipe) -> Iterator[BrokenRule]:
 
 def _training_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     optimizer, schedule = recipe.optimizer, recipe.schedule
-    if optimizer.name == "sgd":
-        for key in sorted({"betas", "eps"} & optimizer.model_fields_set):
-            yield BrokenRule((f"optimizer.{key}", "optimizer.name"), "no such key: it belongs to adamw (remove it)")
-    if optimizer.name != "muon" and "momentum" in optimizer.model_fields_set:
-        yield BrokenRule(("optimizer.momentum", "optimizer.name"), "no such key: it belongs to muon (remove it)")
+    for key in [key for key in FOREIGN_KEYS[optimizer.name] if key in optimizer.model_fields_set]:
+        owner = "muon" if key == "momentum" else "adamw"
+        yield BrokenRule((f"optimizer.{key}", "optimizer.name"), f"no such key: it belongs to {owner} (remove it)")
     if optimizer.name == "muon" and recipe.lora is not None:
         yield BrokenRule(
             ("optimizer.name", "lora.rank"),
-            "adamw: Muon orthogonalizes updates of whole weight matrices, which the two factors of an adapter are not "
-            "(or set lora to null)",
+            "adamw: Muon orthogonalizes whole matrices, not the factors of adapters (or set lora to null)",
         )
     if optimizer.name == "muon" and recipe.model.provider == "megatron":
         yield BrokenRule(
             ("optimizer.name", "model.provider"),
-            "adamw: each rank has only a shard of a tensor-parallel matrix, and Muon needs whole ones (or set "
-            "model.provider to huggingface)",
+            "adamw: Muon needs whole matrices on each rank (or set model.provider to huggingface)",
         )
     if (schedule.num_steps is None) == (schedule.num_epochs is None):
         yield BrokenRule(
             ("schedule.num_steps", "schedule.num_epochs"),
-            "exactly one of schedule.num_steps (optimizer steps) and schedule.num_epochs (passes over the data); set "
-            "the other to null",
+            "exactly one of num_steps (optimizer steps) and num_epochs (passes over the data); the other is null",
         )
 
 
@@ -361,8 +346,7 @@ def _checkpoint_rules(recipe: Recipe) -> Iterator[BrokenRule]:
     elif (first_compared_step(recipe.checkpoint, recipe.run) or math.inf) >= (recipe.schedule.num_steps or math.inf):
         yield BrokenRule(
             (best, "checkpoint.every_steps", "run.validate_every", "schedule.num_steps"),
-            "null, or a checkpoint before the last step that is evaluated: set checkpoint.every_steps and "
-            "run.validate_every to the same number",
+            "null, or an evaluated checkpoint before the last step: every_steps equal to validate_every",
         )
 
 
