@@ -54,13 +54,15 @@ SOURCES = np.array(list("aaaabbbb"))
     ],
 )
 def test_the_kept_traces_by_hand(top: float | None, above: float | None, within: str, expected: list[int]) -> None:
-    assert select_positions(UTILITIES, SOURCES, top=top, above=above, within=within).tolist() == expected
+    keep = KeepConfig(scores="s", top=top, above=above, within=within)
+    assert select_positions(UTILITIES, SOURCES, keep).tolist() == expected
 
 
 def test_a_share_of_each_source_differs_from_a_share_of_all() -> None:
     utilities = np.array([9.0, 8.0, 7.0, 6.0, 1.0, 2.0, 3.0, 4.0])
-    assert select_positions(utilities, SOURCES, top=0.5, above=None, within="all").tolist() == [0, 1, 2, 3]
-    assert select_positions(utilities, SOURCES, top=0.5, above=None, within="source").tolist() == [0, 1, 6, 7]
+    for within, expected in (("all", [0, 1, 2, 3]), ("source", [0, 1, 6, 7])):
+        keep = KeepConfig(scores="s", top=0.5, within=within)
+        assert select_positions(utilities, SOURCES, keep).tolist() == expected
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import accumulate, chain
 from math import gcd, lcm
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import write_atomically
 from vcore_ds.common.random_streams import Stream, generator
+from vcore_ds.config.data_section import KeepConfig
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 from vcore_ds.method.baselines import random_mask
@@ -319,35 +320,22 @@ def shuffle_by_share(num_sequences: Sequence[int], weights: Sequence[float], rng
     return np.concatenate(shuffled)[np.argsort(np.concatenate(places), kind="stable")]
 
 
-def select_positions(
-    utilities: np.ndarray,
-    sources: np.ndarray,
-    *,
-    top: float | None,
-    above: float | None,
-    within: Literal["all", "source"],
-) -> np.ndarray:
-    """Select the traces with the highest utility: positions in their token store, int64 [k], ascending.
-
-    Ties go to the lower position. A utility that is not finite is never selected.
-
-    Args:
-        utilities: float [n], of every trace.
-        sources: [n], file or data set of each trace.
-        top: share of the traces to select, rounded to whole traces; None with `above`.
-        above: select traces of higher utility; None with `top`.
-        within: whether `top` is a share of all traces or of those of each source.
-    """
+def select_positions(utilities: np.ndarray, sources: np.ndarray, keep: KeepConfig) -> np.ndarray:
+    """Select the traces with the highest utility by `keep.top` (a share, rounded to whole traces, of all traces or of
+    those of each source) or `keep.above`: positions in their token store, int64 [k], ascending. Ties go to the lower
+    position. `utilities`: float [n]; those that are not finite are never selected. `sources`: [n], file or data set of
+    each trace."""
     utilities = np.where(np.isfinite(utilities), utilities, -np.inf)
-    if above is not None:
-        return np.flatnonzero(utilities > above)
-    assert top is not None  # one of the two is given
-    groups = np.unique(sources, return_inverse=True)[1] if within == "source" else np.zeros(len(utilities), np.int64)
+    if keep.above is not None:
+        return np.flatnonzero(utilities > keep.above)
+    assert keep.top is not None  # one of the two is given
+    by_source = keep.within == "source"
+    groups = np.unique(sources, return_inverse=True)[1] if by_source else np.zeros(len(utilities), np.int64)
     descending = np.argsort(-utilities, kind="stable")
     selected = []
     for group in range(groups.max(initial=-1) + 1):
         members = descending[groups[descending] == group]
-        best = members[: round(top * len(members))]
+        best = members[: round(keep.top * len(members))]
         selected.append(best[np.isfinite(utilities[best])])
     return np.sort(np.concatenate([np.zeros(0, np.int64), *selected]))
 

@@ -76,7 +76,7 @@ def read_kept(keep: KeepConfig, where: Callable[[str], str] = "data.keep.{}".for
             f"{where('scores')}: {folder}: found {len(utilities):,} traces in {scores_folder.TRACES} and "
             f"{scores.data.num_sequences:,} in {scores_folder.SCORES}; expected equal numbers. Copy the folder again"
         )
-    positions = select_positions(utilities, sources, top=keep.top, above=keep.above, within=keep.within)
+    positions = select_positions(utilities, sources, keep)
     if not len(positions):
         key, value = ("top", keep.top) if keep.above is None else ("above", keep.above)
         raise UserError(
