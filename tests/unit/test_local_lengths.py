@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.setups import sums, write_conversations, write_model
 from vcore_ds.commands.cli import main
+from vcore_ds.commands.plan import local_lengths
 from vcore_ds.commands.plan.lengths import SIMULATED_MEAN, LengthModel
 from vcore_ds.commands.plan.local_lengths import sample_lengths
 from vcore_ds.config.data_section import DataConfig
@@ -82,7 +83,8 @@ def test_check_and_plan_use_the_lengths_of_local_data(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr(tokenization, "load_tokenizer", lambda path: (loaded.append(path), load_tokenizer(path))[1])
+    for module in (tokenization, local_lengths):
+        monkeypatch.setattr(module, "load_tokenizer", lambda path: (loaded.append(path), load_tokenizer(path))[1])
     recipe = Path(__file__).resolve().parents[2] / "launch_scripts" / "recipes" / "quickstart.yaml"
     words = [str(recipe), f"data.train_path={folder / 'few.jsonl'}", f"model.path={folder / 'model'}"]
     words += [f"run.output_dir={folder / 'run'}", "schedule={num_epochs: 2}", "batch.global_size=4"]

@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> None:
 
         check_local_data(recipe.data, recipe.model.path, tokenizer)
     renderer = find_renderer(recipe.model.path, tokenizer)
-    lengths = find_lengths(recipe)
+    lengths = find_lengths(recipe, renderer)
     on_gpus = None if arguments.gpu is None else plan_on(arguments, recipe, num_ranks, lengths)
     lines = [
         f"Valid: {arguments.recipe} on {count(num_ranks, 'rank')} (--recipe prints it with all defaults)",

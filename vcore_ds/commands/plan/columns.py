@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vcore_ds.commands.plan import GPU_OPTIONS, prediction
 from vcore_ds.commands.plan.lengths import LengthModel
@@ -22,6 +23,9 @@ from vcore_ds.planning.memory import Phase
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training.run_folder import ENVIRONMENT, METRICS, read_environment, read_run_metrics, read_run_recipe
 from vcore_ds.training.schedule import derive_schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_WARM_UP = 2  # number of first steps that are left out: they compile kernels and make connections
 
@@ -115,15 +119,16 @@ def _share_for(seconds: Callable[[float], float], measured: float) -> float:
     return high
 
 
-def find_lengths(recipe: Recipe) -> LengthModel:
-    """The lengths of a recipe's data, as far as they are on this machine, else those of typical reasoning traces."""
+def find_lengths(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None" = None) -> LengthModel:
+    """The lengths of a recipe's data, as far as they are on this machine, else those of typical reasoning traces.
+    `tokenizer`: the model's, where it is loaded already."""
     if not all(is_readable(file.path) for file in recipe.data.train_files()):
         return LengthModel()
     from vcore_ds.commands.plan.local_lengths import (
         sample_lengths,  # imports numpy, and transformers to tokenize: seconds
     )
 
-    return sample_lengths(recipe.data, recipe.model.path) or LengthModel()
+    return sample_lengths(recipe.data, recipe.model.path, tokenizer) or LengthModel()
 
 
 def with_num_steps(recipe: Recipe, lengths: LengthModel) -> PlanSettings:

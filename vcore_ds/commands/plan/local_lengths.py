@@ -25,14 +25,16 @@ _MAX_ROWS = 256  # rows of raw data that are tokenized, which takes a second or 
 _MAX_LENGTHS = 4096  # lengths of a token store that are kept
 
 
-def sample_lengths(data: DataConfig, model_path: str) -> LengthModel | None:
-    """Sample the lengths of data.train_path and data.probe_path. None if the training data are not on this machine,
+def sample_lengths(
+    data: DataConfig, model_path: str, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> LengthModel | None:
+    """Sample the lengths of data.train_path and data.probe_path; `tokenizer`: the model's, if it is loaded. None if the training data are not on this machine,
     have no sequence within data.cutoff_length, or are raw data and the model's tokenizer is not here. Raises UserError
     for a damaged token store or an unreadable file."""
     files = data.train_files()
     if not all(is_readable(file.path) for file in files):
         return None
-    tokenizer = find_tokenizer(model_path)
+    tokenizer = find_tokenizer(model_path) if tokenizer is None else tokenizer
     samples, totals = zip(*(_read(file.path, data, tokenizer) for file in files), strict=True)
     if not all(samples):
         return None
