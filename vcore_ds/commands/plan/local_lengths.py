@@ -28,9 +28,9 @@ _MAX_LENGTHS = 4096  # lengths of a token store that are kept
 def sample_lengths(
     data: DataConfig, model_path: str, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> LengthModel | None:
-    """Sample the lengths of data.train_path and data.probe_path; `tokenizer`: the model's, if it is loaded. None if the training data are not on this machine,
-    have no sequence within data.cutoff_length, or are raw data and the model's tokenizer is not here. Raises UserError
-    for a damaged token store or an unreadable file."""
+    """Sample the lengths of data.train_path and data.probe_path. `tokenizer`: the model's, if it is loaded. None if the
+    training data are not on this machine, have no sequence within data.cutoff_length, or are raw data and the model's
+    tokenizer is not here. Raises UserError for a damaged token store or an unreadable file."""
     files = data.train_files()
     if not all(is_readable(file.path) for file in files):
         return None
