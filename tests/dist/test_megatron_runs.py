@@ -118,7 +118,7 @@ def load_and_export(folder: Path, kind: str, sections: dict[str, Any]) -> dict[s
         engine.close()
     for precision in FIDELITY:
         recipe = make_recipe(folder, f"fidelity_{precision}_{kind}", **_with_precision(sections, precision))
-        options = FidelityOptions(3, epsilons=(0.1,), probe_sizes=(1,), large_probe_size=2, stale_steps=(1,))
+        options = FidelityOptions(3, epsilons=(0.1,))
         results[f"fidelity, {precision}"] = measure_fidelity(recipe, options)
     return results
 

@@ -35,7 +35,7 @@ def by_epsilon(report: dict[str, Any]) -> dict[float | None, dict[str, Any]]:
 def test_two_ranks_measure_the_same_as_one_process(setup: TinySetup, tmp_path: Path) -> None:
     recipe = setup.overrides(tmp_path / "run", "lora=null", "probe.direction=sgd", "probe.clip=null")
     estimator = ["utility.estimator=finite_difference", "utility.epsilon=3e-3"]
-    options = "--after-steps 1 --stale-steps 1 8 --epsilons 1e-2 1e-8".split()  # overrides may follow a list
+    options = "--after-steps 1 --epsilons 1e-2 1e-8".split()  # overrides may follow a list
     one, two = tmp_path / "one", tmp_path / "two"
     output_text = run_fidelity([*recipe, *options, *estimator, "--output", str(one)], tmp_path / "one.log")
     run_fidelity([*recipe, *options, *estimator, "--output", str(two)], tmp_path / "two.log", num_ranks=2)
@@ -57,29 +57,8 @@ def test_two_ranks_measure_the_same_as_one_process(setup: TinySetup, tmp_path: P
         assert recipe_epsilon["spearman"] > 0.99
         # Differences over this step are lost in rounding.
         assert short["signal_to_noise"] < recipe_epsilon["signal_to_noise"] and short["spearman"] < 0.9
-        assert 0 < short["changed_fraction"] < 1 and 0 < short["rounding_floor_nats"] < 1e-4
-        assert [result["batch_size"] for result in report["probe_sizes"]] == [1, 2, 4]
-        assert [result["num_draws"] for result in report["probe_sizes"]] == [4, 2, 1]
-        other = report["other_probe_loss"]
-        assert (other["batch_size"], other["loss"]) == (report["probe_batch_size"], "dft")
-        assert [result["steps"] for result in report["stale_directions"]] == [1]
-        assert any("cannot be kept for 8" in note for note in report["notes"])
-    for first, again in zip(single["probe_sizes"], double["probe_sizes"], strict=True):
-        assert again["spearman"] == pytest.approx(first["spearman"], abs=0.02) and first["spearman"] < 1
-    other, again = single["other_probe_loss"], double["other_probe_loss"]
-    assert again["spearman"] == pytest.approx(other["spearman"], abs=0.02)
-    recipe_size = next(result for result in single["probe_sizes"] if result["of_recipe"])
-    assert other["spearman"] != recipe_size["spearman"]
-    stale, again = single["stale_directions"][0], double["stale_directions"][0]
-    assert again["spearman"] == pytest.approx(stale["spearman"], abs=0.02) and stale["spearman"] < 1
-
-    for words in (
-        "Spearman",
-        "*finite_difference",
-        "Probe size",
-        "Stale direction",
-        *single["verdict"],
-    ):
+        assert 0 < short["changed_fraction"] < 1
+    for words in ("Spearman", "*finite_difference", *single["verdict"]):
         assert words in output_text
     assert not (tmp_path / "run").exists()  # measuring does not begin a run
 
@@ -89,7 +68,7 @@ def test_fidelity_of_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_pa
     changes = "utility.estimator=finite_difference utility.epsilon=auto utility.rounding=stochastic".split()
     changes.append(f"data.probe_path={setup.validation}")
     arguments = ["methods/sft.yaml", *setup.overrides(tmp_path / "run", *changes, precision="bf16"), "lora=null"]
-    arguments += ["--large-probe", "0", "--epsilons", "1e-5", "--ranks", "4", "64", "--output", str(output)]
+    arguments += ["--epsilons", "1e-5", "--ranks", "4", "64", "--output", str(output)]
     output_text = run_fidelity(arguments, tmp_path / "log", num_ranks=2)
     report = read_report(output)
     assert report["recipe"]["method"]["name"] == "sft" and "method sft has no utilities" in output_text
@@ -101,7 +80,6 @@ def test_fidelity_of_a_recipe_without_utilities_in_bf16(setup: TinySetup, tmp_pa
     assert f"search for epsilon: {searched['epsilon']:.3g}" in output_text
     assert searched["signal_to_noise"] > short["signal_to_noise"] and searched["spearman"] > 0.5
     assert short["spearman"] is None or abs(short["spearman"]) < 0.5
-    assert report["probe_sizes"] == report["stale_directions"] == []
     low, larger_than_any_matrix = report["low_ranks"]
     assert low["rank"] == 4 and 0.3 < low["energy"] < 1 and 0.3 < low["spearman"] < 1
     assert larger_than_any_matrix["energy"] == pytest.approx(1.0, abs=1e-3)

@@ -65,7 +65,7 @@ class Commands:
             ],
             "export": ["export", str(self.run), "--output", str(output)],
             "reference": ["reference", *recipe, "--output", str(output)],
-            "fidelity": ["fidelity", *recipe, "--large-probe", "0", "--epsilons", "1e-2", "--output", str(output)],
+            "fidelity": ["fidelity", *recipe, "--ranks", "0", "--epsilons", "1e-2", "--output", str(output)],
         }[name]
 
 

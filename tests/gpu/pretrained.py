@@ -11,5 +11,5 @@ from vcore_ds.commands.quickstart.traces import prepare_quickstart_data
 
 if __name__ == "__main__":
     data = prepare_quickstart_data(DATA)
-    overrides = [f"model.path={data.model}", f"data.train_path={data.train}", "--large-probe", "0"]
+    overrides = [f"model.path={data.model}", f"data.train_path={data.train}"]
     sys.exit(main(["fidelity", str(RECIPE), *overrides, "--output", str(DATA.parent / "gpu" / "fidelity")]))

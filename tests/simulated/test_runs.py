@@ -144,7 +144,7 @@ def train_alone(folder: Path) -> dict[str, Any]:
     resumed_runs.run_until(stopped, STOP)
     results["full, resumed"] = read_compared_metrics(resumed_runs.run_to_end(stopped))
     export_run(folder / "runs" / "simulated full", output=folder / "exported")
-    options = FidelityOptions(2, epsilons=(), probe_sizes=(), large_probe_size=0, stale_steps=())
+    options = FidelityOptions(2, epsilons=(), ranks=())
     results["fidelity"] = (
         measure_fidelity(make_recipe(folder, "fidelity", {}), options).estimators[0].agreement.spearman
     )

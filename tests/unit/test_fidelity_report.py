@@ -7,24 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from vcore_ds.commands.fidelity import (
-    FidelityOptions,
-    check_options,
-    choose_sequences,
-    limit_to_recipe,
-    prepare_output,
-)
+from vcore_ds.commands.fidelity import FidelityOptions, check_options, prepare_output
+from vcore_ds.commands.fidelity.measure import choose_sequences
 from vcore_ds.commands.fidelity.report import (
     Agreement,
     Estimate,
     FidelityReport,
     LowRankDirection,
-    ProbeSize,
-    StaleDirection,
     describe,
     judge,
     mean,
@@ -94,7 +85,6 @@ def make_report(
         utility_std=20.0,
         uniform_weight_overlap=0.88,
         loss_error_nats=0.07,
-        large_probe_size=64,
         estimators=[estimate(None, jvp), *map(estimate, EPSILONS, differences)],
     )
     return replace(report, **changes)
@@ -109,59 +99,34 @@ def test_the_verdict_names_the_settings_that_agree() -> None:
     no_epsilon = make_report(0.97, 0.850, 0.666, 0.128, -0.004, 0.123, None)
     assert list(judge(no_epsilon))[1] == "utility.epsilon: none of those tried; best 1, 0.850"
     assert list(judge(make_report(None))) == ["utility.estimator=jvp: Spearman -"]
-    sizes = [
-        ProbeSize(1, 4, 0.3, 0.1, 0.9),
-        ProbeSize(8, 4, 0.85, 0.8, 0.97, of_recipe=True),
-        ProbeSize(32, 1, 0.95, 0.95, 0.99),
-    ]
-    # A later agreement, by chance, does not count.
-    stale = [StaleDirection(steps, spearman, 0.9) for steps, spearman in ((1, 0.99), (2, 0.93), (4, 0.7), (8, 0.91))]
-    report = make_report(0.996, probe_sizes=sizes, stale_directions=stale)
-    assert list(judge(report))[1:] == ["probe.batch_size: at least 32", "probe.every: at most 2"]
+    report = make_report(0.996)
     ranks = [LowRankDirection(16, 0.8, 0.999, 0.98, 0.97), LowRankDirection(64, 0.9, 0.999, 0.992, 0.99)]
     assert list(judge(replace(report, low_ranks=ranks)))[1] == "probe.rank: at least 64"
     assert list(judge(replace(report, low_ranks=ranks[:1])))[1] == "probe.rank: none of those tried"
-    report = replace(report, probe_sizes=sizes[:2], stale_directions=stale[2:])
-    assert list(judge(report))[1:] == ["probe.batch_size: none of those tried", "probe.every: at most 1"]
 
 
 def test_the_tables_show_every_measurement() -> None:
-    sizes = [ProbeSize(1, 4, 0.3, 0.1, 0.9), ProbeSize(4, 4, 0.7, 0.6, 0.97, of_recipe=True)]
-    dft_size = ProbeSize(4, 4, 0.5, 0.4, 0.95, loss="dft")
-    stale = [StaleDirection(2, 0.93, 0.98)]
-    report = make_report(
-        0.996, 0.95, None, recipe_epsilon=0.1, probe_sizes=sizes, other_probe_loss=dft_size, stale_directions=stale
-    )
+    report = make_report(0.996, 0.95, None, recipe_epsilon=0.1)
     rows = [line.split() for line in describe(report).splitlines()]
-    assert ["*finite_difference", "0.1", "-", "-", "0.1", "95.00%", "0.20%", "0.3", "-"] in rows
-    start = rows.index(["|B'|", "draws", "Spearman", "lowest", "weight", "overlap"])
-    assert rows[start + 1 : start + 4] == [
-        ["1", "4", "0.300", "0.100", "90.00%"],
-        ["*4", "4", "0.700", "0.600", "97.00%"],
-        ["4,", "dft", "loss", "4", "0.500", "0.400", "95.00%"],
-    ]
-    assert ["2", "0.930", "98.00%"] in rows
+    assert ["*finite_difference", "0.1", "-", "-", "0.1", "95.00%", "0.20%", "0.3"] in rows
     report = replace(report, low_ranks=[LowRankDirection(16, 0.812, 0.9991, None, 0.97)])
     assert ["16", "81.2%", "0.9991", "-", "97.00%"] in [line.split() for line in describe(report).splitlines()]
     alone = describe(make_report(0.996))
-    assert "Probe size" not in alone and "Stale" not in alone and alone.endswith("jvp: Spearman 0.996")
+    assert "Low-rank" not in alone and alone.endswith("jvp: Spearman 0.996")
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_json_has_null_for_undefined_numbers(tmp_path: Path) -> None:
-    sizes, stale = [ProbeSize(1, 1, None, None, 0.9)], [StaleDirection(1, 0.9, 0.9)]
-    report = make_report(0.996, 0.9, math.nan, probe_sizes=sizes, stale_directions=stale, loss_error_nats=math.inf)
+    report = make_report(0.996, 0.9, math.nan, loss_error_nats=math.inf)
     write_report(report, tmp_path)
     written = json.loads((tmp_path / "fidelity.json").read_text(), parse_constant=pytest.fail)
     first, second, third = written["estimators"]
     assert first | {"spearman": 0.996, "estimator": "jvp", "epsilon": None, "changed_fraction": None} == first
     assert second | {"estimator": "finite_difference", "epsilon": 1.0, "spearman": 0.9, "relative_error": 0.1} == second
     assert third["spearman"] is None and written["loss_error_nats"] is None
-    assert written["probe_sizes"][0]["spearman"] is None and written["recipe"] == RECIPE
-    assert written["stale_directions"] == [{"steps": 1, "spearman": 0.9, "weight_overlap": 0.9}]
-    assert written["verdict"] == list(judge(report))
+    assert written["recipe"] == RECIPE and written["verdict"] == list(judge(report))
     with pytest.raises(UserError, match="holds a fidelity.json already"):
         prepare_output(tmp_path)
 
@@ -177,43 +142,28 @@ def test_an_output_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 # ---- choice of sequences ---------------------------------------------------------------------------------------------
 
 
-@given(st.integers(3, 300), st.integers(1, 40), st.integers(1, 8), st.integers(0, 80), st.integers(0, 2**70))
-def test_measured_and_probe_sequences_are_disjoint(n: int, probe: int, measured: int, large: int, seed: int) -> None:
-    options = FidelityOptions(num_sequences=measured, large_probe_size=large)
-    choice = choose_sequences(([n], [1]), None, probe, options, seed)
-    together = choice.measured + choice.small_probes + choice.large_probe
-    assert len(set(together)) == len(together) and set(together) <= set(range(n))
-    assert choice.measured and choice.small_probes and bool(choice.large_probe) == (large > 0)
-    assert len(choice.measured) <= measured and len(choice.large_probe) <= large
-    assert all(1 <= len(choice.draws(size)) <= 4 for size in choice.probe_sizes)
-    enough = n >= measured + max(32, probe) + large
-    assert enough == (not choice.notes)
-    if enough:
-        assert choice.probe_sizes == sorted({1, 4, 8, 32, probe})
-        assert len(choice.small_probes) >= probe and len(choice.large_probe) == large
-
-
-def test_trusted_probe_sequences_are_chosen_from_their_own_file() -> None:
-    choice = choose_sequences(([2], [1]), 6, 2, FidelityOptions(num_sequences=4), 0)
-    assert sorted(choice.measured) == [0, 1] and "2 instead of 4 sequences" in choice.notes[0]
-    assert sorted(choice.small_probes + choice.large_probe) == list(range(6)) and choice.probe_sizes == [1, 2]
+@pytest.mark.parametrize(
+    ("num_training", "num_trusted", "num_measured", "num_probe"),
+    [(20, None, 4, 8), (9, None, 4, 5), (3, None, 2, 1), (2, None, 1, 1), (2, 6, 2, 6), (20, 3, 4, 3)],
+)
+def test_measured_and_probe_sequences_are_disjoint(
+    num_training: int, num_trusted: int | None, num_measured: int, num_probe: int
+) -> None:
+    """4 measured and 8 in the probe are asked for."""
+    measured, probe = choose_sequences(([num_training], [1]), num_trusted, 8, 4, 0)
+    assert (len(set(measured)), len(set(probe))) == (num_measured, num_probe)
+    if num_trusted is None:
+        assert not {*measured} & {*probe} and {*measured, *probe} <= {*range(num_training)}
+    else:
+        assert {*measured} <= {*range(num_training)} and {*probe} <= {*range(num_trusted)}
 
 
 def test_too_little_data_and_invalid_options_are_refused() -> None:
-    with pytest.raises(UserError, match=r"data.train_path: found 2 sequences.*at least 3"):
-        choose_sequences(([2], [1]), None, 1, FidelityOptions(), 0)
-    with pytest.raises(UserError, match=r"data.probe_path: found 1 sequence.*at least 2: one as probe"):
-        choose_sequences(([9], [1]), 1, 1, FidelityOptions(), 0)
-    with pytest.raises(UserError, match="--epsilons -1, --epsilons nan, --large-probe -2: expected positive"):
-        check_options(FidelityOptions(epsilons=(-1.0, math.nan, 1.0), large_probe_size=-2))
+    with pytest.raises(UserError, match=r"data.train_path: found 1 sequence .*at least 2"):
+        choose_sequences(([1], [1]), None, 1, 4, 0)
+    with pytest.raises(UserError, match=r"data.probe_path: found 0 sequences .*at least 1"):
+        choose_sequences(([9], [1]), 0, 1, 4, 0)
+    with pytest.raises(UserError, match="--epsilons -1, --epsilons nan, --ranks -2, --after-steps -1: expected pos"):
+        check_options(FidelityOptions(epsilons=(-1.0, math.nan, 1.0), ranks=(-2,), after_steps=-1))
     with pytest.raises(UserError, match="--sequences 0"):
         check_options(FidelityOptions(num_sequences=0))
-
-
-def test_training_ends_where_the_recipe_does() -> None:
-    options = FidelityOptions(after_steps=3)
-    assert limit_to_recipe(options, 11) == (options, [])
-    shorter, notes = limit_to_recipe(options, 6)
-    assert shorter.stale_steps == (1, 2) and "kept for 4, 8" in notes[0]
-    with pytest.raises(UserError, match="--after-steps 3: found more than the recipe's 2 steps"):
-        limit_to_recipe(options, 2)

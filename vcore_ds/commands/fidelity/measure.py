@@ -9,19 +9,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, islice, pairwise
+from itertools import count, islice
 
 import torch
 from torch import Tensor
 
-from vcore_ds.commands.fidelity import Choice, FidelityOptions, choose_sequences, limit_to_recipe
+from vcore_ds.commands.fidelity import FidelityOptions
 from vcore_ds.commands.fidelity import report as reports
-from vcore_ds.commands.fidelity.report import Agreement, Estimate, FidelityReport, ProbeLoss, ProbeSize, StaleDirection
+from vcore_ds.commands.fidelity.report import Agreement, Estimate, FidelityReport
 from vcore_ds.common.errors import UserError
+from vcore_ds.common.random_streams import Stream, generator
+from vcore_ds.common.text import count as count_text
 from vcore_ds.common.text import duration
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig
-from vcore_ds.data.dataset import list_shares
+from vcore_ds.data.dataset import list_shares, shuffle_by_share
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark, watching
@@ -85,11 +87,19 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     schedule = derive_schedule(
         recipe.schedule, recipe.optimizer.learning_rate, len(dataset), feed.main_order.batch_size
     )
-    options, notes = limit_to_recipe(options, schedule.num_steps)
+    if options.after_steps > schedule.num_steps:
+        raise UserError(
+            f"--after-steps {options.after_steps}: found more than the recipe's {schedule.num_steps} steps; expected "
+            "at most that many. Lower it, or raise schedule.num_steps"
+        )
     probe_size = len(feed.probe_dataset) if plan.probe_batch_size_global is None else plan.probe_batch_size_global
     num_trusted = None if trusted is None else len(trusted)
-    choice = choose_sequences(list_shares(dataset), num_trusted, probe_size, options, seed)
-    notes += choice.notes
+    measured, probe_ids = choose_sequences(list_shares(dataset), num_trusted, probe_size, options.num_sequences, seed)
+    notes = []
+    if len(measured) < options.num_sequences:
+        notes.append(f"{len(measured)} instead of {options.num_sequences} sequences are measured: there are no more")
+    if len(probe_ids) < probe_size:
+        notes.append(f"the probe has {len(probe_ids)} instead of {probe_size} sequences: there are no more")
     if not recipe.method.uses_utilities:
         notes.append(f"method {recipe.method.name} has no utilities; measured with method.name=vcore")
     lines = [*(f"Note: {note}" for note in notes), f"Model: {describe_model(recipe.model, recipe.lora, None)}"]
@@ -106,7 +116,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     def say(text: str) -> None:
         console.say(f"[{duration(time.perf_counter() - started)}] {text}")
 
-    bench = Bench(engine, weighted, feed, choice, say)
+    bench = Bench(engine, weighted, feed, measured, say)
     training = train_steps(engine, recipe, feed, schedule, say)
     deque(islice(training, options.after_steps), maxlen=0)
     report = FidelityReport(
@@ -116,25 +126,46 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
         reference_precision=bench.reference_precision,
         steps_before=options.after_steps,
         direction=recipe.probe.direction if engine.num_updates else "sgd",  # no optimizer state yet
-        probe_batch_size=choice.recipe_probe_size,
-        num_sequences=len(choice.measured),
+        probe_batch_size=len(probe_ids),
+        num_sequences=len(measured),
         num_tokens=len(bench.index),
-        large_probe_size=len(choice.large_probe),
         notes=notes,
     )
-    bench.take_direction(choice.small_probes[: report.probe_batch_size])
+    take_direction(bench.direction, weighted.method, probe, feed.probe_batches(probe_ids))
     bench.measure_estimators(report, options.epsilons)
     if recipe.lora is None:
         report.low_ranks = list(bench.measure_low_ranks(options.ranks))
-    if choice.large_probe:
-        bench.measure_probe_sizes(report)
-        report.stale_directions = list(bench.measure_staleness(training, options.stale_steps))
     engine.close()
     console.say("\n" + reports.describe(report))
     if options.output is not None and layout.is_first():
         reports.write_report(report, options.output)
         console.say(f"\nWritten to {options.output}")
     return report
+
+
+def choose_sequences(
+    training: tuple[Sequence[int], Sequence[float]],
+    num_trusted: int | None,
+    probe_size: int,
+    num_measured: int,
+    seed: int,
+) -> tuple[list[int], list[int]]:
+    """Draw the measured sequences from the training data (sizes and weights of its files), and those of the probe from
+    the rest of it or from `data.probe_path` (`num_trusted` sequences; None without it). Both may be fewer than asked
+    for. Raises UserError unless there is a sequence for each."""
+    drawn = generator(Stream.FIDELITY, seed)
+    order = shuffle_by_share(*training, drawn).tolist()
+    num_measured = min(num_measured, len(order) - (num_trusted is None))
+    measured, others = order[: max(num_measured, 0)], order[max(num_measured, 0) :]
+    if num_trusted is not None:
+        others = drawn.permutation(num_trusted).tolist()
+    if not measured or not others:
+        key, number, expected = ("train_path", len(order), 2) if num_trusted is None else ("probe_path", num_trusted, 1)
+        raise UserError(
+            f"data.{key}: found {count_text(number, 'sequence')} within data.cutoff_length; expected at least "
+            f"{expected}, to measure on and to take a probe of"
+        )
+    return measured, others[:probe_size]
 
 
 def _with_utilities(recipe: Recipe) -> Recipe:
@@ -148,15 +179,15 @@ def _with_utilities(recipe: Recipe) -> Recipe:
 class Bench:
     """Passes over the measured sequences. Methods are collective; tensors hold all ranks' tokens, on the CPU."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, choice: Choice, say: Say):
+    def __init__(self, engine: Engine, recipe: Recipe, feed: Feed, measured: Sequence[int], say: Say):
         """`recipe`: one with utilities (`_with_utilities`)."""
-        self.engine, self.recipe, self.feed, self.choice, self.say = engine, recipe, feed, choice, say
+        self.engine, self.recipe, self.say = engine, recipe, say
         self.direction = Direction(engine, rank_passes=recipe.probe.rank_passes)
         self._rounding_seed = recipe.run.seed if recipe.utility.rounding == "stochastic" else None
         self.reference_precision = REFERENCE_PRECISION[recipe.model.precision]
         can_be_fp8 = recipe.model.precision == "bf16" and recipe.model.provider == "huggingface"
         self.takes_fp8_tangents = can_be_fp8 and has_fp8_units()
-        self.batches = feed.batches(choice.measured, feed.plan.utility_micro_batch_size_per_rank)
+        self.batches = feed.batches(measured, feed.plan.utility_micro_batch_size_per_rank)
         ids = [torch.tensor(b.sequence_ids, dtype=torch.int64)[b.sequence_index()] for b in self.batches]
         self.index = torch.unique(self.gather(ids), return_inverse=True)[1]
         """`[N]`, each token's sequence, from 0."""
@@ -202,56 +233,11 @@ class Bench:
             correlations = agreement.spearman, agreement.spearman_within_sequences
             yield reports.LowRankDirection(rank, energy, *correlations, agreement.weight_overlap)
 
-    def measure_probe_sizes(self, report: FidelityReport) -> None:
-        """Compare utilities along small probes with those along the large one; for both losses at the recipe's size."""
-        recipe_loss: ProbeLoss = self.recipe.probe.loss
-        other_loss: ProbeLoss = "uniform" if recipe_loss == "dft" else "dft"
-        self.take_direction(self.choice.large_probe)
-        along_large = self.jvp()
-        self.say(f"large probe of {len(self.choice.large_probe)}")
-
-        def measure(size: int, loss: ProbeLoss) -> ProbeSize:
-            draws = []
-            for ids in self.choice.draws(size):
-                self.take_direction(ids, loss)
-                draws.append(self.agreement(self.jvp(), along_large))
-                label = f"probe of {size}, draw {len(draws)}" + (f", loss {loss}" if loss != recipe_loss else "")
-                self.say(f"{label}: Spearman {reports.show(draws[-1].spearman)}")
-            known = [draw.spearman for draw in draws if draw.spearman is not None]
-            lowest = min(known) if len(known) == len(draws) else None
-            overlap = reports.mean([draw.weight_overlap for draw in draws])
-            of_recipe = size == report.probe_batch_size and loss == recipe_loss
-            return ProbeSize(size, len(draws), reports.mean(known), lowest, overlap, of_recipe, loss)
-
-        report.probe_sizes = [measure(size, recipe_loss) for size in self.choice.probe_sizes]
-        report.other_probe_loss = measure(report.probe_batch_size, other_loss)
-
-    def measure_staleness(self, training: Iterator[None], stale_steps: Sequence[int]) -> Iterator[StaleDirection]:
-        """Train on, and compare utilities along the large probe's old direction with those along its current one."""
-        if not stale_steps:
-            return
-        self.take_direction(self.choice.large_probe)
-        old = Direction(self.engine)
-        for buffer, current in zip(old.buffers, self.direction.buffers, strict=True):
-            buffer.copy_(current)
-        for before, steps in pairwise([0, *sorted(stale_steps)]):
-            deque(islice(training, steps - before), maxlen=0)
-            stale = self.jvp(old)
-            self.take_direction(self.choice.large_probe)
-            agreement = self.agreement(stale, self.jvp())
-            self.say(f"direction of {steps} steps ago: Spearman {reports.show(agreement.spearman)}")
-            yield StaleDirection(steps, agreement.spearman, agreement.weight_overlap)
-
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """All-gather the parts, always in the same order, from one rank of each sequence-parallel group."""
         is_first = layout.rank("sequence", self.batches[0].sequence_parallel) == 0
         tensors = layout.gather_objects("shards", torch.cat(list(parts)).cpu() if is_first else None)
         return torch.cat([tensor for tensor in tensors if tensor is not None])
-
-    def take_direction(self, ids: Sequence[int], loss: ProbeLoss | None = None) -> None:
-        """Fill `self.direction` from the probe `ids` as a training step would; `loss` overrides `probe.loss`."""
-        probe = self.recipe.probe.model_copy(update={} if loss is None else {"loss": loss})
-        take_direction(self.direction, self.recipe.method, probe, self.feed.probe_batches(ids))
 
     def jvp(self, direction: Direction | None = None) -> Tensor:
         return self.gather(compute_jvp_utilities(self.engine, direction or self.direction, self.batches))
@@ -266,14 +252,12 @@ class Bench:
             for signed in (epsilon, -epsilon)
         )
         below, above = torch.cat(losses_below), torch.cat(losses_above)
-        symmetric = self.gather([above + below - 2 * base]).double()
         return Estimate(
             "finite_difference",
             epsilon,
             self.agreement(self.gather([(base - below) / epsilon]), reference),
             changed_fraction=changed_fraction,
             signal_to_noise=signal_to_noise(below, base, above),
-            rounding_floor_nats=float((symmetric.square().mean() / 6).sqrt()),
         )
 
     def agreement(self, utilities: Tensor, reference: Tensor) -> Agreement:

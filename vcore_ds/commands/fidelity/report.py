@@ -4,9 +4,8 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -18,8 +17,6 @@ from vcore_ds.method.weights import segment_sum
 from vcore_ds.training.start_checks import LEAST_RANK_CORRELATION
 
 RELIABLE_SPEARMAN = 0.9  # the lowest rank correlation with which utilities are good enough to train
-
-ProbeLoss = Literal["uniform", "dft"]
 
 
 @dataclass(frozen=True)
@@ -44,32 +41,7 @@ class Estimate:
     changed_fraction: float | None = None  # share of the trainable parameters that the perturbation changed
     signal_to_noise: float | None = None
     """Of the loss change before it is divided by epsilon: `utility.finite_difference.signal_to_noise`."""
-    rounding_floor_nats: float | None = None
-    """RMS error of a token's loss, from `l(theta + eps v) + l(theta - eps v) - 2 l(theta)`; curvature where epsilon is
-    large."""
     of_recipe: bool = False
-
-
-@dataclass(frozen=True)
-class ProbeSize:
-    """Agreement of utilities along a small probe's direction with those along the large probe's, mean over draws."""
-
-    batch_size: int
-    num_draws: int
-    spearman: float | None
-    spearman_min: float | None
-    weight_overlap: float | None
-    of_recipe: bool = False
-    loss: ProbeLoss = "uniform"  # `probe.loss` of the small probe; the large one has the recipe's
-
-
-@dataclass(frozen=True)
-class StaleDirection:
-    """Agreement of utilities along the large probe's direction of some steps ago with those along the current one."""
-
-    steps: int
-    spearman: float | None
-    weight_overlap: float | None
 
 
 @dataclass(frozen=True)
@@ -101,15 +73,11 @@ class FidelityReport:
     """Weight overlap of uniform weights with the reference's: the baseline."""
     loss_error_nats: float | None = None
     """RMS over tokens of the loss in the recipe's precision minus the reference's."""
-    large_probe_size: int = 0
     notes: list[str] = field(default_factory=list)
     """Deviations from the requested measurements, and their reasons."""
     estimators: list[Estimate] = field(default_factory=list)
     """jvp first, then finite differences from the largest epsilon."""
     low_ranks: list[LowRankDirection] = field(default_factory=list)
-    probe_sizes: list[ProbeSize] = field(default_factory=list)
-    other_probe_loss: ProbeSize | None = None  # the recipe's |B'| with the other `probe.loss`
-    stale_directions: list[StaleDirection] = field(default_factory=list)
 
 
 def measure_agreement(
@@ -158,7 +126,7 @@ def describe(report: FidelityReport) -> str:
     bounds = f"at least {RELIABLE_SPEARMAN:g}, for probe.rank {LEAST_RANK_CORRELATION:g} within sequences"
     verdict = [f"Reliable: Spearman of {bounds}"]
     verdict += [f"  {line}" for line in judge(report)]
-    parts = [_estimators(report), _low_ranks(report), _probe_sizes(report), _stale_directions(report), verdict]
+    parts = [_estimators(report), _low_ranks(report), verdict]
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
@@ -172,15 +140,15 @@ def _estimators(report: FidelityReport) -> Iterator[str]:
         f"error of a {report.precision} loss {show(report.loss_error_nats, '.3g')} nats"
     )
     rows = [
-        ["estimator", "epsilon", "Spearman", "within a", "relative", "weight", "parameters", "signal", "rounding"],
-        ["", "", "", "sequence", "error", "overlap", "changed", "to noise", "in nats"],
+        ["estimator", "epsilon", "Spearman", "within a", "relative", "weight", "parameters", "signal"],
+        ["", "", "", "sequence", "error", "overlap", "changed", "to noise"],
     ]
     for one in report.estimators:
         name, agreement = ("*" if one.of_recipe else " ") + one.estimator, one.agreement
         correlations = [show(agreement.spearman), show(agreement.spearman_within_sequences)]
         errors = [show(agreement.relative_error, ".3g"), show(agreement.weight_overlap, ".2%")]
         errors += [show(one.changed_fraction, ".2%"), show(one.signal_to_noise, ".3g")]
-        rows.append([name, show(one.epsilon, "g"), *correlations, *errors, show(one.rounding_floor_nats, ".3g")])
+        rows.append([name, show(one.epsilon, "g"), *correlations, *errors])
     yield from align_columns(rows)
     yield f"* the recipe's. Weight overlap of uniform weights: {show(report.uniform_weight_overlap, '.2%')}"
 
@@ -195,27 +163,6 @@ def _low_ranks(report: FidelityReport) -> Iterator[str]:
         yield from align_columns(rows)
 
 
-def _probe_sizes(report: FidelityReport) -> Iterator[str]:
-    other = report.other_probe_loss
-    rows = [[" |B'|", "draws", "Spearman", "lowest", "weight overlap"]]
-    for one in (*report.probe_sizes, *([] if other is None else [other])):
-        name = f"{'*' if one.of_recipe else ' '}{one.batch_size}{f', {one.loss} loss' if one is other else ''}"
-        numbers = [show(one.spearman), show(one.spearman_min), show(one.weight_overlap, ".2%")]
-        rows.append([name, str(one.num_draws), *numbers])
-    if len(rows) > 1:
-        yield f"Probe size: utilities along a probe of |B'| sequences against those of {report.large_probe_size}"
-        yield from align_columns(rows)
-
-
-def _stale_directions(report: FidelityReport) -> Iterator[str]:
-    if report.stale_directions:
-        yield f"Stale direction of the probe of {report.large_probe_size} against the same probe's current direction"
-        rows = [
-            [f" {one.steps}", show(one.spearman), show(one.weight_overlap, ".2%")] for one in report.stale_directions
-        ]
-        yield from align_columns([[" steps old", "Spearman", "weight overlap"], *rows])
-
-
 def judge(report: FidelityReport) -> Iterator[str]:
     """Yield the reliable values of each setting."""
     jvp = report.estimators[0]
@@ -228,16 +175,10 @@ def judge(report: FidelityReport) -> Iterator[str]:
     if report.low_ranks:
         ranks = [low.rank for low in report.low_ranks if (low.spearman_within_sequences or 0) >= LEAST_RANK_CORRELATION]
         yield f"probe.rank: {f'at least {min(ranks)}' if ranks else 'none of those tried'}"
-    if report.probe_sizes:
-        sizes = [one.batch_size for one in report.probe_sizes if _is_reliable(one)]
-        yield f"probe.batch_size: {f'at least {min(sizes)}' if sizes else 'none of those tried'}"
-    if report.stale_directions:
-        steps = [one.steps for one in takewhile(_is_reliable, report.stale_directions)]
-        yield f"probe.every: at most {max(steps, default=1)}"
 
 
-def _is_reliable(one: Agreement | ProbeSize | StaleDirection) -> bool:
-    return (one.spearman or 0.0) >= RELIABLE_SPEARMAN
+def _is_reliable(agreement: Agreement) -> bool:
+    return (agreement.spearman or 0.0) >= RELIABLE_SPEARMAN
 
 
 def show(value: float | None, form: str = ".3f") -> str:
