@@ -4,14 +4,13 @@ measured run tell a plan."""
 import argparse
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vcore_ds.commands.plan import GPU_OPTIONS, prediction
 from vcore_ds.commands.plan.lengths import LengthModel
-from vcore_ds.commands.plan.step_cost import StepCost
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import GIB
@@ -84,39 +83,28 @@ def calibrate(run: str) -> Calibration:
     cluster = Cluster(gpu, environment["world_size"], len(devices))
     mean_tokens = statistics.median(line["supervised_tokens"] / line["sequences"] for line in lines)
 
+    plan = prediction.plan_run(derive_plan_settings(recipe), cluster, shape, lengths=LengthModel(mean_tokens))
+
     def median(*phases: Phase) -> float:
         return statistics.median(sum(line[f"seconds_{phase}"] for phase in phases) for line in lines)
-
-    def predict(achieved: Achieved) -> StepCost:
-        settings, changed = derive_plan_settings(recipe), replace(cluster, achieved=achieved)
-        return prediction.plan_run(settings, changed, shape, lengths=LengthModel(mean_tokens)).cost
 
     measured, update = median("probe", "utility", "main"), median("step")
     achieved = Achieved()
     if update > 0:
-        share = achieved.memory * predict(achieved).seconds["step"] / update
+        share = achieved.memory * plan.cost.seconds["step"] / update
         achieved = replace(achieved, memory=min(max(share, _SMALLEST_SHARE), _LARGEST_SHARE))
-
-    def with_compute(share: float) -> float:
-        cost = predict(with_share(achieved, share))
-        return cost.seconds_step - cost.seconds["step"]
-
-    achieved = with_share(achieved, _share_for(with_compute, measured))
-    return Calibration(run, device, len(lines), measured + update, achieved)
+    # Seconds fall as the share of compute rises.
+    low, high = _SMALLEST_SHARE, _LARGEST_SHARE
+    for _ in range(24):
+        middle = (low * high) ** 0.5
+        cost = plan.estimate_cost(with_share(achieved, middle))
+        low, high = (middle, high) if cost.seconds_step - cost.seconds["step"] > measured else (low, middle)
+    return Calibration(run, device, len(lines), measured + update, with_share(achieved, high))
 
 
 def with_share(achieved: Achieved, share: float) -> Achieved:
     """Another share of compute, with attention faster or slower by the same factor."""
     return replace(achieved, compute=share, attention=share / Achieved().compute)
-
-
-def _share_for(seconds: Callable[[float], float], measured: float) -> float:
-    """The share at which the decreasing function equals the measured value, or the nearer end of the range."""
-    low, high = _SMALLEST_SHARE, _LARGEST_SHARE
-    for _ in range(24):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if seconds(middle) > measured else (low, middle)
-    return high
 
 
 def find_lengths(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None" = None) -> LengthModel:
