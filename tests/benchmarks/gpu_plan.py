@@ -11,13 +11,13 @@ from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import num_local_ranks, uses_gpu
+from vcore_ds.planning.batch_layout import BatchLayout
 from vcore_ds.planning.hardware import Cluster, Gpu, find_gpu
 from vcore_ds.planning.memory import Phase, estimate_memory
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.packing import Waste
 from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import MemorySettings
-from vcore_ds.planning.spread import Spread
 
 PARTS_OF_A_PACK = (8, 4, 3, 1)
 """Lengths of a pack's sequences, in sixteenths."""
@@ -109,7 +109,7 @@ def predict_seconds(
     ranks, shape, zero = settings.num_ranks, make_shape(sizes), read_zero_section(deepspeed_config)
     pack = pack_lengths(num_tokens)
 
-    def batch(num_packs: int) -> tuple[list[int], Spread]:
+    def batch(num_packs: int) -> tuple[list[int], BatchLayout]:
         """Packs of every rank, one a micro-step."""
         steps = [
             [list(range(start, start + len(pack))) for start in range(first, first + ranks * len(pack), len(pack))]
@@ -117,7 +117,7 @@ def predict_seconds(
         ]
         num_total = num_packs * ranks * num_tokens
         waste = Waste(num_total, num_total, num_total / ranks, num_total / ranks, 0)
-        return pack * ranks * num_packs, Spread(1, ranks, steps, waste, num_tokens, True, 0.0)
+        return pack * ranks * num_packs, BatchLayout(1, ranks, steps, waste, num_tokens, True, 0.0)
 
     cluster = Cluster(gpu, ranks, num_local_ranks() if num_ranks is None else num_ranks)
     model = StepModel(

@@ -31,10 +31,10 @@ from vcore_ds.data.dataset import MainOrder, RandomDraws
 from vcore_ds.data.tokenization import TokenizedSequence
 from vcore_ds.distributed import layout
 from vcore_ds.engine.zero3 import Engine, build_optimizer
+from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.model_shape import ModelShape, layer_parameters
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import CPU
 from vcore_ds.training.feed import Feed
 
@@ -132,7 +132,7 @@ def make_unpacked_batches(feed: Feed, k: int) -> list[Batch]:
     ids = feed.main_order.step(k)
     lengths = [len(feed.dataset[i]) for i in ids]
     limit = MicroBatchLimit(num_sequences=None)
-    assignment = spread(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
+    assignment = lay_out_batch(ids, lengths, parallel_sizes=[1], limit=limit, time_model=feed.plan.time_model)
     micro_batches = assignment.list_group_ids(layout.rank("shards"))
     return [collate([feed.dataset[i] for i in ids], 0) if ids else idle_batch(0) for ids in micro_batches]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from vcore_ds.commands.plan.lengths import LengthModel
+from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch, list_sequence_parallel_sizes
 from vcore_ds.planning.model_shape import QWEN3_32B
-from vcore_ds.planning.spread import MicroBatchLimit, list_sequence_parallel_sizes, spread
 from vcore_ds.planning.time_model import TimeModel
 
 CUTOFF = 16_384
@@ -38,7 +38,7 @@ def measure(num_ranks: int, batch_size: int, parallel_sizes: Sequence[int] | Non
         list_sequence_parallel_sizes(num_ranks, QWEN3_32B.num_heads) if parallel_sizes is None else parallel_sizes
     )
     passes = [
-        spread(
+        lay_out_batch(
             range(batch_size), lengths, parallel_sizes=candidates, limit=MicroBatchLimit(CUTOFF), time_model=time_model
         )
         for lengths in LengthModel().draw_batches("main", batch_size, CUTOFF)

@@ -20,6 +20,7 @@ from tests.helpers.scaled_model import (
     write_scaled_model,
 )
 from vcore_ds.commands.plan.step_cost import StepModel
+from vcore_ds.planning.batch_layout import summarize
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import plan_memory
@@ -28,7 +29,6 @@ from vcore_ds.planning.known_models import KNOWN_MODELS, read_shape
 from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import summarize
 
 pytestmark = pytest.mark.dist
 
@@ -75,8 +75,8 @@ def _compare(case: Case, folder: Path, measured: Mapping[str, Any]) -> Iterator[
     plan = plan_batch(settings, NUM_RANKS, shape, ranks_per_node=NUM_RANKS)
     config = deepspeed_config(settings, plan)
     lengths, probe_lengths = case.lengths, case.lengths[: len(case.lengths) // 2]
-    main = lengths, plan.spread_main(range(len(lengths)), lengths)
-    probe = probe_lengths, plan.spread_probe(range(len(probe_lengths)), probe_lengths)
+    main = lengths, plan.lay_out_main(range(len(lengths)), lengths)
+    probe = probe_lengths, plan.lay_out_probe(range(len(probe_lengths)), probe_lengths)
     passes = {"main": summarize([main[1]]), "probe": summarize([probe[1]])}
     memory = plan_memory(settings, plan, config, passes, on_gpu=False)
     assert memory is not None

@@ -73,8 +73,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     def make_batches(lengths: list[int]) -> StepBatches:
         sequences, ids = [random_sequence(i, n) for i, n in enumerate(lengths)], list(range(len(lengths)))
         return StepBatches(
-            make_rank_batches(plan.spread_main(ids, lengths), sequences, 0),
-            make_rank_batches(plan.spread_probe(ids[:num_probe], lengths[:num_probe]), sequences, 0),
+            make_rank_batches(plan.lay_out_main(ids, lengths), sequences, 0),
+            make_rank_batches(plan.lay_out_probe(ids[:num_probe], lengths[:num_probe]), sequences, 0),
         )
 
     batches, sections = make_batches(case.lengths), (recipe.method, recipe.probe)

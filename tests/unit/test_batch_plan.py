@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.recipes import smallest_recipe
-from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_parts
+from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_batches
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.schema import Recipe
-from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
+from vcore_ds.planning.batch_layout import Utilization
+from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, plan_batch
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import Utilization
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
 
 
@@ -22,8 +22,8 @@ def plan(ranks: int, shape: ModelShape = QWEN3_32B, **sections: dict[str, Any]) 
     return plan_batch(derive_plan_settings(Recipe.model_validate(smallest_recipe() | sections)), ranks, shape)
 
 
-def use_ranks(batch_plan: BatchPlan) -> dict[Part, Utilization]:
-    return summarize_parts(simulate(batch_plan, 16_384, LengthModel()))
+def use_ranks(batch_plan: BatchPlan) -> dict[BatchKind, Utilization]:
+    return summarize_batches(simulate(batch_plan, 16_384, LengthModel()))
 
 
 def test_a_plan_has_the_sizes_of_the_recipe() -> None:
@@ -60,8 +60,8 @@ def test_the_time_model_chooses_the_micro_batch_size_unless_it_changes_the_resul
         unpacked_plan = plan(2, replace(QWEN3_32B, **changes))
         assert not unpacked_plan.may_pack and "those of similar length in a micro-batch" in unpacked_plan.describe()
     assert not plan(2, model={"path": "none", "attention": "sdpa"}).may_pack  # it would need a mask of the whole pack
-    assert chosen.spread_main(range(4), [100] * 4).is_packed and chosen.spread_probe(range(4), [100] * 4).is_packed
-    assert not chosen.spread_main(range(4), [100] * 4, micro_batch_size=2).is_packed
+    assert chosen.lay_out_main(range(4), [100] * 4).is_packed and chosen.lay_out_probe(range(4), [100] * 4).is_packed
+    assert not chosen.lay_out_main(range(4), [100] * 4, micro_batch_size=2).is_packed
     assert plan(2, probe={"micro_batch_size_per_rank": 3}).probe_micro_batch_size_per_rank == 3
     assert plan(2, batch={"pack_tokens_per_rank": 16384}).micro_batch_size_per_rank == 1
     micro_batch_alpha = {"kl_budget": 0.05, "alpha_scope": "micro_batch"}
@@ -85,11 +85,11 @@ def test_a_batch_has_the_size_of_the_recipe_on_any_number_of_ranks(
     batch_plan = plan(ranks, batch=batch, probe={"batch_size": probe})
     assert (batch_plan.global_batch_size, batch_plan.probe_batch_size_global) == (size, probe)
     assert (
-        sum(len(ids) for groups in batch_plan.spread_main(range(size), [9] * size).micro_steps for ids in groups)
+        sum(len(ids) for groups in batch_plan.lay_out_main(range(size), [9] * size).micro_steps for ids in groups)
         == size
     )
     assert (
-        sum(len(ids) for groups in batch_plan.spread_probe(range(probe), [9] * probe).micro_steps for ids in groups)
+        sum(len(ids) for groups in batch_plan.lay_out_probe(range(probe), [9] * probe).micro_steps for ids in groups)
         == probe
     )
 
@@ -167,7 +167,7 @@ def test_rope_beyond_its_limit_needs_one_sequence_per_forward() -> None:
     sizes = long.micro_batch_size_per_rank, long.probe_micro_batch_size_per_rank, long.utility_micro_batch_size_per_rank
     assert sizes == (1, 1, 1) and long.batches_per_utility_pass == 1
     lengths = [100, 5000, 100, 100, 300]
-    assert all(len(ids) <= 1 for groups in long.spread_main(range(5), lengths).micro_steps for ids in groups)
+    assert all(len(ids) <= 1 for groups in long.lay_out_main(range(5), lengths).micro_steps for ids in groups)
     assert plan_with_cutoff(4096, batch={"pack_tokens_per_rank": 4096}).is_packed
     with pytest.raises(RecipeError, match=r"pack_tokens_per_rank: found 4097 .* \(longrope\) .* expected null"):
         plan_with_cutoff(4097, batch={"pack_tokens_per_rank": 4097})

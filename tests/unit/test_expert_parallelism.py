@@ -17,6 +17,7 @@ from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.problems import RecipeError
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
+from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
 from vcore_ds.planning.batch_plan import find_other_expert_sizes, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.hardware import GPUS, Cluster, Traffic, estimate_weights_traffic
@@ -25,7 +26,6 @@ from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, estimate_fullest_load
 from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
-from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import TimeModel
 from vcore_ds.training.console import Console
 
@@ -122,7 +122,7 @@ EXPERTS = 2 * 8 * 360
 def compute_cost(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8) -> StepCost:
     """A sequence of 16 tokens for each GPU, as main and as probe batch."""
     lengths = [16] * num_gpus
-    batch_spread = spread(
+    batch_layout = lay_out_batch(
         range(num_gpus),
         lengths,
         parallel_sizes=[1],
@@ -131,7 +131,7 @@ def compute_cost(settings: MemorySettings, num_gpus: int, gpus_per_node: int = 8
     )
     cluster = Cluster(FAST, num_gpus, gpus_per_node, achieved=IDEAL)
     model = StepModel(SMALL, parameter_counts(SMALL), settings, cluster, reuse_distance=0)
-    return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_spread)], [(lengths, batch_spread)])
+    return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_layout)], [(lengths, batch_layout)])
 
 
 JVP = MemorySettings(num_ranks=16, main_tokens=16, probe_tokens=16, estimator="jvp", is_fused=True)
@@ -206,7 +206,7 @@ def test_expert_parallelism_is_offered_where_a_run_does_not_fit() -> None:
         derive_plan_settings(make_recipe(1, **sft)), Cluster(GPUS["H200"], 32), KNOWN_MODELS["Qwen3-235B-A22B"]
     )
     assert not plan.fits
-    estimates = {remedy.change: remedy.estimate for remedy in plan.memory.find_remedies(plan.available)}
+    estimates = {remedy.change: remedy.estimate for remedy in plan.memory.find_memory_changes(plan.available)}
     assert [change for change in estimates if change.startswith("parallel")] == [
         "parallel.expert=8",
         "parallel.expert=32",

@@ -234,7 +234,7 @@ def test_an_asynchronous_checkpoint_takes_its_size_in_host_memory() -> None:
     short = Available(device=200 * GIB, host=40 * GIB)
     changes = {
         remedy.change: short.holds(remedy.estimate)
-        for remedy in plan_recipe_memory(8, "checkpoint.async=true").find_remedies(short)
+        for remedy in plan_recipe_memory(8, "checkpoint.async=true").find_memory_changes(short)
     }
     assert changes["checkpoint.async=false"]
 
@@ -252,7 +252,7 @@ def test_an_asynchronous_checkpoint_takes_its_size_in_host_memory() -> None:
 def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str], fitting: list[str]) -> None:
     memory = plan_recipe_memory(num_ranks, *overrides)
     assert not H100.holds(memory.estimate)
-    remedies = memory.find_remedies(H100)
+    remedies = memory.find_memory_changes(H100)
     said = [remedy.change for remedy in remedies if H100.holds(remedy.estimate)]
     assert set(fitting) <= set(said)
     for remedy in remedies:
@@ -264,7 +264,7 @@ def test_remedies_fit_where_they_are_said_to(num_ranks: int, overrides: list[str
 
 def test_remedies_are_combined_where_none_is_enough_alone() -> None:
     small = Available(device=30 * GIB, host=180 * GIB)
-    remedies = plan_recipe_memory(8, "model.gradient_checkpointing=false").find_remedies(small)
+    remedies = plan_recipe_memory(8, "model.gradient_checkpointing=false").find_memory_changes(small)
     *alone, together = remedies
     assert not any(small.holds(remedy.estimate) for remedy in alone)
     assert small.holds(together.estimate) and together.change.count("=") == 4

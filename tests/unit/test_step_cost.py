@@ -9,6 +9,7 @@ from vcore_ds.commands.plan.lengths import LengthModel
 from vcore_ds.commands.plan.prediction import plan_run
 from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.config.load import load_recipe
+from vcore_ds.planning.batch_layout import MicroBatchLimit, lay_out_batch
 from vcore_ds.planning.hardware import (
     FAST as FASTEST,
 )
@@ -29,7 +30,6 @@ from vcore_ds.planning.known_models import KNOWN_MODELS
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.passes import ParameterCounts, PassWork, StepPasses, forward_flops
 from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
-from vcore_ds.planning.spread import MicroBatchLimit, spread
 from vcore_ds.planning.time_model import TimeModel
 
 SHAPE = ModelShape(2, 4, 2, 8, 1000, hidden_size=10, intermediate_size=20, vocabulary_size=50)
@@ -50,12 +50,12 @@ def compute_cost(
     """One batch as main and as probe batch, each sequence unpacked; `changed`: fields of `Achieved`."""
     part, counts = settings.tensor, ParameterCounts(COUNTS.all // settings.tensor, COUNTS.trained // settings.tensor)
     time_model = TimeModel(SHAPE.take_tensor_shard(part), num_gpus // part, min(8, num_gpus) // part)
-    batch_spread = spread(
+    batch_layout = lay_out_batch(
         range(len(lengths)), lengths, parallel_sizes=[k], limit=MicroBatchLimit(None, 1), time_model=time_model
     )
     cluster = Cluster(gpu, num_gpus, achieved=replace(IDEAL, **changed))
     model = StepModel(SHAPE, counts, settings, cluster, reuse_distance=0)
-    return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_spread)], [(lengths, batch_spread)])
+    return model.estimate_step(StepPasses.derive(settings), [(lengths, batch_layout)], [(lengths, batch_layout)])
 
 
 Forwards = tuple[float, float]
@@ -161,9 +161,11 @@ def test_parameters_that_are_still_gathered_are_not_gathered_again(reuse_distanc
     """Layers of 1,000 parameters, a head of 500: the last layer stays, the head up to twice its size, and the first
     layer where the second and the head are within the distance."""
     lengths, time_model = [16], TimeModel(SHAPE, 2, 2)
-    batch_spread = spread([0], lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model)
+    batch_layout = lay_out_batch(
+        [0], lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model
+    )
     model = StepModel(SHAPE, COUNTS, SFT, Cluster(FAST, 2), reuse_distance=reuse_distance)
-    cost = model.estimate_step(StepPasses.derive(SFT), [(lengths, batch_spread)], [])
+    cost = model.estimate_step(StepPasses.derive(SFT), [(lengths, batch_layout)], [])
     assert cost.traffic["parameters"].inside == pytest.approx((6000 + 2 * again) / 2)
 
 
@@ -350,18 +352,18 @@ def test_a_device_that_is_faster_than_its_host_waits_for_it(num_gpus: int, in_pl
     cluster = Cluster(fast, num_gpus, achieved=achieved)
     time_model = TimeModel(SHAPE, num_gpus, min(8, num_gpus))
     lengths = [16] * num_gpus
-    batch_spread = spread(
+    batch_layout = lay_out_batch(
         range(num_gpus), lengths, parallel_sizes=[1], limit=MicroBatchLimit(None, 1), time_model=time_model
     )
     model = StepModel(SHAPE, COUNTS, replace(JVP, num_ranks=num_gpus), cluster, 0, in_place)
-    cost = model.estimate_step(StepPasses.derive(JVP), [(lengths, batch_spread)], [(lengths, batch_spread)])
+    cost = model.estimate_step(StepPasses.derive(JVP), [(lengths, batch_layout)], [(lengths, batch_layout)])
     gathers = 0.0 if in_place or num_gpus == 1 else 2 * 2.6e-6 * num_gpus
     backward = 0.8e-3 + 2.7e-3
     assert cost.seconds["probe"] == pytest.approx(2 * (0.8e-3 + backward + gathers))
     assert cost.seconds["main"] == pytest.approx(2 * (2 * 0.8e-3 + backward + 3.3e-3 + gathers))
     in_fp8 = replace(model, settings=replace(JVP, num_ranks=num_gpus, fp8_tangents=True))
     again = in_fp8.estimate_step(
-        StepPasses.derive(in_fp8.settings), [(lengths, batch_spread)], [(lengths, batch_spread)]
+        StepPasses.derive(in_fp8.settings), [(lengths, batch_layout)], [(lengths, batch_layout)]
     )
     assert again.seconds["main"] - cost.seconds["main"] == pytest.approx(2 * 1.2e-3)
     # One that is slower does not.

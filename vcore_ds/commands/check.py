@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vcore_ds.commands.arguments import add_recipe, positive
 from vcore_ds.commands.plan import prediction
 from vcore_ds.commands.plan.columns import find_lengths, with_num_steps
-from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_parts
+from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_batches
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.common.text import count
@@ -197,7 +197,7 @@ def describe_ranks(recipe: Recipe, plan: BatchPlan, ds_config: dict[str, Any], l
         return
     if (warning := prediction.warn_of_positions(settings, shape[0])) is not None:
         yield warning
-    utilizations = summarize_parts(simulate(plan, longest, lengths))
+    utilizations = summarize_batches(simulate(plan, longest, lengths))
     for part, utilization in utilizations.items():
         yield f"Balance of the {part} batch: {utilization.describe()}"
         if utilization.is_low:

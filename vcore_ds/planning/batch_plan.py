@@ -7,16 +7,16 @@ from typing import Literal
 
 from vcore_ds.common.text import count
 from vcore_ds.config.problems import RecipeError
+from vcore_ds.planning.batch_layout import (
+    BatchLayout,
+    MicroBatchLimit,
+    count_ranks,
+    lay_out_batch,
+    list_sequence_parallel_sizes,
+)
 from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import ModelShape, explain_refused_differences
 from vcore_ds.planning.settings import PlanSettings
-from vcore_ds.planning.spread import (
-    MicroBatchLimit,
-    Spread,
-    count_ranks,
-    list_sequence_parallel_sizes,
-    spread,
-)
 from vcore_ds.planning.time_model import H100, TimeModel
 
 # Possible parallel sizes, and refusals of impossible ones.
@@ -90,9 +90,9 @@ def find_sequence_parallel_sizes(
     return chosen
 
 
-Part = Literal["main", "probe"]  # a pass over a batch that has its own sequence-parallel size
+BatchKind = Literal["main", "probe"]  # a pass over a batch that has its own sequence-parallel size
 
-_SECTIONS: dict[Part, Literal["batch", "probe"]] = {"main": "batch", "probe": "probe"}
+_SECTIONS: dict[BatchKind, Literal["batch", "probe"]] = {"main": "batch", "probe": "probe"}
 """The recipe's section for each of them."""
 
 _SEQUENCES_PER_GROUP = 8  # sequences that each group of ranks should have, so that their packs can be made about equal
@@ -139,16 +139,22 @@ class BatchPlan:
         """Tokens of the longest sequence that a pack of the main batch holds; None without packing."""
         return None if self.pack_tokens_per_rank is None else self.main_parallel_sizes[-1] * self.pack_tokens_per_rank
 
-    def spread_main(self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None) -> Spread:
-        """Spread the sequences `ids`, of `lengths` tokens, over all ranks, `micro_batch_size` of them per rank in a
+    def lay_out_main(
+        self, ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int | None = None
+    ) -> BatchLayout:
+        """Lay out the sequences `ids`, of `lengths` tokens, over all ranks, `micro_batch_size` of them per rank in a
         forward; None for as many as in the main batch."""
         limit = self._make_limit(micro_batch_size or self.micro_batch_size_per_rank)
-        return spread(ids, lengths, parallel_sizes=self.main_parallel_sizes, limit=limit, time_model=self.time_model)
+        return lay_out_batch(
+            ids, lengths, parallel_sizes=self.main_parallel_sizes, limit=limit, time_model=self.time_model
+        )
 
-    def spread_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> Spread:
-        """As `spread_main`, for a probe batch."""
+    def lay_out_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> BatchLayout:
+        """As `lay_out_main`, for a probe batch."""
         limit = self._make_limit(self.probe_micro_batch_size_per_rank)
-        return spread(ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model)
+        return lay_out_batch(
+            ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model
+        )
 
     def _make_limit(self, micro_batch_size: int | None) -> MicroBatchLimit:
         return MicroBatchLimit(self.pack_tokens_per_rank, micro_batch_size, self.may_pack)
@@ -164,7 +170,7 @@ class BatchPlan:
         shape = self.time_model.shape
         return shape.unpackable is None and shape.no_sequence_parallelism is None
 
-    def describe_warning(self, part: Part) -> str:
+    def describe_warning(self, part: BatchKind) -> str:
         """Describe that a part's batches leave many ranks waiting, and which settings to change."""
         key, size, parallel_sizes = "batch.global_size", self.global_batch_size, self.main_parallel_sizes
         limit = self._make_limit(self.micro_batch_size_per_rank)

@@ -6,12 +6,12 @@ from typing import Any
 
 from vcore_ds.common.text import count, gib
 from vcore_ds.config.files import SHIPPED_DEEPSPEED_CONFIGS
-from vcore_ds.planning.batch_plan import BatchPlan, Part, find_other_expert_sizes
+from vcore_ds.planning.batch_layout import Utilization, list_sequence_parallel_sizes
+from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, find_other_expert_sizes
 from vcore_ds.planning.memory import MemoryEstimate, estimate_memory
 from vcore_ds.planning.model_shape import estimate_fullest_load
 from vcore_ds.planning.passes import ParameterCounts
 from vcore_ds.planning.settings import AdapterShape, MemorySettings, PlanSettings
-from vcore_ds.planning.spread import Utilization, list_sequence_parallel_sizes
 
 _MIN_PACK_TOKENS = 1024
 """Shortest pack that is offered as a remedy: passes over shorter ones spend their time on all-gathers."""
@@ -45,7 +45,7 @@ _Change = tuple[Mapping[str, str], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Remedy:
+class MemoryChange:
     """A change that needs less memory."""
 
     overrides: tuple[str, ...]
@@ -75,7 +75,7 @@ class MemoryPlan:
     def estimate(self) -> MemoryEstimate:
         return self._estimate_changed({})
 
-    def find_remedies(self, available: Available) -> list[Remedy]:
+    def find_memory_changes(self, available: Available) -> list[MemoryChange]:
         """Find the changes that need less memory, one by one, cheapest first; if none is enough, also all of them
         together."""
         changes = [*self._list_changes(available)]
@@ -89,13 +89,13 @@ class MemoryPlan:
                 remedies += self._find_more_ranks(available, together)
         return remedies
 
-    def _apply(self, change: _Change, num_ranks: int | None = None) -> Remedy:
+    def _apply(self, change: _Change, num_ranks: int | None = None) -> MemoryChange:
         """`num_ranks`: ranks of the job; None for no change."""
         overrides, settings = change
         if num_ranks is not None:
             settings = {**settings, "num_ranks": num_ranks // self.settings.tensor}
         words = tuple(f"{key}={value}" for key, value in overrides.items())
-        return Remedy(words, self._estimate_changed(settings), num_ranks)
+        return MemoryChange(words, self._estimate_changed(settings), num_ranks)
 
     def _list_changes(self, available: Available) -> Iterator[_Change]:
         settings = self.settings
@@ -153,7 +153,7 @@ class MemoryPlan:
         keys = ("main_tokens", "probe_tokens", "utility_tokens")
         return {key: round(getattr(self.settings, key) * share) for key in keys}
 
-    def _find_more_ranks(self, available: Available, change: _Change = ({}, {})) -> Iterator[Remedy]:
+    def _find_more_ranks(self, available: Available, change: _Change = ({}, {})) -> Iterator[MemoryChange]:
         """Find the smallest number of ranks that fits, by doubling."""
         num_ranks = 2 * self.settings.num_ranks * self.settings.tensor
         while num_ranks <= _MOST_RANKS:
@@ -171,7 +171,7 @@ def plan_memory(
     settings: PlanSettings,
     plan: BatchPlan,
     deepspeed_config: Mapping[str, Any],
-    passes: Mapping[Part, Utilization],
+    passes: Mapping[BatchKind, Utilization],
     counts: ParameterCounts | None = None,
     *,
     on_gpu: bool,
@@ -259,7 +259,7 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
     return (
         f"memory: {gib(estimate.peak_bytes)} of {gib(available.device)} GiB a rank are needed by the estimate, "
         f"in {estimate.peak_phase}; it may be short by {gib(estimate.margin_bytes)} GiB. Less is taken with\n"
-        + "\n".join(format_remedies(plan, available))
+        + "\n".join(format_memory_changes(plan, available))
     )
 
 
@@ -283,7 +283,7 @@ def describe_shortage(plan: MemoryPlan, available: Available) -> str:
         *_format_table(f"at the peak, in {phase}", estimate.phases[phase]),
         *_format_table("in host memory", estimate.host),
         "Less is taken with",
-        *format_remedies(plan, available),
+        *format_memory_changes(plan, available),
         "engine.memory_check=false starts anyway",
     ]
     return "\n".join(lines)
@@ -297,10 +297,10 @@ def _format_table(title: str, kinds: Mapping[str, int]) -> list[str]:
     return [f"  {gib(sum(kinds.values())):>10}  {title}", *rows]
 
 
-def format_remedies(plan: MemoryPlan, available: Available) -> list[str]:
+def format_memory_changes(plan: MemoryPlan, available: Available) -> list[str]:
     """Format the changes that take less memory, a line each."""
     lines = []
-    for remedy in plan.find_remedies(available):
+    for remedy in plan.find_memory_changes(available):
         estimate = remedy.estimate
         host = f" and {gib(estimate.host_bytes)} in host memory" if estimate.host else ""
         verdict = "" if available.holds(estimate) else ", not enough alone"

@@ -38,8 +38,8 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
 from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.models.description import read_model
-from vcore_ds.planning.batch_plan import BatchPlan, Part
-from vcore_ds.planning.spread import Spread, Utilization, summarize
+from vcore_ds.planning.batch_layout import BatchLayout, Utilization, summarize
+from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
 from vcore_ds.training.console import Console
 from vcore_ds.training.keep import KeptTraces, read_matching_kept
 
@@ -68,7 +68,7 @@ class Feed:
 
     def step(self, k: int) -> StepBatches:
         """Make the batches of optimizer step k, from 0."""
-        main, probe = self._spread_main(k), self._spread_probe(k)
+        main, probe = self._lay_out_main(k), self._lay_out_probe(k)
         measured: dict[str, float | int | None] = {
             "padding_share": main.waste.padding_share,
             "rank_imbalance": main.waste.rank_imbalance,
@@ -91,13 +91,13 @@ class Feed:
         data); every rank has the same number. `micro_batch_size`: sequences per rank in one forward; None for that of
         the main batch."""
         sequences = self.dataset if dataset is None else dataset
-        spread = self.plan.spread_main(ids, _take_lengths(ids, sequences), micro_batch_size)
-        return self._select_for_rank(spread, sequences)
+        batch_layout = self.plan.lay_out_main(ids, _take_lengths(ids, sequences), micro_batch_size)
+        return self._select_for_rank(batch_layout, sequences)
 
     def probe_batches(self, ids: Sequence[int]) -> list[Batch]:
         """Make this rank's micro-batches of the probe batch `ids`, positions in `probe_dataset`."""
-        spread = self.plan.spread_probe(ids, _take_lengths(ids, self.probe_dataset))
-        return self._select_for_rank(spread, self.probe_dataset)
+        batch_layout = self.plan.lay_out_probe(ids, _take_lengths(ids, self.probe_dataset))
+        return self._select_for_rank(batch_layout, self.probe_dataset)
 
     def epoch(self, num_done: int) -> float:
         """Passes over the training data after `num_done` steps: sequences drawn over sequences of all files."""
@@ -110,45 +110,47 @@ class Feed:
             return self.dataset.digest
         return hashlib.sha256(f"{self.dataset.digest} {weights}".encode()).hexdigest()
 
-    def utilization(self, num_done: int, num_steps: int) -> dict[Part, Utilization]:
+    def utilization(self, num_done: int, num_steps: int) -> dict[BatchKind, Utilization]:
         """Measure how well the next steps, at most 50, use the ranks."""
-        utilization: dict[Part, Utilization] = {"main": summarize(self.next_spreads(num_done, num_steps))}
-        probes = [probe for k in _next_steps(num_done, num_steps) if (probe := self._spread_probe(k)) is not None]
+        utilization: dict[BatchKind, Utilization] = {"main": summarize(self.next_layouts(num_done, num_steps))}
+        probes = [probe for k in _next_steps(num_done, num_steps) if (probe := self._lay_out_probe(k)) is not None]
         return utilization | ({"probe": summarize(probes)} if probes else {})
 
-    def next_spreads(self, num_done: int, num_steps: int) -> list[Spread]:
+    def next_layouts(self, num_done: int, num_steps: int) -> list[BatchLayout]:
         """Lay out the next main batches, at most 50."""
-        return [self._spread_main(k) for k in _next_steps(num_done, num_steps)]
+        return [self._lay_out_main(k) for k in _next_steps(num_done, num_steps)]
 
-    def _spread_main(self, k: int) -> Spread:
+    def _lay_out_main(self, k: int) -> BatchLayout:
         ids = self.main_order.step(k)
         if self.trusted_stream is not None:
             ids += [len(self.dataset) + i for i in self.trusted_stream.step(k)]
-        return self.plan.spread_main(ids, _take_lengths(ids, self.main_dataset))
+        return self.plan.lay_out_main(ids, _take_lengths(ids, self.main_dataset))
 
-    def _spread_probe(self, k: int) -> Spread | None:
-        """Spread the probe batch of step k; None if it computes no direction."""
+    def _lay_out_probe(self, k: int) -> BatchLayout | None:
+        """Lay out the probe batch of step k; None if it computes no direction."""
         if self.probe_stream is None or k % self.probe_every != 0:
             return None
         ids = self.probe_stream.step(k)
-        return self.plan.spread_probe(ids, _take_lengths(ids, self.probe_dataset))
+        return self.plan.lay_out_probe(ids, _take_lengths(ids, self.probe_dataset))
 
-    def _select_for_rank(self, spread: Spread, dataset: Dataset | JoinedDataset) -> list[Batch]:
-        return make_rank_batches(spread, dataset, self.pad_token_id)
+    def _select_for_rank(self, batch_layout: BatchLayout, dataset: Dataset | JoinedDataset) -> list[Batch]:
+        return make_rank_batches(batch_layout, dataset, self.pad_token_id)
 
 
 def _next_steps(num_done: int, num_steps: int) -> range:
     return range(num_done, min(num_steps, num_done + 50)) or range(1)
 
 
-def make_rank_batches(spread: Spread, sequences: Sequence[TokenizedSequence], pad_token_id: int) -> list[Batch]:
-    """Make this rank's micro-batches of a spread batch, whose ids are positions in `sequences`."""
-    size, batches = spread.sequence_parallel, []
-    for ids in spread.list_group_ids(layout.rank("data", size)):
+def make_rank_batches(
+    batch_layout: BatchLayout, sequences: Sequence[TokenizedSequence], pad_token_id: int
+) -> list[Batch]:
+    """Make this rank's micro-batches of a batch, whose ids are positions in `sequences`."""
+    size, batches = batch_layout.sequence_parallel, []
+    for ids in batch_layout.list_group_ids(layout.rank("data", size)):
         selected = [sequences[i] for i in ids]
         if not selected:
             batches.append(idle_batch(pad_token_id, size))
-        elif spread.is_packed:
+        elif batch_layout.is_packed:
             batches.append(pack([selected], pad_token_id, size))
         else:
             batches.append(collate(selected, pad_token_id, size))

@@ -43,14 +43,16 @@ class FollowedTraces:
 def choose_followed(
     run: RunConfig, data: DataConfig, method: MethodConfig, feed: Feed, validation: dict[str, Dataset]
 ) -> FollowedTraces:
-    """Choose the traces, and spread them over the ranks like a main batch. `validation`: held-out sequences by the name
+    """Choose the traces, and lay them out on the ranks like a main batch. `validation`: held-out sequences by the name
     of their set."""
     chosen = choose_traces(run, data, method, feed.dataset, validation)
     if not chosen:
         return FollowedTraces([], [])
     sequences = [replace(sequence, sequence_id=i) for i, (_, sequence) in enumerate(chosen)]
-    spread = feed.plan.spread_main(range(len(sequences)), [len(sequence) for sequence in sequences])
-    return FollowedTraces([origin for origin, _ in chosen], make_rank_batches(spread, sequences, feed.pad_token_id))
+    batch_layout = feed.plan.lay_out_main(range(len(sequences)), [len(sequence) for sequence in sequences])
+    return FollowedTraces(
+        [origin for origin, _ in chosen], make_rank_batches(batch_layout, sequences, feed.pad_token_id)
+    )
 
 
 def choose_traces(

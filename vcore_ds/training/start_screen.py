@@ -17,11 +17,11 @@ from vcore_ds.distributed.device import device
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.architecture_check import count_parameters
-from vcore_ds.planning.batch_plan import BatchPlan, Part
+from vcore_ds.planning.batch_layout import Utilization
+from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
 from vcore_ds.planning.fit import MemoryPlan, describe_memory
 from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.passes import ParameterCounts
-from vcore_ds.planning.spread import Utilization
 from vcore_ds.training.feed import Feed, count_dataset_tokens
 from vcore_ds.training.setup import explain_separate_forward
 from vcore_ds.utility.direction import Direction
@@ -131,9 +131,9 @@ def describe_parallelism() -> str:
 
 def describe_accumulation(feed: Feed, num_done: int, num_steps: int) -> str:
     """Describe micro-batches per step and rank, and sequence-parallel sizes, of the next steps' main batches."""
-    spreads = feed.next_spreads(num_done, num_steps)
-    numbers = [len(spread.micro_steps) for spread in spreads]
-    sizes = sorted({spread.sequence_parallel for spread in spreads})
+    batches = feed.next_layouts(num_done, num_steps)
+    numbers = [len(batch.micro_steps) for batch in batches]
+    sizes = sorted({batch.sequence_parallel for batch in batches})
     often = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
     return f"gradient accumulation {often}, Ulysses sequence parallelism {' or '.join(map(str, sizes))}"
 
@@ -145,7 +145,7 @@ def shorten_path(path: str) -> str:
 
 
 def describe_use_of_ranks(
-    plan: BatchPlan, passes: Mapping[Part, Utilization], memory: MemoryPlan | None
+    plan: BatchPlan, passes: Mapping[BatchKind, Utilization], memory: MemoryPlan | None
 ) -> Iterator[str]:
     """Describe balance and cost of the next steps' passes, and the estimated memory."""
     for part, utilization in passes.items():

@@ -5,8 +5,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vcore_ds.planning.batch_plan import BatchPlan, Part
-from vcore_ds.planning.spread import Spread, Utilization, summarize
+from vcore_ds.planning.batch_layout import BatchLayout, Utilization, summarize
+from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
 
 SIMULATED_MEAN = 2970  # tokens of the mean simulated sequence: reasoning traces as those of the paper
 
@@ -29,7 +29,7 @@ class LengthModel:
     num_sequences: int | None = None  # training sequences in all; None where that is not known
     source: str = ""  # the sample, in words
 
-    def draw_batches(self, part: Part, batch_size: int, longest: int) -> list[list[int]]:
+    def draw_batches(self, part: BatchKind, batch_size: int, longest: int) -> list[list[int]]:
         """Draw the lengths in tokens of simulated batches, cut at `longest`: fewer batches if they are large; none if
         one alone would take long, or has no sequences."""
         generator = random.Random(0)
@@ -53,17 +53,19 @@ class LengthModel:
         )
 
 
-def simulate(plan: BatchPlan, longest: int, model: LengthModel) -> dict[Part, list[tuple[list[int], Spread]]]:
-    """Simulate batches with lengths of at most `longest` tokens: return their lengths, and how they would be spread.
+def simulate(plan: BatchPlan, longest: int, model: LengthModel) -> dict[BatchKind, list[tuple[list[int], BatchLayout]]]:
+    """Simulate batches with lengths of at most `longest` tokens: return their lengths, and their layouts.
     Leaves out batches too large to simulate quickly."""
-    simulated: dict[Part, list[tuple[list[int], Spread]]] = {}
+    simulated: dict[BatchKind, list[tuple[list[int], BatchLayout]]] = {}
     if batches := model.draw_batches("main", plan.global_batch_size, longest):
-        simulated["main"] = [(lengths, plan.spread_main(range(len(lengths)), lengths)) for lengths in batches]
+        simulated["main"] = [(lengths, plan.lay_out_main(range(len(lengths)), lengths)) for lengths in batches]
     if batches := model.draw_batches("probe", plan.probe_batch_size_global or 0, longest):
-        simulated["probe"] = [(lengths, plan.spread_probe(range(len(lengths)), lengths)) for lengths in batches]
+        simulated["probe"] = [(lengths, plan.lay_out_probe(range(len(lengths)), lengths)) for lengths in batches]
     return simulated
 
 
-def summarize_parts(simulated: Mapping[Part, Sequence[tuple[list[int], Spread]]]) -> dict[Part, Utilization]:
+def summarize_batches(
+    simulated: Mapping[BatchKind, Sequence[tuple[list[int], BatchLayout]]],
+) -> dict[BatchKind, Utilization]:
     """Sum up how simulated batches use the ranks."""
-    return {part: summarize([spread for _, spread in spreads]) for part, spreads in simulated.items()}
+    return {part: summarize([layout for _, layout in layouts]) for part, layouts in simulated.items()}

@@ -4,12 +4,13 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_parts
+from vcore_ds.commands.plan.lengths import LengthModel, simulate, summarize_batches
 from vcore_ds.commands.plan.step_cost import StepCost, StepModel
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count, gib, shorten
 from vcore_ds.config.problems import RecipeError, did_you_mean
-from vcore_ds.planning.batch_plan import BatchPlan, Part, plan_batch
+from vcore_ds.planning.batch_layout import Utilization
+from vcore_ds.planning.batch_plan import BatchKind, BatchPlan, plan_batch
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import Available, MemoryPlan, plan_memory
 from vcore_ds.planning.hardware import FAST, GPUS, SLOW, Achieved, Cluster, Gpu, find_gpu
@@ -18,7 +19,6 @@ from vcore_ds.planning.memory import COALESCING_SHARE, estimate_unsharded_gradie
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import ParameterCounts, derive_passes, parameter_counts
 from vcore_ds.planning.settings import PlanSettings
-from vcore_ds.planning.spread import Utilization
 
 MOST_GPUS = 4096  # largest cluster that is searched
 
@@ -33,7 +33,7 @@ class RunPlan:
     lengths: LengthModel  # lengths of the sequences in the simulated batches
     batch: BatchPlan
     memory: MemoryPlan
-    passes: Mapping[Part, Utilization]
+    passes: Mapping[BatchKind, Utilization]
     counts: ParameterCounts  # the parameters of the whole model
     cost: StepCost
     tokens_per_step: float  # tokens of the main batch, mean of the simulated batches
@@ -136,10 +136,10 @@ def plan_run(
     ds_config = deepspeed_config(settings, plan)
     if plan.probe_batch_size_global is None:  # the size of the pool is not known before it is read
         plan = replace(plan, probe_batch_size_global=plan.global_batch_size)
-    spreads = simulate(plan, settings.cutoff_length, lengths)
-    passes = summarize_parts(spreads)
+    layouts = simulate(plan, settings.cutoff_length, lengths)
+    passes = summarize_batches(layouts)
     memory = plan_memory(settings, plan, ds_config, passes, on_gpu=True)
-    if "main" not in spreads or (plan.probe_batch_size_global and "probe" not in spreads):
+    if "main" not in layouts or (plan.probe_batch_size_global and "probe" not in layouts):
         sizes = f"batch.global_size {settings.batch.global_size} and probe.batch_size {settings.probe.batch_size}"
         raise RecipeError([f"plan: found {sizes}; expected at most 4,096 of each"])
     if memory is None:
@@ -164,7 +164,7 @@ def plan_run(
         int(zero.get("stage3_max_reuse_distance", 10**9)),
         bool(zero.get("stage3_allgather_sequential", False)),
     )
-    main, probe = spreads["main"], spreads.get("probe", [])
+    main, probe = layouts["main"], layouts.get("probe", [])
     step_passes = derive_passes(settings, memory_settings)
 
     def estimate_cost(achieved: Achieved) -> StepCost:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from vcore_ds.planning.batch_layout import BatchLayout
 from vcore_ds.planning.hardware import (
     EXCHANGES_OF_EXPERTS,
     Cluster,
@@ -32,7 +33,6 @@ from vcore_ds.planning.passes import (
     routed_flops_per_token,
 )
 from vcore_ds.planning.settings import MemorySettings
-from vcore_ds.planning.spread import Spread
 from vcore_ds.planning.time_model import TimeModel
 
 NUM_ITERATIONS = 5  # Newton-Schulz iterations of Muon
@@ -55,8 +55,8 @@ _HOST_MEMORY = 40e9
 
 _FP32 = 4
 
-SpreadBatch = tuple[Sequence[int], Spread]
-"""Lengths in tokens of a batch's sequences, and their spread, whose ids are positions in the lengths."""
+LaidOutBatch = tuple[Sequence[int], BatchLayout]
+"""Lengths in tokens of a batch's sequences, and their layout, whose ids are positions in the lengths."""
 
 
 def quantized_bytes(shape: ModelShape, num_tokens: float) -> float:
@@ -103,7 +103,9 @@ class StepModel:
     # DeepSpeed's `stage3_allgather_sequential`: one all-gather for each parameter, without copies
     gathers_in_place: bool = False
 
-    def estimate_step(self, passes: StepPasses, main: Sequence[SpreadBatch], probe: Sequence[SpreadBatch]) -> StepCost:
+    def estimate_step(
+        self, passes: StepPasses, main: Sequence[LaidOutBatch], probe: Sequence[LaidOutBatch]
+    ) -> StepCost:
         """Estimate the cost of a step, mean over the main and the probe batches."""
         cost = StepCost()
         for batch in main:
@@ -117,17 +119,17 @@ class StepModel:
         self._add_update(cost, passes)
         return cost
 
-    def _add_pass(self, cost: StepCost, phase: Phase, work: PassWork, batch: SpreadBatch, weight: float) -> None:
+    def _add_pass(self, cost: StepCost, phase: Phase, work: PassWork, batch: LaidOutBatch, weight: float) -> None:
         """Add all micro-steps of one pass over one batch."""
-        last, (lengths, spread) = len(batch[1].micro_steps) - 1, batch
-        k = spread.sequence_parallel
-        for step, groups in enumerate(spread.micro_steps):
+        last, (lengths, batch_layout) = len(batch[1].micro_steps) - 1, batch
+        k = batch_layout.sequence_parallel
+        for step, groups in enumerate(batch_layout.micro_steps):
             # The slowest group: seconds of linear layers and of attention in a forward, and tokens on a rank.
             linear = attention = tokens = 0.0
             for positions in groups:
                 unpadded = [lengths[i] for i in positions]
-                padded = list_padded_lengths(unpadded, k, is_packed=spread.is_packed)
-                squares = sum(n * n for n in (unpadded if spread.is_packed else padded))
+                padded = list_padded_lengths(unpadded, k, is_packed=batch_layout.is_packed)
+                squares = sum(n * n for n in (unpadded if batch_layout.is_packed else padded))
                 group = self._estimate_forward(sum(padded) / k, squares / k)
                 if sum(group) > linear + attention:
                     (linear, attention), tokens = group, sum(padded) / k

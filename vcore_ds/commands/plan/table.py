@@ -7,7 +7,7 @@ from typing import Any
 from vcore_ds.commands.plan.columns import Column, PlanTable
 from vcore_ds.commands.plan.prediction import RunPlan, describe_range, describe_verdict, warn_of_positions
 from vcore_ds.common.text import align_columns, count, gib
-from vcore_ds.planning.fit import format_remedies
+from vcore_ds.planning.fit import format_memory_changes
 from vcore_ds.planning.hardware import FAST, SLOW
 from vcore_ds.planning.passes import active_parameters
 
@@ -67,7 +67,7 @@ def _verdict(columns: list[Column]) -> list[str]:
 def _list_remedies(column: Column) -> Iterator[str]:
     if not column.plan.fits:
         yield from ("", f"{column.title} does not fit. Less memory is taken with")
-        yield from format_remedies(column.plan.memory, column.plan.available)
+        yield from format_memory_changes(column.plan.memory, column.plan.available)
 
 
 def _assumptions(table: PlanTable) -> Iterator[str]:
@@ -113,7 +113,7 @@ def _dump_remedies(plan: RunPlan) -> list[dict[str, Any]]:
             "host": remedy.estimate.host_bytes,
             "fits": plan.available.holds(remedy.estimate),
         }
-        for remedy in plan.memory.find_remedies(plan.available)
+        for remedy in plan.memory.find_memory_changes(plan.available)
     ]
 
 

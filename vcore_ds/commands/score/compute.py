@@ -35,11 +35,11 @@ from vcore_ds.distributed.watchdog import mark, watching
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss
 from vcore_ds.models.architecture_check import check_model, count_parameters
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.planning.batch_plan import Part
+from vcore_ds.planning.batch_layout import Utilization, summarize
+from vcore_ds.planning.batch_plan import BatchKind
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import MemoryPlan, plan_memory
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.planning.spread import Utilization, summarize
 from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
 from vcore_ds.training.console import Console
 from vcore_ds.training.faults import warn_of_non_finite
@@ -138,9 +138,9 @@ class Scoring:
     def _plan_memory(self, ds_config: Mapping[str, Any], longest: Sequence[int]) -> MemoryPlan | None:
         """Plan the memory of a rank; None for a model of unknown size. `longest`: positions of the first chunk."""
         recipe, plan, lengths = self.inputs.recipe, self.plan, self.store.lengths[list(longest)].tolist()
-        main = plan.spread_main(longest, lengths, plan.utility_micro_batch_size_per_rank)
-        probes = [plan.spread_probe(range(len(one)), one.lengths.tolist()) for one in self.sets.values()]
-        passes: dict[Part, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
+        main = plan.lay_out_main(longest, lengths, plan.utility_micro_batch_size_per_rank)
+        probes = [plan.lay_out_probe(range(len(one)), one.lengths.tolist()) for one in self.sets.values()]
+        passes: dict[BatchKind, Utilization] = {"main": summarize([main]), "probe": summarize(probes)}
         counts = count_parameters(recipe.model.path, recipe.lora, recipe.parallel.tensor)
         on_gpu = device().type == "cuda"
         memory = plan_memory(self.plan_settings, plan, ds_config, passes, counts, on_gpu=on_gpu)

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from tests.benchmarks.spread import measure
 from vcore_ds.commands.plan.lengths import LengthModel
+from vcore_ds.planning.batch_layout import (
+    FREE_TOKENS,
+    BatchLayout,
+    MicroBatchLimit,
+    lay_out_batch,
+    list_sequence_parallel_sizes,
+    select_sizes_with_room,
+    summarize,
+)
 from vcore_ds.planning.hardware import Machine
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape
 from vcore_ds.planning.packing import padded_length
-from vcore_ds.planning.spread import (
-    FREE_TOKENS,
-    MicroBatchLimit,
-    Spread,
-    list_sequence_parallel_sizes,
-    select_sizes_with_room,
-    spread,
-    summarize,
-)
 from vcore_ds.planning.time_model import CPU, H100, TimeModel
 
 TINY = ModelShape(2, 4, 2, 16, 30_000)
@@ -63,22 +63,22 @@ def test_every_sequence_is_placed_once_where_it_fits(
     time_model = TimeModel(shape, num_ranks, min(8, num_ranks), machine)
     ids = [100 + i // 2 for i in range(len(lengths))]  # an id may come twice in a batch
 
-    batch_spread = spread(ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model)
-    k = batch_spread.sequence_parallel
-    assert k in parallel_sizes and batch_spread == spread(
+    batch_layout = lay_out_batch(ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model)
+    k = batch_layout.sequence_parallel
+    assert k in parallel_sizes and batch_layout == lay_out_batch(
         ids, lengths, parallel_sizes=parallel_sizes, limit=limit, time_model=time_model
     )
-    per_group = [batch_spread.list_group_ids(group) for group in range(min(num_ranks // k, len(ids) + 2))]
+    per_group = [batch_layout.list_group_ids(group) for group in range(min(num_ranks // k, len(ids) + 2))]
     assert sorted(i for steps in per_group for micro_batch in steps for i in micro_batch) == ids
-    assert {len(steps) for steps in per_group} == {len(batch_spread.micro_steps)}
-    assert all(len(groups) <= len(ids) for groups in batch_spread.micro_steps)
+    assert {len(steps) for steps in per_group} == {len(batch_layout.micro_steps)}
+    assert all(len(groups) <= len(ids) for groups in batch_layout.micro_steps)
     if num_unpacked is None:
         # Ids repeat, so the check uses the shortest possible length of each id.
         shortest = {i: min(n for j, n in zip(ids, lengths, strict=True) if i == j) for i in ids}
         assert all(sum(shortest[i] for i in pack) <= k * pack_tokens for steps in per_group for pack in steps)
     else:
         assert all(len(micro_batch) <= num_unpacked for steps in per_group for micro_batch in steps)
-    waste = batch_spread.waste
+    waste = batch_layout.waste
     assert waste.rank_imbalance >= 1 - 1e-9 and waste.num_tokens == sum(lengths)
     busy = sum(any(steps) for steps in per_group)
     assert waste.num_idle_ranks == num_ranks - k * busy
@@ -89,28 +89,28 @@ def test_every_sequence_is_placed_once_where_it_fits(
 def test_no_pack_is_longer_than_its_ranks_can_hold(lengths, pack_tokens) -> None:
     for size in (1, 2, 4):
         time_model = TimeModel(TINY, 4, 4)
-        batch_spread = spread(
+        batch_layout = lay_out_batch(
             range(len(lengths)),
             lengths,
             parallel_sizes=[size],
             limit=MicroBatchLimit(pack_tokens),
             time_model=time_model,
         )
-        assert batch_spread.sequence_parallel == size
-        packs = [pack for groups in batch_spread.micro_steps for pack in groups]
+        assert batch_layout.sequence_parallel == size
+        packs = [pack for groups in batch_layout.micro_steps for pack in groups]
         assert max(sum(lengths[i] for i in pack) for pack in packs) <= size * pack_tokens
         assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
 
 
 def find_micro_batch_sizes(lengths: list[int], machine: Machine) -> list[int]:
-    batch_spread = spread(
+    batch_layout = lay_out_batch(
         range(len(lengths)),
         lengths,
         parallel_sizes=[1],
         limit=MicroBatchLimit(None, None),
         time_model=TimeModel(QWEN3_32B, 2, 2, machine),
     )
-    return [len(groups[0]) for groups in batch_spread.micro_steps]
+    return [len(groups[0]) for groups in batch_layout.micro_steps]
 
 
 def test_short_sequences_share_a_micro_batch_where_a_pass_costs_more_than_padding() -> None:
@@ -135,13 +135,15 @@ def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(
     time_model = TimeModel(TINY, num_ranks, num_ranks, machine)
     for size in list_sequence_parallel_sizes(num_ranks, TINY.num_heads):
         limit = MicroBatchLimit(None, None, may_pack)
-        batch_spread = spread(range(len(lengths)), lengths, parallel_sizes=[size], limit=limit, time_model=time_model)
-        assert batch_spread.is_packed == may_pack
-        assert sorted(i for groups in batch_spread.micro_steps for micro_batch in groups for i in micro_batch) == list(
+        batch_layout = lay_out_batch(
+            range(len(lengths)), lengths, parallel_sizes=[size], limit=limit, time_model=time_model
+        )
+        assert batch_layout.is_packed == may_pack
+        assert sorted(i for groups in batch_layout.micro_steps for micro_batch in groups for i in micro_batch) == list(
             range(len(lengths))
         )
         bound = max(FREE_TOKENS * size, padded_length(max(lengths), size))
-        for groups in batch_spread.micro_steps:
+        for groups in batch_layout.micro_steps:
             for micro_batch in groups:
                 unpadded = [lengths[i] for i in micro_batch]
                 padded = [sum(unpadded)] if may_pack else [max(unpadded, default=0)] * len(unpadded)
@@ -151,22 +153,22 @@ def test_a_chosen_micro_batch_needs_no_more_memory_than_the_longest_sequence(
 def test_packing_leaves_less_padding_and_waiting_than_unpacked_sequences() -> None:
     """Four probe sequences on two ranks: the lengths of the overhead benchmark's first one."""
 
-    def spread_probe(may_pack: bool) -> Spread:
+    def lay_out_probe(may_pack: bool) -> BatchLayout:
         time_model = TimeModel(ModelShape(8, 6, 2, 64, 1_720_320), 2, 2, CPU)
         lengths, limit = [111, 138, 164, 512], MicroBatchLimit(None, None, may_pack)
-        return spread(range(4), lengths, parallel_sizes=[1], limit=limit, time_model=time_model)
+        return lay_out_batch(range(4), lengths, parallel_sizes=[1], limit=limit, time_model=time_model)
 
-    unpacked, packed = spread_probe(may_pack=False), spread_probe(may_pack=True)
+    unpacked, packed = lay_out_probe(may_pack=False), lay_out_probe(may_pack=True)
     assert (len(unpacked.micro_steps), len(packed.micro_steps)) == (2, 1)
     assert sorted(map(len, packed.micro_steps[0])) == [1, 3]
     assert packed.time < 0.8 * unpacked.time
 
 
-def choose_spread(lengths: list[int], num_ranks: int, **options) -> Spread:
+def choose_spread(lengths: list[int], num_ranks: int, **options) -> BatchLayout:
     time_model = TimeModel(QWEN3_32B, num_ranks, min(8, num_ranks))
     parallel_sizes = list_sequence_parallel_sizes(num_ranks, QWEN3_32B.num_heads)
     fixed = {"parallel_sizes": parallel_sizes, "limit": MicroBatchLimit(16_384), "time_model": time_model}
-    return spread(range(len(lengths)), lengths, **fixed | options)
+    return lay_out_batch(range(len(lengths)), lengths, **fixed | options)
 
 
 def test_ranks_share_a_pack_only_where_that_is_faster() -> None:
@@ -179,9 +181,9 @@ def test_ranks_share_a_pack_only_where_that_is_faster() -> None:
 
 
 def test_ranks_beyond_the_sequences_cost_nothing_to_plan() -> None:
-    batch_spread = choose_spread([5000, 3000], 2**31 - 1)
-    assert batch_spread.sequence_parallel == 1 and len(batch_spread.micro_steps[0]) == 2
-    assert batch_spread.list_group_ids(2**31 - 2) == [[]] and batch_spread.waste.num_idle_ranks == 2**31 - 3
+    batch_layout = choose_spread([5000, 3000], 2**31 - 1)
+    assert batch_layout.sequence_parallel == 1 and len(batch_layout.micro_steps[0]) == 2
+    assert batch_layout.list_group_ids(2**31 - 2) == [[]] and batch_layout.waste.num_idle_ranks == 2**31 - 3
 
 
 def test_all_gathers_cost_about_a_thousand_tokens_within_and_between_nodes() -> None:

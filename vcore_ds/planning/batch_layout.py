@@ -49,7 +49,7 @@ class MicroBatchLimit:
 
 
 @dataclass(frozen=True)
-class Spread:
+class BatchLayout:
     """A global batch on all ranks of a job, in sequence-parallel groups of `sequence_parallel` neighbouring ranks."""
 
     sequence_parallel: int
@@ -86,15 +86,15 @@ def select_sizes_with_room(longest: int, sizes: Iterable[int], limit: MicroBatch
     return [k for k in sizes if limit.pack_tokens_per_rank is None or k * limit.pack_tokens_per_rank >= longest]
 
 
-def spread(
+def lay_out_batch(
     ids: Sequence[int],
     lengths: Sequence[int],
     *,
     parallel_sizes: Sequence[int],
     limit: MicroBatchLimit,
     time_model: TimeModel,
-) -> Spread:
-    """Spread the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, over the ranks of a job.
+) -> BatchLayout:
+    """Lay out the global batch `ids`, whose sequence `ids[i]` has `lengths[i]` tokens, on the ranks of a job.
 
     Deterministic: every rank comes to the same result. All groups of the pass have the same size of `parallel_sizes`
     (ascending; the longest sequence fits into a pack of at least the last), the smaller one where two take as long.
@@ -146,7 +146,7 @@ def spread(
     )
     most = find_most_tokens(micro_steps, lengths, sequence_parallel=size, is_packed=limit.is_packed)
     in_ids = [[[ids[i] for i in group] for group in groups] for groups in micro_steps]
-    return Spread(size, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
+    return BatchLayout(size, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
 
 
 def _estimate_slowest_time(
@@ -201,17 +201,17 @@ class Utilization:
         )
 
 
-def summarize(spreads: Sequence[Spread]) -> Utilization:
+def summarize(layouts: Sequence[BatchLayout]) -> Utilization:
     """Sum up the utilization of one or more passes."""
-    total = spreads[0].waste
-    for spread in spreads[1:]:
-        total += spread.waste
-    sizes = Counter(spread.sequence_parallel for spread in spreads)
+    total = layouts[0].waste
+    for layout in layouts[1:]:
+        total += layout.waste
+    sizes = Counter(layout.sequence_parallel for layout in layouts)
     return Utilization(
         min(sizes, key=lambda k: (-sizes[k], k)),
         total,
-        max(spread.most_tokens for spread in spreads),
-        sum(spread.time for spread in spreads),
+        max(layout.most_tokens for layout in layouts),
+        sum(layout.time for layout in layouts),
     )
 
 
