@@ -100,7 +100,7 @@ def test_curves_show_the_metrics(shown: "Page", runs: Path) -> None:
         assert read_curve(shown, key) == (NUM_STEPS, pytest.approx(metrics[-1][key], rel=1e-3)), key
     negative = [read_utilities(record) < 0 for record in read_records(runs / "vcore_1")]
     assert read_curve(shown, "negative")[1] == pytest.approx(100 * negative[-1].mean(), rel=1e-3, abs=1e-3)
-    assert f"KL from uniform weights {metrics[-1]['kl']:.4g} nats" in shown.locator("#constants").inner_text()
+    assert f"KL from uniform weights {metrics[-1]['kl']:.4g} nats" in shown.locator("#curves").inner_text()
     # All curves share a cursor, moved by keyboard or pointer.
     shown.locator("figure[data-chart=loss] svg").focus()
     shown.keyboard.press("ArrowLeft")

@@ -21,7 +21,7 @@ from vcore_ds import __version__
 pytestmark = pytest.mark.e2e
 
 RECIPES = REPOSITORY / "launch_scripts" / "recipes"
-PAGES = ("report/page", "score/page")
+PAGES = ("report/page",)
 """Folders below commands/ with HTML, CSS and JavaScript."""
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.report_runs import step_line, write_run
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.report.read import ReportedRun, read_runs
-from vcore_ds.commands.report.scaling import Fit, fit_laws, scaling_tables
+from vcore_ds.commands.sweep.scaling import Fit, fit_laws, scaling_tables
 
 SIZES = list(itertools.product((0.6e9, 1.7e9, 4e9, 8e9), (1e6, 4e6, 16e6, 64e6)))
 

@@ -15,21 +15,23 @@ from tests.helpers.report_runs import random_sequence, random_trace, step_line, 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.report.curves import MOST_POINTS, make_charts, write_pictures
-from vcore_ds.commands.report.page import BASE, SCRIPTS, SOURCES, STYLE, as_json, correlate_with_losses, weight_range
+from vcore_ds.commands.report.page import NOTHING, SCRIPTS, SOURCES, STYLE, as_json
 from vcore_ds.commands.report.read import Group, ReportedRun, group_runs, read_runs
-from vcore_ds.commands.report.tables import NOTHING, environment_table, explain_results, results_table, summary
+from vcore_ds.commands.report.tables import environment_table, explain_results, results_table, summary
 from vcore_ds.commands.report.tokens import KINDS
 from vcore_ds.commands.report.traces import (
     IN_ANSWER,
     KIND_BITS,
+    correlate_with_losses,
     encode_followed,
-    encode_traces,
+    encode_recorded,
     loss_levels,
     name_by_first_words,
     nearest,
     ranks,
     utility_levels,
     weight_levels,
+    weight_range,
 )
 from vcore_ds.common.errors import UserError
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, Evaluation, TaskResult, write_evaluation
@@ -54,12 +56,12 @@ def read_reported(*folders: Path) -> list[ReportedRun]:
 
 def test_tokens_are_decoded_as_they_were_recorded(tmp_path: Path) -> None:
     (run,) = read_reported(make_run(tmp_path / "run"))
-    description, blob = encode_traces(run, 10**6)
+    description, blob = encode_recorded(run, 10**6)
     n = 2 * len(IDS)
     packed = gzip.decompress(base64.b64decode(blob))
-    assert (description["bytesText"], description["bytesRank"]) == (2, 2) and len(packed) == 8 * n
-    texts, places = np.frombuffer(packed[: 4 * n], dtype="<u2").reshape(2, n)
-    weights, losses, utilities, flags = np.frombuffer(packed[4 * n :], dtype=np.uint8).reshape(4, n)
+    assert description["measures"] == ["weight", "loss", "utility"] and len(packed) == 12 * n
+    texts, places = np.frombuffer(packed[: 8 * n], dtype="<u4").reshape(2, n)
+    weights, losses, utilities, flags = np.frombuffer(packed[8 * n :], dtype=np.uint8).reshape(4, n)
 
     pieces = [description["texts"][i] for i in texts]
     assert "".join(pieces) == TEXT * 2 and pieces[pieces.index("😀") + 1] == ""
@@ -86,7 +88,7 @@ def test_small_utilities_of_a_step_are_as_fine_as_large_ones_of_another(tmp_path
     small, large = (random_sequence(IDS, 0, seed=0) for _ in range(2))
     small = replace(small, utilities=small.utilities * np.float32(1e-4))
     run = write_run(tmp_path / "run", TOKENIZER, [step_line(1), step_line(2)], {1: [small], 2: [large]})
-    description, blob = encode_traces(read_reported(run)[0], 10**6)
+    description, blob = encode_recorded(read_reported(run)[0], 10**6)
     codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), dtype=np.uint8)[-4 * len(IDS) : -2 * len(IDS)]
     first, second = codes.reshape(2, -1)
     decoded = np.array(description["levels"]["utility"][1])[first]
@@ -129,7 +131,7 @@ def test_a_trace_has_its_prompt_and_is_named_by_what_tells_it_apart(tmp_path: Pa
     ]
     recorded = [replace(random_sequence(IDS, i, seed=i), prompt_ids=prompt) for i, prompt in enumerate(ids)]
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], {1: recorded}))
-    description, _ = encode_traces(run, 10**6)
+    description, _ = encode_recorded(run, 10**6)
     assert [description["prompts"][entry["prompt"]] for entry in description["sequences"]] == [
         *(question.replace("\n\n", "\n") for question in questions),
         "",
@@ -140,7 +142,7 @@ def test_a_trace_has_its_prompt_and_is_named_by_what_tells_it_apart(tmp_path: Pa
 def test_a_page_holds_complete_sequences_up_to_its_size(tmp_path: Path) -> None:
     (run,) = read_reported(make_run(tmp_path / "run"))
     for most_tokens, expected in ((1, 1), (2 * len(IDS) - 1, 1), (2 * len(IDS), 2)):
-        description, _ = encode_traces(run, most_tokens)
+        description, _ = encode_recorded(run, most_tokens)
         assert len(description["sequences"]) == expected and description["numRecorded"] == 2 * len(IDS)
 
 
@@ -153,17 +155,17 @@ def test_followed_traces_are_decoded_as_they_were_measured(tmp_path: Path) -> No
     records = {1: [random_sequence(IDS, 0, seed=0)]}
     (run,) = read_reported(write_run(tmp_path / "run", TOKENIZER, [step_line(1)], records, followed=followed))
     description, blob = encode_followed(run, 10**6)
-    assert [(entry["step"], entry["source"], entry["id"]) for entry in description["sequences"]] == [
+    assert [(entry["group"], entry["source"], entry["id"]) for entry in description["sequences"]] == [
         (1, "held out, correct", 4),
         (1, "training data", 2),
         (2, "held out, correct", 4),
     ]
     n = 3 * len(IDS)
     packed = gzip.decompress(base64.b64decode(blob))
-    assert len(packed) == 9 * n
-    codes = np.frombuffer(packed[4 * n :], dtype=np.uint8).reshape(5, n)
+    assert len(packed) == 13 * n
+    codes = np.frombuffer(packed[8 * n :], dtype=np.uint8).reshape(5, n)
     traces = [first, trained, third]
-    entropies = np.array(description["levels"]["entropy"])[codes[3]]
+    entropies = np.array(description["levels"]["entropy"])[codes[description["measures"].index("entropy")]]
     assert np.abs(entropies - np.concatenate([entry.entropies for entry in traces])).max() < 0.05
     relative = np.concatenate([entry.relative_weights for entry in traces])
     assert np.abs(np.log(np.array(description["levels"]["weight"])[codes[0]] / relative)).max() < 0.1
@@ -386,8 +388,8 @@ def test_a_run_whose_tokenizer_is_elsewhere_has_its_curves(tmp_path: Path) -> No
 
 def test_json_and_scripts_cannot_end_their_element() -> None:
     assert "<" not in as_json({"</script>": ["<!--", "\u2028"]}) and as_json(["<a"]) == '["\\u003ca"]'
-    for path in (SOURCES / BASE, *(SOURCES / name for name in SCRIPTS)):
-        assert "</script" not in path.read_text().lower()
+    for name in SCRIPTS:
+        assert "</script" not in (SOURCES / name).read_text().lower()
     assert "</style" not in (SOURCES / STYLE).read_text().lower()
 
 

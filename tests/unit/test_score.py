@@ -18,7 +18,7 @@ from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.test_store import make_sequences
 from vcore_ds.commands.report.tokens import TokenTexts
 from vcore_ds.commands.score.inputs import describe_inputs, read_inputs
-from vcore_ds.commands.score.page import ShownTrace, encode_traces
+from vcore_ds.commands.score.page import ENDS, ShownTokens, encode_scored
 from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, write_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import describe_differences
@@ -295,9 +295,10 @@ def test_tokens_on_the_page_are_exact_also_where_most_belong_to_prompts() -> Non
             "losses": np.ones(400, np.float32),
         }
         columns = {name: np.ones(1) for name in (*utility_columns("good"), "row", "loss")} | {"source": np.array(["a"])}
-        description, blob = encode_traces("good", columns, [row], TokenTexts(tokenizer, [ShownTrace.from_row(row)]))
-        codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), np.uint8)[-2000:-1000]
-        decoded = np.array(description["levels"]["utility"])[codes]
+        description, blob = encode_scored("good", columns, [row], TokenTexts(tokenizer, [ShownTokens.from_row(row)]))
+        assert description["measures"] == ["utility", "loss"] and [one for one, _ in description["groups"]] == [*ENDS]
+        codes = np.frombuffer(gzip.decompress(base64.b64decode(blob)), np.uint8)[2 * 8 * 1000 :][:1000]
+        decoded = np.array(description["levels"]["utility"][ENDS[0]])[codes]
         assert not decoded[:600].any() and (decoded[600:] == 0).sum() >= (utilities == 0).sum()
         large = np.abs(utilities) > 0.01 * np.abs(utilities).max()
         assert np.abs(decoded[600:][large] / utilities[large] - 1).max() < 0.04, share_of_zeros

@@ -66,13 +66,13 @@ def write_report(
     because that could be the user's. `png`: folder for the curves as pictures. Raises UserError where a folder holds no
     run or a damaged one, or a file cannot be written."""
     from vcore_ds.commands.report.curves import write_pictures
-    from vcore_ds.commands.report.page import write_page
     from vcore_ds.commands.report.read import read_runs
-    from vcore_ds.commands.report.scaling import finished_runs, sweep_tables
-    from vcore_ds.commands.report.tables import format_text
+    from vcore_ds.commands.report.tables import make_page
+    from vcore_ds.commands.sweep.scaling import finished_runs, sweep_markdown, sweep_section
     from vcore_ds.common.paths import write_text, writing
 
-    tables, sweeps = None, [folder for folder in folders if is_sweep(folder)]
+    sections, title, markdown = [], None, None
+    sweeps = [folder for folder in folders if is_sweep(folder)]
     if not sweeps:
         runs = read_runs(folders, **options)
     elif len(folders) > 1:
@@ -82,19 +82,22 @@ def write_report(
     else:
         sweep, names = finished_runs(sweeps[0])
         runs = read_runs([sweep.run_folder(run) for run in names], names, **options)
-        tables = sweep_tables(sweep, runs)
-        print(tables.markdown())
-    pictures = write_pictures(runs, png) if png is not None else []
+        sections, title = [sweep_section(sweep, runs)], f"sweep {sweep.folder.resolve().name}"
+        markdown = sweep_markdown(sweep, sections[0])
+        print(markdown)
+    written = write_pictures(runs, png) if png is not None else []
+    page = make_page(runs, *sections, title=title)
     if as_text:
-        print(format_text(runs))
-        return pictures
-    page = write_page(runs, folders[0] / REPORT if output is None else output, tables)
-    if tables is None or output is not None:
-        return [page, *pictures]
-    markdown = page.with_suffix(".md")
-    with writing("--output", markdown, "a file that can be written"):
-        write_text(markdown, tables.markdown())
-    return [page, markdown, *pictures]
+        print(page.text())
+        return written
+    path = folders[0] / REPORT if output is None else output
+    texts = {path: page.html()}
+    if markdown is not None and output is None:
+        texts[path.with_suffix(".md")] = markdown
+    for file, text in texts.items():
+        with writing("--output", file, "a file that can be written"):
+            write_text(file, text)
+    return [*texts, *written]
 
 
 def after_training(recipe: str, overrides: Sequence[str]) -> None:

@@ -1,142 +1,172 @@
-"""The HTML page of a report, and the frame that all pages share: style, scripts, one file that fetches nothing.
+"""What a command shows, once for the screen and for a page: paragraphs, tables and places for drawings.
 
-The content of a page, above all traces, is untrusted. The template escapes it, its JSON contains no `<`, the scripts
-insert it as text nodes, and the page's content security policy allows only the page's script.
+A page is one HTML file that fetches nothing. Its content, above all traces, is untrusted. The template escapes it, its
+JSON contains no `<`, the scripts insert it as text nodes, and its content security policy allows only their own code.
 """
 
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from markupsafe import Markup
 
-from vcore_ds.commands.report import tables, traces
-from vcore_ds.commands.report.curves import make_charts
-from vcore_ds.commands.report.read import ReportedRun, group_runs
-from vcore_ds.commands.report.scaling import SweepTables
-from vcore_ds.common.paths import write_text, writing
-from vcore_ds.common.statistics import rank_correlation
-from vcore_ds.config.load import dump_recipe
+from vcore_ds.common.text import align_columns, markdown_rows, shorten
 
 SOURCES = Path(__file__).parent / "page"
-SCRIPTS = ("charts.js", "traces.js", "followed.js", "density.js", "main.js")  # in the order of the page
+SCRIPTS = ("base.js", "plots.js", "viewer.js", "main.js")  # in the order of the page
+STYLE, TEMPLATE = "style.css", "page.html"
+NOTHING = "–"
 
 
-def write_page(runs: Sequence[ReportedRun], path: Path, sweep: SweepTables | None = None) -> Path:
-    """Write the report of the runs, at least one, and of their sweep, if any. Raises UserError where the file cannot be
-    written."""
-    page = render(runs, path.parent, sweep)
-    with writing("--output", path, "a file that can be written"):
-        write_text(path, page)
-    return path
+def format_number(value: float | None) -> str:
+    """Four digits, and all digits before the point."""
+    return NOTHING if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def render(runs: Sequence[ReportedRun], folder: Path, sweep: SweepTables | None = None) -> str:
-    """Render the page as HTML; `folder`: where it will be, for its links."""
-    groups = group_runs(runs)
-    with_texts = [run for run in runs if run.texts is not None]
-    tokens = [traces.encode_traces(run, traces.tokens_per_run(traces.MOST_TOKENS, runs)) for run in with_texts]
-    for run, (description, _) in zip(with_texts, tokens, strict=True):
-        description["spearman"] = correlate_with_losses(run)
-    encoded = (
-        traces.encode_followed(run, traces.tokens_per_run(traces.MOST_FOLLOWED_TOKENS, runs)) for run in with_texts
-    )
-    followed = [one for one in encoded if one is not None]
-    labels = [group.label for group in groups]
-    charts = make_charts(groups)
-    report = {
-        "groups": labels,
-        "charts": [asdict(chart) for chart in charts if not chart.is_constant()],
-        "tokens": [description for description, _ in tokens],
-        "followed": [description for description, _ in followed],
-        "weightRange": weight_range(with_texts),
-    }
-    blobs = {
-        f"{name}-{place}": blob
-        for name, descriptions in (("tokens", tokens), ("followed", followed))
-        for place, (_, blob) in enumerate(descriptions)
-    }
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    if sweep is not None:
-        title = sweep.name[0].lower() + sweep.name[1:]
-    return render_page(
-        SOURCES,
-        "report.html",
-        SCRIPTS,
-        report,
-        blobs,
-        title=f"Report on {title}",
-        summary=tables.summary(runs),
-        sweep=sweep,
-        has_seeds=any(len(group.runs) > 1 for group in groups),
-        runs=runs,
-        recipes=[dump_recipe(run.recipe) for run in runs],
-        results=tables.results_table(runs),
-        about_results=tables.explain_results(runs),
-        phases=tables.make_phases(runs),
-        constants=[(chart.title, chart.format_values(labels)) for chart in charts if chart.is_constant()],
-        comparisons=tables.compare_tables(runs),
-        gained=[tables.make_token_tables(run, run.tables) for run in runs if run.tables is not None],
-        differences=tables.difference_table(runs),
-        environment=tables.environment_table(runs),
-        profiles=tables.make_profiles(runs, folder),
-    )
+@dataclass(frozen=True)
+class Table:
+    """A table of formatted cells; one in `**` is bold."""
+
+    caption: str
+    head: list[str]
+    rows: list[list[str]]
+
+    def text(self) -> str:
+        """Format for a terminal, with names truncated to 48 characters."""
+        rows = [[shorten(name, 48), *cells] for name, *cells in self.rows]
+        return "\n  ".join([self.caption, *(align_columns([self.head, *rows]) if rows else ["none"])])
+
+    def markdown(self) -> str:
+        head, *rows = markdown_rows([self.head, *self.rows])
+        return "\n".join([head, "|" + "---|" * len(self.head), *rows])
 
 
-def weight_range(runs: Sequence[ReportedRun]) -> float:
-    """Range of the colour scale of weights, as a power of 2. It holds 98% of the recorded tokens of all runs together,
-    so that a colour means the same in each."""
-    weights = [sequence.relative_weights for run in runs for record in run.records for sequence in record.sequences]
-    if not weights:
-        return 1.0
-    positive = np.concatenate(weights)
-    powers = np.abs(np.log2(positive[positive > 0]))
-    return max(0.02, float(np.quantile(powers, 0.98))) if len(powers) else 1.0
+@dataclass(frozen=True)
+class Grid:
+    """Tables side by side, where the window is wide enough."""
+
+    tables: Sequence[Table]
 
 
-def correlate_with_losses(run: ReportedRun) -> float | None:
-    """Rank correlation of utility and loss over the tokens of a record: mean over the records where it is defined."""
-    correlations = []
-    for record in run.records:
-        losses = np.concatenate([sequence.losses for sequence in record.sequences])
-        if (utilities := traces.join_utilities(record)) is not None:
-            correlations.append(rank_correlation(utilities, losses))
-    defined = [correlation for correlation in correlations if correlation is not None]
-    return float(np.mean(defined)) if defined else None
+@dataclass(frozen=True)
+class Fold:
+    """Blocks that are shown on demand."""
+
+    summary: str
+    blocks: "Sequence[Block]"
+    is_open: bool = False
+    in_text: bool = True  # whether the text has the blocks, or the summary alone
 
 
-STYLE, BASE = "style.css", "base.js"
+@dataclass(frozen=True)
+class Notes:
+    """Warnings."""
+
+    title: str
+    lines: Sequence[str]
 
 
-def render_page(
-    folder: Path, template: str, scripts: Sequence[str], data: Any, blobs: Mapping[str, str], **texts: Any
-) -> str:
-    """Render a page as HTML from the template and scripts (joined in this order after `BASE`) in `folder`. `data`: JSON
-    for the scripts; `blobs`: element id -> base64 data for them; `texts`: variables of the template."""
-    sources = [SOURCES / BASE, *(folder / name for name in scripts)]
-    script = "\n" + "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment = jinja2.Environment(
-        autoescape=True,
-        loader=jinja2.FileSystemLoader([folder, SOURCES]),
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template(template).render(
-        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'",
-        style=Markup((SOURCES / STYLE).read_text(encoding="utf-8")),
-        script=Markup(script),
-        report=Markup(as_json(data)),
-        blobs={name: Markup(blob) for name, blob in blobs.items()},
-        **texts,
-    )
+@dataclass(frozen=True)
+class Code:
+    """Text as it stands in a file; not in the text."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A place that the scripts fill, with what stands there before."""
+
+    id: str
+    blocks: "Sequence[Block]" = ()
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal bars of several parts; not in the text, which has their numbers in a table."""
+
+    names: Sequence[str]  # of the parts
+    bars: Sequence[tuple[str, Sequence[str], str]]  # name, widths of the parts in percent, description
+
+
+Block = str | Table | Grid | Fold | Notes | Code | Drawing | Bars
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page; `link` is its name in the list at the top."""
+
+    id: str
+    title: str
+    link: str
+    blocks: Sequence[Block]
+    in_text: bool = True
+
+
+@dataclass(frozen=True)
+class Page:
+    """`data`: JSON for the scripts, by key of `NO_DATA`; `blobs`: element id -> base64 data for them."""
+
+    title: str
+    summary: str
+    sections: Sequence[Section]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    blobs: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        blocks = (block for section in self.sections if section.in_text for block in section.blocks)
+        return "\n\n".join([self.summary, *_texts(blocks)])
+
+    def html(self) -> str:
+        script = "\n" + "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in SCRIPTS)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        loader = jinja2.FileSystemLoader(SOURCES)
+        environment = jinja2.Environment(
+            autoescape=True, loader=loader, trim_blocks=True, undefined=jinja2.StrictUndefined
+        )
+        return environment.get_template(TEMPLATE).render(
+            policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src 'unsafe-inline'; "
+            f"script-src 'sha256-{digest}'",
+            style=Markup((SOURCES / STYLE).read_text(encoding="utf-8")),
+            script=Markup(script),
+            report=Markup(as_json(NO_DATA | dict(self.data))),
+            page=self,
+        )
+
+
+NO_DATA: dict[str, Any] = {
+    "groups": [],  # labels of the curves' groups
+    "curves": [],
+    "histograms": [],
+    "points": [],
+    "tokens": [],  # descriptions of recorded tokens, as `traces.py` encodes them
+    "followed": [],
+    "scores": [],
+    "weightRange": 1.0,
+}
+
+
+def _texts(blocks: "Iterator[Block] | Sequence[Block]") -> Iterator[str]:
+    for block in blocks:
+        if isinstance(block, str):
+            yield block
+        elif isinstance(block, Table):
+            yield block.text()
+        elif isinstance(block, Grid):
+            yield from (table.text() for table in block.tables)
+        elif isinstance(block, Fold):
+            yield block.summary
+            yield from _texts(block.blocks if block.in_text else ())
+        elif isinstance(block, Notes):
+            yield "\n".join([block.title, *(f"  warning: {line}" for line in block.lines)])
+        elif isinstance(block, Drawing):
+            yield from _texts(block.blocks)
 
 
 def as_json(value: Any) -> str:

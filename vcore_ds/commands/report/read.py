@@ -12,7 +12,6 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.training import run_folder
 from vcore_ds.training.evaluation_folder import EVALUATION, RUN_EVALUATION, TaskResult, read_evaluation
 from vcore_ds.training.metrics_log import list_notes
-from vcore_ds.training.profile_folder import Profile, read_profiles
 from vcore_ds.training.token_records import TokenRecord, read_records
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class ReportedRun:
     tables: TokenTables | None
     why_no_tables: str | None
     notes: list[str]
-    profiles: list[Profile]
     cell: str | None = None
 
     def total(self, key: str) -> float:
@@ -126,9 +124,8 @@ def _read_run(
             why = f"The recorded tokens cannot be shown: {error}"
             notes.append(why)
     return ReportedRun(
-        name, folder, recipe, environment, metrics, held_out, evaluated, records, followed, texts, tables, why, notes,
-        read_profiles(folder),
-    )  # fmt: skip
+        name, folder, recipe, environment, metrics, held_out, evaluated, records, followed, texts, tables, why, notes
+    )
 
 
 def _select_step(records: list[TokenRecord], step: int | None, folder: Path) -> list[TokenRecord]:

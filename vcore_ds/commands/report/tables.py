@@ -1,16 +1,100 @@
-"""The tables of a report, for the page and as text: results, costs, tokens by weight, differences of recipes."""
+"""The page and the text of a report: results, costs, tokens by weight, differences of recipes."""
 
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from vcore_ds.commands.report.read import ReportedRun, differences, format_value
+from vcore_ds.commands.report import traces
+from vcore_ds.commands.report.curves import make_charts
+from vcore_ds.commands.report.page import (
+    NOTHING,
+    Bars,
+    Block,
+    Code,
+    Drawing,
+    Fold,
+    Grid,
+    Notes,
+    Page,
+    Section,
+    Table,
+    format_number,
+)
+from vcore_ds.commands.report.read import ReportedRun, differences, format_value, group_runs
 from vcore_ds.commands.report.tokens import Row, TokenTables
-from vcore_ds.common.text import align_columns, count
+from vcore_ds.common.text import count
+from vcore_ds.config.load import dump_recipe
+from vcore_ds.training.profile_folder import PROFILES
+
+
+def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = None) -> Page:
+    """Make the report of the runs, at least one; the sections `first` stand before its own."""
+    names = [run.name for run in runs]
+    title = title or (names[0] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}")
+    with_texts = [run for run in runs if run.texts is not None]
+    tokens = [traces.encode_recorded(run, traces.MOST_TOKENS // len(with_texts)) for run in with_texts]
+    encoded = [traces.encode_followed(run, traces.MOST_FOLLOWED_TOKENS // len(with_texts)) for run in with_texts]
+    followed = [one for one in encoded if one is not None]
+    groups = group_runs(runs)
+    charts = make_charts(groups)
+    labels = [group.label for group in groups]
+    data = {
+        "groups": labels,
+        "curves": [asdict(chart) for chart in charts if not chart.is_constant()],
+        "tokens": [description for description, _ in tokens],
+        "followed": [description for description, _ in followed],
+        "weightRange": traces.weight_range(with_texts),
+    }
+    blobs = {f"tokens-{place}": blob for place, (_, blob) in enumerate(tokens)}
+    blobs |= {f"followed-{place}": blob for place, (_, blob) in enumerate(followed)}
+    movement = Section(
+        "movement",
+        "The same tokens over the run",
+        "Over the run",
+        [
+            "A few traces, measured before the update of each recorded step: a row for each step, then the trace "
+            "itself at one. Those that are held out are not trained on; their weights are what they would have been.",
+            Drawing("followed"),
+        ],
+        in_text=False,
+    )
+    has_utilities = any("utility" in description["measures"] for description, _ in tokens)
+    no_utilities = [] if has_utilities else ["No utilities were recorded: only `method.name: vcore` has them."]
+    several = "A line is the mean of the seeds of a recipe, and its band goes from the lowest to the highest."
+    about_curves = (
+        "By optimizer step. Point at a curve, or select it and press the arrow keys, to read all at one step."
+    )
+    constants = [f"{chart.title} {chart.format_values(labels)}" for chart in charts if chart.is_constant()]
+    curves: list[Block] = [
+        about_curves + (f" {several}" if any(len(group.runs) > 1 for group in groups) else ""),
+        Drawing("charts"),
+        *([f"Constant over the run: {'; '.join(constants)}."] if constants else []),
+    ]
+    recipes = [Fold(f"recipe.yaml of {run.name}", [Code(run.name, dump_recipe(run.recipe))]) for run in runs]
+    sections = [
+        *first,
+        Section("learnt", "", "", [results_table(runs), explain_results(runs), *_find_notes(runs)]),
+        *([movement] if followed else []),
+        Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", _explain_missing_tables(runs))]),
+        Section("gained", "What gained and lost weight", "Gained and lost", _compare_weights(runs)),
+        Section("map", "Utility against loss", "Utility and loss", [Drawing("density", no_utilities)], in_text=False),
+        Section("curves", "Curves", "Curves", curves, in_text=False),
+        Section("cost", "Time by phase", "Time", [*make_phases(runs), *_list_profiles(runs)]),
+        Section("recipe", "Recipe", "Recipe", [*_difference_table(runs), *recipes]),
+        Section("environment", "Environment", "Environment", [environment_table(runs)], in_text=False),
+    ]
+    return Page(f"Report on {title}", summary(runs), sections, data, blobs)
+
+
+def _find_notes(runs: Sequence[ReportedRun]) -> list[Notes]:
+    return [Notes(f"Warnings on {run.name}", run.notes) for run in runs if run.notes]
+
+
+def _explain_missing_tables(runs: Sequence[ReportedRun]) -> list[str]:
+    return [f"{run.name}: {run.why_no_tables}" for run in runs if run.why_no_tables]
+
 
 PHASES = {
     "probe": "seconds_probe",
@@ -21,44 +105,26 @@ PHASES = {
 """Name of a phase -> key of metrics.jsonl."""
 BESIDE = {"followed traces": "seconds_followed", "saving": "seconds_checkpoint"}
 """The same of what is no part of `seconds`."""
-NOTHING = "–"
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of formatted cells."""
-
-    caption: str
-    head: list[str]
-    rows: list[list[str]]
-
-    def text(self) -> str:
-        """Format for a terminal, with names truncated to 48 characters."""
-        rows = [[name if len(name) <= 48 else f"{name[:45]}...", *cells] for name, *cells in self.rows]
-        return "\n  ".join([self.caption, *(align_columns([self.head, *rows]) if rows else ["none"])])
-
-
-def make_phases(runs: Sequence[ReportedRun]) -> dict[str, Any]:
-    """Mean seconds of a step by phase, without the first step, unless it is the only one: a note, the names of the
-    phases, the table, and for each run the widths of its bars in percent of the slowest run, and their text."""
+def make_phases(runs: Sequence[ReportedRun]) -> list[Block]:
+    """Mean seconds of a step by phase, without the first step, unless it is the only one, as text, bars and table. The
+    widths of the bars are in percent of the slowest run."""
     names = [*PHASES, *BESIDE, "rest"]
     seconds = [_mean_seconds(run) for run in runs]
     slowest = max(sum(one) for one in seconds) or 1.0
     rows, bars = [], []
     for run, phases in zip(runs, seconds, strict=True):
-        numbers = [_format_number(value) for value in phases]
-        rows.append([run.name, *numbers, _format_number(sum(phases)), _median_speed(run)])
+        numbers = [format_number(value) for value in phases]
+        rows.append([run.name, *numbers, format_number(sum(phases)), _median_speed(run)])
         label = ", ".join(f"{name} {number} s" for name, number in zip(names, numbers, strict=True))
-        widths = [f"{100 * value / slowest:.2f}" for value in phases]
-        bars.append({"name": run.name, "widths": widths, "label": f"{run.name}: {label}"})
-    return {
-        "note": "Mean over all steps but the first, which allocates and compiles. Followed traces are measured, and "
+        bars.append((run.name, [f"{100 * value / slowest:.2f}" for value in phases], f"{run.name}: {label}"))
+    note = (
+        "Mean over all steps but the first, which allocates and compiles. Followed traces are measured, and "
         "checkpoints saved, in some steps only; rest is the remaining time of a step. Utilities that are computed in "
-        "the main pass (utility.fused) are part of its time.",
-        "names": names,
-        "table": Table("Seconds of a step", ["", *names, "total", "supervised tokens/s"], rows),
-        "runs": bars,
-    }
+        "the main pass (utility.fused) are part of its time."
+    )
+    return [note, Bars(names, bars), Table("Seconds of a step", ["", *names, "total", "supervised tokens/s"], rows)]
 
 
 def _mean_seconds(run: ReportedRun) -> list[float]:
@@ -74,42 +140,51 @@ def _mean_seconds(run: ReportedRun) -> list[float]:
 def _median_speed(run: ReportedRun) -> str:
     """Supervised tokens per second, median over the steps."""
     speeds = [speed for line in run.metrics if (speed := line.get("supervised_tokens_per_second")) is not None]
-    return _format_number(float(np.median(speeds)) if speeds else None)
+    return format_number(float(np.median(speeds)) if speeds else None)
 
 
-def make_token_tables(run: ReportedRun, tables: TokenTables) -> dict[str, Any]:
-    """Tables of the tokens that gained and lost weight in one run, and `more`, which the page shows on demand."""
+def _compare_weights(runs: Sequence[ReportedRun]) -> list[Block]:
+    """What gained and lost weight: several runs side by side, then each. The text of several has the former only."""
+    folds: list[Block] = [
+        _fold_tokens(run, run.tables, is_open=number == 0, in_text=len(runs) == 1)
+        for number, run in enumerate(run for run in runs if run.tables is not None)
+        if run.tables is not None
+    ]
+    about = (
+        "Relative weight: the share of the loss that training gave to these tokens, over the share that uniform "
+        "weights give them; 1 is uniform. Means of utility and loss count a token as uniform training does."
+    )
+    return [about, *compare_tables(runs), *(folds or ["No run here has tokens that gained or lost weight."])]
+
+
+def _fold_tokens(run: ReportedRun, tables: TokenTables, *, is_open: bool, in_text: bool) -> Fold:
+    """Tables of the tokens that gained and lost weight in one run."""
     often = f"at least {tables.min_count} times"
-    titles = [
+    shown = [
         (f"Tokens that gained most weight ({often})", tables.tokens.gained),
         (f"Tokens that lost most weight ({often})", tables.tokens.lost),
         ("By kind of token", tables.kinds),
         ("By position in the trace", tables.positions),
+        *([("By source of the sequence", tables.sources)] if tables.sources else []),
     ]
     more = [
         (f"Phrases that gained most weight ({often})", tables.phrases.gained),
         (f"Phrases that lost most weight ({often})", tables.phrases.lost),
     ]
-    if tables.sources:
-        titles.append(("By source of the sequence", tables.sources))
     if tables.first_third:
         for title, extremes in (("Tokens", tables.tokens), ("Phrases", tables.phrases)):
             more.append((f"{title} whose weight rose most over the run", extremes.rose))
             more.append((f"{title} whose weight fell most over the run", extremes.fell))
     steps, first, last = map(_join_steps, (tables.steps, tables.first_third, tables.last_third))
-    heading = f"{count(tables.num_tokens, 'token')} of {count(tables.num_sequences, 'sequence')}, at step"
+    heading = f"{run.name}: {count(tables.num_tokens, 'token')} of {count(tables.num_sequences, 'sequence')}, at step"
     heading += f"{'s' if len(tables.steps) > 1 else ''} {steps}"
     if tables.first_third:
         heading += f" (first third of the records: {first}; last third: {last})"
     if abs(tables.relative_weight - 1.0) >= 0.005:
         heading += f"; their mean relative weight is {tables.relative_weight:.2f}, and `gained` means above it"
-    return {
-        "name": run.name,
-        "heading": heading,
-        "tables": [_token_table(title, rows) for title, rows in titles],
-        "more": [_token_table(title, rows) for title, rows in more],
-        "about_more": "Phrases" + (", and weights that rose or fell over the run" if tables.first_third else ""),
-    }
+    about_more = "Phrases" + (", and weights that rose or fell over the run" if tables.first_third else "")
+    others = Fold(about_more, [Grid([_token_table(*one) for one in more])])
+    return Fold(heading, [Grid([_token_table(*one) for one in shown]), others], is_open, in_text)
 
 
 def _join_steps(steps: Sequence[int]) -> str:
@@ -121,8 +196,8 @@ def _token_table(caption: str, rows: Sequence[Row]) -> Table:
     cells = []
     for row in rows:
         counts = [f"{row.count:,}", f"{row.share_of_weight:.2%}", f"{row.share_of_tokens:.2%}"]
-        means = map(_format_number, (row.utility, row.loss, row.first_third, row.last_third))
-        cells.append([row.name, _format_number(row.relative_weight), *counts, *means])
+        means = map(format_number, (row.utility, row.loss, row.first_third, row.last_third))
+        cells.append([row.name, format_number(row.relative_weight), *counts, *means])
     return Table(caption, head, cells)
 
 
@@ -136,46 +211,21 @@ def compare_tables(runs: Sequence[ReportedRun]) -> list[Table]:
     for key, title in titles.items():
         weights = [{row.name: row.relative_weight for row in getattr(tables, key)} for _, tables in with_tables]
         names = list(dict.fromkeys(name for by_name in weights for name in by_name))
-        cells = [[name, *(_format_number(by_name.get(name)) for by_name in weights)] for name in names]
+        cells = [[name, *(format_number(by_name.get(name)) for by_name in weights)] for name in names]
         compared.append(Table(f"Relative weight by {title}", ["", *(name for name, _ in with_tables)], cells))
     return [table for table in compared if table.rows]
 
 
-@dataclass(frozen=True)
-class ProfileTable:
-    """The profile of a step: a table of its operations, and its files."""
-
-    table: Table
-    files: list[tuple[str, str]]  # what a file is, and where, relative to the page
+def _list_profiles(runs: Sequence[ReportedRun]) -> list[str]:
+    """Where the profiles of steps are."""
+    files = [str(path) for run in runs for path in sorted((run.folder / PROFILES).glob("step_*"))]
+    return [f"Profiled steps, for Perfetto (ui.perfetto.dev): {', '.join(files)}."] if files else []
 
 
-def make_profiles(runs: Sequence[ReportedRun], folder: Path) -> list[ProfileTable]:
-    profiles = []
-    for run in runs:
-        for profile in run.profiles:
-            paths = [(path.suffix, os.path.relpath(path.resolve(), folder.resolve())) for path in profile.files]
-            files = [(_PROFILE_FILES[suffix], path) for suffix, path in paths]
-            prefix = f"{run.name}: " if len(runs) > 1 else ""
-            caption = f"{prefix}operations of step {profile.step:,} on rank {profile.rank}, by phase"
-            rows = [
-                [f"{row.phase}: {row.operation}", f"{row.calls:,}", f"{row.seconds:.4f}", f"{row.share:.1%}"]
-                for row in profile.rows
-            ]
-            profiles.append(ProfileTable(Table(caption, ["", "calls", "seconds", "of the phase"], rows), files))
-    return profiles
-
-
-_PROFILE_FILES = {
-    ".gz": "trace (Perfetto, chrome://tracing)",
-    ".pickle": "record of memory (pytorch.org/memory_viz)",
-    ".csv": "this table",
-}
-
-
-def difference_table(runs: Sequence[ReportedRun]) -> Table:
-    """The keys in which the recipes differ; no rows if they are the same."""
+def _difference_table(runs: Sequence[ReportedRun]) -> list[Table]:
+    """The keys in which the recipes differ, if any."""
     rows = [[key, *map(format_value, values)] for key, values in differences(runs).items()]
-    return Table("Keys in which the recipes differ", ["", *(run.name for run in runs)], rows)
+    return [Table("Keys in which the recipes differ", ["", *(run.name for run in runs)], rows)] if rows else []
 
 
 def environment_table(runs: Sequence[ReportedRun]) -> Table:
@@ -201,30 +251,6 @@ def _format_entry(value: Any) -> str:
     return NOTHING if value is None else str(value)
 
 
-def _format_number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-@dataclass(frozen=True)
-class Result:
-    """A loss or accuracy before and after training; None if not measured or not finite."""
-
-    before: float | None
-    after: float | None
-    is_share: bool = False
-
-    def ends(self) -> list[str]:
-        return [self._format(self.before), self._format(self.after)]
-
-    def change(self) -> str:
-        if self.before is None or self.after is None:
-            return NOTHING
-        return f"{self.after - self.before:+.4f}"
-
-    def _format(self, value: float | None) -> str:
-        return NOTHING if value is None else f"{value:.1%}" if self.is_share else f"{value:.4f}"
-
-
 def summary(runs: Sequence[ReportedRun]) -> str:
     """One sentence: the model, the method, and the amount of training."""
     models = ", ".join(dict.fromkeys(_model_name(run.recipe.model.path) for run in runs))
@@ -246,15 +272,14 @@ def results_table(runs: Sequence[ReportedRun]) -> Table:
     """For one run, a row per measure; for several, a row per run."""
     measured = [_measure_results(run) for run in runs]
     if len(runs) == 1:
-        rows = [[name, *result.ends(), result.change()] for name, result in measured[0].items()]
+        rows = [[name, before, after, change] for name, (before, after, change) in measured[0].items()]
         return Table("What was learnt", ["", "before", "after", "change"], rows)
     names = list(dict.fromkeys(name for results in measured for name in results))
     rows = []
     for run, results in zip(runs, measured, strict=True):
         facts = [run.name, run.recipe.method.name, str(run.recipe.run.seed), f"{_num_steps(run):,}", _duration(run)]
-        cells = [" → ".join(results[name].ends()).removeprefix(f"{NOTHING} → ") if name in results else NOTHING
-                 for name in names]  # fmt: skip
-        rows.append([*facts, *cells])
+        ends = [results.get(name, (NOTHING, NOTHING, NOTHING)) for name in names]
+        rows.append([*facts, *(after if before == NOTHING else f"{before} → {after}" for before, after, _ in ends)])
     return Table("What was learnt", ["", "method", "seed", "steps", "training time", *names], rows)
 
 
@@ -278,17 +303,29 @@ MEANS = {"sequence": "", "token": ", mean over tokens"}
 compares the two."""
 
 
-def _measure_results(run: ReportedRun) -> dict[str, Result]:
+def _measure_results(run: ReportedRun) -> dict[str, tuple[str, str, str]]:
+    """Name -> a loss or accuracy before and after training, and its change."""
     before, after, mean = run.held_out.before, run.held_out.after, MEANS[run.held_out.normalization]
-    results = {
-        f"held-out loss{name and f', {name}'} (nats{mean})": Result(before.get(name), after[name]) for name in after
+    losses: dict[str, tuple[float | None, float | None]] = {
+        f"held-out loss{name and f', {name}'} (nats{mean})": (before.get(name), after[name]) for name in after
     }
-    losses, mean = [line.get("loss") for line in run.metrics], MEANS[run.recipe.method.normalization]
-    results[f"training loss, first and last step (nats{mean})"] = Result(losses[0], losses[-1])
+    ends, mean = [run.metrics[place].get("loss") for place in (0, -1)], MEANS[run.recipe.method.normalization]
+    losses[f"training loss, first and last step (nats{mean})"] = (ends[0], ends[1])
+    results = {}
+    for title, (first, last) in losses.items():
+        change = NOTHING if first is None or last is None else f"{last - first:+.4f}"
+        results[title] = (_format_loss(first), _format_loss(last), change)
     for name, task in run.evaluated.items():
-        title = f"accuracy, {name} ({count(task.num_problems, 'problem')})"
-        results[title] = Result(None, task.accuracy, is_share=True)
+        results[f"accuracy, {name} ({count(task.num_problems, 'problem')})"] = (
+            NOTHING,
+            f"{task.accuracy:.1%}",
+            NOTHING,
+        )
     return results
+
+
+def _format_loss(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
 
 
 def _model_name(path: str) -> str:
@@ -307,33 +344,3 @@ def _duration(run: ReportedRun) -> str:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
-
-
-def format_text(runs: Sequence[ReportedRun]) -> str:
-    return "\n\n".join(_paragraphs(runs))
-
-
-def _paragraphs(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    yield summary(runs)
-    yield results_table(runs).text()
-    yield explain_results(runs)
-    for run in runs:
-        lines = [f"warning: {note}" for note in run.notes if note != run.why_no_tables]
-        lines += [run.why_no_tables] if run.why_no_tables is not None else []
-        if lines:
-            yield "\n".join(f"{run.name}: {line}" for line in lines)
-    for table in compare_tables(runs):
-        yield table.text()
-    if len(runs) > 1:
-        yield "Report one run for its tokens and phrases."
-    elif runs[0].tables is not None:
-        tokens = make_token_tables(runs[0], runs[0].tables)
-        yield f"Recorded: {tokens['heading']}. Weight 1 is the uniform weight."
-        for table in tokens["tables"] + tokens["more"]:
-            yield table.text()
-    yield make_phases(runs)["table"].text()
-    for profile in make_profiles(runs, Path()):
-        yield profile.table.text()
-        yield "\n".join(f"{what}: {path}" for what, path in profile.files)
-    if len(runs) > 1 and (differing := difference_table(runs)).rows:
-        yield differing.text()

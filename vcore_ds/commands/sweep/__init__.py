@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Raises UserError for a user's mistake, RunFailed if runs have failed, RunStopped if some are unfinished after a
     stop request."""
-    from vcore_ds.planning.sweep import load_sweep
+    from vcore_ds.commands.sweep.cells import load_sweep
 
     if arguments.overrides:
         raise UserError(

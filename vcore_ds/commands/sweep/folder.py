@@ -20,6 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
+from vcore_ds.commands.sweep.cells import Sweep
 from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.common.paths import is_readable, reading, write_text, writing
@@ -29,7 +30,6 @@ from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_re
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import ScheduleConfig
 from vcore_ds.data.scores_folder import TRACES
-from vcore_ds.planning.sweep import Sweep
 from vcore_ds.training.run_folder import METRICS
 
 DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")

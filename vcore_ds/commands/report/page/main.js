@@ -1,13 +1,16 @@
-// Draws the page. Curves first, which need nothing unpacked.
+// Draws the page. Plots first, which need nothing unpacked.
 
-drawCharts();
-const viewer = report.tokens.length ? new Viewer(document.getElementById("viewer")) : null;
-const followed = report.followed.length ? new Followed(document.getElementById("followed")) : null;
-const withUtilities = report.tokens.findIndex((run) => "utility" in run.levels);
-const density = document.getElementById("density");
-if (viewer) await viewer.open(Math.max(0, report.tokens.findIndex((run) => !run.isUniform)));
-if (followed) await followed.open(0);
-if (withUtilities >= 0) await new Density(density).open(withUtilities);
-else density.append(element("p", {}, "No utilities were recorded: only `method.name: vcore` has them."));
+const shared = [];
+const xs = [...new Set(report.curves.flatMap((chart) => chart.series.flatMap((one) => one.steps)))].sort((a, b) => a - b);
+if (report.groups.length > 1) document.getElementById("curves").querySelector("p").after(drawLegend());
+drawCharts("charts", report.curves, (chart) => drawCurves(chart, xs, shared));
+drawCharts("histograms", report.histograms, drawHistogram);
+drawCharts("points", report.points, drawPoints);
+const viewers = [["tokens", "viewer"], ["followed", "followed"], ["scores", "viewer"]].flatMap(([kind, place]) =>
+  (report[kind].length ? [new Viewer(document.getElementById(place), kind)] : []));
+for (const viewer of viewers) await viewer.open(Math.max(0, report[viewer.kind].findIndex((run) => !run.isUniform)));
+const withUtilities = report.tokens.findIndex((run) => run.measures.includes("utility"));
+if (withUtilities >= 0) await new Density(document.getElementById("density")).open(withUtilities);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (shades.clear(), viewers.forEach((one) => one.draw())));
 performance.mark("drawn");
 document.documentElement.dataset.ready = "true";

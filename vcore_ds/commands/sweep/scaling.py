@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from vcore_ds.commands.report.page import NOTHING, Block, Section, Table
 from vcore_ds.commands.report.read import ReportedRun
-from vcore_ds.commands.report.tables import MEANS, NOTHING, Table
+from vcore_ds.commands.report.tables import MEANS
 from vcore_ds.commands.sweep.folder import State, SweepFolder, read_sweep_folder
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.statistics import cell, paired
-from vcore_ds.common.text import markdown_rows
 from vcore_ds.config.resume import flat_values
 from vcore_ds.planning.known_models import find_shape
 from vcore_ds.planning.passes import parameter_counts
@@ -230,23 +230,6 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class SweepTables:
-    """The tables of a sweep."""
-
-    name: str
-    note: str
-    missing: str  # the runs that are not done, and so not in the tables; empty if all are
-    tables: list[Table]
-
-    def markdown(self) -> str:
-        parts = [f"# {self.name}", *([self.missing] if self.missing else [])]
-        for table in self.tables:
-            head, *rows = markdown_rows([table.head, *table.rows])
-            parts.append("\n".join([head, "|" + "---|" * len(table.head), *rows]))
-        return "\n\n".join([*parts, self.note]) + "\n"
-
-
 def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
     """Read a sweep, and the names of its finished runs. Raises UserError where no run is done."""
     sweep = read_sweep_folder(folder)
@@ -256,29 +239,31 @@ def finished_runs(folder: Path) -> tuple[SweepFolder, list[str]]:
     return sweep, done
 
 
-def sweep_tables(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> SweepTables:
+def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
+    """The runs that are missing, if any, the tables of a sweep, and how to read them."""
     by_cell: dict[str, dict[int, ReportedRun]] = {name: {} for name in sweep.references}
     for run in runs:
         by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run
     measures = _measures([run for by_seed in by_cell.values() for run in by_seed.values()])
     done = {run.name for run in runs}
     missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in done]
-    return SweepTables(
-        name=f"Sweep {sweep.folder.resolve().name}",
-        note=NOTE,
-        missing=f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}." if missing else "",
-        tables=[
-            _result_table(sweep, by_cell, measures),
-            _cost_table(by_cell),
-            # the first measure: a held-out loss, or the training loss if there is none
-            *scaling_tables(by_cell, *next(iter(measures.items()))),
-        ],
-    )
+    blocks: list[Block] = [
+        *([f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}."] if missing else []),
+        _result_table(sweep, by_cell, measures),
+        _cost_table(by_cell),
+        # the first measure: a held-out loss, or the training loss if there is none
+        *scaling_tables(by_cell, *next(iter(measures.items()))),
+        NOTE,
+    ]
+    return Section("sweep", "Sweep", "Sweep", blocks, in_text=False)
 
 
-def _result_table(
-    sweep: SweepFolder, by_cell: dict[str, dict[int, ReportedRun]], measures: Mapping[str, "Measure"]
-) -> Table:
+def sweep_markdown(sweep: SweepFolder, section: Section) -> str:
+    blocks = (block.markdown() if isinstance(block, Table) else str(block) for block in section.blocks)
+    return "\n\n".join([f"# Sweep {sweep.folder.resolve().name}", *blocks]) + "\n"
+
+
+def _result_table(sweep: SweepFolder, by_cell: dict[str, dict[int, ReportedRun]], measures: "Measures") -> Table:
     has_references = any(reference is not None for reference in sweep.references.values())
     head = ["cell", "seeds", *(["compared with"] if has_references else [])]
     for title in measures:
@@ -299,6 +284,7 @@ def _result_table(
 
 
 Measure = Callable[[ReportedRun], float | None]
+Measures = Mapping[str, Measure]
 
 
 def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
