@@ -179,9 +179,9 @@ def test_filters_show_the_tokens_that_they_name(browser: "Browser", one: Path, r
             assert count_shown(page)[0] == few == page.locator("#viewer .tokens span:not(.dim)").count()
         find_control(page, "Weights").select_option("all")
         find_control(page, "Step").select_option("")
-        for kind in page.locator("fieldset label").all_inner_texts():
+        for kind in page.locator("#viewer fieldset label").all_inner_texts():
             if kind.strip() != "digit":
-                page.get_by_label(kind.strip(), exact=True).uncheck()
+                page.locator("#viewer").get_by_label(kind.strip(), exact=True).uncheck()
         digits = page.locator("#viewer .tokens span:not(.dim)").all_inner_texts()
         assert digits and all(text.isdigit() for text in digits)
         # A trace that is repeated in a later step shows how its weights moved.

@@ -24,10 +24,7 @@ from tests.helpers.coverage import (
 )
 from vcore_ds.common.statistics import (
     accuracy_interval,
-    detectable_difference,
     holm,
-    measure_spread,
-    number_needed,
     rank_correlation,
     sign_flip_p_value,
     t_estimate,
@@ -129,48 +126,6 @@ def test_holm_by_hand() -> None:
     assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([0.02]) == [0.02] and holm([]) == []
-
-
-# ---- sample sizes ----------------------------------------------------------------------------------------------------
-
-
-def compute_power(ratio: float, num: int) -> float:
-    """Probability that Student's t detects a mean of `ratio` standard deviations: the noncentral t distribution."""
-    quantile, shift = stats.t.ppf(0.975, num - 1), ratio * math.sqrt(num)
-    return stats.nct.sf(quantile, num - 1, shift) + stats.nct.cdf(-quantile, num - 1, shift)
-
-
-def test_the_number_needed_is_that_of_statsmodels() -> None:
-    """TTestPower().solve_power(effect_size=ratio, alpha=0.05, power=0.8) of statsmodels 0.15.0, rounded up."""
-    expected = {0.02: 19625, 0.1: 787, 0.199: 201, 0.3: 90, 0.7: 19, 2.0: 5}
-    assert {ratio: number_needed(0.4 * ratio, 0.4**2) for ratio in expected} == expected
-    assert number_needed(0.01, 0.0) == 3
-
-
-@pytest.mark.parametrize(("num", "room"), [(3, 0.06), (5, 0.02), (60, 0.001)])
-def test_the_detectable_difference_has_the_power(num: int, room: float) -> None:
-    ratio = detectable_difference(0.25, num) / 0.5
-    assert compute_power(ratio * (1 - room), num) < 0.8 < compute_power(ratio * (1 + room), num)
-
-
-def test_the_spread_of_more_samples_is_predicted() -> None:
-    """From 4 samples of each problem to 16, with a difference between problems that samples do not remove."""
-    generator = np.random.default_rng(0)
-    shares = generator.uniform(0, 1, (2, 4000))
-    few, many = ((generator.random((2, 4000, k)) < shares[..., None]).astype(float) for k in (4, 16))
-    between, within = measure_spread(few[1], few[0])
-    assert within is not None
-    # Uniform shares have 2/12 between problems and 2/6 within.
-    assert between + within / 16 == pytest.approx(2 / 12 + 2 / 6 / 16, rel=0.05)
-    assert between + within / 16 == pytest.approx((many[1].mean(1) - many[0].mean(1)).var(ddof=1), rel=0.1)
-    total, nothing = measure_spread(few[1][:, :1], few[0][:, :1])
-    assert nothing is None and total == pytest.approx(2 / 12 + 2 / 6, rel=0.05)
-    # Over seeds.
-    shares = 0.5 + 0.1 * generator.normal(size=(2, 300, 1, 1))
-    correct = (generator.random((2, 300, 50, 4)) < shares).astype(float)
-    between, within = measure_spread(correct[1], correct[0])
-    assert between == pytest.approx(2 * 0.1**2, rel=0.25)
-    assert within == pytest.approx(2 * (0.25 - 0.1**2) / 50, rel=0.05)
 
 
 # ---- rank correlation ------------------------------------------------------------------------------------------------

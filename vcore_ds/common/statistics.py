@@ -11,20 +11,19 @@ import numpy as np
 FEWEST_SEEDS = 3  # least number of values for a confidence interval
 
 
-def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean and half-width of its 95% confidence interval; NaN for fewer values than `FEWEST_SEEDS`."""
-    table = np.asarray(values, dtype=np.float64)
-    if len(table) < FEWEST_SEEDS:
-        return float(table.mean()), math.nan
-    half = student_t_quantile(0.975, len(table) - 1) * table.std(ddof=1) / math.sqrt(len(table))
-    return float(table.mean()), float(half)
-
-
 def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> str:
     """Table cell `mean ± half-width`; a difference has a sign, and is bold if the interval does not contain 0."""
     mean, half = interval(values)
     text = f"{mean:{'+' if difference else ''}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
     return f"**{text}**" if difference and abs(mean) > half else text
+
+
+def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Mean and half-width of its 95% confidence interval; NaN for fewer values than `FEWEST_SEEDS`."""
+    table = np.asarray(values, dtype=np.float64)
+    if len(table) < FEWEST_SEEDS:
+        return float(table.mean()), math.nan
+    return float(table.mean()), student_t_quantile(0.975, len(table) - 1) * float(table.std(ddof=1)) / len(table) ** 0.5
 
 
 def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
@@ -76,10 +75,7 @@ def student_t_probability(t: float, degrees: int) -> float:
     return 0.5 + both_sides / 2
 
 
-POWER = 0.8  # share of comparisons that should detect the difference of `--power`
 NO_SPREAD = 1e-9  # values closer than this are equal up to rounding
-LARGEST_EXACT = 200
-"""Sample size up to which Student's t is used; beyond, Guenther's formula is off by less than 1."""
 Z = NormalDist().inv_cdf(0.975)
 
 Interval = tuple[float, float]
@@ -163,34 +159,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty(len(order))
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(scaled))
     return adjusted.tolist()
-
-
-def measure_spread(side: np.ndarray, reference: np.ndarray) -> tuple[float, float | None]:
-    """Variance of differences over the first axis (problems or seeds): what more samples do not reduce, and what is
-    divided by their number. With one sample the second is None, and part of the first."""
-    differences = (side - reference).reshape(len(side), -1).mean(1)
-    total = float(differences.var(ddof=1)) if len(differences) > 1 else 0.0
-    num_samples = side.shape[-1]
-    if num_samples < 2:
-        return total, None
-    within = float(side.var(-1, ddof=1).mean() + reference.var(-1, ddof=1).mean()) / math.prod(side.shape[1:-1])
-    return max(0.0, total - within / num_samples), within
-
-
-def detectable_difference(variance: float, num: int) -> float:
-    """The mean that is detected (p < 0.05, two-sided) with probability `POWER` from `num` values, by quantiles of
-    Student's t: against the noncentral distribution 5% too small for three values, 1% for five."""
-    quantiles = student_t_quantile(0.975, num - 1) + student_t_quantile(POWER, num - 1)
-    return quantiles * math.sqrt(variance / num)
-
-
-def number_needed(difference: float, variance: float) -> int:
-    """The fewest values that detect a mean of `difference`, at least `FEWEST_SEEDS`."""
-    quantiles = Z + NormalDist().inv_cdf(POWER)
-    guess = math.ceil(variance * (quantiles / difference) ** 2 + Z**2 / 2)
-    if guess > LARGEST_EXACT:
-        return guess
-    num = FEWEST_SEEDS
-    while detectable_difference(variance, num) > difference:
-        num += 1
-    return num

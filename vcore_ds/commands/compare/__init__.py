@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from vcore_ds.commands.arguments import positive_number
 from vcore_ds.common.errors import UserError
 
 HELP = "whether one evaluation is better than another, beyond chance"
@@ -25,9 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--group", nargs="+", action="append", default=[], metavar=("NAME", "EVAL"), help=group)
     add("--tasks", nargs="+", default=[], metavar="TASK", help="tasks to compare (default: all)")
-    add("--two-way", action="store_true", help="with --group: also intervals for other problems like these")
-    power = "also print how many problems, samples or seeds it takes to detect a difference of POINTS in accuracy"
-    add("--power", type=positive_number, metavar="POINTS", help=power)
     add("--json", action="store_true", help="print the comparison as JSON")
     parser.set_defaults(overrides=[])
 
@@ -42,19 +38,14 @@ def main(arguments: argparse.Namespace) -> None:
     if any(len(words) < 2 for words in groups) or len({words[0] for words in groups}) < len(groups):
         listed = ", ".join(" ".join(words) for words in groups)
         raise UserError(f"--group: found {listed}; expected NAME EVAL [EVAL ...], with another name for each group")
-    if arguments.two_way and not any(len(words) > 2 for words in groups):
-        raise UserError("--two-way: found one evaluation a side; expected --group with three or more seeds of each")
-    if arguments.power is not None and arguments.power >= 100:
-        raise UserError(f"--power: found {arguments.power:g} points; expected less than 100")
-    power = None if arguments.power is None else arguments.power / 100
     folders = {name: list(map(Path, members)) for name, *members in groups}
     folders = folders or dict(zip(name_folders(evaluations), ([folder] for folder in evaluations), strict=True))
     sides = read_sides(folders, arguments.tasks)
-    results = compare(sides, two_way=arguments.two_way, power_difference=power)
+    results = compare(sides)
     if arguments.json:
-        print(json.dumps(as_dict(sides, results, power), indent=2, allow_nan=False))
+        print(json.dumps(as_dict(sides, results), indent=2, allow_nan=False))
     else:
-        print(describe(sides, results, power))
+        print(describe(sides, results))
 
 
 def name_folders(folders: Sequence[Path]) -> list[str]:

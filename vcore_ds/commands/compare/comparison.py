@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from vcore_ds.commands.report.page import NOTHING, Table
 from vcore_ds.common import statistics
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.statistics import FEWEST_SEEDS, POWER, Estimate, Interval
-from vcore_ds.common.text import align_columns, count
+from vcore_ds.common.statistics import FEWEST_SEEDS, Estimate, Interval
+from vcore_ds.common.text import count
 from vcore_ds.training.evaluation_folder import Evaluation, read_evaluation, read_samples, samples_path
 
-NUM_SAMPLES = (1, 4, 16, 64)  # samples per problem for which --power gives numbers
 FEWEST_DIFFERING = 5
 """Differing problems of two evaluations; with fewer the t interval is too narrow
 (docs/reports/comparing-coverage.md)."""
@@ -38,7 +38,7 @@ Sides = Mapping[str, Sequence[Evaluated]]
 
 @dataclass
 class Difference:
-    """A side minus the reference on a task. None: unknown, or not asked for."""
+    """A side minus the reference on a task. None: too few or equal values, or not asked of such evaluations."""
 
     value: float
     interval: Interval | None
@@ -49,10 +49,7 @@ class Difference:
     num_worse: int
     sign_flip_p_value: float | None  # for one evaluation per side; McNemar's with one sample per problem
     by_seed: list[float]
-    two_way: Estimate | None
-    needed: dict[int, int | None] | None
-    """Problems (one evaluation per side) or seeds needed to detect the difference of `--power`, by samples."""
-    detectable: float | None  # the smallest difference that evaluations of this size detect
+    two_way: Estimate | None  # for several seeds: clustered by seed and problem
 
 
 @dataclass(frozen=True)
@@ -148,9 +145,8 @@ def _check_comparable(one: Evaluated, first: Evaluated) -> None:
             )
 
 
-def compare(sides: Sides, *, two_way: bool = False, power_difference: float | None = None) -> list[Result]:
-    """Compare each side with the first; return a result for each task and side. `two_way` adds the interval over seeds
-    and problems, `power_difference` (a difference of accuracies, from 0 to 1) the sample sizes that detect it."""
+def compare(sides: Sides) -> list[Result]:
+    """Compare each side with the first; return a result for each task and side."""
     reference = next(iter(sides.values()))
     results = []
     for task in reference[0].correct:
@@ -159,30 +155,23 @@ def compare(sides: Sides, *, two_way: bool = False, power_difference: float | No
             correct = np.stack([one.correct[task] for one in seeds])
             read = [one.evaluation.tasks[task] for one in seeds]
             lengths = [(one.truncated_share, one.unanswered_share, one.mean_tokens) for one in read]
-            truncated, unanswered, tokens = np.mean(lengths, axis=0).tolist()
-            interval: Interval | None = statistics.accuracy_interval(correct[0])
-            if len(seeds) > 1:
-                interval = statistics.t_estimate(correct.mean((1, 2))).interval
-            difference = None if seeds is reference else _difference(correct, expected, two_way, power_difference)
-            counts, accuracy = correct.shape, float(correct.mean())
-            values = (accuracy, interval, truncated, unanswered, tokens, difference)
-            results.append(Result(task, name, counts[0], counts[1], counts[2], *values))
+            by_seed = statistics.t_estimate(correct.mean((1, 2)))
+            interval = by_seed.interval if len(seeds) > 1 else statistics.accuracy_interval(correct[0])
+            difference = None if seeds is reference else _difference(correct, expected)
+            values = (float(correct.mean()), interval, *np.mean(lengths, axis=0).tolist(), difference)
+            results.append(Result(task, name, *correct.shape, *values))
     tested = [one.difference for one in results if one.difference is not None and one.difference.p_value is not None]
     for difference, p_value in zip(tested, statistics.holm([one.p_value or 0.0 for one in tested]), strict=True):
         difference.holm_p_value = p_value
     return results
 
 
-def _difference(correct: np.ndarray, expected: np.ndarray, two_way: bool, power_difference: float | None) -> Difference:
+def _difference(correct: np.ndarray, expected: np.ndarray) -> Difference:
     """Compare right answers `[seeds, problems, samples]`."""
     table = correct.mean(2) - expected.mean(2)
     counts = (correct - expected).sum((0, 2)).round().astype(int)
     is_single = len(table) == 1
     estimate = statistics.t_estimate(table[0] if is_single else table.mean(1))
-    needed, detectable = None, None
-    if power_difference is not None:
-        units = (correct[0], expected[0]) if is_single else (correct, expected)
-        needed, detectable = _sample_sizes(power_difference, *units)
     return Difference(
         estimate.value,
         estimate.interval,
@@ -192,25 +181,8 @@ def _difference(correct: np.ndarray, expected: np.ndarray, two_way: bool, power_
         num_worse=int((counts < 0).sum()),
         sign_flip_p_value=statistics.sign_flip_p_value(counts) if is_single else None,
         by_seed=table.mean(1).tolist(),
-        two_way=statistics.two_way_estimate(table) if two_way else None,
-        needed=needed,
-        detectable=detectable,
+        two_way=None if is_single else statistics.two_way_estimate(table),
     )
-
-
-def _sample_sizes(
-    difference: float, correct: np.ndarray, expected: np.ndarray
-) -> tuple[dict[int, int | None], float | None]:
-    """Return `needed` and `detectable` over the first axis; None where the values have no spread."""
-    (between, within), num_samples = statistics.measure_spread(correct, expected), correct.shape[-1]
-    variances = {k: between + (within or 0.0) / k for k in sorted({*NUM_SAMPLES, num_samples})}
-    if variances[num_samples] < statistics.NO_SPREAD**2:
-        return dict.fromkeys(variances), None
-    needed = {
-        k: None if within is None and k != num_samples else statistics.number_needed(difference, variance)
-        for k, variance in variances.items()
-    }
-    return needed, statistics.detectable_difference(variances[num_samples], len(correct))
 
 
 def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
@@ -241,99 +213,66 @@ def find_warnings(sides: Sides, results: Sequence[Result]) -> Iterator[str]:
                 yield f"{evaluated.folder}: was made with other versions than {first[0].folder}: {listed}"
 
 
-NOTHING = "–"
-FORMAT = 2
+FORMAT = 3
 WIDTH = 120
 
 
-def as_dict(sides: Sides, results: Sequence[Result], power_difference: float | None) -> dict[str, Any]:
+def as_dict(sides: Sides, results: Sequence[Result]) -> dict[str, Any]:
     has_seeds = results[0].num_seeds > 1
     return {
         "format": FORMAT,
         "intervals_are_about": "methods on these problems" if has_seeds else "these checkpoints",
         "sides": [{"name": name, "evaluations": [str(one.folder) for one in seeds]} for name, seeds in sides.items()],
         "results": [asdict(result) for result in results],
-        "power_difference": power_difference,
         "warnings": list(find_warnings(sides, results)),
     }
 
 
-def describe(sides: Sides, results: Sequence[Result], power_difference: float | None) -> str:
-    reference, has_seeds = next(iter(sides)), results[0].num_seeds > 1
-    compared = [(result, result.difference) for result in results if result.difference is not None]
-    parts = [_accuracy_table(results, reference), _difference_table(compared, reference), _meaning(compared)]
-    if power_difference is not None:
-        parts.append(_power_table(compared, 100 * power_difference))
-    if has_seeds:
-        folders = zip(*([str(one.folder) for one in seeds] for seeds in sides.values()), strict=True)
-        parts.append(iter(["Paired by seed:", *("  " + "   ".join(pair) for pair in folders)]))
-    parts.append(f"warning: {warning}" for warning in find_warnings(sides, results))
-    return "\n\n".join(filter(None, map("\n".join, parts)))
-
-
-def _accuracy_table(results: Sequence[Result], reference: str) -> Iterator[str]:
-    kind = "Wilson" if results[0].num_seeds == 1 else "Student's t over seeds"
-    yield f"Accuracy in percent, with 95% intervals ({kind})"
-    rows = ["task,problems,samples,seeds,evaluation,accuracy,95% interval,truncated,no answer,tokens".split(",")]
-    for one in results:
-        counts = (f"{count:,}" for count in (one.num_problems, one.num_samples_per_problem, one.num_seeds))
-        cells = [one.task, *counts] if one.side == reference else [""] * 4
-        cells += [one.side, f"{100 * one.accuracy:.1f}", _interval(one.interval, sign="")]
-        rows.append([*cells, f"{one.truncated_share:.1%}", f"{one.unanswered_share:.1%}", f"{one.mean_tokens:,.0f}"])
-    yield from align_columns(rows, left=("evaluation",))
-
-
-Compared = Sequence[tuple[Result, Difference]]
-
-
-def _difference_table(compared: Compared, reference: str) -> Iterator[str]:
-    yield f"Differences from {reference} in points"
-    has_seeds, has_two_way = compared[0][0].num_seeds > 1, compared[0][1].two_way is not None
-    exact = "McNemar p" if all(result.num_samples_per_problem == 1 for result, _ in compared) else "sign-flip p"
-    rows = [["task", "evaluation", "difference", "95% interval", "p", "Holm"]]
-    rows[0] += ["by seed"] if has_seeds else [exact, "better/worse"]
-    rows[0] += ["two-way interval", "two-way p"] if has_two_way else []
-    for result, difference in compared:
-        cells = [result.task, result.side, f"{100 * difference.value:+.1f}", _interval(difference.interval)]
-        cells += [_p_value(difference.p_value), _p_value(difference.holm_p_value)]
-        by_seed = " ".join(f"{100 * value:+.1f}" for value in difference.by_seed)
-        better_worse = f"{difference.num_better}/{difference.num_worse}"
-        cells += [by_seed] if has_seeds else [_p_value(difference.sign_flip_p_value), better_worse]
-        if difference.two_way is not None:
-            cells += [_interval(difference.two_way.interval), _p_value(difference.two_way.p_value)]
-        rows.append(cells)
-    yield from align_columns(rows, left=("evaluation",))
-
-
-def _meaning(compared: Compared) -> Iterator[str]:
-    about = "Intervals are about the methods, trained with other seeds, on these very problems."
-    if compared[0][0].num_seeds == 1:
-        about = (
-            "Intervals are about these checkpoints on problems like these, not about the methods that trained them: "
-            f"another seed may differ by more. For methods train {FEWEST_SEEDS} seeds or more of each, and use --group."
-        )
-    if compared[0][1].two_way is not None:
-        about += " Two-way intervals are about the methods on problems like these."
-    yield from textwrap.wrap(about, WIDTH)
-    if len(compared) > 1:
-        yield f"Holm: p adjusted for the {len(compared)} differences of the table."
-
-
-def _power_table(compared: Compared, points: float) -> Iterator[str]:
-    yield (
-        f"Number of {'problems' if compared[0][0].num_seeds == 1 else 'seeds'}, by samples per problem (k), to detect "
-        f"{points:g} points: p < 0.05 in {POWER:.0%} of all comparisons"
+def describe(sides: Sides, results: Sequence[Result]) -> str:
+    """A table for each task, what its intervals are about, the pairs of seeds, and warnings."""
+    tasks = dict.fromkeys(result.task for result in results)
+    parts = [_make_table([result for result in results if result.task == task]).text() for task in tasks]
+    has_seeds, num_differences = results[0].num_seeds > 1, sum(result.difference is not None for result in results)
+    about = (
+        "Differences and p are about these checkpoints on problems like these (Student's t), not about the methods "
+        f"that trained them: for methods train {FEWEST_SEEDS} seeds or more of each, and use --group."
     )
-    counts = sorted({k for _, difference in compared for k in difference.needed or ()})
-    rows = [["task", "evaluation", *(f"k = {k}" for k in counts), "detectable, points"]]
-    for result, difference in compared:
-        needed = [(difference.needed or {}).get(k) for k in counts]
-        cells = [NOTHING if number is None else f"{number:,}" for number in needed]
-        detectable = NOTHING if difference.detectable is None else f"{100 * difference.detectable:.1f}"
-        rows.append([result.task, result.side, *cells, detectable])
-    yield from align_columns(rows, left=("evaluation",))
-    if any(NOTHING in row for row in rows):
-        yield f"{NOTHING}: unknown. One sample per problem does not tell how much of the spread more would remove."
+    if has_seeds:
+        about = (
+            "Differences and p are about the methods, trained with other seeds: Student's t over seeds on these very "
+            "problems, two-way on problems like these."
+        )
+    if num_differences > 1:
+        about += f" Holm: p adjusted for all {num_differences} differences."
+    parts.append(textwrap.fill(about, WIDTH))
+    if has_seeds:
+        pairs = zip(*([str(one.folder) for one in seeds] for seeds in sides.values()), strict=True)
+        parts.append("\n".join(["Paired by seed:", *("  " + "   ".join(pair) for pair in pairs)]))
+    return "\n\n".join([*parts, *(f"warning: {warning}" for warning in find_warnings(sides, results))])
+
+
+def _make_table(results: Sequence[Result]) -> Table:
+    """The sides on a task, with their paired differences from the first."""
+    first, *_ = results
+    has_seeds = first.num_seeds > 1
+    counts = [count(first.num_problems, "problem"), f"{count(first.num_samples_per_problem, 'sample')} of each"]
+    caption = f"{first.task}: {', '.join([*counts, *([f'{first.num_seeds} seeds'] if has_seeds else [])])}"
+    head = ["", "accuracy", "95% interval", "difference", "95% interval", "p", "Holm"]
+    head += ["two-way interval", "p"] if has_seeds else ["exact p", "better/worse"]
+    rows = []
+    for one in results:
+        cells = [f"{one.accuracy:.1%}", _interval(one.interval, sign="")]
+        if (difference := one.difference) is None:
+            cells += [""] * (len(head) - 3)
+        else:
+            cells += [f"{100 * difference.value:+.1f}", _interval(difference.interval)]
+            cells += [_p_value(difference.p_value), _p_value(difference.holm_p_value)]
+            if difference.two_way is not None:
+                cells += [_interval(difference.two_way.interval), _p_value(difference.two_way.p_value)]
+            else:
+                cells += [_p_value(difference.sign_flip_p_value), f"{difference.num_better}/{difference.num_worse}"]
+        rows.append([one.side, *cells, f"{one.truncated_share:.1%}", f"{one.mean_tokens:,.0f}"])
+    return Table(caption, [*head, "truncated", "tokens"], rows)
 
 
 def _interval(interval: Interval | None, sign: str = "+") -> str:
