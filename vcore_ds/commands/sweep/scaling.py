@@ -222,6 +222,7 @@ def _format_fit(fit: Fit) -> list[str]:
     return [fit.law, *cells, predicted, f"{fit.measured:.4f}", f"{fit.error:+.2%}"]
 
 
+TRAINING = "training loss"
 LAST_SHARE = 0.1  # share of the last steps over which the training loss is averaged
 DIGITS = 4
 NOTE = (
@@ -244,15 +245,17 @@ def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
     by_cell: dict[str, dict[int, ReportedRun]] = {name: {} for name in sweep.references}
     for run in runs:
         by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run
-    measures = _measures([run for by_seed in by_cell.values() for run in by_seed.values()])
     done = {run.name for run in runs}
     missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in done]
+    found = dict.fromkeys(title for by_seed in by_cell.values() for run in by_seed.values() for title in _losses(run))
+    titles = sorted(found, key=lambda title: title.startswith(TRAINING))
+    costs = [[name, *_costs(list(by_seed.values()))] for name, by_seed in by_cell.items()]
     blocks: list[Block] = [
         *([f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}."] if missing else []),
-        _result_table(sweep, by_cell, measures),
-        _cost_table(by_cell),
-        # the first measure: a held-out loss, or the training loss if there is none
-        *scaling_tables(by_cell, *next(iter(measures.items()))),
+        _result_table(sweep, by_cell, titles),
+        Table("Cost, mean over seeds", COSTS, costs),
+        # of a held-out loss, or the training loss if there is none
+        *(scaling_tables(by_cell, titles[0], lambda run: _losses(run).get(titles[0])) if titles else []),
         NOTE,
     ]
     return Section("sweep", "Sweep", "Sweep", blocks, in_text=False)
@@ -263,82 +266,56 @@ def sweep_markdown(sweep: SweepFolder, section: Section) -> str:
     return "\n\n".join([f"# Sweep {sweep.folder.resolve().name}", *blocks]) + "\n"
 
 
-def _result_table(sweep: SweepFolder, by_cell: dict[str, dict[int, ReportedRun]], measures: "Measures") -> Table:
+def _losses(run: ReportedRun) -> dict[str, float]:
+    """Title -> loss: each held-out loss, then the mean uniform cross-entropy of the last steps, at least one. Means of
+    another `method.normalization` have other titles."""
+    mean, measured = MEANS[run.held_out.normalization], run.held_out.after
+    losses = {f"held-out loss{name and f', {name}'}{mean}": loss for name, loss in measured.items() if loss is not None}
+    steps = [loss for line in run.metrics if (loss := line.get("loss")) is not None]
+    if steps:
+        last = steps[-max(1, round(LAST_SHARE * len(steps))) :]
+        title = f"{TRAINING}, last {LAST_SHARE:.0%} of the steps{MEANS[run.recipe.method.normalization]}"
+        losses[title] = float(np.mean(last))
+    return losses
+
+
+def _result_table(sweep: SweepFolder, by_cell: Mapping[str, Mapping[int, ReportedRun]], titles: Sequence[str]) -> Table:
+    """Means over seeds, and differences from the cell that each is compared with, paired by seed."""
     has_references = any(reference is not None for reference in sweep.references.values())
+    losses = {name: {seed: _losses(run) for seed, run in sorted(runs.items())} for name, runs in by_cell.items()}
     head = ["cell", "seeds", *(["compared with"] if has_references else [])]
-    for title in measures:
+    for title in titles:
         head += [title, *(["difference"] if has_references else [])]
     rows = []
-    for name, by_seed in by_cell.items():
-        reference = sweep.references[name]
-        row = [name, str(len(by_seed)), *([reference or ""] if has_references else [])]
-        for value_of in measures.values():
-            values = _values_by_seed(by_seed, value_of)
+    for name, reference in sweep.references.items():
+        row = [name, str(len(losses[name])), *([reference or ""] if has_references else [])]
+        for title in titles:
+            values, compared = (
+                {seed: found[title] for seed, found in losses.get(one or "", {}).items() if title in found}
+                for one in (name, reference)
+            )
+            differences = paired(values, compared)
             row.append(cell(list(values.values()), DIGITS) if values else NOTHING)
             if has_references:
-                reference_values = _values_by_seed(by_cell[reference], value_of) if reference is not None else {}
-                differences = paired(values, reference_values)
                 row.append(cell(differences, DIGITS, difference=True) if differences else "")
         rows.append(row)
     return Table("Losses, nats", head, rows)
 
 
-Measure = Callable[[ReportedRun], float | None]
-Measures = Mapping[str, Measure]
+COSTS = ["cell", "steps", "supervised tokens", "seconds a step", "hours x ranks"]
 
 
-def _measures(runs: Sequence[ReportedRun]) -> dict[str, Measure]:
-    """Title -> value of a run: each held-out loss that any run has, then the training loss; those of another
-    `method.normalization` apart."""
-
-    def measure_held_out(name: str, mean: str) -> Measure:
-        return lambda run: run.held_out.after.get(name) if run.held_out.normalization == mean else None
-
-    def measure_training(mean: str) -> Measure:
-        return lambda run: _average_last_losses(run) if run.recipe.method.normalization == mean else None
-
-    held_out = dict.fromkeys((name, run.held_out.normalization) for run in runs for name in run.held_out.after)
-    training = dict.fromkeys(run.recipe.method.normalization for run in runs)
-    return {
-        **{
-            f"held-out loss{name and f', {name}'}{MEANS[mean]}": measure_held_out(name, mean) for name, mean in held_out
-        },
-        **{
-            f"training loss, last {LAST_SHARE:.0%} of the steps{MEANS[mean]}": measure_training(mean)
-            for mean in training
-        },
-    }
-
-
-def _average_last_losses(run: ReportedRun) -> float | None:
-    """Mean uniform cross-entropy of the last steps, at least one."""
-    losses = [loss for line in run.metrics if (loss := line.get("loss")) is not None]
-    return float(np.mean(losses[-max(1, round(LAST_SHARE * len(losses))) :])) if losses else None
-
-
-def _values_by_seed(by_seed: dict[int, ReportedRun], value_of: Measure) -> dict[int, float]:
-    values = {seed: value_of(run) for seed, run in sorted(by_seed.items())}
-    return {seed: value for seed, value in values.items() if value is not None}
-
-
-def _cost_table(by_cell: dict[str, dict[int, ReportedRun]]) -> Table:
-    """Costs, means over seeds: cells with the same number of steps can differ in cost."""
-    head = ["cell", "steps", "supervised tokens", "seconds a step", "hours x ranks"]
-    rows = []
-    for name, by_seed in by_cell.items():
-        runs = list(by_seed.values())
-        steps = [run.metrics[-1]["step"] or 0 for run in runs]
-        seconds = [run.total("seconds") for run in runs]
-        ranks = [run.environment.get("world_size") for run in runs]
-        # A step that was lost and repeated counts once. The first step, which allocates and compiles, is included.
-        cells = [NOTHING] * 4
-        if runs:
-            hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]
-            cells = [
-                f"{np.mean(steps):,.0f}",
-                f"{np.mean([run.total('supervised_tokens') for run in runs]):,.0f}",
-                f"{np.sum(seconds) / max(1, np.sum(steps)):.3g}",
-                f"{np.mean(hours):.3g}" if hours else NOTHING,
-            ]
-        rows.append([name, *cells])
-    return Table("Cost, mean over seeds", head, rows)
+def _costs(runs: Sequence[ReportedRun]) -> list[str]:
+    """`COSTS` of a cell's runs. A step that was lost and repeated counts once. The first step, which allocates and
+    compiles, is included."""
+    if not runs:
+        return [NOTHING] * (len(COSTS) - 1)
+    steps, seconds = [run.metrics[-1]["step"] or 0 for run in runs], [run.total("seconds") for run in runs]
+    ranks = [run.environment.get("world_size") for run in runs]
+    hours = [each * rank / 3600 for each, rank in zip(seconds, ranks, strict=True) if isinstance(rank, int)]
+    return [
+        f"{np.mean(steps):,.0f}",
+        f"{np.mean([run.total('supervised_tokens') for run in runs]):,.0f}",
+        f"{np.sum(seconds) / max(1, np.sum(steps)):.3g}",
+        f"{np.mean(hours):.3g}" if hours else NOTHING,
+    ]
