@@ -1,5 +1,4 @@
-"""Make the pictures of a report for docs/pictures: a followed trace with coloured tokens, curves, and a profiled step
-if the run has one.
+"""Make the pictures of a report for docs/pictures: a followed trace with coloured tokens, and curves.
 
     python -m tests.helpers.report_pictures RUN [--output docs/pictures]
 
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from tests.helpers.browser import find_missing_requirement, open_page, started_browser
 from vcore_ds.commands.report import write_report
-from vcore_ds.training.profile_folder import read_profiles
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -36,10 +34,6 @@ def main() -> None:
         with open_page(browser, report, viewport={"width": 1000, "height": 1600}, device_scale_factor=1.5) as page:
             page.locator("figure[data-chart=loss] svg").hover()  # the cursor
             _shoot(page, "#curves h2", "figure[data-chart=alpha]", arguments.output / "report_curves.png")
-        if not read_profiles(arguments.run):
-            return
-        with open_page(browser, report, viewport={"width": 800, "height": 1600}, device_scale_factor=1.25) as page:
-            _shoot(page, "#cost h3", "#cost details tbody tr:nth-child(30)", arguments.output / "report_profile.png")
 
 
 def _shoot(page: "Page", first: str, last: str, path: Path) -> None:

@@ -13,7 +13,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.training.console import Console
-from vcore_ds.training.profile_folder import PROFILES
+from vcore_ds.training.run_folder import PROFILES
 
 
 def check_profile(profile: ProfileConfig | None, num_steps: int) -> None:

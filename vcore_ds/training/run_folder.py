@@ -40,6 +40,7 @@ START = "start.txt"
 REPORT = "report.html"
 TOKENS, LOST_TOKENS = "tokens", "tokens_lost"
 """Folders with the files of each optimizer step whose tokens are recorded, see `token_records.record_path`."""
+PROFILES = "profile"  # folder with the profiles of steps
 TRACKERS = "trackers"  # folder with the run's id at each tracker that assigns one
 _TOKEN_RECORD = re.compile(r"(?:step|followed)_(\d{8,})\.npz")
 

@@ -26,7 +26,7 @@ from vcore_ds.commands.report.read import ReportedRun, differences, format_value
 from vcore_ds.commands.report.tokens import Row, TokenTables
 from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe
-from vcore_ds.training.profile_folder import PROFILES
+from vcore_ds.training.run_folder import PROFILES
 
 
 def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = None) -> Page:
