@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from scipy import stats
@@ -21,7 +20,6 @@ from vcore_ds.commands.sweep import _format_ranges, describe, run_here
 from vcore_ds.commands.sweep.cells import Sweep, load_sweep
 from vcore_ds.commands.sweep.folder import ATTEMPT, State, SweepFolder, begin_sweep, check_inputs, read_sweep_folder
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.statistics import cell, interval, paired, student_t_quantile
 from vcore_ds.config.problems import RecipeError
 
 SWEEPS = sorted((Path(__file__).resolve().parents[2] / "launch_scripts" / "sweeps").glob("*.yaml"))
@@ -59,30 +57,6 @@ def read_problems(**changes: Any) -> tuple[str, ...]:
     with pytest.raises(RecipeError) as error:
         load_changed(**changes)
     return error.value.problems
-
-
-# ---- statistics ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 10, 31, 200])
-@pytest.mark.parametrize("probability", [0.5, 0.9, 0.975, 0.9995])
-def test_students_quantile_is_scipys(probability: float, degrees: int) -> None:
-    expected = stats.t.ppf(probability, degrees)
-    assert student_t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
-    samples = np.random.default_rng(0).normal(2.0, 3.0, (4000, 3))
-    covered = [abs(mean - 2.0) <= half for mean, half in map(interval, samples)]
-    assert np.mean(covered) == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / 4000))
-
-
-def test_table_cells_have_the_mean_and_its_interval() -> None:
-    assert cell([1.0, 2.0], 2) == "1.50"
-    assert cell([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"
-    assert cell([1.0, 1.1, 0.9], 2, difference=True) == "**+1.00 ± 0.25**"
-    assert cell([1.0, -1.1, 0.9], 2, difference=True) == "+0.27 ± 2.94"
-    assert paired({1: 5.0, 2: 7.0, 3: 9.0}, {3: 1.0, 1: 2.0}) == [3.0, 8.0]
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Means over seeds with 95% intervals (Student's t), differences paired by seed, and Spearman's rank correlation."""
+"""Means, paired differences and accuracies with 95% intervals, exact tests, and Spearman's rank correlation."""
 
 import functools
 import math
@@ -12,18 +12,14 @@ FEWEST_SEEDS = 3  # least number of values for a confidence interval
 
 
 def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> str:
-    """Table cell `mean ± half-width`; a difference has a sign, and is bold if the interval does not contain 0."""
-    mean, half = interval(values)
-    text = f"{mean:{'+' if difference else ''}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
-    return f"**{text}**" if difference and abs(mean) > half else text
-
-
-def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean and half-width of its 95% confidence interval; NaN for fewer values than `FEWEST_SEEDS`."""
-    table = np.asarray(values, dtype=np.float64)
-    if len(table) < FEWEST_SEEDS:
-        return float(table.mean()), math.nan
-    return float(table.mean()), student_t_quantile(0.975, len(table) - 1) * float(table.std(ddof=1)) / len(table) ** 0.5
+    """Table cell `mean ± half of its 95% interval`; a difference has a sign, and is bold if the interval excludes 0."""
+    estimate = t_estimate(values)
+    text = f"{estimate.value:{'+' if difference else ''}.{digits}f}"
+    if estimate.interval is None:
+        return text
+    low, high = estimate.interval
+    text += f" ± {(high - low) / 2:.{digits}f}"
+    return f"**{text}**" if difference and low * high > 0 else text
 
 
 def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
