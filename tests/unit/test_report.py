@@ -406,54 +406,37 @@ def read_refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "nothing", tmp_path, tmp_path / "file"):
-        message = read_refusal(capsys, path)
-        assert f"RUN: {path}: " in message and "expected a run's folder" in message
     run = make_run(tmp_path / "run")
-    assert f"RUN: {tmp_path}: " in read_refusal(capsys, run, tmp_path)
+    for words in ([tmp_path / "nothing"], [tmp_path], [tmp_path / "file"], [run, tmp_path]):
+        assert f"RUN: {words[-1]}: " in read_refusal(capsys, *words)
 
 
-def test_runs_without_metrics_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text("")
-    assert f"{run / 'metrics.jsonl'}: is empty; expected a run that has taken a step" in read_refusal(capsys, run)
-    (run / "metrics.jsonl").unlink()
-    assert "found no metrics.jsonl there" in read_refusal(capsys, run)
-    assert not (run / "report.html").exists()
+DAMAGES = [
+    ("metrics.jsonl", "", "metrics.jsonl: is empty"),
+    ("metrics.jsonl", None, "found no metrics.jsonl there"),
+    *(("metrics.jsonl", f'{{"step": 1}}\n{{"step": 2}}\n{line}\n', "metrics.jsonl: line 3: found ")
+      for line in ('{"step": 3, "lo', "[1]", "null", '{"loss": 1.0}', '{"step": "3"}', '{"step": 0}', '{"step": 2}',
+                   "\ufffd", "", "[" * 100_000)),
+    ("tokens/step_00000002.npz", "PK", "tokens/step_00000002.npz: is damaged"),
+    *((name, text, f"{name}: is damaged") for name in ("held_out.json", "evaluation/evaluation.json")
+      for text in ("{", "[{}, {}]", '{"format": 1, "before": {}}')),
+    *(("environment.json", text, "environment.json: is damaged") for text in ("[]", "{", "\0")),
+    ("recipe.yaml", "method: [", "recipe.yaml:1:10: cannot be read as YAML"),
+]  # fmt: skip
+"""A file of a run, what stands in it, and what the message names."""
 
 
-@pytest.mark.parametrize(
-    "line",
-    ['{"step": 3, "lo', "[1]", "null", '{"loss": 1.0}', '{"step": "3"}', '{"step": 0}', '{"step": 2}', "\ufffd", "",
-     "[" * 100_000],
-)  # fmt: skip
-def test_damaged_metrics_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_damaged_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", num_steps=2)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
-    message = read_refusal(capsys, run)
-    assert f"{run / 'metrics.jsonl'}: line 3: found " in message and "Remove the line" in message and len(message) < 500
-
-
-def test_other_damaged_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run")
-    (record,) = (run / "tokens").iterdir()
-    good = record.read_bytes()
-    record.write_bytes(good[:100])
-    assert f"{record}: is damaged" in read_refusal(capsys, run)
-    record.write_bytes(good)
-    for name in ("held_out.json", "evaluation/evaluation.json"):
-        (run / name).parent.mkdir(exist_ok=True)
-        for text in ("{", "[{}, {}]", '{"format": 1, "before": {}}'):
-            (run / name).write_text(text)
-            assert f"{run / name}: is damaged" in read_refusal(capsys, run)
-        (run / name).unlink()
-    for text in ("[]", "{", "\0"):
-        (run / "environment.json").write_text(text)
-        assert f"{run / 'environment.json'}: is damaged" in read_refusal(capsys, run)
-    (run / "environment.json").write_text(json.dumps({"devices": 3, "packages": [1], "resumed": "no", "started": None}))
-    (run / "recipe.yaml").write_text("method: [")
-    assert f"{run / 'recipe.yaml'}:1:10: cannot be read as YAML" in read_refusal(capsys, run)
+    for name, text, named in DAMAGES:
+        path = run / name
+        before = path.read_bytes() if path.exists() else None
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True) if text is None else path.write_text(text)
+        message = read_refusal(capsys, run)
+        assert named in message and str(run) in message and len(message) < 500, (name, text)
+        path.unlink(missing_ok=True) if before is None else path.write_bytes(before)
+    assert not (run / "report.html").exists() and main(["report", str(run)]) == 0
 
 
 def test_odd_environments_are_shown(tmp_path: Path) -> None:
@@ -466,22 +449,15 @@ def test_odd_environments_are_shown(tmp_path: Path) -> None:
     assert main(["report", str(run)]) == 0
 
 
-def test_places_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run")
-    (tmp_path / "file").touch()
-    page = tmp_path / "file" / "report.html"
-    assert f"--output: {page}: cannot be written" in read_refusal(capsys, run, "--output", page)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    assert "--output: " in read_refusal(capsys, run, "--output", tmp_path / "full")
-    assert f"--png: {tmp_path / 'file'}: " in read_refusal(capsys, run, "--png", tmp_path / "file")
-    assert "--tokenizer: " in read_refusal(capsys, run, "--tokenizer", tmp_path / "full")
-
-
-def test_pictures_without_matplotlib_are_refused_with_the_remedy(
+def test_options_that_cannot_be_used_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    for option, value in (("output", "file/report.html"), ("output", "full"), ("png", "file"), ("tokenizer", "full")):
+        assert f"--{option}: " in read_refusal(capsys, run, f"--{option}", tmp_path / value)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     message = read_refusal(capsys, run, "--png", tmp_path / "pictures")
     assert "--png: " in message and "pip install 'vcore_ds[pictures]'" in message
