@@ -48,7 +48,7 @@ from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training import checkpoints as checkpoint_writing
-from vcore_ds.training import loop, run
+from vcore_ds.training import loop
 from vcore_ds.training.checkpoints import MARGIN_BYTES, Checkpoints, RunFacts
 from vcore_ds.training.console import Console
 from vcore_ds.training.feed import DataReader, build_feed
@@ -327,11 +327,11 @@ def save_asynchronously(folder: Path) -> dict[str, Any]:
         recording_console() as lines,
     ):
         with resumed_runs.saving_after([1, 2, 4], stop=False):
-            finished = run.train(recipe).folder
+            finished = resumed_runs.train(recipe)
         checkpoints = list_checkpoints(killed)
         layout.gather_objects("job", None)
         with resumed_runs.saving_after([2], stop=False):
-            run.train(make_recipe(folder, killed.name, CASES["bf16_offload_all"]))
+            resumed_runs.train(make_recipe(folder, killed.name, CASES["bf16_offload_all"]))
     held, direct = (resumed_runs.load_checkpoint_tensors(path, 2) for path in (finished, killed))
     straight = folder / "bf16_offload_all_straight"
     return {
@@ -376,7 +376,7 @@ def save_asynchronously_where_one_rank_cannot_write(folder: Path) -> dict[str, A
 
     def train() -> None:
         with resumed_runs.saving_after([1, 2], stop=False):
-            run.train(recipe)
+            resumed_runs.train(recipe)
 
     with (
         patch.object(checkpoint_writing, "write_state", write),
@@ -490,7 +490,7 @@ def lengthen_and_branch(folder: Path) -> dict[str, Any]:
     long = {**sections, "schedule": {"num_steps": 7, "decay_ratio": 2 / 7, **shared}}
     short = {**sections, "schedule": {"num_steps": 6, "decay_ratio": 1 / 3, **shared}}
     expected = resumed_runs.run_to_end(make_recipe(folder, "long", long))
-    run.train(make_recipe(folder, "short", short))
+    resumed_runs.train(make_recipe(folder, "short", short))
     checkpoint = folder / "short" / "checkpoints" / "step_00000004"
     branch = {**long, "checkpoint": {"branch_from": str(checkpoint)}}
     messages = {}
@@ -500,7 +500,7 @@ def lengthen_and_branch(folder: Path) -> dict[str, Any]:
         "batch": {"batch": {"global_size": 4}},
     }.items():
         wrong_recipe = make_recipe(folder, f"branch_{name}" if name == "batch" else "short", {**branch, **wrong})
-        messages[name] = catch_message(UserError, run.train, wrong_recipe)
+        messages[name] = catch_message(UserError, resumed_runs.train, wrong_recipe)
     files = sorted(path.name for path in (folder / "short").iterdir())
     resumed_runs.run_to_end(make_recipe(folder, "branch", branch))
     longer = resumed_runs.run_to_end(make_recipe(folder, "short", long))
@@ -527,7 +527,7 @@ def keep_best_checkpoints(folder: Path) -> dict[str, Any]:
     recipe = make_recipe(folder, "best", sections)
     resumed_runs.run_until(recipe, 1, 2)
     with recording_console() as lines, resumed_runs.saving_after([3], stop=False):
-        run.train(recipe)
+        resumed_runs.train(recipe)
     path = Path(recipe.run.output_dir)
     losses = {line["step"]: line["validation_loss"] for line in resumed_runs.read_deterministic_metrics(path)[:-1]}
     losses[NUM_STEPS] = json.loads((path / "held_out.json").read_text())["after"][""]
@@ -550,7 +550,7 @@ def train_on_full_disk(folder: Path, disk: Path) -> dict[str, Any]:
 
     def train() -> None:
         with resumed_runs.saving_after([2], stop=False):
-            run.train(stopped)
+            resumed_runs.train(stopped)
 
     with patch.object(Stops, "record_save", record_and_fill):
         message = catch_message(UserError, train)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.helpers import resumed_runs
 from tests.helpers.browser import open_page
 from tests.helpers.commands import read_metrics
 from tests.helpers.ranks import run_ranks
@@ -30,14 +31,12 @@ NUM_STEPS = 3
 
 def train_all(overrides: list[str], folder: str) -> None:
     """Train all runs in this process, since a start costs more than a step."""
-    from vcore_ds.training.run import train
-
     for name, changes in {
         "vcore_1": ["run.seed=1"],
         "vcore_2": ["run.seed=2"],
         "sft": ["methods/sft.yaml", "run.seed=1"],
     }.items():
-        train(load_recipe(RECIPE, [*overrides, *changes, f"run.output_dir={folder}/{name}"]))
+        resumed_runs.train(load_recipe(RECIPE, [*overrides, *changes, f"run.output_dir={folder}/{name}"]))
 
 
 @pytest.fixture(scope="module")
