@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,12 +20,11 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import tiny
 from tests.helpers.benchmark_rows import ROWS, write_rows
 from tests.helpers.commands import HANG_SECONDS, REPOSITORY, UNUSED_GPU, variables_with_unused_gpu
+from tests.helpers.late_imports import LateModule
 from tests.helpers.ranks import forkserver
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.evaluate import RANK_VARIABLES, after_training
-from vcore_ds.commands.evaluate.model_apis import InProcessAPI, Request, Sampling, choose_sampling
-from vcore_ds.commands.evaluate.tasks import choose_tasks
 from vcore_ds.commands.named_model import NamedModel, find_named_model
 from vcore_ds.common.errors import EXIT_STOPPED, UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
@@ -32,10 +32,14 @@ from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed import layout
 from vcore_ds.training.evaluation_folder import RUN_EVALUATION, TaskResult, read_evaluation, read_samples
 
+if TYPE_CHECKING:
+    from vcore_ds.commands.evaluate.model_apis import Request, Sampling
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 
 FP32 = ["--precision", "fp32"]
-GREEDY = Sampling()
+model_apis = LateModule("vcore_ds.commands.evaluate.model_apis")
+tasks = LateModule("vcore_ds.commands.evaluate.tasks")
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +59,12 @@ Answer = tuple[str, str, int]
 
 
 def answer(
-    base: Path, requests: list[Request], sampling: Sampling = GREEDY, adapter: Path | None = None
+    base: Path, requests: "list[Request]", sampling: "Sampling | None" = None, adapter: Path | None = None
 ) -> list[Answer]:
     model = NamedModel(str(base), str(base), None if adapter is None else str(adapter))
-    api = InProcessAPI(model, load_tokenizer(str(base)), sampling, "fp32", [requests])
+    api = model_apis.InProcessAPI(
+        model, load_tokenizer(str(base)), sampling or model_apis.Sampling(), "fp32", [requests]
+    )
     outputs = api.answer(requests)
     return [
         (output.completion, output.stop_reason, output.usage.output_tokens)
@@ -71,10 +77,10 @@ def ask(num_words: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": "word " * num_words}]
 
 
-def make_requests(base: Path, num: int, limit: int, seed: int = 1) -> list[Request]:
+def make_requests(base: Path, num: int, limit: int, seed: int = 1) -> "list[Request]":
     template = load_tokenizer(str(base)).apply_chat_template
     prompts = [template(ask(1 + 3 * i), add_generation_prompt=True, return_dict=False) for i in range(num)]
-    return [Request(tuple(prompt), seed + i, limit) for i, prompt in enumerate(prompts)]
+    return [model_apis.Request(tuple(prompt), seed + i, limit) for i, prompt in enumerate(prompts)]
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------
@@ -82,17 +88,17 @@ def make_requests(base: Path, num: int, limit: int, seed: int = 1) -> list[Reque
 
 def test_samples_depend_on_the_seed(base: Path) -> None:
     first, repeated, reseeded = (
-        answer(base, make_requests(base, 6, 200, seed), Sampling(temperature=1.0)) for seed in (1, 1, 2)
+        answer(base, make_requests(base, 6, 200, seed), model_apis.Sampling(temperature=1.0)) for seed in (1, 1, 2)
     )
     assert first == repeated != reseeded
     assert {reason for _, reason, _ in first} == {"stop", "max_tokens"}
     assert not any("<|im_end|>" in text for text, _, _ in first)
     assert all(length == 200 if reason == "max_tokens" else 1 <= length < 200 for _, reason, length in first)
     # top_k=1 and a tiny top_p leave only the likeliest token.
-    top_1 = answer(base, make_requests(base, 2, 20), Sampling(temperature=1.0, top_k=1))
+    top_1 = answer(base, make_requests(base, 2, 20), model_apis.Sampling(temperature=1.0, top_k=1))
     assert (
         top_1
-        == answer(base, make_requests(base, 2, 20, seed=7), Sampling(temperature=1.0, top_p=1e-6))
+        == answer(base, make_requests(base, 2, 20, seed=7), model_apis.Sampling(temperature=1.0, top_p=1e-6))
         == answer(base, make_requests(base, 2, 20))
     )
 
@@ -154,7 +160,7 @@ def test_all_benchmarks_are_evaluated(base: Path, tmp_path: Path, capsys) -> Non
     assert written.tasks["supergpqa"] == TaskResult(4, 1, 0.0, 1.0, 1.0, 8.0)
     prompts = written.sampling.pop("prompts")
     assert prompts.keys() == {*written.tasks, *written.generations} and len(set(prompts.values())) == len(prompts)
-    assert written.sampling == asdict(Sampling()) | {"max_new_tokens": 8} and written.preset == "paper"
+    assert written.sampling == asdict(model_apis.Sampling()) | {"max_new_tokens": 8} and written.preset == "paper"
     assert written.model["base"] == str(base) and {"inspect_ai", "math-verify"} <= written.versions.keys()
     assert [sample.problem_id for sample in read_samples(folder, "olympiad")] == ["1606", "1610"]
     # For the official graders of code.
@@ -173,7 +179,7 @@ def make_words(base: Path, output: Path, *options: str) -> list[str]:
 
 def kill_in_the_third_batch(words: Sequence[str]) -> int:
     """`vcore-ds` in a process that is killed while it evaluates."""
-    answer, batches = InProcessAPI.answer, []
+    answer, batches = model_apis.InProcessAPI.answer, []
 
     def answer_twice(self, requests):
         batches.append(requests)
@@ -181,7 +187,7 @@ def kill_in_the_third_batch(words: Sequence[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return answer(self, requests)
 
-    InProcessAPI.answer = answer_twice
+    model_apis.InProcessAPI.answer = answer_twice
     return main(words)
 
 
@@ -202,7 +208,7 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
     killed.join(HANG_SECONDS)
     assert killed.exitcode == -signal.SIGKILL
     batches: list[object] = []
-    answer = InProcessAPI.answer
+    answer = model_apis.InProcessAPI.answer
 
     def interrupt(self, requests):
         os.kill(os.getpid(), signal.SIGINT)
@@ -212,10 +218,10 @@ def test_an_evaluation_that_was_killed_and_interrupted_resumes(
     (base / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))  # it is trained again
     assert main(words) == 2 and "holds an evaluation of another model" in capsys.readouterr().err
     (base / "model.safetensors").write_bytes(weights)
-    monkeypatch.setattr(InProcessAPI, "answer", interrupt)
+    monkeypatch.setattr(model_apis.InProcessAPI, "answer", interrupt)
     assert main(words) == EXIT_STOPPED
     assert "the same command resumes" in capsys.readouterr().err and not (tmp_path / "out/evaluation.json").exists()
-    monkeypatch.setattr(InProcessAPI, "answer", lambda *arguments: batches.append(1) or answer(*arguments))
+    monkeypatch.setattr(model_apis.InProcessAPI, "answer", lambda *arguments: batches.append(1) or answer(*arguments))
     assert main(words) == 0
     assert len(batches) < 3  # of the three
     assert (tmp_path / "out/arithmetic.jsonl").read_bytes() == (finished / "arithmetic.jsonl").read_bytes()
@@ -266,7 +272,7 @@ def test_a_run_is_evaluated_after_training(base: Path, tmp_path: Path, monkeypat
     after_training(str(SHIPPED_RECIPES / "quickstart.yaml"), [f"run.output_dir={run}"])
     written = read_evaluation(run / RUN_EVALUATION)
     assert {name: task.num_problems for name, task in written.tasks.items()} == {"arithmetic": 3, "champ": 3}
-    assert [len(task.problems) for task in choose_tasks(list(written.tasks))] == [200, 30]
+    assert [len(task.problems) for task in tasks.choose_tasks(list(written.tasks))] == [200, 30]
     assert written.sampling["max_new_tokens"] == {"arithmetic": 96, "champ": 256}
 
 
@@ -274,12 +280,12 @@ def test_a_run_is_evaluated_after_training(base: Path, tmp_path: Path, monkeypat
 
 
 def test_sampling_is_read_from_options_preset_and_model(base: Path, tmp_path: Path) -> None:
-    assert choose_sampling(str(base), None, {"seed": None}) == Sampling()
+    assert model_apis.choose_sampling(str(base), None, {"seed": None}) == model_apis.Sampling()
     settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    chosen = choose_sampling(str(tmp_path), None, {"seed": 7})
-    assert chosen == Sampling(temperature=0.6, top_p=0.95, top_k=20, seed=7)
-    assert choose_sampling(str(tmp_path), "paper", {"top_p": 0.5}) == Sampling(top_p=0.5)
+    chosen = model_apis.choose_sampling(str(tmp_path), None, {"seed": 7})
+    assert chosen == model_apis.Sampling(temperature=0.6, top_p=0.95, top_k=20, seed=7)
+    assert model_apis.choose_sampling(str(tmp_path), "paper", {"top_p": 0.5}) == model_apis.Sampling(top_p=0.5)
 
 
 def test_models_that_cannot_be_evaluated_are_refused(base: Path, tmp_path: Path, capsys) -> None:

@@ -8,17 +8,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from inspect_ai.model import ModelAPI
 from tenacity import wait_none
 
 from tests.helpers.commands import free_port
+from tests.helpers.late_imports import LateModule
 from tests.helpers.setups import write_model
 from vcore_ds.commands.cli import main
-from vcore_ds.commands.evaluate.model_apis import MAX_RETRIES
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.training.evaluation_folder import read_evaluation, read_samples
 
 Answer = tuple[int, dict]
+model_apis = LateModule("vcore_ds.commands.evaluate.model_apis")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waits between attempts."""
-    monkeypatch.setattr(ModelAPI, "retry_wait", lambda self: wait_none())
+    monkeypatch.setattr("inspect_ai.model.ModelAPI.retry_wait", lambda self: wait_none())
 
 
 @contextmanager
@@ -127,8 +127,12 @@ def test_an_evaluation_resumes_after_its_server_broke_down(base: Path, tmp_path:
     with serve(answers) as (url, bodies):
         assert main(make_words(base, url, tmp_path / "out", "--batch-size", "1")) == 2
     error = capsys.readouterr().err
-    assert f"a request failed {MAX_RETRIES + 1} times or was refused: Error code: 500 - out of memory" in error
-    assert "the same command resumes" in error and error.count("\n") == 1 and len(bodies) == 3 + MAX_RETRIES + 1
+    assert (
+        f"a request failed {model_apis.MAX_RETRIES + 1} times or was refused: Error code: 500 - out of memory" in error
+    )
+    assert (
+        "the same command resumes" in error and error.count("\n") == 1 and len(bodies) == 3 + model_apis.MAX_RETRIES + 1
+    )
     with serve(answer_as_vllm) as (url, bodies):  # at another port
         assert main(make_words(base, url, tmp_path / "out", "--batch-size", "1")) == 0
     assert len(bodies) == 3 and len(read_samples(tmp_path / "out", "arithmetic")) == 6

@@ -3,12 +3,12 @@
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from inspect_ai.dataset import Sample
 
 from tests.helpers.benchmark_rows import ROWS, write_rows
-from vcore_ds.commands.evaluate.tasks import BENCHMARKS, choose_tasks, supergpqa_1k
+from tests.helpers.late_imports import LateModule
 from vcore_ds.commands.quickstart.traces import HELD_OUT
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import (
@@ -21,6 +21,11 @@ from vcore_ds.data.answers import (
 )
 from vcore_ds.data.prepare import sources
 
+if TYPE_CHECKING:
+    from inspect_ai.dataset import Sample
+
+tasks = LateModule("vcore_ds.commands.evaluate.tasks")
+
 
 @pytest.fixture(scope="module")
 def checker():
@@ -29,8 +34,8 @@ def checker():
     checker.close()
 
 
-def read(*words: str) -> list[Sample]:
-    (task,) = choose_tasks(words)
+def read(*words: str) -> "list[Sample]":
+    (task,) = tasks.choose_tasks(words)
     return task.problems
 
 
@@ -50,7 +55,7 @@ def test_a_benchmark_is_read_and_graded(
 ) -> None:
     problems = read(write_rows(tmp_path, task))
     assert [problem.id for problem in problems] == ids and problems[0].target == expected
-    kind = BENCHMARKS[task].kind
+    kind = tasks.BENCHMARKS[task].kind
     assert kind is not None
     assert is_right(final_answer(right, kind), expected, kind, checker)
     assert not is_right(final_answer(wrong, kind), expected, kind, checker)
@@ -99,15 +104,15 @@ def test_the_last_code_block_is_extracted() -> None:
 def test_the_subset_of_supergpqa_is_fixed_and_keeps_the_disciplines() -> None:
     sizes = {"Science": 1_500, "Law": 600, "Art": 1}
     everything = [
-        Sample(id=f"{name}{i}", input="", metadata={"discipline": name})
+        tasks.Sample(id=f"{name}{i}", input="", metadata={"discipline": name})
         for name, size in sizes.items()
         for i in range(size)
     ]
-    chosen = supergpqa_1k(everything)
+    chosen = tasks.supergpqa_1k(everything)
     counts = {name: sum((problem.metadata or {})["discipline"] == name for problem in chosen) for name in sizes}
     assert sum(counts.values()) == 1_000
     assert all(abs(counts[name] - size / 2_101 * 1_000) < 1 for name, size in sizes.items())
-    assert {problem.id for problem in supergpqa_1k(everything[::-1])} == {problem.id for problem in chosen}
+    assert {problem.id for problem in tasks.supergpqa_1k(everything[::-1])} == {problem.id for problem in chosen}
     assert chosen[0].id != "Art0" or counts["Art"]
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from launch_scripts import wrong_traces
+from tests.helpers.late_imports import LateModule
 from vcore_ds.commands.cli import parse
-from vcore_ds.commands.evaluate.tasks import read_math
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import SHIPPED_RECIPES
 from vcore_ds.config.load import load_recipe
 from vcore_ds.training.evaluation_folder import Evaluation, SampleResult, TaskResult, write_evaluation, write_samples
 
+tasks = LateModule("vcore_ds.commands.evaluate.tasks")
 SCRIPT = Path(__file__).resolve().parents[2] / "launch_scripts" / "wrong_traces.sh"
 RECIPE = SHIPPED_RECIPES / "wrong_traces.yaml"
 
@@ -43,7 +44,7 @@ def test_authors_calculate_without_a_mistake_by_their_rule() -> None:
 def test_problems_are_worded_like_the_traces_and_are_in_no_other_file() -> None:
     files = wrong_traces.make(seed=3)
     prompts = [line["messages"][0]["content"] for line in files["mixture"] + files["trusted"]]
-    problems = [read_math(line) for line in files["problems"]]
+    problems = [tasks.read_math(line) for line in files["problems"]]
     numbers = [tuple(re.findall(r"\d+", text)) for text in prompts + [str(problem.input) for problem in problems]]
     assert len(set(numbers)) == len(numbers) == 168
     opening, closing = (re.split(r"\n.*\n", prompts[0])[i] for i in (0, -1))
