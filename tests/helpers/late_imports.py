@@ -8,9 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LateModule:
-    """A module by its name; has its attributes."""
+    """A module by its name; has its public attributes. The others are what pytest asks every object for."""
 
     _name: str
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith(("_", "pytest")):
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
