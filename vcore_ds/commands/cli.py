@@ -88,16 +88,11 @@ def launch(
     can_evaluate: bool = False,
     advice_if_long: str = "",
 ) -> int:
-    """Train a script's default recipe as one rank, for the scripts in launch_scripts/.
-
-    Args:
-        arguments: overrides and fragments, `--recipe FILE`, and the launcher's `--local_rank`.
-        before: called first with the overrides and fragments; returns overrides to add.
-        after: called when the training is done.
-        with_report: write the run's report before `after`, and print its path.
-        can_evaluate: accept the option --eval, which evaluates the result.
-        advice_if_long: printed after the first step if the remaining steps will take long.
-    """
+    """Train a script's default recipe as one rank, for the scripts in launch_scripts/. `arguments`: overrides and
+    fragments, `--recipe FILE`, and the launcher's `--local_rank`. `before` is called first, with the overrides and
+    fragments, and returns overrides to add; `after` at the end. `with_report` writes the run's report before `after`;
+    `can_evaluate` accepts the option --eval, which evaluates the result; `advice_if_long` is printed after the first
+    step of a long run."""
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
     if can_evaluate:

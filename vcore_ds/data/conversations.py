@@ -88,21 +88,14 @@ def render_conversation(
     conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", supervise: Supervise = "all"
 ) -> RenderedConversation:
     """Render a conversation, and its prefixes to find the characters that the model generates: thinking, answer, calls
-    and the token that ends the turn.
+    and the token that ends the turn. `supervise`: `last` learns the assistant's last turn alone. Raises UserError for a
+    conversation that the template refuses or does not write in full.
 
-    A span is None where prompt and turn, rendered alone, are no prefix of the full text, because the template rewrites
+    A span is None where the full text does not begin with the rendered prompt and turn, because the template rewrites
     earlier turns (Qwen3 removes their thinking). The last turn is appended to its generation prompt if the template
-    would render it differently. If the template writes no special token after the last turn, the one that begins the
-    next turn is appended.
-
-    In a conversation with tools, turns without thinking are supervised even if the template adds an empty `<think>`
-    block to a last turn but not to an earlier one.
-
-    Args:
-        supervise: `last` learns the assistant's last turn alone.
-
-    Raises `UserError` for a conversation that the template refuses, or that it renders incompletely.
-    """
+    would render it differently. If the template writes no special token after the last turn, the token with which the
+    next turn would begin is appended. In a conversation with tools, turns without thinking are supervised even if the
+    template adds an empty `<think>` block to a last turn but not to an earlier one."""
     template = ChatTemplate.load(tokenizer, conversation.tools, conversation.template_variables)
     messages = conversation.messages
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -222,8 +215,8 @@ def _find_notices(
 
 
 class _ContentCheck:
-    """Looks for the thinking, the content and the calls of a conversation in its text, by rendering it with a distinct
-    word in the place of each: words cannot occur elsewhere, and no template takes them for a marker."""
+    """Looks for thinking, content and calls of a conversation in its text. The conversation is rendered again with a
+    distinct word in place of each; the words occur nowhere else, and no template takes them for a marker."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
         self._template, self._conversation = template, conversation

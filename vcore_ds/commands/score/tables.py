@@ -96,6 +96,12 @@ class ScoredSet:
     passes: Sequence[tuple[float, PassFiles]]
     """Weight and files for each checkpoint, in ascending order of steps."""
 
+    def read_sequences(self) -> Iterator[tuple[float, ScoredSequence]]:
+        """Read the sequences of each pass with its weight; the losses of the last pass are those to keep."""
+        for weight, files in self.passes:
+            for sequence in files.read_sequences():
+                yield weight, sequence
+
 
 def write_tables(
     folder: Path,
@@ -156,11 +162,10 @@ def _make_columns(store: Store, sets: Mapping[str, ScoredSet]) -> tuple[dict[str
     utilities: dict[str, Any] = {}
     for name, inputs in sets.items():
         total = np.zeros(num_sequences)
-        for weight, files in inputs.passes:
-            for sequence in files.read_sequences():  # the loss of the last pass remains: that at the last checkpoint
-                num_tokens[sequence.position] = len(sequence.losses)
-                loss[sequence.position] = sequence.losses.sum(dtype=np.float64)
-                total[sequence.position] += weight * sequence.utilities.sum(dtype=np.float64)
+        for weight, sequence in inputs.read_sequences():
+            num_tokens[sequence.position] = len(sequence.losses)
+            loss[sequence.position] = sequence.losses.sum(dtype=np.float64)
+            total[sequence.position] += weight * sequence.utilities.sum(dtype=np.float64)
         mean = total / np.maximum(num_tokens, 1)  # 0 where only the first token is a target: nothing predicts it
         rank = 1 + ranks(mean)
         percentile = 100.0 * (num_sequences - rank) / max(1, num_sequences - 1)
@@ -188,10 +193,9 @@ def _all_token_rows(
     totals = {}
     for number, (name, inputs) in enumerate(sets.items()):
         total = np.memmap(folder / f"tokens_{number}.f64", np.float64, "w+", shape=(max(1, int(ends[-1])),))
-        for weight, files in inputs.passes:
-            for sequence in files.read_sequences():
-                start = ends[sequence.position]
-                total[start : start + len(sequence.utilities)] += weight * sequence.utilities.astype(np.float64)
+        for weight, sequence in inputs.read_sequences():
+            start = ends[sequence.position]
+            total[start : start + len(sequence.utilities)] += weight * sequence.utilities.astype(np.float64)
         totals[f"utilities.{name}"] = total
     for rows in token_tables.split_rows(np.asarray(store.lengths)):
         sequences = [store[i] for i in rows]
@@ -211,27 +215,17 @@ def _make_token_rows(store: Store, name: str, inputs: ScoredSet, shown: Sequence
     wanted = set(shown)
     losses: dict[int, np.ndarray] = {}
     utilities: dict[int, np.ndarray] = {}
-    for weight, files in inputs.passes:
-        for sequence in files.read_sequences():
-            if sequence.position in wanted:
-                losses[sequence.position] = sequence.losses
-                weighted = weight * sequence.utilities.astype(np.float64)
-                utilities[sequence.position] = utilities.get(sequence.position, 0.0) + weighted
+    for weight, sequence in inputs.read_sequences():
+        if (position := sequence.position) in wanted:
+            losses[position] = sequence.losses
+            utilities[position] = utilities.get(position, 0.0) + weight * sequence.utilities.astype(np.float64)
     rows = []
     for position in shown:
         tokens = store[position]
-        supervised = tokens.supervised.copy()
-        supervised[0] = False  # the first token is never predicted
-        rows.append(
-            {
-                "set": name,
-                "sequence": position,
-                "tokens": tokens.input_ids,
-                "supervised": supervised,
-                "utilities": utilities[position].astype(np.float32),
-                "losses": losses[position],
-            }
-        )
+        row = {"set": name, "sequence": position, "tokens": tokens.input_ids, "losses": losses[position]}
+        row["utilities"] = utilities[position].astype(np.float32)
+        row["supervised"] = tokens.supervised & (np.arange(len(tokens)) > 0)  # the first token is never predicted
+        rows.append(row)
     return rows
 
 
