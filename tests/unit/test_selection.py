@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -115,90 +114,45 @@ def test_a_kept_data_set_has_the_sequences_under_their_ids(setup: Path) -> None:
     assert kept.digest != store.digest != KeptDataset(store, np.array([1, 4, 8])).digest != kept.digest
 
 
-def write_changed_scores(folder: Path, target: Path, change: Callable) -> str:
-    """A copy of a folder of scores whose scores.json is changed."""
-    shutil.copytree(folder, target)
-    write_scores(target, change(read_scores(folder)))
-    return str(target)
-
-
+# (folder of scores, other keys of data.keep, what is named)
 REFUSED = {
-    "no folder": (lambda s, t: {"scores": str(t / "none"), "top": 0.5}, "data.keep.scores: .*found no scores.json"),
-    "several sets": (lambda s, t: {"scores": str(s / "both"), "top": 0.5}, "data.keep.set: found null.*right, short"),
-    "unknown set": (
-        lambda s, t: {"scores": str(s / "both"), "set": "rigth", "top": 0.5},
-        'data.keep.set: found rigth.*one of right, short; did you mean "right"',
-    ),
-    "nothing above": (
-        lambda s, t: {"scores": str(s / "one"), "above": 2.0},
-        r"data.keep.above: found 2, which keeps none of the 12 traces.*-2 to 2;.*Lower it",
-    ),
-    "nothing in so small a share": (
-        lambda s, t: {"scores": str(s / "one"), "top": 0.01},
-        "data.keep.top: found 0.01, which keeps none of the 12.*Raise it",
-    ),
-    "other data": (
-        lambda s, t: {
-            "scores": write_changed_scores(
-                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, digest="1" * 64))
-            ),
-            "top": 0.5,
-        },
-        "data.keep.scores: .*found scores of .* with other tokens .111111111111. than data.train_path has",
-    ),
-    "other tokenizer": (
-        lambda s, t: {
-            "scores": write_changed_scores(
-                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, tokenizer_hash="1", digest="2"))
-            ),
-            "top": 0.5,
-        },
-        "found scores of .* with another tokenizer ",
-    ),
-    "other template": (
-        lambda s, t: {
-            "scores": write_changed_scores(
-                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, chat_template_hash="1"))
-            ),
-            "top": 0.5,
-        },
-        "found scores of .* with another chat template ",
-    ),
-    "files of two folders": (
-        lambda s, t: {
-            "scores": write_changed_scores(
-                s / "one", t / "x", lambda f: replace(f, data=replace(f.data, num_sequences=13))
-            ),
-            "top": 0.5,
-        },
-        "found 12 traces in scores.parquet and 13 in scores.json",
-    ),
-    "other model": (
-        lambda s, t: {
-            "scores": write_changed_scores(
-                s / "one", t / "x", lambda f: replace(f, model="m", model_digest="2:" + "3" * 64)
-            ),
-            "top": 0.5,
-        },
-        r"found scores with another model \(m, 2:3333333333\); expected those with model.path",
-    ),
-    "a model that an earlier version knew by less": (
-        lambda s, t: {
-            "scores": write_changed_scores(
-                s / "one", t / "x", lambda f: replace(f, version="0.7.0", model_digest="3" * 64)
-            ),
-            "top": 0.5,
-        },
-        r"was written by vcore_ds 0.7.0, which did not see all weights of the model; .*Score again with this version",
-    ),
+    "no folder": ("none", {"top": 0.5}, "data.keep.scores: .*found no scores.json"),
+    "several sets": ("both", {"top": 0.5}, "data.keep.set: found null.*right, short"),
+    "unknown set": ("both", {"set": "rigth", "top": 0.5}, 'data.keep.set: found rigth.*did you mean "right"'),
+    "nothing above": ("one", {"above": 2.0}, "data.keep.above: found 2, which keeps none of the 12 traces.*-2 to 2;"),
+    "nothing in so small a share": ("one", {"top": 0.01}, "data.keep.top: found 0.01, which keeps none of the 12"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_scores_that_do_not_fit_are_refused(setup: Path, tmp_path: Path, case: str) -> None:
-    values, message = REFUSED[case]
+@pytest.mark.parametrize(("folder", "keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_scores_that_keep_nothing_are_refused(setup: Path, folder: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        read_matching_kept(KeepConfig(**values(setup, tmp_path)), open_store(setup), str(setup / "model"))
+        read_kept(KeepConfig(scores=str(setup / folder), **keys))
+    assert "\n" not in str(error.value)
+
+
+OLDER = {"version": "0.7.0", "model_digest": "3" * 64}
+# (changes of scores.json, changes of its entry `data`, what is named)
+OF_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "data": ({}, {"digest": "1" * 64}, "data.keep.scores: .*found scores of .* with other tokens .111111111111."),
+    "tokenizer": ({}, {"tokenizer_hash": "1", "digest": "2"}, "found scores of .* with another tokenizer "),
+    "template": ({}, {"chat_template_hash": "1"}, "found scores of .* with another chat template "),
+    "two folders": ({}, {"num_sequences": 13}, "found 12 traces in scores.parquet and 13 in scores.json"),
+    "model": ({"model": "m", "model_digest": "2:" + "3" * 64}, {}, r"another model \(m, 2:33.*those with model.path"),
+    "a model known by less": (OLDER, {}, "was written by vcore_ds 0.7.0, which did not see all weights"),
+}
+
+
+@pytest.mark.parametrize(("changes", "data", "message"), OF_OTHERS.values(), ids=OF_OTHERS)
+def test_scores_of_others_are_refused(
+    setup: Path, tmp_path: Path, changes: dict[str, Any], data: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(setup / "one", tmp_path / "x")
+    scores = read_scores(tmp_path / "x")
+    write_scores(tmp_path / "x", replace(scores, data=replace(scores.data, **data), **changes))
+    keep = KeepConfig(scores=str(tmp_path / "x"), top=0.5)
+    with pytest.raises(UserError, match=message) as error:
+        read_matching_kept(keep, open_store(setup), str(setup / "model"))
     assert "\n" not in str(error.value)
 
 
@@ -244,34 +198,26 @@ def test_overrides_and_fragments_change_single_keys(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "dumped.yaml") == recipe
 
 
-def test_wrong_single_keys_are_refused(tmp_path: Path) -> None:
-    assert ": data.keep.tpo: found 1 under an unknown name" in (
-        message := read_problem(tmp_path, KEEP, "data.keep.tpo=1")
-    )
-    assert message.endswith('; did you mean "data.keep.top"?')
-    assert "data.keep.top: found 1.5; expected a number above 0 and at most 1 or null (" in read_problem(
-        tmp_path, KEEP, "data.keep.top=1.5"
-    )
-    assert "data.keep.scores: found nothing; expected text (" in read_problem(tmp_path, {"top": 0.5})
-    assert (
-        "data.keep: found 3; expected a section with keys scores, set, by, top, above, within, or null"
-        in read_problem(tmp_path, 3)
-    )
-    assert 'data.keep.by: found "median"; expected mean or sum (' in read_problem(tmp_path, KEEP | {"by": "median"})
-    problem = read_problem(tmp_path, KEEP, "data.keep.top.deep=1")
-    assert "expected section.key=value" in problem
-
-
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("keep", "override", "key"),
     [
-        ("data.keep.top=null", "data.keep.top: found null together with data.keep.above null; expected exactly one of"),
-        ("data.keep.above=0", "data.keep.top: found 0.5 together with data.keep.above 0; expected exactly one of"),
-        ("data.keep={scores: x, above: 1, within: source}", "data.keep.within: found source together with data.keep"),
+        (KEEP, "data.keep.tpo=1", "data.keep.tpo"),
+        (KEEP, "data.keep.top=1.5", "data.keep.top"),
+        ({"top": 0.5}, "run.seed=1", "data.keep.scores"),
+        (3, "run.seed=1", "data.keep"),
+        (KEEP | {"by": "median"}, "run.seed=1", "data.keep.by"),
+        (KEEP, "data.keep.top=null", "data.keep.top"),
+        (KEEP, "data.keep.above=0", "data.keep.top"),
+        (KEEP, "data.keep={scores: x, above: 1, within: source}", "data.keep.within"),
     ],
 )
-def test_contradicting_keys_are_refused(tmp_path: Path, override: str, message: str) -> None:
-    assert read_problem(tmp_path, KEEP, override).startswith(f"override {override}: {message}")
+def test_wrong_keys_are_named(tmp_path: Path, keep: object, override: str, key: str) -> None:
+    assert f": {key}: found " in read_problem(tmp_path, keep, override)
+
+
+def test_the_nearest_nested_key_is_named_and_no_deeper_one_exists(tmp_path: Path) -> None:
+    assert read_problem(tmp_path, KEEP, "data.keep.tpo=1").endswith('; did you mean "data.keep.top"?')
+    assert "expected section.key=value" in read_problem(tmp_path, KEEP, "data.keep.top.deep=1")
 
 
 def test_both_a_wrong_key_and_a_broken_rule_are_reported(tmp_path: Path) -> None:
