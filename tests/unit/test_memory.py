@@ -278,7 +278,7 @@ def test_the_message_names_bytes_and_remedies() -> None:
     no_host = describe_shortage(plan_recipe_memory(8, "engine.deepspeed_config=ds_configs/zero3_bf16_offload_all.json"),
                                 Available(device=79 * GIB, host=10 * GIB))  # fmt: skip
     groups = describe_shortage(plan_recipe_memory(8, "parts/layers/tensor8.yaml"), H100)
-    assert "by an estimate for 8 ranks and 65,536 tokens in a micro-batch:" in groups
+    assert "estimated for 8 ranks and 65,536 tokens in a micro-batch:" in groups
     assert "\n  16 ranks: " in groups
     assert no_host.startswith("memory: found 10.00 GiB of host memory for each rank; expected 83.9")
 

@@ -319,7 +319,7 @@ def test_check_reports_the_cost_of_a_run_and_refuses_one_that_cannot_fit(
     assert main([*words, "--ranks", "8"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("vcore-ds: memory: found 79.00 GiB of GPU memory for each rank; expected 96.70 GiB")
-    _, _, remedies = error.partition("Less is taken with\n")
+    _, _, remedies = error.partition("These need less memory:\n")
     changes = [line.split(":")[0].strip() for line in remedies.splitlines() if "not enough" not in line]
     assert changes[:3] == [
         "engine.deepspeed_config=ds_configs/zero3_bf16_offload_optimizer.json",

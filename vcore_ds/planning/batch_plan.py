@@ -150,7 +150,7 @@ class BatchPlan:
         )
 
     def lay_out_probe(self, ids: Sequence[int], lengths: Sequence[int]) -> BatchLayout:
-        """As `lay_out_main`, for a probe batch."""
+        """Lay out a probe batch."""
         limit = self._make_limit(self.probe_micro_batch_size_per_rank)
         return lay_out_batch(
             ids, lengths, parallel_sizes=self.probe_parallel_sizes, limit=limit, time_model=self.time_model

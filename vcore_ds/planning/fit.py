@@ -48,15 +48,8 @@ _Change = tuple[Mapping[str, str], Mapping[str, Any]]
 class MemoryChange:
     """A change that needs less memory."""
 
-    overrides: tuple[str, ...]
+    change: str  # overrides, a number of ranks, or both
     estimate: MemoryEstimate
-    num_ranks: int | None = None  # ranks of the job; None for no change
-
-    @property
-    def change(self) -> str:
-        """Overrides, a world size, or both."""
-        ranks = [] if self.num_ranks is None else [f"{self.num_ranks} ranks"]
-        return " and ".join([*ranks, *([" ".join(self.overrides)] if self.overrides else [])])
 
 
 @dataclass(frozen=True)
@@ -94,8 +87,9 @@ class MemoryPlan:
         overrides, settings = change
         if num_ranks is not None:
             settings = {**settings, "num_ranks": num_ranks // self.settings.tensor}
-        words = tuple(f"{key}={value}" for key, value in overrides.items())
-        return MemoryChange(words, self._estimate_changed(settings), num_ranks)
+        ranks = [] if num_ranks is None else [f"{num_ranks} ranks"]
+        words = [" ".join(f"{key}={value}" for key, value in overrides.items())] if overrides else []
+        return MemoryChange(" and ".join([*ranks, *words]), self._estimate_changed(settings))
 
     def _list_changes(self, available: Available) -> Iterator[_Change]:
         settings = self.settings
@@ -257,8 +251,8 @@ def describe_tightness(plan: MemoryPlan, available: Available) -> str:
     """The warning of a run that fits without a margin."""
     estimate = plan.estimate
     return (
-        f"memory: {gib(estimate.peak_bytes)} of {gib(available.device)} GiB a rank are needed by the estimate, "
-        f"in {estimate.peak_phase}; it may be short by {gib(estimate.margin_bytes)} GiB. Less is taken with\n"
+        f"memory: the estimate is {gib(estimate.peak_bytes)} of {gib(available.device)} GiB for each rank, in "
+        f"{estimate.peak_phase}, and may be short by {gib(estimate.margin_bytes)} GiB. These need less memory:\n"
         + "\n".join(format_memory_changes(plan, available))
     )
 
@@ -277,12 +271,12 @@ def describe_shortage(plan: MemoryPlan, available: Available) -> str:
     where, room, needed = find_shortage(estimate, available)
     phase = estimate.peak_phase
     lines = [
-        f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, by an estimate for "
+        f"memory: found {gib(room)} GiB of {where} for each rank; expected {gib(needed)} GiB, estimated for "
         f"{count(plan.plan.num_ranks_of_job, 'rank')} and {plan.settings.main_tokens:,} tokens in a micro-batch:",
         *_format_table("for the whole run", estimate.persistent),
         *_format_table(f"at the peak, in {phase}", estimate.phases[phase]),
         *_format_table("in host memory", estimate.host),
-        "Less is taken with",
+        "These need less memory:",
         *format_memory_changes(plan, available),
         "engine.memory_check=false starts anyway",
     ]

@@ -19,7 +19,7 @@ _SIMULATED_BATCHES = 40
 
 @dataclass(frozen=True)
 class LengthModel:
-    """The lengths of which a plan simulates batches: those of sampled sequences or, without any, of typical reasoning
+    """Lengths of the sequences in simulated batches: those of sampled sequences or, without any, of typical reasoning
     traces."""
 
     mean: float = SIMULATED_MEAN  # tokens of the mean sequence; of simulated ones before long ones are cut

@@ -66,7 +66,7 @@ def _verdict(columns: list[Column]) -> list[str]:
 
 def _list_remedies(column: Column) -> Iterator[str]:
     if not column.plan.fits:
-        yield from ("", f"{column.title} does not fit. Less memory is taken with")
+        yield from ("", f"{column.title} does not fit. These need less memory:")
         yield from format_memory_changes(column.plan.memory, column.plan.available)
 
 
