@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import HANG_SECONDS
 from vcore_ds.commands.cli import COMMANDS, main
 from vcore_ds.config.load import dump_recipe, load_recipe
 
@@ -28,7 +29,7 @@ def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
         "sys.exit(code)"
     )
     command = [sys.executable, "-c", code, str(RECIPE), f"run.output_dir={tmp_path}/new", "--ranks", "8"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (done.stderr, done.returncode) == ("loaded:\n", 0)
     assert "\nBatch: 32 sequences a step" in done.stdout
 
@@ -155,7 +156,13 @@ def test_a_reader_that_leaves_ends_a_command_quietly(words: list[str], tmp_path:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(writing, "wb") as output:
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANG_SECONDS,
         )
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
+from tests.helpers.commands import HANG_SECONDS
 from tests.unit.test_recipes import RECIPES
 from vcore_ds.commands.cli import main
 from vcore_ds.commands.plan import prediction
@@ -246,7 +247,7 @@ def test_plans_import_nothing_heavy() -> None:
         "print('loaded:', *sorted(heavy), file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, "plan", str(RECIPE), "--gpus", "16", "--json"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (done.stderr, done.returncode) == ("loaded:\n", 0)
 
 

@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tests.helpers.commands import HANG_SECONDS
 from vcore_ds.models.token_loss import (
     PLAIN,
     LogitTransform,
@@ -34,7 +35,7 @@ class Ranks:
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
         self._slots: list[Tensor] = [torch.empty(0)] * num_ranks
-        self._barrier = threading.Barrier(num_ranks, timeout=60)
+        self._barrier = threading.Barrier(num_ranks, timeout=HANG_SECONDS)
 
     def run(self, work: Callable[[int, VocabularyShard], object]) -> list:
         rows = -(-VOCABULARY // self.num_ranks)
