@@ -81,14 +81,12 @@ def transform_matrices(
     output: Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Apply a function to unsharded matrices and write the shards of its results to `output`. A collective.
+    """Apply `transform`, which returns a matrix of the shape and dtype of its arguments, to unsharded matrices, and
+    write the shards of its results to `output`, a flat tensor. A collective.
 
-    Args:
-        matrices: of one flat tensor, sharded over the same ranks; the same on all ranks.
-        read: returns shards of the arguments of `transform`, from a span of this rank's flat tensors.
-        transform: returns a matrix of the same shape and dtype as its arguments.
-        output: a flat tensor; `read` may read it.
-        dtype: of the matrices that are exchanged and passed to `transform`.
+    The `matrices` are of one flat tensor, sharded over the same ranks, the same on all ranks. `read` returns shards of
+    the arguments of `transform`, from a span of this rank's flat tensors, which may be `output`. `dtype`: of the
+    matrices that are exchanged and passed to `transform`.
     """
     if not matrices:
         return

@@ -157,16 +157,9 @@ class CudaFlash:
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: CpuFlash | CudaFlash
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention with optional sinks, differentiable.
-
-    Args:
-        query: `[b, A, T, D]`.
-        key, value: `[b, K, T, D]`; A is a multiple of K (grouped-query attention).
-        sinks: `[A]`, or None for none.
-
-    Returns:
-        output `[b, A, T, D]`, and the log-sum-exp `[b, A, T]` over each query's scaled scores and sink.
-    """
+    """Compute causal attention `[b, A, T, D]` and the log-sum-exp `[b, A, T]` over each query's scaled scores and sink,
+    differentiable. `query [b, A, T, D]`; `key` and `value [b, K, T, D]`, where A is a multiple of K (grouped-query
+    attention); `sinks [A]`."""
     if sinks is None:
         return kernel.forward(query, key, value)
     return _WithSinks.apply(query, key, value, sinks, kernel)
@@ -221,13 +214,8 @@ def explicit_attention(
     or sinks anywhere but in half precision on a GPU.
 
     Every operation has a derivative in both modes, so inputs may require gradients or be dual tensors. Only one band of
-    queries has its scores in memory at a time; the backward recomputes them.
-
-    Args:
-        query: `[b, A, T, D]`.
-        key, value: `[b, K, T, D]`; A is a multiple of K (grouped-query attention).
-        scale, sliding_window, softcap: see `vcore_ds.models.attention.Scoring`.
-        sinks: `[A]`, neither scaled nor capped; None for none.
+    queries has its scores in memory at a time; the backward recomputes them. Shapes as in `flash_attention`, scores as
+    in `vcore_ds.models.attention.Scoring`; sinks are neither scaled nor capped.
     """
     num_tokens = query.shape[2]
     positions, outputs = torch.arange(num_tokens, device=query.device), []

@@ -45,18 +45,11 @@ def block_attention(
     sliding_window: int | None = None,
     sinks: Sinks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute causal attention and its tangent.
+    """Compute causal attention `[B, A, T, D]` in the dtype of `query`, and its tangent, None if all tangents are None.
 
-    Args:
-        query: `[B, A, T, D]`.
-        key, value: `[B, K, T, D]`; A is a multiple of K (grouped-query attention).
-        tangents: of query, key and value, each shaped like it or None for zero.
-        scale: factor on the scores.
-        sliding_window: number of keys that a query sees, itself included; None for all.
-        sinks: attention sinks, not multiplied by `scale`; None for none.
-
-    Returns:
-        output `[B, A, T, D]` in the dtype of `query`, and its tangent, None if all tangents are None.
+    `query [B, A, T, D]`; `key` and `value [B, K, T, D]`, where A is a multiple of K (grouped-query attention);
+    `tangents` of the three, None for zero; `scale`: factor on the scores; `sliding_window`: number of keys that a query
+    sees, itself included, None for all; `sinks`: not multiplied by `scale`.
     """
     sink, d_sink = sinks or (None, None)
     with_tangent = any(tangent is not None for tangent in (*tangents, d_sink))
@@ -101,13 +94,9 @@ def block_attention_tangent(
     scale: float,
     sinks: Sinks | None = None,
 ) -> Tensor:
-    """Compute only the tangent, `[B, A, T, D]`, of causal attention whose output another kernel has computed.
-
-    Args:
-        query, key, value, tangents, scale, sinks: as in `block_attention`; at least one tangent.
-        output: `[B, A, T, D]`.
-        log_sum_exp: `[B, A, T]`, over each query's scaled scores and its sink.
-    """
+    """Compute only the tangent, `[B, A, T, D]`, of causal attention whose `output [B, A, T, D]` and `log_sum_exp [B, A,
+    T]`, over each query's scaled scores and its sink, another kernel has computed. Other arguments as in
+    `block_attention`; at least one tangent."""
     d_output = torch.empty_like(query)
     # One sequence after the other, so that a block of scores has the heads of one only.
     for index in range(len(query)):

@@ -124,14 +124,9 @@ class TokenLossHead(nn.Module):
         statistic: PredictionStatistic | None = None,
         reference_hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`.
-
-        Without targets, compute raw logits `[..., V]` in the precision of the loss, for the architecture's forward.
-
-        Args:
-            statistic: return losses and this statistic of the predictions, both `[N]`.
-            reference_hidden: `[N, H]`; return losses and the divergences of `reference_divergence`, both `[N]`.
-        """
+        """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`; with a `statistic`, also that of the
+        predictions, `[N]`, with `reference_hidden [N, H]` also the divergences of `reference_divergence`, `[N]`.
+        Without targets, compute raw logits `[..., V]` in the precision of the loss, for the architecture's forward."""
         if targets is None:
             return compute_raw_logits(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         weight, bias = self.weight, self.bias

@@ -122,21 +122,14 @@ def flash_tangent(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compute causal attention within each sequence, and its tangent.
 
-    Args:
-        query: `[b, A, T, D]`, bf16, fp16 or fp32, with any strides.
-        key, value: `[b, K, T, D]` in the dtype of `query`; A is a multiple of K (grouped-query attention).
-        tangents: of query, key and value, each shaped like it or None for zero.
-        cu_seqlens: int32 `[num_sequences + 1]`, cumulative sequence lengths over the concatenated rows, starting at 0.
-            No sequence crosses the end of a row of the batch.
-        max_seqlen: tokens of the longest sequence; only the choice of tiles depends on it.
-        scale, sliding_window, sinks: as in `block_attention`.
-        given: output and log-sum-exp from another kernel, as returned here; None to compute them.
-        tiles: tokens of a query block and of a key block, powers of two of at least 16, and optionally warps and
-            pipeline stages; None to autotune over the GPU's candidates for each shape.
+    The inputs are those of `block_attention` in bf16, fp16 or fp32, with any strides; the sequences those of
+    `SequenceLayout`, none of which crosses the end of a row; only the choice of tiles depends on `max_seqlen`. `given`:
+    output and log-sum-exp from another kernel, as returned here; None to compute them. `tiles`: tokens of a query block
+    and of a key block, powers of two of at least 16, and optionally warps and pipeline stages; None to autotune over
+    the GPU's candidates for each shape.
 
-    Returns:
-        output `[b, A, T, D]` in the dtype of `query`, a view of a contiguous `[b, T, A, D]`; its tangent in the same
-        layout, None if all tangents are None; and the log-sum-exp of the scaled scores and the sink, fp32 `[b, A, T]`.
+    Returns the output `[b, A, T, D]` in the dtype of `query`, a view of a contiguous `[b, T, A, D]`; its tangent in the
+    same layout, None if all tangents are None; and the log-sum-exp of the scaled scores and the sink, fp32 `[b, A, T]`.
     """
     batch, num_heads, num_tokens, head_dim = query.shape
     output, log_sum_exp = given or (

@@ -48,15 +48,8 @@ def has_fp8_units() -> bool:
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x W^T` with both factors rounded to `float8_e4m3fn`, each row scaled to the largest number of that format.
-
-    Args:
-        x: `[..., in]`, bf16.
-        weight: `[out, in]`, bf16, for which `is_supported`.
-
-    Returns:
-        `[..., out]`, bf16, summed in fp32.
-    """
+    """`x W^T`, bf16, summed in fp32, with both factors rounded to `float8_e4m3fn`, each row scaled to the largest
+    number of that format. `x [..., in]` and `weight [out, in]` are bf16; `is_supported` of the weight."""
     (rows, row_scales), (columns, column_scales) = _quantize(x.flatten(0, -2)), _quantize(weight)
     if x.is_cuda:
         output = torch._scaled_mm(
@@ -98,16 +91,8 @@ def linear_with_addend(x: Tensor, weight: Tensor, bias: Tensor | None, addend: T
     """Compute `x W^T + scaling * addend`, rounded once, then `+ bias`; without an addend a plain linear layer.
 
     `addmm` takes only one addend, so the bias is rounded separately. That rounding does not lose the adapter, whose
-    output varies with the token like the base output, so that the errors average out.
-
-    Args:
-        x: `[..., in]`.
-        weight: `[out, in]`.
-        bias: `[out]` or None.
-        addend: `[..., out]` in the dtype of `x`, or None.
-
-    Returns:
-        `[..., out]` in the dtype of `x`.
+    output varies with the token like the base output, so that the errors average out. `addend` and result are `[...,
+    out]` in the dtype of `x [..., in]`.
     """
     if addend is None:
         return nn.functional.linear(x, weight, bias)
@@ -127,14 +112,9 @@ def linear_tangent(
     scaling: float = 1.0,
     in_fp8: bool = False,
 ) -> Tensor | None:
-    """Compute the tangent of `linear_with_addend`, skipping inputs without a tangent; None if none has one.
-
-    PyTorch's own rule multiplies by zeros in place of missing tangents, a third of the work of a frozen layer under
-    LoRA.
-
-    Args:
-        in_fp8: compute `d_x W^T` by `fp8_linear`, where it takes the weight.
-    """
+    """Compute the tangent of `linear_with_addend`, skipping inputs without a tangent; None if none has one. PyTorch's
+    own rule multiplies by zeros in place of missing tangents, a third of the work of a frozen layer under LoRA.
+    `in_fp8`: compute `d_x W^T` by `fp8_linear`, where it takes the weight."""
     tangent = None
     if d_x is not None and in_fp8 and is_supported(weight):
         tangent = fp8_linear(d_x, weight)

@@ -178,14 +178,9 @@ def _can_use_triton(x: Tensor) -> bool:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, d_weight: Tensor | None = None, accumulation: torch.dtype | None = None
 ) -> Tensor:
-    """Compute `w x / sqrt(mean(x^2) + eps)` over the last dimension, rounding where Hugging Face's models do.
-
-    Args:
-        x: `[..., size]`; may be a dual tensor.
-        weight: `[size]`, of the dtype of `x`.
-        d_weight: its tangent.
-        accumulation: dtype of the computation; None for fp32, or fp64 for fp64.
-    """
+    """Compute `w x / sqrt(mean(x^2) + eps)` over the last dimension, rounding where Hugging Face's models do. `x` may
+    be a dual tensor; `weight` has its dtype, and `d_weight` is its tangent; `accumulation`: dtype of the computation,
+    None for fp32, or fp64 for fp64."""
     with torch._C.DisableTorchFunction():  # the fused pass's function mode intercepts every call from Python
         x, d_x = forward_ad.unpack_dual(x)
         accumulation = accumulation or torch.promote_types(x.dtype, torch.float32)

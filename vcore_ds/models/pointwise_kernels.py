@@ -16,14 +16,8 @@ TILE_NUMEL = 4096
 def rms_norm_tangent_kernel(
     x: Tensor, weight: Tensor, inverse: Tensor, d_x: Tensor | None, d_weight: Tensor | None
 ) -> Tensor:
-    """Compute the tangent of an RMSNorm over the last dimension.
-
-    Args:
-        x: `[..., size]`.
-        weight: `[size]`.
-        inverse: inverse root mean squares of x, fp32 `[..., 1]`.
-        d_x, d_weight: tangents of x and weight; at least one.
-    """
+    """Compute the tangent of an RMSNorm over the last dimension, from at least one tangent of `x [..., size]` and
+    `weight [size]`. `inverse`: inverse root mean squares of x, fp32 `[..., 1]`."""
     size = x.shape[-1]
     rows, d_rows = x.reshape(-1, size), None if d_x is None else d_x.reshape(-1, size)
     tangent = torch.empty_like(rows, memory_format=torch.contiguous_format)

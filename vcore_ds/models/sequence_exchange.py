@@ -31,15 +31,13 @@ def take_local_heads(tensor: Tensor, sequence_parallel: int) -> Tensor:
 
 
 def tokens_to_heads(tensors: Sequence[Tensor], sequence_parallel: int) -> list[Tensor]:
-    """Exchange all heads of this rank's tokens for all tokens of this rank's heads: one all-to-all for all tensors.
+    """Exchange all heads of this rank's tokens for all tokens of this rank's heads: one all-to-all for all tensors,
+    differentiable.
 
-    Args:
-        tensors: queries `[b, A, t, D]`, keys and values `[b, K, t, D]`, and tangents of them; A is a multiple of K and
-            of the sequence-parallel size k. If k does not divide K, key and value heads are repeated to the least
-            common multiple of K and k, which divides A: each rank gets those that its query heads attend to.
-
-    Returns:
-        Queries `[b, A / k, T, D]`, keys and values `[b, lcm(K, k) / k, T, D]`. Differentiable.
+    Queries `[b, A, t, D]`, keys and values `[b, K, t, D]`, and tangents of them become `[b, A / k, T, D]` and `[b,
+    lcm(K, k) / k, T, D]`. A is a multiple of K and of the sequence-parallel size k. If k does not divide K, key and
+    value heads are repeated to the least common multiple of K and k, which divides A: each rank gets those that its
+    query heads attend to.
     """
     k = sequence_parallel
     if k == 1:
@@ -85,17 +83,12 @@ def exchange_with_tangents(
 
 
 def gather_losses(losses: Tensor, supervised: Tensor, sequence_parallel: int) -> Tensor:
-    """All-gather the losses of a batch over its sequence-parallel group; takes dual tensors.
+    """All-gather the losses of a batch over its sequence-parallel group, row-major: from those of the supervised tokens
+    among this rank's columns, `[n]`, to all, `[N]`; takes dual tensors. `supervised`: bool `[b, T]` on the host, True
+    where the batch has a target.
 
     The backward returns the slice of this rank's tokens: all ranks compute the same from the gathered losses, so a
     reduce-scatter, the usual backward of an all-gather, would give k times the gradient.
-
-    Args:
-        losses: `[n]`, of the supervised tokens among this rank's columns, row-major.
-        supervised: bool `[b, T]` on the host, True where the batch has a target.
-
-    Returns:
-        `[N]`, row-major.
     """
     k = sequence_parallel
     if k == 1:

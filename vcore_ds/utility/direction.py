@@ -104,18 +104,15 @@ class Direction:
         """Compute `v` as the update direction of the probe batch `B'` (Algorithm 1, lines 2-3). A collective.
 
         Dropout is off. Parameters, optimizer state, schedule, step counters and gradient accumulation do not change.
+        `batches`: this rank's micro-batches of the probe, the same number on every rank, idle ranks included; `clip`:
+        bound on the global norm of the probe gradient, None for no clipping; `loss_weights`: `uniform` over each
+        sequence (the paper), or each token's probability (`dft`); `seed`: of the random sketch of a low-rank direction,
+        the same on all ranks.
 
-        Args:
-            batches: this rank's micro-batches of the probe; the same number on every rank, idle ranks included.
-            clip: bound on the global norm of the probe gradient; None for no clipping.
-            optimizer: `sgd` keeps the gradient; `adam` and `muon` multiply it by the transposed Jacobian of that
-                optimizer's update, which depends on its moments. Before its first step there are none, and the gradient
-                is kept.
-            loss_weights: `uniform` over each sequence (the paper), or each token's probability (`dft`).
-            seed: seed of the random sketch of a low-rank direction; the same on all ranks.
-
-        Raises:
-            NonFiniteLoss: on all ranks, naming the probe's sequences; utilities along such a direction would be NaN.
+        `optimizer: sgd` keeps the gradient; `adam` and `muon` multiply it by the transposed Jacobian of that
+        optimizer's update, which depends on its moments. Before its first step there are none, and the gradient is
+        kept. Raises NonFiniteLoss, on all ranks, naming the probe's sequences; utilities along such a direction would
+        be NaN.
         """
         loss = self._backward(batches, normalization, loss_weights)
         norm = self._engine.gradient_norm()

@@ -54,14 +54,10 @@ LossesAndUtilities = Sequence[tuple[Tensor, Tensor]]
 class MainLosses:
     """The main forward of one micro-batch; all `[N]`."""
 
-    losses: Tensor
-    """Nats, with a graph."""
-    utilities: Tensor | None = None
-    """None without a direction."""
-    statistics: Tensor | None = None
-    """A statistic of each prediction, without a graph, if the method's weights use one."""
-    divergences: Tensor | None = None
-    """`KL(base || model)` of each prediction in nats, with a graph, if it is part of the method's loss."""
+    losses: Tensor  # nats, with a graph
+    utilities: Tensor | None = None  # None without a direction
+    statistics: Tensor | None = None  # of each prediction, without a graph, if the method's weights use one
+    divergences: Tensor | None = None  # `KL(base || model)` in nats, with a graph, if part of the method's loss
 
 
 class MainForward(Protocol):
@@ -90,8 +86,7 @@ class PlainForward:
     batches: Sequence[Batch]
     precomputed: LossesAndUtilities = ()
     statistic: PredictionStatistic | None = None
-    is_anchored: bool = False
-    """Whether the loss includes the divergence from the base model; not together with `statistic`."""
+    is_anchored: bool = False  # whether the loss includes the divergence from the base model; without a `statistic`
     metrics: Metrics = field(default_factory=dict)
 
     def __call__(self, k: int) -> MainLosses:
@@ -132,14 +127,10 @@ class Estimator(Protocol):
     def begin(
         self, batches: Sequence[Batch], *, seed: int = 0, measure_noise: bool = False, precompute: bool = False
     ) -> MainForward:
-        """Run the passes that come before the main forward. A collective.
-
-        Args:
-            batches: this rank's main micro-batches.
-            seed: seed of this step's random numbers; the same on all ranks.
-            measure_noise: also measure the utilities' signal-to-noise ratio, if the estimator is subject to rounding.
-            precompute: compute `MainForward.precomputed`, before the first backward.
-        """
+        """Run the passes that come before the main forward of this rank's micro-batches. A collective. `seed`: of this
+        step's random numbers, the same on all ranks; `measure_noise`: also measure the utilities' signal-to-noise
+        ratio, if the estimator is subject to rounding; `precompute`: compute `MainForward.precomputed`, before the
+        first backward."""
         ...
 
     def state(self) -> dict[str, float | None] | None:
@@ -176,10 +167,8 @@ class ForwardMode:
     """Exact utilities by forward-mode differentiation, in the main forward or in JVP passes before it."""
 
     def __init__(self, engine: Engine, direction: Direction, batches_per_pass: int = 1, *, fused: bool = False):
-        """Args:
-        batches_per_pass: number of main micro-batches in a separate JVP pass.
-        fused: compute utilities in the main forward; `why_not_fused` must be None for the engine.
-        """
+        """`batches_per_pass`: number of main micro-batches in a separate JVP pass; `fused`: compute utilities in the
+        main forward, for which `why_not_fused` must be None."""
         self.direction = direction
         self._engine, self._batches_per_pass, self._fused = engine, batches_per_pass, fused
 

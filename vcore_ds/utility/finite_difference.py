@@ -75,8 +75,7 @@ class DifferenceForward:
     batches: Sequence[Batch]
     epsilon: float
     perturbed_losses: Sequence[Tensor]
-    base_losses: Sequence[Tensor] | None
-    """`l(theta)` from a separate forward without dropout; None to use the main forward's."""
+    base_losses: Sequence[Tensor] | None  # `l(theta)` of a separate forward without dropout; None: the main forward's
     metrics: Metrics
 
     @property
@@ -93,13 +92,7 @@ class DifferenceForward:
 
 class FiniteDifference:
     """Utilities by a perturbed forward before the main one (Section "One-Backward Trick"). Without dropout the main
-    forward gives `l(theta)`.
-
-    Attributes:
-        displacement: `epsilon * |v|` chosen by `epsilon: auto`; None before the first search. Kept from step to step
-            instead of epsilon, because the distance at which rounding and curvature balance hardly changes, while the
-            gradient norm does.
-    """
+    forward gives `l(theta)`."""
 
     def __init__(
         self,
@@ -110,12 +103,11 @@ class FiniteDifference:
         epsilon: float | Literal["auto"],
         rounding: Literal["nearest", "stochastic"] = "nearest",
     ):
-        """Args:
-        batches_per_pass: number of main micro-batches in one forward without gradient.
-        epsilon: step size, in units of `v`; `auto` searches for it at steps that measure noise.
-        rounding: rounding of the perturbed parameters, see `perturb_parameters`.
-        """
+        """`batches_per_pass`: main micro-batches in one forward without gradient; `epsilon`: step size in units of `v`,
+        `auto` to search for it at steps that measure noise; `rounding`: as in `perturb_parameters`."""
         self.direction = direction
+        # `epsilon * |v|` of the last search: the distance at which rounding and curvature balance hardly changes from
+        # step to step, while the gradient norm does.
         self.displacement: float | None = None
         self._engine, self._batches_per_pass = engine, batches_per_pass
         self.epsilon, self._rounds_stochastically = epsilon, rounding == "stochastic"
@@ -195,13 +187,9 @@ def signal_to_noise(below: Tensor, base: Tensor, above: Tensor) -> float:
     To first order a loss changes antisymmetrically, `(above - below) / 2`; the symmetric part, `above + below - 2
     base`, is rounding error (or, at a large epsilon, curvature, which is an error too). With independent rounding of
     variance r^2 the symmetric part has variance 6 r^2, the antisymmetric part r^2 / 2 in addition to the signal, and
-    the difference `base - below` used by the estimator 2 r^2.
-
-    Args:
-        below, base, above: losses `[N]` of this rank's tokens at `theta - eps v`, `theta` and `theta + eps v`.
-
-    Returns:
-        rms(signal) / sqrt(2 r^2) over all ranks; below 1 the difference is mostly noise.
+    the difference `base - below` used by the estimator 2 r^2. From the losses `[N]` of this rank's tokens at `theta -
+    eps v`, `theta` and `theta + eps v`, returns rms(signal) / sqrt(2 r^2) over all ranks; below 1 the difference is
+    mostly noise.
     """
     antisymmetric, symmetric = (above - below) / 2, above + below - 2 * base
     # Every rank of a sequence-parallel group counts the same tokens, which cancels in the ratio.

@@ -45,11 +45,10 @@ if TYPE_CHECKING:  # megatron-core takes seconds
 def forward_mode(engine: Engine, direction: Direction, precision: torch.dtype | None = None) -> Iterator[None]:
     """A context for JVP passes: `compute_losses_and_utilities` differentiates along `direction`.
 
-    Args:
-        precision: dtype of the computation, None for that of the parameters. All parameters, frozen ones included, and
-            the direction are converted from the values in the shards, so the derivative is taken at the parameters of
-            the training forward, without its rounding. A layer's copies live while that layer runs. Hugging Face's
-            norms always compute in fp32, so fp64 has fp32 rounding there.
+    `precision`: dtype of the computation, None for that of the parameters. All parameters, frozen ones included, and
+    the direction are converted from the values in the shards, so the derivative is taken at the parameters of the
+    training forward, without its rounding. A layer's copies live while that layer runs. Hugging Face's norms always
+    compute in fp32, so fp64 has fp32 rounding there.
     """
     # peft would cast an adapter's input to the dtype that the adapter has outside its forward.
     without_casting = disable_input_dtype_casting(engine.module, active=precision is not None)
@@ -66,13 +65,9 @@ def dual_parameters(
     attention: str = FORWARD_MODE_ATTENTION,
     with_graph: bool = False,
 ) -> Iterator[None]:
-    """A context in which each layer's parameters are dual tensors while the layer runs.
-
-    Args:
-        precision: see `forward_mode`.
-        attention: name of an attention implementation that carries tangents.
-        with_graph: if gradients are enabled, keep the parameter itself as the value, so that it receives a gradient.
-    """
+    """A context in which each layer's parameters are dual tensors while the layer runs. `precision`: as in
+    `forward_mode`; `attention`: name of an implementation that carries tangents; `with_graph`: if gradients are
+    enabled, keep the parameter itself as the value, so that it receives a gradient."""
     config = engine.module.base.config.get_text_config()
     tangents = _TangentGatherer(direction, precision, with_graph=with_graph)
     attention_before = config._attn_implementation

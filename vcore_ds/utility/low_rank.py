@@ -40,20 +40,13 @@ def factorize(
     seed: int,
     num_passes: int = 1,
 ) -> dict[int, LowRank]:
-    """Factorize the direction of each parameter into the same factors on all its ranks, by `id(parameter)`.
+    """Factorize the direction of each parameter into the same factors `Q` and `B` on all its ranks, by `id(parameter)`,
+    in the dtype of `vector`, the direction in the layout of `shards`. `has_low_rank` is true for the parameters;
+    `rank`: number of columns of each `Q`; `seed`: of `Omega`, the same on all ranks.
 
-    A collective: two all-reduces per pass for each axis over which some of the parameters are sharded.
-
-    Args:
-        vector: the direction, in the layout of `shards`.
-        parameters: parameters for which `has_low_rank` is true.
-        rank: number of columns of each `Q`.
-        seed: seed of `Omega`, the same on all ranks; equal seeds give equal factors.
-        num_passes: passes of subspace iteration. Each one after the first starts from `B^T` in place of `Omega` (Halko
-            et al., algorithm 4.4), which is closer to the leading singular vectors.
-
-    Returns:
-        `Q` and `B` in the dtype of the vector.
+    A collective: two all-reduces per pass for each axis over which some of the parameters are sharded. Each of the
+    `num_passes` passes of subspace iteration after the first starts from `B^T` in place of `Omega` (Halko et al.,
+    algorithm 4.4), which is closer to the leading singular vectors.
     """
     factors: dict[int, LowRank] = {}
     for with_experts in (False, True):

@@ -140,12 +140,8 @@ class ParallelTokenLossHead(nn.Module):
         *,
         statistic: PredictionStatistic | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks. A collective.
-
-        The gradient of `hidden` is the rank's term, to be summed over the ranks.
-
-        Args: those of `vcore_ds.models.causal_lm.TokenLossHead`.
-        """
+        """Compute losses `[N]` of `targets [N]` given `hidden [N, H]`, the same on all ranks, as `TokenLossHead` does.
+        A collective. The gradient of `hidden` is the rank's term, to be summed over the ranks."""
         if statistic is not None:
             return loss_and_statistic(hidden, self.weight, targets, statistic, shard=self._shard)
         tangent = read_low_rank_tangent(self, "weight")
@@ -220,12 +216,9 @@ class ParallelTokenLossModel(nn.Module):
         *,
         statistic: PredictionStatistic | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order.
-
-        A collective over the tensor axis, whose ranks have the same columns.
-
-        Args: those of `vcore_ds.models.causal_lm.TokenLossModel`; t is a multiple of the tensor-parallel size.
-        """
+        """Compute losses in nats, fp32, `[N]`, of the supervised tokens among this rank's columns, in row-major order,
+        from the arguments of `TokenLossModel`; t is a multiple of the tensor-parallel size. A collective over the
+        tensor axis, whose ranks have the same columns."""
         if input_ids.shape[1] % layout.size("tensor"):
             raise UserError(
                 f"parallel.tensor: found {layout.size('tensor')} together with packs of {input_ids.shape[1]} tokens on "

@@ -107,10 +107,7 @@ class ColumnLinears(nn.Module):
     def __init__(
         self, config: TransformerConfig, num_inputs: int, num_outputs: Mapping[str, int], *, bias: bool = False
     ):
-        """Args:
-        num_inputs: I.
-        num_outputs: O over all ranks, by the layer's name.
-        """
+        """`num_inputs`: I; `num_outputs`: O over all ranks, by the layer's name."""
         super().__init__()
         self.names = tuple(num_outputs)
         for name in self.names:
