@@ -54,7 +54,8 @@ class AdapterWeights:
 
     def __init__(self, folder: Path):
         self.name, file = folder.name, "adapter_model.safetensors"
-        self.digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+        with (folder / file).open("rb") as opened:
+            self.digest = hashlib.file_digest(opened, "sha256").hexdigest()
         self._weights = model_folder.WeightFiles(str(folder), file=file)
         self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._weights.names}
         self.shapes = {name: self.read(name).shape for name in self._stored}
