@@ -22,7 +22,7 @@ Timed = Callable[[Callable[[], object], int], float]
 
 
 def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Timed) -> dict[str, Any]:
-    """Seconds of one layer's attention on a pack, by way; and of every tile, where there is the kernel."""
+    """Seconds of one layer's attention on a pack, by way."""
     heads, kv_heads, head_dim = (sizes[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     num_tokens, place, scale = sum(lengths), device(), head_dim**-0.5
     torch.manual_seed(0)
@@ -52,22 +52,14 @@ def measure_attention(sizes: dict[str, Any], lengths: Sequence[int], timed: Time
             [*primals, None], [*tangents, None], layout, Scoring(scale)
         )
     seconds: dict[str, Any] = {}
-    if place.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
-        from vcore_ds.models.flash_tangent import BlockMemory, flash_tangent, half_precision_tiles
+    if is_compiled and place.type == "cuda" and head_dim <= MAX_KERNEL_HEAD_DIM:
+        from vcore_ds.models.flash_tangent import flash_tangent
 
-        def kernel(tiles: tuple[int, ...] | None = None) -> object:
-            options = dict(cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=scale, tiles=tiles)
-            return flash_tangent(*primals, tangents, **options)
-
-        padded = max(64, 1 << (head_dim - 1).bit_length())
-        if is_compiled:
-            implementations["with tangents, kernel"] = kernel
-        candidates = half_precision_tiles(padded, value_is_given=False, memory=BlockMemory.read(place))
-        for tiles in candidates if is_compiled else ():
-            implementations["kernel, tiles " + " ".join(map(str, tiles))] = lambda tiles=tiles: kernel(tiles)
+        options = dict(cu_seqlens=layout.cu_seqlens, max_seqlen=layout.max_seqlen, scale=scale)
+        implementations["with tangents, kernel"] = lambda: flash_tangent(*primals, tangents, **options)
     for name, work in implementations.items():
         try:
             seconds[name] = timed(work, 5)
-        except Exception as error:  # a tile may not fit this device; measure the others
+        except Exception as error:  # one may not fit this device; measure the others
             seconds[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return seconds

@@ -61,7 +61,7 @@ def test_an_adapter_is_pushed_with_its_card(run: Path, base: Path, tmp_path: Pat
             text=True,
         )
     assert done.returncode == 0, done.stderr
-    assert f"Pushed: {hub.url}/me/result (private)" in done.stdout
+    assert f"Pushed: {hub.url}/me/result" in done.stdout
     assert hub.visibility == {"me/result": "private"}
     files, folder = hub.files["me/result"], run / "export" / "step_00000020" / "adapter"
     assert files.keys() == {path.name for path in folder.iterdir()}
@@ -73,7 +73,6 @@ def test_an_adapter_is_pushed_with_its_card(run: Path, base: Path, tmp_path: Pat
     assert ModelCard(files["README.md"].decode()).data.base_model == "owner/base"
     assert not any(str(tmp_path.parent).encode() in content for content in files.values())
     checks = [request.split("?")[0] for request in hub.requests]
-    assert checks.index("GET /api/whoami-v2") < checks.index("POST /api/repos/create")
     assert "POST /api/validate-yaml" in checks and any(request.startswith("PUT /blob/") for request in checks)
 
 
@@ -81,21 +80,15 @@ def test_the_hubs_rules_refuse_the_card_that_peft_writes(run: Path) -> None:
     assert "is not valid" in fake_hub.find_card_problems("---\nbase_model: /home/me/model\n---\n")[0]
 
 
-def test_a_second_push_needs_update_and_uses_the_existing_export(
+def test_a_second_push_uses_the_existing_export(
     run: Path, hub: fake_hub.FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(run), "--push", "me/result", "--public"]) == 0
-    said = capsys.readouterr().out
-    assert "(public)" in said and "base model's hub id is unknown" in said
-    assert hub.visibility["me/result"] == "public"
+    assert main(["export", str(run), "--push", "me/result"]) == 0
+    assert "base model's hub id is unknown" in capsys.readouterr().out
     assert json.loads(hub.files["me/result"]["adapter_config.json"])["base_model_name_or_path"] == "base"
 
-    num_requests = len(hub.requests)
-    assert "me/result: exists already" in read_refusal(capsys, run, "--push", "me/result")
-    assert not any("POST" in request for request in hub.requests[num_requests:])
-
     evaluation = write_answers(tmp_path / "evaluation", {"aime": [[k % 2] for k in range(60)]}, truncated=6)
-    words = ["--push", "me/result", "--update", "--evaluation", str(evaluation)]
+    words = ["--push", "me/result", "--evaluation", str(evaluation)]
     assert main(["export", str(run), *words]) == 0
     assert "only its model card was rewritten" in capsys.readouterr().out
     (result,) = ModelCard(hub.files["me/result"]["README.md"].decode()).data.eval_results
@@ -147,7 +140,6 @@ def test_without_a_network_nothing_is_exported(
     [
         (["--push", "no_owner"], "expected OWNER/NAME, a repository on the hub"),
         (["--push", "a/b/c"], "expected OWNER/NAME, a repository on the hub"),
-        (["--public"], "expected --push OWNER/NAME too"),
         (["--base-model", "/home/me/model"], "expected OWNER/NAME, its id on the hub"),
     ],
 )

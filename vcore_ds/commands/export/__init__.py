@@ -28,15 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base-model", metavar="OWNER/NAME", help="hub id of the base model, for the card (default: from model.path)")
     evaluation = "folder with an evaluation.json of this result, for the model card; repeat it for several"
     add("--evaluation", type=Path, action="append", default=[], metavar="DIR", help=evaluation)
-    add("--push", metavar="OWNER/NAME", help="upload the folder to this new repository on the hub")
-    add("--public", action="store_true", help="with --push: make it public (default: private)")
-    add("--update", action="store_true", help="with --push: allow an existing repository")
+    add("--push", metavar="OWNER/NAME", help="upload the folder to this repository on the hub; a new one is private")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.push is None and (arguments.public or arguments.update):
-        raise UserError("export: found --public or --update without --push; expected --push OWNER/NAME too")
-    from vcore_ds.commands.export.write import export_run
+    from vcore_ds.commands.export.write import export_run, open_hub, push_folder
     from vcore_ds.models.model_identity import identify_base_model, is_hub_id
     from vcore_ds.training.run_folder import read_run_recipe
 
@@ -44,9 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError(f"--base-model: found {arguments.base_model}; expected OWNER/NAME, its id on the hub")
     base, api = None, None
     if arguments.push is not None:
-        from vcore_ds.commands.export.write import check_repository, push_folder
-
-        api = check_repository(arguments.push, update=arguments.update)
+        api = open_hub(arguments.push)
     if api is not None or arguments.base_model is not None:
         path = read_run_recipe(arguments.run).model.path
         base = identify_base_model(path, hub_id=arguments.base_model, ask_hub=api is not None)
@@ -67,5 +61,4 @@ def main(arguments: argparse.Namespace) -> None:
             f"The base model's hub id is unknown: the card and the configuration say {base.name}. Set it with "
             "--base-model OWNER/NAME"
         )
-    address = push_folder(api, folder, arguments.push, base, public=arguments.public, update=arguments.update)
-    print(f"Pushed: {address} ({'public' if arguments.public else 'private'})")
+    print(f"Pushed: {push_folder(api, folder, arguments.push, base)}")

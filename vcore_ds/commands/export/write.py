@@ -107,25 +107,16 @@ def export_run(
     max_file_bytes: int = model_folder.MAX_FILE_BYTES,
 ) -> Path:
     """Write the full weights, or the adapter of a LoRA run, or (`merge`) the model with the adapter merged in; return
-    the folder.
+    the folder. Holds about one weight file in memory, and changes nothing in the run, which may be training.
 
-    Holds about one weight file in memory. Changes nothing in the run, which may be training.
+    `checkpoint` is a name in `run/checkpoints`; None for the newest that verifies, or the adapter of a finished run
+    without checkpoints. `output` is a new folder; None for `run/export/CHECKPOINT/KIND`. `dtype` is `bf16` or `fp32`;
+    None for the run's precision (an adapter: fp32, which it was trained in). `base` and `evaluations` (folders) are for
+    the model card; `base` None to derive it from model.path. `reuse` keeps the folder of an earlier export with the
+    same output, and rewrites only its card.
 
-    Args:
-        run: a run's folder.
-        checkpoint: name of a checkpoint in `run/checkpoints`; None for the newest that verifies, or the adapter of a
-            finished run without checkpoints.
-        output: new folder; None for `run/export/CHECKPOINT/KIND`.
-        dtype: `bf16` or `fp32`; None for the run's precision (an adapter: fp32, which it was trained in).
-        base: the base model, for the model card; None to derive it from model.path.
-        evaluations: folders with an evaluation.json, for the model card.
-        reuse: keep the folder of an earlier export with the same output, and rewrite only its card.
-
-    Raises:
-        UserError: for a user's mistake, or a full disk.
-        BadExport: the files read back differ from what was written.
-        In either case, no folder `output` remains.
-    """
+    Raises UserError for a user's mistake or a full disk, BadExport where the files read back differ from what was
+    written; no folder `output` remains then."""
     started = time.perf_counter()
     recipe = read_run_recipe(run)
     if merge and recipe.lora is None:
@@ -341,31 +332,28 @@ def write_adapter(recipe: Recipe, trained: TrainedWeights, folder: Path, card: s
     return model_folder.write_adapter(adapted, adapter, folder, load_tokenizer(recipe.model.path), card)
 
 
-def check_repository(repository: str, *, update: bool) -> HfApi:
-    """Return the hub's API, before an export, which takes minutes. Raises UserError where the name is invalid, the hub
-    cannot be reached or refuses the token, or the repository exists without `update`."""
+def open_hub(repository: str) -> HfApi:
+    """Return the hub's API, before an export, which takes minutes. Raises UserError where the name is invalid, or the
+    hub cannot be reached or refuses the token."""
     if not is_hub_id(repository):
         raise UserError(f"--push: found {repository}; expected OWNER/NAME, a repository on the hub")
-    api = HfApi()
     with _explaining(repository):
+        api = HfApi()
         api.whoami()
-        exists = api.repo_exists(repository)
-    if exists and not update:
-        raise UserError(f"--push: {repository}: exists already; name another one, or add --update to commit to it")
     return api
 
 
-def push_folder(api: HfApi, folder: Path, repository: str, base: BaseModel, *, public: bool, update: bool) -> str:
-    """Create the repository, private unless `public`, commit all files of `folder` at once, and return its address; in
+def push_folder(api: HfApi, folder: Path, repository: str, base: BaseModel) -> str:
+    """Commit all files of `folder` at once to a repository, which is private if it is new, and return its address; in
     an adapter's configuration the base model's public name replaces its path. Raises UserError where the hub cannot be
-    reached or refuses; nothing is visible then."""
+    reached or refuses."""
     files: dict[str, bytes | Path] = {path.name: path for path in sorted(folder.iterdir())}
     if CONFIG_NAME in files:
         config = json.loads((folder / CONFIG_NAME).read_bytes()) | {"base_model_name_or_path": base.public_name}
         files[CONFIG_NAME] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     with _explaining(repository):
         # Without `private` the owner's settings decide, and make most repositories public.
-        api.create_repo(repository, private=not public, exist_ok=update)
+        api.create_repo(repository, private=True, exist_ok=True)
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
         api.create_commit(repository, operations, commit_message="Result of a run of vcore_ds")
     return f"{api.endpoint}/{repository}"
