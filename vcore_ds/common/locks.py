@@ -122,9 +122,9 @@ def unfinished_work(output: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def resume_or_begin(folder: Path, request: Mapping[str, Any], say: Callable[[str], None], *, again: bool) -> None:
-    """Keep the finished parts in the folder of `unfinished_work` if they belong to the same request (all that they
-    depend on, as JSON values); or start empty, also with `again`. Raises UserError if there are parts of another
-    request."""
+    """Keep the finished parts in the folder of `unfinished_work` if they were made for the same request: all values
+    that they depend on, as JSON. Without parts, or with `again`, start empty.
+    Raises UserError if there are parts of another request."""
     if _has_results(folder):
         differences = describe_differences(read_request(folder), request)
         if not (differences or again):

@@ -281,7 +281,7 @@ class MainOrder:
 
 class RandomDraws:
     """Random batches, independent of `MainOrder`: the probe batches B' (Algorithm 1 of the paper), and the trusted part
-    of the main batches. Files have their shares of all batches together, and of each to within three draws."""
+    of the main batches. Over all batches each file has its share of the draws, in one batch to within three."""
 
     def __init__(
         self,

@@ -60,9 +60,9 @@ class Dropped(Exception):
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Split an assistant's text into (thinking, answer) at its first `</think>`. The thinking, which may be empty,
-    begins with `<think>`, or without it: outputs of thinking models begin after the `<think>` of the prompt. A text
-    that has something before `<think>` is all answer. Raises Dropped if a `<think>` is never closed."""
+    """Split an assistant's text into (thinking, answer) at its first `</think>`; the thinking may be empty. The opening
+    `<think>` may be missing, since outputs of thinking models begin after the one in the prompt. If other text comes
+    before `<think>`, everything is the answer. Raises Dropped if a `<think>` is never closed."""
     thinking, closing, answer = text.partition(_CLOSING)
     before, opening, inside = thinking.partition(_OPENING)
     if text.rpartition(_CLOSING)[2].count(_OPENING):

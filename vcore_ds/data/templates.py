@@ -33,8 +33,8 @@ _CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 Composition = Literal["rendered", "turn", "block"]
-"""How the last turn is written: as in the rendered conversation; appended to its prompt, as the template renders it
-after a question; or so without thinking, behind the thinking."""
+"""How the last turn is written. `rendered`: as the template renders the conversation. `turn`: after its generation
+prompt, as the template renders it after a single question. `block`: the same, with the thinking in tags before it."""
 
 
 class ComposedText(NamedTuple):
@@ -123,10 +123,10 @@ class ChatTemplate:
         return message | {"content": f"{opening}{thinking}{closing}{message['content']}"}
 
     def compose(self, messages: Sequence[Message], composition: Composition | None = None) -> ComposedText:
-        """Render a conversation, whose last turn follows its generation prompt if the template can be made to say so:
-        the R1 distillations' drops thinking from every turn, Mistral's moves the system message once an answer follows,
-        gpt-oss's drops the thinking before calls, and some generation prompts already end in `<think>`. `composition`:
-        that of a conversation of the same form; None to find it."""
+        """Render a conversation. Where possible its last turn follows its generation prompt, which templates do not
+        always do: the R1 distillations' drops thinking from every turn, Mistral's moves the system message once an
+        answer follows, gpt-oss's drops the thinking before calls, and some generation prompts already end in `<think>`.
+        `composition`: that of a conversation of the same form; None to find it."""
         text, (*before, last) = self.render(messages), messages
         if composition == "rendered" or last["role"] != "assistant" or not before:
             return ComposedText(text, None, "rendered")
@@ -145,8 +145,8 @@ class ChatTemplate:
     def _write_turn(
         self, prompt: str, last: Message, composition: Composition | None
     ) -> tuple[str, Composition] | None:
-        """Return the text of a turn after its prompt; None if that cannot be written, or what the model would have to
-        generate is not in the row."""
+        """Return the text of a turn after its prompt; None if the template does not allow that, or if the model would
+        have to generate text that is not in the row."""
         thinking = last.get("reasoning_content", "").strip("\n")
         asked, turn = self.render_prompt([_QUESTION]), self.render([_QUESTION, last])
         if composition != "block" and turn.startswith(asked) and (composition or thinking.strip() in turn):
@@ -175,8 +175,8 @@ class TemplateTraits(NamedTuple):
     has_switch: bool
     """Whether prompts with thinking differ from those without."""
     next_tokens: tuple[str, str]
-    """The special token, and the white space before it, with which the message after a last answer, and after a last
-    call, begins; empty if there is none. GLM-4.5's turns end with it."""
+    """The special token, with white space before it, that begins the message after an answer, and after a call; empty
+    if there is none. It ends the turns of GLM-4.5."""
     end_of_text: str
     """What follows the end of a conversation's last turn (Phi-3: `<|endoftext|>` after `<|end|>`)."""
 
@@ -224,8 +224,8 @@ def match_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str
 
 
 def _find_thinking_form(template: ChatTemplate) -> tuple[str | None, tuple[str, str]]:
-    """Try the keys, in a turn that answers and in one that calls: Gemma 4's first templates read thinking in the second
-    only."""
+    """Find the key and the tags of thinking. Each key is tried in an answer and in a call, since Gemma 4's first
+    templates read thinking in calls only."""
     tags = "<think>\n", "\n</think>\n\n"
     for turn in (_ANSWER, _CALLING):
         for key in THINKING:
