@@ -114,8 +114,8 @@ def print_report(capsys, *words: object) -> tuple[int, str, str]:
 
 
 def cut_token_tables(output: str) -> str:
-    """The part of a text report between its heading and its times."""
-    return output.partition("Recorded: ")[2].partition("Seconds of a step")[0]
+    """The part of a text report between its first table of tokens and its times."""
+    return output.partition("Tokens that gained")[2].partition("Seconds of a step")[0]
 
 
 def parse_rows(output: str, title: str) -> list[list[str]]:
@@ -143,8 +143,8 @@ def test_the_text_report_lists_the_tokens_that_gained_and_lost(folder: Path, cap
         assert sum(row.share_of_tokens for row in rows) == pytest.approx(1.0)
     assert tables.relative_weight == pytest.approx(1.0, abs=1e-5)
     _, output, _ = print_report(capsys, folder / "vcore", "--step", 2)
-    assert f"Recorded: {records[1].num_tokens:,} tokens of 2 sequences, at step 2." in output
-    assert "over the run" not in output
+    assert f"vcore: {records[1].num_tokens:,} tokens of 2 sequences, at step 2" in output
+    assert "over the run" not in output and "recipe.yaml" not in output
 
 
 def test_the_text_report_compares_runs_by_kind_and_position(folder: Path, capsys) -> None:

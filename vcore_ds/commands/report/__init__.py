@@ -86,7 +86,7 @@ def write_report(
         markdown = sweep_markdown(sweep, sections[0])
         print(markdown)
     written = write_pictures(runs, png) if png is not None else []
-    page = make_page(runs, *sections, title=title)
+    page = make_page(runs, *sections, title=title, has_traces=not as_text)
     if as_text:
         print(page.text())
         return written

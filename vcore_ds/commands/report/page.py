@@ -161,8 +161,9 @@ def _texts(blocks: "Iterator[Block] | Sequence[Block]") -> Iterator[str]:
         elif isinstance(block, Grid):
             yield from (table.text() for table in block.tables)
         elif isinstance(block, Fold):
-            yield block.summary
-            yield from _texts(block.blocks if block.in_text else ())
+            texts = list(_texts(block.blocks)) if block.in_text else []
+            if texts or not block.in_text:
+                yield from (block.summary, *texts)
         elif isinstance(block, Notes):
             yield "\n".join([block.title, *(f"  warning: {line}" for line in block.lines)])
         elif isinstance(block, Drawing):

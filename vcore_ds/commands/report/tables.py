@@ -29,11 +29,12 @@ from vcore_ds.config.load import dump_recipe
 from vcore_ds.training.run_folder import PROFILES
 
 
-def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = None) -> Page:
-    """Make the report of the runs, at least one; the sections `first` stand before its own."""
+def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = None, has_traces: bool = True) -> Page:
+    """Make the report of the runs, at least one; the sections `first` stand before its own. `has_traces`: whether it
+    holds the recorded tokens, which its text does not show."""
     names = [run.name for run in runs]
     title = title or (names[0] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}")
-    with_texts = [run for run in runs if run.texts is not None]
+    with_texts = [run for run in runs if run.texts is not None and has_traces]
     tokens = [traces.encode_recorded(run, traces.MOST_TOKENS // len(with_texts)) for run in with_texts]
     encoded = [traces.encode_followed(run, traces.MOST_FOLLOWED_TOKENS // len(with_texts)) for run in with_texts]
     followed = [one for one in encoded if one is not None]
