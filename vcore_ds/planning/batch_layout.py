@@ -9,7 +9,6 @@ from functools import partial
 from vcore_ds.common.text import count
 from vcore_ds.planning.packing import (
     Waste,
-    find_most_tokens,
     group_batch,
     list_padded_lengths,
     measure_waste,
@@ -136,7 +135,7 @@ def lay_out_batch(
             best, best_time = (k, positions), time
     assert best is not None  # `parallel_sizes` hold the longest sequence
     size, micro_steps = best
-    waste = measure_waste(
+    waste, most = measure_waste(
         micro_steps,
         lengths,
         sequence_parallel=size,
@@ -144,7 +143,6 @@ def lay_out_batch(
         work=time_model.work,
         is_packed=limit.is_packed,
     )
-    most = find_most_tokens(micro_steps, lengths, sequence_parallel=size, is_packed=limit.is_packed)
     in_ids = [[[ids[i] for i in group] for group in groups] for groups in micro_steps]
     return BatchLayout(size, time_model.num_ranks, in_ids, waste, most, limit.is_packed, best_time)
 

@@ -212,11 +212,14 @@ def measure_waste(
     num_ranks: int,
     work: Callable[[int], float],
     is_packed: bool,
-) -> Waste:
-    """Measure the waste of one pass. `micro_steps` has positions in `lengths` by micro-step and group of ranks; groups
-    beyond the last are idle. `work` maps the tokens of a sequence to its cost, as `TimeModel.work`. With `is_packed` a
-    group's sequences of a micro-step are one pack; else each is padded to the longest of them."""
-    num_tokens = num_computed = 0
+) -> tuple[Waste, int]:
+    """Measure the waste of one pass, and count the tokens of the largest micro-batch on a rank, padding included.
+
+    `micro_steps` has positions in `lengths` by micro-step and group of ranks; groups beyond the last are idle. `work`
+    maps the tokens of a sequence to its cost, as `TimeModel.work`. With `is_packed` a group's sequences of a micro-step
+    are one pack; else each is padded to the longest of them.
+    """
+    num_tokens = num_computed = most = 0
     total = slowest = 0.0
     busy = set()
     for groups in micro_steps:
@@ -228,23 +231,12 @@ def measure_waste(
             padded = list_padded_lengths(unpadded, sequence_parallel, is_packed=is_packed)
             num_tokens += sum(unpadded)
             num_computed += sum(padded)
+            most = max(most, sum(padded) // sequence_parallel)
             works.append(sum(work(n) for n in (unpadded if is_packed else padded)))  # attention stays in a sequence
         total += sum(works)
         slowest += max(works)
     num_idle = num_ranks - sequence_parallel * len(busy)
-    return Waste(num_tokens, num_computed, total / num_ranks, slowest / sequence_parallel, num_idle)
-
-
-def find_most_tokens(
-    micro_steps: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, sequence_parallel: int, is_packed: bool
-) -> int:
-    """Find the tokens of the largest micro-batch on one rank, padding included; arguments as in `measure_waste`."""
-    most = 0
-    for groups in micro_steps:
-        for positions in groups:
-            padded = list_padded_lengths([lengths[i] for i in positions], sequence_parallel, is_packed=is_packed)
-            most = max(most, sum(padded) // sequence_parallel)
-    return most
+    return Waste(num_tokens, num_computed, total / num_ranks, slowest / sequence_parallel, num_idle), most
 
 
 def list_padded_lengths(lengths: Sequence[int], sequence_parallel: int, *, is_packed: bool) -> list[int]:
