@@ -105,7 +105,7 @@ class Checkpoints:
         self._folder, self._config, self._facts, self._console = folder, config, facts, console
         self._branch_step, self._probe_every = branch_step, probe_every
         self._last_end = time.monotonic()
-        self._writing: BackgroundWrite | None = None
+        self._writing: Future[WrittenCheckpoint] | None = None
         self._stager: Stager | None = None
         self._group: Group | None = None
         self._metrics: dict[str, float] = {}
@@ -166,7 +166,7 @@ class Checkpoints:
             # Made in the main threads, since making a group is a collective too. Only background threads use it, one
             # write after another, so their collectives are in the same order on all ranks.
             group = self._group = self._group or layout.duplicate_job_group("gloo")
-            self._writing = BackgroundWrite(lambda: write_checkpoint(self._folder, content, self.remove_old, group))
+            self._writing = start_write(lambda: write_checkpoint(self._folder, content, self.remove_old, group))
             self._last_end = time.monotonic()
         else:
             self._report(write_checkpoint(self._folder, content, self.remove_old))
@@ -193,7 +193,7 @@ class Checkpoints:
             return
         # Only when the threads of all ranks have ended: a rank that raised an error a step before the others would
         # leave them hanging in the next step's collectives.
-        if layout.sum_over("job", [float(self._writing.is_done())])[0] == layout.size("job"):
+        if layout.sum_over("job", [float(self._writing.done())])[0] == layout.size("job"):
             self.wait()
 
     def wait(self) -> None:
@@ -202,7 +202,7 @@ class Checkpoints:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        written = writing.wait()
+        written = writing.result()
         self.seconds_write = self._metrics["seconds_checkpoint_write"] = written.seconds
         self._report(written, " in the background")
 
@@ -287,27 +287,20 @@ def _write_rest(unfinished: Path, content: CheckpointContent) -> dict[str, check
     return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in paths}
 
 
-class BackgroundWrite:
-    """A checkpoint that background threads of all ranks write together."""
+def start_write(write: Callable[[], WrittenCheckpoint]) -> Future[WrittenCheckpoint]:
+    """Call `write` in a background thread, as on all other ranks; it must communicate over a group that no other thread
+    uses meanwhile."""
+    result: Future[WrittenCheckpoint] = Future()
 
-    def __init__(self, write: Callable[[], WrittenCheckpoint]):
-        """`write`: must communicate over a group that no other thread uses meanwhile."""
-        self._result: Future[WrittenCheckpoint] = Future()
-        # A daemon: a rank that ends with an error must not wait for the files of ranks that may be gone.
-        Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
-
-    def is_done(self) -> bool:
-        return self._result.done()
-
-    def wait(self) -> WrittenCheckpoint:
-        """Wait for the end of the thread. Raises what it raised: `CheckpointFailed` on all ranks alike."""
-        return self._result.result()
-
-    def _run(self, write: Callable[[], WrittenCheckpoint]) -> None:
+    def run() -> None:
         try:
-            self._result.set_result(write())
+            result.set_result(write())
         except BaseException as error:
-            self._result.set_exception(error)
+            result.set_exception(error)
+
+    # A daemon: a rank that ends with an error must not wait for the files of ranks that may be gone.
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return result
 
 
 def check_compared(config: CheckpointConfig, run: RunConfig, num_steps: int) -> None:

@@ -124,7 +124,7 @@ def begin_branch(checkpoint: Path, folder: Path) -> None:
         texts = {name: (run / name).read_text(encoding="utf-8") for name in names}
         if METRICS in texts:
             lines = texts[METRICS].splitlines(keepends=True)
-            texts[METRICS] = "".join(line for line in lines if run_folder.parse_line_step(line) in range(1, step + 1))
+            texts[METRICS] = "".join(line for line in lines if run_folder.belongs_to_steps(line, step))
         # Last: a folder with a recipe is a run, which the same command resumes.
         for name, text in (texts | {RECIPE: (checkpoint / RECIPE).read_text(encoding="utf-8")}).items():
             write_text(folder / name, text)

@@ -126,7 +126,7 @@ def move_lost_metrics(folder: Path, step: int) -> int:
     kept: list[str] = []
     lost: list[str] = []
     for line in path.read_text(errors="replace").splitlines():
-        (kept if parse_line_step(line) in range(1, step + 1) else lost).append(line + "\n")
+        (kept if belongs_to_steps(line, step) else lost).append(line + "\n")
     if lost:
         with (folder / LOST_METRICS).open("a") as file:
             file.writelines(lost)
@@ -148,14 +148,6 @@ def parse_record_step(path: Path) -> int:
     """Parse the optimizer step in the name of a file in tokens/; 0 for another name."""
     match = _TOKEN_RECORD.fullmatch(path.name)
     return 0 if match is None else int(match[1])
-
-
-def parse_line_step(line: str) -> int | None:
-    """Parse the optimizer step of a line of metrics.jsonl; None for a damaged one."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:
@@ -247,7 +239,13 @@ def read_run_metrics(folder: Path) -> list[dict[str, float | None]]:
     return lines
 
 
-def _parse_line(text: bytes) -> tuple[int, dict[str, float | None]] | None:
+def belongs_to_steps(line: str, num_done: int) -> bool:
+    """Whether a line of metrics.jsonl is complete and of one of the first `num_done` steps."""
+    parsed = _parse_line(line)
+    return parsed is not None and parsed[0] <= num_done
+
+
+def _parse_line(text: str | bytes) -> tuple[int, dict[str, float | None]] | None:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):

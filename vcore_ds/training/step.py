@@ -85,12 +85,14 @@ def train_step(
             recorder.add(MicroBatchResult(batch, tokens, q, shares, alpha, *losses))
     totals = recorder.totals()
     if method.is_anchored:
-        measured["base_kl"] = totals.base_kl
+        measured["base_kl"] = totals.values["base_kl"]
     measured |= measure_expert_load(engine.module, layout.size("expert"))
     check_finite(totals, recorder, main[0].sequence_parallel)
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.
-    alpha_global = alpha_of_global_batch(method, totals.loss, totals.weighted_loss, totals.utility_moments)
+    alpha_global = alpha_of_global_batch(
+        method, totals.values["loss"], totals.values["weighted_loss"], totals.utility_moments
+    )
     if alpha_global is not None and alpha_global != 1.0:
         engine.scale_gradient(alpha_global)
 
@@ -111,7 +113,7 @@ def mean_divergence(result: MainLosses, tokens: Tokens, shares: Tensor) -> Tenso
 
 def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: int) -> None:
     """Raise NonFiniteLoss, on all ranks alike, if a loss or utility of the step is inf or NaN. A collective."""
-    if totals.num_non_finite > 0:
+    if totals.values["num_non_finite"] > 0:
         sequences = describe_sequences(recorder.non_finite_sequence_ids(), sequence_parallel)
         raise NonFiniteLoss(f"the loss is not finite; {sequences}")
 

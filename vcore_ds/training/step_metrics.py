@@ -133,24 +133,17 @@ class MicroBatchResult:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Totals of a step over all ranks and micro-batches. Losses in nats, normalised as the recipe says."""
+    """Totals of a step over all ranks and micro-batches, by their names in metrics.jsonl, losses normalised as the
+    recipe says; and `scaled_loss`, after the alphas of sequences or micro-batches, and `num_non_finite`, the sequences
+    with a loss or utility that is inf or NaN."""
 
-    loss: float
-    """Uniform cross-entropy of the main batch over all supervised tokens, so that methods are comparable."""
-    weighted_loss: float  # before alpha
-    scaled_loss: float  # after the alphas of sequences or micro-batches, before that of the global batch
-    temperature: float  # tau, mean over sequences
-    kl: float  # KL(q || u) in nats, mean over sequences
-    effective_sample_size: float  # tokens, mean over sequences
-    total_weight: float
-    """`sum_t q[i,t]`, mean over sequences: 1 for weights that are a distribution, the mean probability for dft, the
-    importance ratio for iw_sft."""
-    num_saturated: int  # sequences whose KL budget is out of reach
-    utility_mean: float
-    utility_std: float  # over the tokens of the batch
-    base_kl: float  # nats; 0 for methods without it
-    num_non_finite: int  # sequences with a loss or utility that is inf or NaN
+    values: Mapping[str, float]
     utility_moments: Tensor  # `[5]` fp64, see `method.utility_moments`
+
+
+_MEANS = ("tau", "kl", "effective_sample_size", "total_weight")  # over sequences
+_OF_UTILITIES = ("tau", "kl", "num_saturated", "utility_mean", "utility_std")  # None for methods without them
+_NOT_WRITTEN = ("scaled_loss", "num_non_finite", "base_kl")  # base_kl is written where it is part of the loss
 
 
 @dataclass(frozen=True)
@@ -175,6 +168,7 @@ class StepRecorder:
         self._started = self._now()
         self._seconds = {"probe": 0.0, "utility": 0.0, "main": 0.0, "step": 0.0}
         self._peak_bytes: dict[str, int | None] = dict.fromkeys(self._seconds)
+        self._names: list[str] = []  # of the numbers in `_sums`, which ends with the moments
         self._sums: Tensor | None = None
         self._finite: list[tuple[list[int], Tensor]] = []
 
@@ -205,51 +199,43 @@ class StepRecorder:
         self._finite.append((result.batch.sequence_ids, finite))
         self._sequence_parallel = result.batch.sequence_parallel
         shares = sequence_shares(num_tokens, self._counts, self._method.normalization)
-        sums = torch.stack(
-            [
-                (shares * sequence_losses / num_tokens.clamp_min(1)).sum().double(),
-                result.weighted_loss.double(),
-                result.scaled_loss.double(),
-                gibbs.temperature.double().sum(),
-                gibbs.kl.double().sum(),
-                effective_sample_size(q, index, num_sequences).double().sum(),
-                q.double().sum(),
-                gibbs.saturated.double().sum(),
-                s.double().sum(),
-                s.double().square().sum(),
-                (~finite).double().sum(),
-                num_tokens.double().sum(),
-                torch.zeros_like(result.weighted_loss.double()) if result.base_kl is None else result.base_kl.double(),
-            ]
-        )
-        sums = torch.cat([sums, utility_moments(s, q, index, num_sequences)])
-        self._sums = sums if self._sums is None else self._sums + sums
+        base_kl = torch.zeros_like(result.weighted_loss) if result.base_kl is None else result.base_kl
+        sums = {
+            # Uniform cross-entropy over all supervised tokens, so that methods are comparable.
+            "loss": (shares * sequence_losses / num_tokens.clamp_min(1)).sum(),
+            "weighted_loss": result.weighted_loss,
+            "scaled_loss": result.scaled_loss,
+            "tau": gibbs.temperature.double().sum(),
+            "kl": gibbs.kl.double().sum(),
+            "effective_sample_size": effective_sample_size(q, index, num_sequences).double().sum(),
+            # 1 for weights that are a distribution, the mean probability for dft, the importance ratio for iw_sft.
+            "total_weight": q.double().sum(),
+            "num_saturated": gibbs.saturated.double().sum(),
+            "utilities": s.double().sum(),
+            "squared utilities": s.double().square().sum(),
+            "num_non_finite": (~finite).double().sum(),
+            "tokens": num_tokens.double().sum(),
+            "base_kl": base_kl,
+        }
+        self._names = list(sums)
+        stacked = torch.stack([value.double() for value in sums.values()])
+        stacked = torch.cat([stacked, utility_moments(s, q, index, num_sequences)])
+        self._sums = stacked if self._sums is None else self._sums + stacked
         if self._results is not None:
             self._results.append(result)
 
     def totals(self) -> StepTotals:
         """Sum the added micro-batches over all ranks. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
-        loss, weighted, scaled, tau, kl, ess, weight, saturated, s, s2, bad, tokens, base, *moments = layout.sum_over(
-            "data", self._sums.tolist(), self._sequence_parallel
-        )
-        sequences, tokens = max(moments[0], 1.0), max(tokens, 1.0)
-        variance = max(0.0, s2 / tokens - (s / tokens) ** 2)
-        return StepTotals(
-            loss=loss,
-            weighted_loss=weighted,
-            scaled_loss=scaled,
-            temperature=tau / sequences,
-            kl=kl / sequences,
-            effective_sample_size=ess / sequences,
-            total_weight=weight / sequences,
-            num_saturated=int(saturated),
-            utility_mean=s / tokens,
-            utility_std=variance**0.5,
-            base_kl=base,
-            num_non_finite=int(bad),
-            utility_moments=torch.tensor(moments, dtype=torch.float64),
-        )
+        sums = layout.sum_over("data", self._sums.tolist(), self._sequence_parallel)
+        moments = torch.tensor(sums[len(self._names) :], dtype=torch.float64)
+        values = dict(zip(self._names, sums, strict=False))
+        num_tokens = max(values.pop("tokens"), 1.0)
+        mean, mean_square = (values.pop(name) / num_tokens for name in ("utilities", "squared utilities"))
+        values |= {name: values[name] / max(float(moments[0]), 1.0) for name in _MEANS}
+        values["num_saturated"] = int(values["num_saturated"])
+        values |= {"utility_mean": mean, "utility_std": max(0.0, mean_square - mean**2) ** 0.5}
+        return StepTotals(values, moments)
 
     def non_finite_sequence_ids(self) -> list[int]:
         """List this rank's sequences with a loss or utility that is inf or NaN."""
@@ -260,7 +246,6 @@ class StepRecorder:
         have separate ones. `numbers`: further metrics by name."""
         assert self._method is not None and self._counts is not None
         method, counts = self._method, self._counts
-        is_vcore = method.uses_utilities
         seconds = self._now() - self._started
         tokens = None
         if self._results is not None:
@@ -276,19 +261,14 @@ class StepRecorder:
                     alpha=result.alpha if alpha is None else alpha,
                 )
             ]
+        measured = totals.values
         if alpha is None:  # the alphas' effect on the loss
-            alpha = totals.scaled_loss / totals.weighted_loss if totals.weighted_loss else 1.0
+            alpha = measured["scaled_loss"] / measured["weighted_loss"] if measured["weighted_loss"] else 1.0
+        left_out = () if method.uses_utilities else _OF_UTILITIES
         values = {
-            "loss": totals.loss,
-            "weighted_loss": totals.weighted_loss,
+            **{key: value for key, value in measured.items() if key not in _NOT_WRITTEN},
+            **dict.fromkeys(left_out),
             "alpha": alpha,
-            "tau": totals.temperature if is_vcore else None,
-            "kl": totals.kl if is_vcore else None,
-            "num_saturated": totals.num_saturated if is_vcore else None,
-            "effective_sample_size": totals.effective_sample_size,
-            "total_weight": totals.total_weight,
-            "utility_mean": totals.utility_mean if is_vcore else None,
-            "utility_std": totals.utility_std if is_vcore else None,
             "probe_loss": None,
             "probe_grad_norm": None,
             "direction_energy": None,
