@@ -178,7 +178,9 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool, cons
     if resumes:
         run_first_rank_first(lambda: lock_run_folder(recipe, lock, True, console))
     elif branch is not None:
-        run_on_first_rank(lambda: start_branch(Path(branch), folder, lock, console))
+        console.say(f"This run begins from {branch}")
+        run_on_first_rank(lambda: lock.acquire(console.say))
+        run_on_first_rank(lambda: begin_branch(Path(branch), folder))
         resumes = True
     if resumes:
         checkpoint = find_newest(checkpoints, console)
@@ -212,13 +214,6 @@ def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Conso
             f"run.output_dir: {recipe.run.output_dir}: another job has worked there since this one began; expected one "
             "job at a time. The same command resumes what is there"
         )
-
-
-def start_branch(checkpoint: Path, folder: Path, lock: RunLock, console: Console) -> None:
-    """Lock the run's folder and fill it from the checkpoint of the branch, on rank 0."""
-    lock.acquire(console.say)
-    console.say(f"This run begins from {checkpoint}")
-    begin_branch(checkpoint, folder)
 
 
 def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed, dict[str, Dataset]]:
@@ -329,9 +324,15 @@ def begin_folder(
 ) -> tuple[MetricsLog | None, RunFacts]:
     """Write what the run's folder begins with, and validate a new run; return the metrics log, on rank 0, and what all
     checkpoints hold. A collective."""
+    folder = Path(recipe.run.output_dir)
     if opened.resumes:
         set_aside_newer(opened.checkpoints, opened.num_done, console)
-        run_on_first_rank(lambda: set_aside_result(recipe, opened.newest_step, console))
+        is_adapter = recipe.lora is not None
+        moved = run_on_first_rank(
+            lambda: run_folder.set_aside_result(folder, opened.newest_step, is_adapter=is_adapter)
+        )
+        for path in moved or []:
+            console.say(f"The run had finished and goes on: its result after step {opened.newest_step} is {path}")
     else:  # not earlier: every check comes before the first file
         run_first_rank_first(lambda: lock_run_folder(recipe, lock, False, console))
     log = run_on_first_rank(lambda: open_log(recipe, opened, description, console))
@@ -344,13 +345,6 @@ def begin_folder(
         console.say(f"Held-out loss before training: {losses}")
     digests, held_out_digest = list_data_digests(opened.data.feed), make_digest(opened.data.validation)
     return log, RunFacts(dump_recipe(recipe), digests, held_out_digest, before, frozen_digest)
-
-
-def set_aside_result(recipe: Recipe, num_steps: int, console: Console) -> None:
-    """Rename the result of a finished run that is extended, on rank 0."""
-    folder = Path(recipe.run.output_dir)
-    for path in run_folder.set_aside_result(folder, num_steps, is_adapter=recipe.lora is not None):
-        console.say(f"The run had finished and goes on: its result after step {num_steps} is {path}")
 
 
 def open_log(recipe: Recipe, opened: OpenedRun, description: str, console: Console) -> MetricsLog:
