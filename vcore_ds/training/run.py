@@ -365,9 +365,8 @@ def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrai
     """Write losses and trained weights into the run's folder. A collective."""
     mark("export")
     if after := result.validation_losses_after:
-        before, normalization = result.validation_losses_before, recipe.method.normalization
-        losses = {"normalization": normalization, "before": before, "after": after}
-        run_on_first_rank(lambda: run_folder.write_json(run.folder / run_folder.HELD_OUT, losses))
+        losses = run_folder.HeldOutLosses(result.validation_losses_before, after, recipe.method.normalization)
+        run_on_first_rank(lambda: run_folder.write_held_out_losses(run.folder, losses))
     kind: Kind = "adapter" if recipe.lora is not None else "model"
     model = recipe.model.path
     card = run_on_first_rank(lambda: make_model_card(run.folder, model, recipe.method, recipe.data, kind))

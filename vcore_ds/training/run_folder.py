@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import TypeAdapter
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import check_folder, discard, read_json, reading, write_text, writing
+from vcore_ds.common.paths import check_folder, discard, read_json, reading, write_json, write_text, writing
 from vcore_ds.common.version import __version__
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.config.schema import Recipe
@@ -92,12 +92,6 @@ def add_start(folder: Path, num_done: int, text: str) -> None:
         write_text(path, f"{earlier}==== {now}, after step {num_done} ====\n{text}\n")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file of the folder. On rank 0. Raises UserError if it cannot be written."""
-    with writing("run.output_dir", path.parent):
-        write_text(path, json.dumps(value, indent=2) + "\n")
-
-
 _ENVIRONMENT = TypeAdapter(dict[str, Any])
 
 
@@ -114,7 +108,7 @@ def _record_environment(folder: Path, world_size: int, num_done: int, kept: Mapp
     first = read_environment(folder)
     if first and num_done:  # a start whose steps are all repeated is recorded in start.txt only
         now = first | {"resumed": [*first.get("resumed", []), {"step": num_done, **now}]}
-    write_text(folder / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
+    write_json(folder / ENVIRONMENT, now)
 
 
 def move_lost_metrics(folder: Path, step: int) -> int:
@@ -255,6 +249,12 @@ def _parse_line(text: str | bytes) -> tuple[int, dict[str, float | None]] | None
         return None
     numbers = {key: value for key, value in values.items() if value is None or type(value) in (int, float)}
     return step, {key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()}
+
+
+def write_held_out_losses(folder: Path, losses: HeldOutLosses) -> None:
+    """Write held_out.json. On rank 0. Raises UserError if it cannot be written."""
+    with writing("run.output_dir", folder):
+        write_json(folder / HELD_OUT, asdict(losses))
 
 
 def read_held_out_losses(folder: Path) -> HeldOutLosses:
