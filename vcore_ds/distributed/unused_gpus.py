@@ -32,8 +32,8 @@ class Gpus(NamedTuple):
 def refuse_unused_gpus(torch_version: str, built_for: str | None, reason: str = "") -> None:
     """Raise UserError if this machine has GPUs; called where PyTorch can use none, so that no run meant for GPUs takes
     days on the CPUs. GPUs that CUDA_VISIBLE_DEVICES hides, or that this process may not open (a container or SLURM job
-    without GPUs), do not count. `torch_version`: `torch.__version__`; `built_for`: `torch.version.cuda`, None for a build
-    without CUDA; `reason`: PyTorch's message about why CUDA does not initialise."""
+    without GPUs), do not count. `torch_version`: `torch.__version__`; `built_for`: `torch.version.cuda`, None for a
+    build without CUDA; `reason`: PyTorch's message about why CUDA does not initialise."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = None if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible) else list_gpus()
     if gpus is None:
