@@ -60,29 +60,32 @@ def make_model_card(
     link = f"[{base.hub_id}](https://huggingface.co/{base.hub_id})" if base.hub_id else f"`{base.name}`"
     what = {"adapter": "A LoRA adapter for", "merged": "A LoRA adapter merged into", "model": "A fine-tuned"}[kind]
     opener = "AutoPeftModelForCausalLM` of peft" if kind == "adapter" else "AutoModelForCausalLM` of transformers"
-    after = "" if step is None else f" for {step:,} optimizer steps"
+    last_step = _find_last_step(run)
+    num_steps = last_step if step is None else step
+    after = "" if num_steps is None else f" for {num_steps:,} optimizer steps"
     paragraphs = [
         f"{what} {link}, trained with `vcore_ds`, method `{method.name}`{after}. Open it with `{opener}`; its "
         "tokenizer has the chat template of training.",
         f"Data: {', '.join(f'`{name}`' for name in names)}",
         f"License of the base model, which applies here too: {base.license.get('license', 'unknown')}",
-        *_list_losses(run, step),
+        *(_list_losses(run) if num_steps == last_step else ()),  # of the end of the run
         *(f"Accuracy on {name}: {one.accuracy:.1%} of {one.num_problems:,} problems" for name, one in tasks),
     ]
     return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", f"# {title}", *paragraphs]) + "\n"
 
 
-def _list_losses(run: Path, step: int | None) -> Iterator[str]:
-    """The held-out losses, unless the card is of an earlier step than the last one."""
+def _find_last_step(run: Path) -> int | None:
     try:
-        last_step = run_folder.read_run_metrics(run)[-1]["step"]
+        return int(run_folder.read_run_metrics(run)[-1]["step"] or 0)
     except UserError:  # removed or damaged, and optional for the card
-        last_step = None
+        return None
+
+
+def _list_losses(run: Path) -> Iterator[str]:
     losses = run_folder.read_held_out_losses(run)
-    if step is None or step == last_step:
-        for name, loss in losses.after.items():
-            before = f", before {losses.before[name]:.4f}" if name in losses.before else ""
-            yield f"Held-out loss{name and ' on '}{name}: {loss:.4f} nats{before}"
+    for name, loss in losses.after.items():
+        before = f", before {losses.before[name]:.4f}" if name in losses.before else ""
+        yield f"Held-out loss{name and ' on '}{name}: {loss:.4f} nats{before}"
 
 
 def rehearse_result(
