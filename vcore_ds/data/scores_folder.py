@@ -20,7 +20,8 @@ the token's loss lowers the set's loss.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -171,29 +172,33 @@ def read_scores(folder: Path, where: str = "") -> Scores:
 def read_traces(folder: Path, columns: Sequence[str]) -> dict[str, "np.ndarray"]:
     """Read columns of scores.parquet by name, one value per trace; strings as an array of `str` objects. Raises
     UserError if the file is missing or damaged, or lacks one of the columns."""
-    table = _read_table(folder / TRACES, columns)
+    with open_parquet(folder / TRACES, _EXPECTED, columns) as file:
+        table = file.read(columns=list(columns))
     return {name: table.column(name).to_numpy() for name in columns}
 
 
 def read_tokens(folder: Path) -> list[dict[str, Any]]:
     """Read the rows of tokens.parquet, with lists as Python lists. Raises UserError if the file is missing or
     damaged."""
-    return _read_table(folder / TOKENS, None).to_pylist()
+    with open_parquet(folder / TOKENS, _EXPECTED) as file:
+        return file.read().to_pylist()
 
 
-def _read_table(path: Path, columns: Sequence[str] | None) -> Any:
+@contextmanager
+def open_parquet(path: Path, expected: str, columns: Sequence[str] = ()) -> Iterator[Any]:
+    """A context with an open Parquet file. Raises UserError if it cannot be read, is damaged, or lacks one of the
+    columns; `expected`: its contents, for messages."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with reading("", path, _EXPECTED), pq.ParquetFile(path) as file:
-            missing = [name for name in columns or () if name not in file.schema_arrow.names]
-            if missing:
-                names = ", ".join(file.schema_arrow.names)
-                raise UserError(f"{path}: found no column {missing[0]}; expected one of {names}")
-            return file.read(columns=None if columns is None else list(columns))
+        with reading("", path, expected), pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if missing := [name for name in columns if name not in names]:
+                raise UserError(f"{path}: found no column {missing[0]} among {', '.join(names)}; expected {expected}")
+            yield file
     except pa.ArrowException as error:
-        raise UserError(f"{path}: is damaged ({first_line(error)}); expected {_EXPECTED}. {_REMEDY}") from None
+        raise UserError(f"{path}: is damaged ({first_line(error)}); expected {expected}") from None
 
 
 def group_by_source(sources: "np.ndarray", most: int) -> list[tuple[str, "np.ndarray"]]:

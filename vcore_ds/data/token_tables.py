@@ -21,18 +21,17 @@ tokens, tokenizer and chat template, and for weights how they were made.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.paths import reading, write_atomically
+from vcore_ds.common.errors import UserError
+from vcore_ds.common.paths import write_atomically
 from vcore_ds.common.text import count
 from vcore_ds.data.dataset import Store
-from vcore_ds.data.scores_folder import ScoredData
+from vcore_ds.data.scores_folder import ScoredData, open_parquet
 from vcore_ds.data.tokenization import TokenizedSequence
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def _make_table(rows: TokenRows) -> "pa.Table":
 def read_metadata(path: Path, expected: str) -> dict[str, Any]:
     """Read the metadata of a file. Raises UserError if it is missing, or was not written by vcore_ds. `expected`: the
     contents, for messages."""
-    with _open_parquet(path, expected) as file:
+    with open_parquet(path, expected) as file:
         entry = (file.schema_arrow.metadata or {}).get(_METADATA)
     if entry is None:
         raise UserError(f"{path}: found a Parquet file without our metadata; expected {expected}")
@@ -117,11 +116,7 @@ def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterat
     null in one."""
     import pyarrow as pa
 
-    with _open_parquet(path, expected) as file:
-        missing = [name for name in ("sequence", *columns) if name not in file.schema_arrow.names]
-        if missing:
-            names = ", ".join(file.schema_arrow.names)
-            raise UserError(f"{path}: found no column {missing[0]} among {names}; expected {expected}")
+    with open_parquet(path, expected, ["sequence", *columns]) as file:
         for number in range(file.num_row_groups):
             table = file.read_row_group(number, columns=["sequence", *columns]).combine_chunks()
             if not len(table):
@@ -137,19 +132,6 @@ def read_token_rows(path: Path, columns: Sequence[str], expected: str) -> Iterat
                 offsets[name] = starts - starts[0]
                 values[name] = chunk.flatten().to_numpy(zero_copy_only=False)
             yield TokenRows(table.column("sequence").to_numpy(), offsets, values)
-
-
-@contextmanager
-def _open_parquet(path: Path, expected: str) -> Iterator[Any]:
-    """A context with an open Parquet file, in which pyarrow's errors become UserErrors."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with reading("", path, expected), pq.ParquetFile(path) as file:
-            yield file
-    except pa.ArrowException as error:
-        raise UserError(f"{path}: is damaged ({first_line(error)}); expected {expected}") from None
 
 
 def round_to_12_bits(values: np.ndarray) -> np.ndarray:
