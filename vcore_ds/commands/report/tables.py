@@ -55,7 +55,7 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
         "The same tokens over the run",
         "Over the run",
         [
-            "A few traces, measured before the update of each recorded step: a row for each step, then the trace "
+            "A few traces, measured after each recorded step, along its direction: a row for each, then the trace "
             "itself at one. Those that are held out are not trained on; their weights are what they would have been.",
             Drawing("followed"),
         ],
