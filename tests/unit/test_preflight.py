@@ -3,16 +3,17 @@
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import tiny
 from tests.helpers.commands import REPOSITORY, command_environment
 from tests.helpers.recipes import smallest_recipe
+from vcore_ds.commands import preflight
 from vcore_ds.commands.preflight import (
     Node,
     compute_output_bytes,
@@ -34,9 +35,7 @@ GOOD = Node(
     versions={"torch": "2.13.0", "deepspeed": "0.19.8", "NVIDIA driver": "580.65.06", "commit": "a1"},
     gpus=("NVIDIA B200",) * 8,
     problems=(),
-    sees_output=True,
-    free_output_bytes=900 * 2**30,
-    free_temporary_bytes=100 * 2**30,
+    free_bytes=900 * 2**30,
 )
 SHARED = Path("/shared/runs")
 
@@ -59,9 +58,7 @@ def find_all(nodes: Sequence[Node], num_bytes: int | None = 800 * 2**30) -> list
         ({"gpus": ("NVIDIA H100",) * 8}, "n1: kind of GPU: found "),
         ({"gpus": None, "problems": ("GPUs: found 8 x NVIDIA B200 with",)}, "n1: GPUs: found 8 x NVIDIA B200 with"),
         ({"problems": ("model.path: found nothing",)}, "n1: model.path: found nothing"),
-        ({"sees_output": False}, "n1: run.output_dir: found no file that rank 0 made in /shared/runs"),
-        ({"free_output_bytes": 2**30}, "n1: free disk: found 1.0 GiB in /shared/runs, expected 800.0 GiB."),
-        ({"free_temporary_bytes": 2**20}, f"n1: free disk: found 1 MiB in {tempfile.gettempdir()}, expected 2.0"),
+        ({"free_bytes": 2**30}, "n1: free disk: found 1.0 GiB in /shared/runs, expected 800.0 GiB."),
     ],
 )
 def test_one_bad_node_is_one_line_with_a_remedy(bad: dict, start: str) -> None:
@@ -71,6 +68,19 @@ def test_one_bad_node_is_one_line_with_a_remedy(bad: dict, start: str) -> None:
     (problem,) = find_all([replace(GOOD, **bad), *others])
     assert problem.startswith(start), problem
     assert ". " in problem or "problems" in bad  # what to do about it
+
+
+def test_a_node_without_the_shared_folder_and_space_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "SHARED_FOLDER_SECONDS", 0.0)
+    monkeypatch.setattr(preflight, "TEMPORARY_BYTES", 2**60)
+    node = preflight.inspect(make_recipe(model, tmp_path / "run"), tmp_path, tmp_path / "mark of rank 0")
+    starts = "run.output_dir: found no file that rank 0 made", "free disk: found "
+    assert [sum(line.startswith(start) for line in node.problems) for start in starts] == [1, 1], node.problems
+    assert node.free_bytes is None and node.versions["torch"] == torch.__version__
+    (tmp_path / "mark of rank 0").touch()
+    assert preflight.inspect(make_recipe(model, tmp_path / "run"), tmp_path, tmp_path / "mark of rank 0").free_bytes
 
 
 def test_a_slow_gpu_is_named() -> None:
@@ -94,7 +104,7 @@ def test_a_missing_compiler_or_header_is_reported(tmp_path: Path, monkeypatch: p
 
 def test_description_names_every_node() -> None:
     text = describe([GOOD, replace(GOOD, host="n2", gpus=())], 800 * 2**30, SHARED)
-    assert "n1: 8 x NVIDIA B200; free: 900.0 GiB and 100.0 GiB" in text and "n2: no GPU" in text
+    assert "n1: 8 x NVIDIA B200; free: 900.0 GiB" in text and "n2: no GPU" in text
     assert "needed: 800.0 GiB in /shared/runs" in text
 
 

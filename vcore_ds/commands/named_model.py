@@ -1,6 +1,5 @@
 """Models named on the command line, as a run, an adapter or a model: resolve the name, load, generate answers."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,11 +9,12 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from peft.utils import CONFIG_NAME
+from pydantic import TypeAdapter
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import reading
+from vcore_ds.common.paths import read_json, reading
 from vcore_ds.config.resume import read_resolved_recipe
 from vcore_ds.distributed.cpu_matmul import use_fast_cpu_matmul
 from vcore_ds.distributed.device import uses_gpu
@@ -85,7 +85,8 @@ def _resolve(path: str, base: str | None, remedy: str) -> NamedModel:
         base = base or recipe.model.path
         return NamedModel(path, base, str(result), base)
     if (folder / CONFIG_NAME).is_file():
-        base = base or read_adapter_config(path).get("base_model_name_or_path")
+        described = read_json(folder / CONFIG_NAME, TypeAdapter(dict[str, Any]), "peft's description of an adapter")
+        base = base or described.get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise UserError(
                 f"RUN|MODEL: {folder / CONFIG_NAME}: found no base_model_name_or_path; expected the base model. "
@@ -95,18 +96,6 @@ def _resolve(path: str, base: str | None, remedy: str) -> NamedModel:
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"RUN|MODEL: {folder}: found no run, adapter or model there; {_EXPECTED}")
     return NamedModel(path, path)
-
-
-def read_adapter_config(adapter: str) -> dict:
-    """Read adapter_config.json, peft's description of an adapter. Raises UserError if it is damaged."""
-    file = Path(adapter) / CONFIG_NAME
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(values, dict):
-            return values
-    except (ValueError, RecursionError):
-        pass
-    raise UserError(f"RUN|MODEL: {file}: is damaged; expected peft's description of an adapter")
 
 
 class AnsweringModel(Protocol):
@@ -175,15 +164,9 @@ def generate_answers(
     settings: GenerationConfig,
     **options: Any,
 ) -> list[AnswerTokens]:
-    """Generate an answer to each prompt, in one batch.
-
-    Args:
-        prompts: token ids; each prompt is shorter than `longest_sequence`.
-        max_new_tokens: limit of each answer.
-        settings: sampling, end tokens (a list) and padding token; unset values are the model's. `max_new_tokens` is
-            overwritten here.
-        options: further arguments of `transformers.GenerationMixin.generate`, such as a streamer.
-    """
+    """Generate an answer to each prompt (token ids, shorter than `longest_sequence`), in one batch. `max_new_tokens`:
+    limit of each answer. `settings`: sampling, end tokens (a list) and padding token; unset values are the model's.
+    `options`: further arguments of `transformers.GenerationMixin.generate`, such as a streamer."""
     longest = longest_sequence(model)
     limits = [min(limit, longest - len(prompt)) for limit, prompt in zip(max_new_tokens, prompts, strict=True)]
     width = max(map(len, prompts))

@@ -50,9 +50,7 @@ class Node:
     versions: Mapping[str, str | None]  # of packages, CUDA, NCCL and driver, and the commit
     gpus: tuple[str, ...] | None  # None if PyTorch cannot use them, which is one of the problems
     problems: tuple[str, ...]  # what is wrong whatever the other nodes have
-    sees_output: bool  # whether the node sees a file that rank 0 made next to run.output_dir
-    free_output_bytes: int
-    free_temporary_bytes: int
+    free_bytes: int | None  # in the output folder; None if the node does not share it, which is one of the problems
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -147,6 +145,16 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
             f"compiling kernels: found {missing}, expected a C compiler and Python's headers, which Triton needs for "
             "attention in JVP passes. Install them in the image (apt-get install gcc python3-dev)"
         )
+    if not (sees_output := _appears(mark)):
+        problems.append(
+            f"run.output_dir: found no file that rank 0 made in {output_folder}, expected a folder that all nodes "
+            "share. Set run.output_dir"
+        )
+    if (free := shutil.disk_usage(tempfile.gettempdir()).free) < TEMPORARY_BYTES:
+        problems.append(
+            f"free disk: found {_space(free)} in {tempfile.gettempdir()}, expected {_space(TEMPORARY_BYTES)}. Free "
+            "some, or set TMPDIR to another disk of the node"
+        )
     drivers = run_nvidia_smi("driver_version")
     nccl = None if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()))
     versions = {"python": facts["python"], **facts["packages"], "CUDA of torch": torch.version.cuda, "NCCL": nccl}
@@ -156,9 +164,7 @@ def inspect(recipe: Recipe, output_folder: Path, mark: Path) -> Node:
         versions=versions | {"commit": facts["git_commit"]},
         gpus=gpus,
         problems=tuple(problems),
-        sees_output=_appears(mark),
-        free_output_bytes=shutil.disk_usage(output_folder).free if output_folder.exists() else 0,
-        free_temporary_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
+        free_bytes=shutil.disk_usage(output_folder).free if sees_output else None,
     )
 
 
@@ -251,20 +257,10 @@ def find_problems(node: Node, num_gpus: int, num_bytes: int | None, folder: Path
             f"{node.host}: GPUs: found {len(node.gpus)} that PyTorch can use, expected {num_gpus}. Check "
             f"nvidia-smi there, or leave the node out with sbatch --exclude={node.host}"
         )
-    if not node.sees_output:
+    if node.free_bytes is not None and num_bytes is not None and node.free_bytes < num_bytes:
         yield (
-            f"{node.host}: run.output_dir: found no file that rank 0 made in {folder}, expected a folder "
-            "that all nodes share. Set run.output_dir"
-        )
-    elif num_bytes is not None and node.free_output_bytes < num_bytes:
-        yield (
-            f"{node.host}: free disk: found {_space(node.free_output_bytes)} in {folder}, expected "
-            f"{_space(num_bytes)}. Free some, set run.output_dir, or lower checkpoint.keep_last"
-        )
-    if node.free_temporary_bytes < TEMPORARY_BYTES:
-        yield (
-            f"{node.host}: free disk: found {_space(node.free_temporary_bytes)} in {tempfile.gettempdir()}, expected "
-            f"{_space(TEMPORARY_BYTES)}. Free some, or set TMPDIR to another disk of the node"
+            f"{node.host}: free disk: found {_space(node.free_bytes)} in {folder}, expected {_space(num_bytes)}. Free "
+            "some, set run.output_dir, or lower checkpoint.keep_last"
         )
 
 
@@ -288,8 +284,9 @@ def describe(nodes: Sequence[Node], num_bytes: int | None, folder: Path) -> str:
     ]
     for node in nodes:
         gpus = ", ".join(f"{number} x {name}" for name, number in Counter(node.gpus).items()) or "no GPU"
-        free = f"{_space(node.free_output_bytes)} and {_space(node.free_temporary_bytes)}"
-        lines.append(f"  {node.host}: {gpus}; free: {free}")
+        lines.append(
+            f"  {node.host}: {gpus}; free: {'unknown' if node.free_bytes is None else _space(node.free_bytes)}"
+        )
     return "\n".join(lines)
 
 
