@@ -171,10 +171,8 @@ class _LocalTensor(NamedTuple):
     """This rank's shard or replica of a tensor in the checkpoint."""
 
     parameter: PartitionedParameter
-    tensor: Tensor
-    """Flat, without padding."""
-    is_replica: bool = False
-    """Whether all ranks that shard the parameter have the same tensor."""
+    tensor: Tensor  # flat, without padding
+    is_replica: bool = False  # whether all ranks that shard the parameter have the same tensor
 
     def as_dtensor(self) -> DTensor:
         num_blocks = layout.size("expert") if is_expert_block(self.parameter) else 1

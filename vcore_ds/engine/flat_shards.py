@@ -32,8 +32,7 @@ class PartitionedParameter(nn.Parameter):
     ds_tensor: Tensor  # this rank's shard, flat, with its padding
     ds_secondary_tensor: Tensor | None  # the second shard, of hierarchical partitioning
 
-    ds_zero_placement_family: str
-    """`EXPERT_FAMILY` for a block of experts; other parameters may not have the attribute."""
+    ds_zero_placement_family: str  # `EXPERT_FAMILY` for a block of experts; other parameters may not have the attribute
     ds_zero_partition_group_name: str  # key of the experts' process groups in DeepSpeed
     ds_zero_partition_process_group: torch.distributed.ProcessGroup
     """The ranks over which the experts are sharded; other parameters may not have the attribute."""

@@ -100,10 +100,8 @@ class CudaFlash:
     """
 
     scale: float
-    sliding_window: int | None
-    """Number of keys that a query sees, itself included; None for all."""
-    cu_seqlens: Tensor
-    """See `SequenceLayout`."""
+    sliding_window: int | None  # number of keys that a query sees, itself included; None for all
+    cu_seqlens: Tensor  # see `SequenceLayout`
     max_seqlen: int
 
     @property

@@ -40,10 +40,8 @@ def unpack_parameter(module: nn.Module, name: str) -> tuple[Tensor, Tensor | Non
 class LowRank(NamedTuple):
     """A weight's tangent in low-rank factors, or a stack of such tangents."""
 
-    left: Tensor
-    """`[..., out, r]`"""
-    right: Tensor
-    """`[..., r, in]`"""
+    left: Tensor  # `[..., out, r]`
+    right: Tensor  # `[..., r, in]`
 
     def matrix(self) -> Tensor:
         """The full matrix, `[..., out, in]`."""

@@ -308,8 +308,7 @@ class BlockMemory:
     """Memory on the chip that a block of threads may have."""
 
     shared_bytes: int
-    has_tensor_memory: bool
-    """Whether there are `TENSOR_MEMORY_COLUMNS`: B200, B300 and GB200."""
+    has_tensor_memory: bool  # whether there are `TENSOR_MEMORY_COLUMNS`: B200, B300 and GB200
 
     @classmethod
     @functools.cache

@@ -226,10 +226,8 @@ class Adapter(NamedTuple):
     """The adapter of one weight."""
 
     layer: Linear | ParamWrapper
-    lora_a: str
-    """Name of A in the adapted model."""
-    lora_b: str
-    """Name of B."""
+    lora_a: str  # name of A in the adapted model
+    lora_b: str  # name of B
 
     def compute_update(self, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         """Compute `(alpha / r) B A`, in the shape of the weight.

@@ -1,4 +1,4 @@
-"""Writing and reading Hugging Face model folders. No collectives.
+"""Writing Hugging Face model folders. No collectives.
 
 A folder is written under a temporary name file by file, each file is read back and checked, and the folder is renamed
 when it is complete. Weights come as a stream of (name, tensor), so that memory holds about one file at a time.
@@ -18,14 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from vcore_ds.common import paths
-from vcore_ds.common.errors import UserError
 from vcore_ds.models.description import find_file, read_model
 from vcore_ds.models.end_tokens import add_end_tokens
-from vcore_ds.models.model_identity import CARD, find_local_folder
-from vcore_ds.models.safetensors_ranges import read_weight_map
+from vcore_ds.models.model_identity import CARD
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -152,32 +150,3 @@ def finish(
     if card is not None:
         (unfinished / CARD).write_text(card, encoding="utf-8")
     paths.finish_folder(folder)
-
-
-class WeightFiles:
-    """Reader of single tensors from a model's folder (or hub id)."""
-
-    def __init__(self, path: str, file: str = SAFE_WEIGHTS_NAME):
-        """Raise UserError if the folder has no weights in safetensors format."""
-        self.path = path
-        folder = find_local_folder(path)
-        index = folder / SAFE_WEIGHTS_INDEX_NAME
-        if index.is_file():
-            self._file_by_name = {name: folder / file for name, file in read_weight_map(index).items()}
-        elif (folder / file).is_file():
-            with safe_open(folder / file, framework="pt") as weights:
-                self._file_by_name = dict.fromkeys(weights.keys(), folder / file)
-        else:
-            raise UserError(f"{path}: found neither {index.name} nor {file}; expected weights in safetensors format")
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors in the folder."""
-        return list(self._file_by_name)
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor. Raises UserError if the folder does not have it."""
-        if name not in self._file_by_name or not self._file_by_name[name].is_file():
-            raise UserError(f"{self.path}: found no tensor {name} in its safetensors files; expected one")
-        with safe_open(self._file_by_name[name], framework="pt") as file:
-            return file.get_tensor(name)

@@ -83,6 +83,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     }
 
 
+def read_tensor(stored: StoredTensor, name: str) -> Tensor:
+    """Read a whole tensor."""
+    with safe_open(stored.file, framework="pt") as file:
+        return file.get_tensor(name)
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """Read the file name of each weight from an index of sharded weights. Raises UserError if it has none."""
     try:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,7 +25,7 @@ from transformers.core_model_loading import (
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.models.description import build_empty_model, read_model
-from vcore_ds.models.safetensors_ranges import DTYPES, StoredTensor
+from vcore_ds.models.safetensors_ranges import DTYPES, StoredTensor, read_tensor
 
 
 class StoredWeights(NamedTuple):
@@ -239,5 +238,4 @@ class FolderWeights:
 
     def read_copied(self, name: str) -> Tensor:
         """Read one of `copied` from the input's files."""
-        with safe_open(self.copied[name].file, framework="pt") as file:
-            return file.get_tensor(name)
+        return read_tensor(self.copied[name], name)

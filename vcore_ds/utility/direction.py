@@ -33,12 +33,9 @@ from vcore_ds.utility.low_rank import factorize, has_low_rank, squared_norm
 class Probe:
     """Loss and gradient norm of a probe batch, over all ranks."""
 
-    loss: float
-    """Nats, under the probe's weights."""
-    gradient_norm: float
-    """2-norm before clipping."""
-    energy: Mapping[str, float] | None = None
-    """See `Direction.measure_energy`; None for a full-rank direction."""
+    loss: float  # nats, under the probe's weights
+    gradient_norm: float  # 2-norm before clipping
+    energy: Mapping[str, float] | None = None  # see `Direction.measure_energy`; None for a full-rank direction
 
     def as_metrics(self) -> dict[str, float | None]:
         """The values under their names in metrics.jsonl."""
@@ -310,8 +307,7 @@ class ShardGroupGather(NamedTuple):
     """All-gather of the parameters of a gather group that are sharded over the same ranks."""
 
     parameters: list[PartitionedParameter]
-    pending: layout.PendingGather | None
-    """None if the parameters are not sharded."""
+    pending: layout.PendingGather | None  # None if the parameters are not sharded
 
 
 def _list_gather_groups(engine: Engine) -> list[tuple[nn.Module, list[PartitionedParameter]]]:

@@ -34,10 +34,8 @@ class ProbeDirection:
 
     gradient: Mapping[str, Tensor]
     """By name of the trained parameter, in its shape; in the dtype of the first trained parameter."""
-    loss: float
-    """Nats."""
-    gradient_norm: float
-    """2-norm over all trained parameters."""
+    loss: float  # nats
+    gradient_norm: float  # 2-norm over all trained parameters
 
 
 def probe_direction(

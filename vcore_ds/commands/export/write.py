@@ -29,6 +29,7 @@ from vcore_ds.models.loading import DTYPES
 from vcore_ds.models.lora import build_empty_adapted_model, find_adapters
 from vcore_ds.models.megatron.weight_slices import WeightSlice, copy_to_weight, weight_slices
 from vcore_ds.models.model_identity import CARD, CARD_TAG, BaseModel, is_hub_id, read_card_metadata
+from vcore_ds.models.safetensors_ranges import read_header, read_tensor
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
 from vcore_ds.training.result import Kind, make_model_card
 from vcore_ds.training.run_folder import read_run_recipe
@@ -56,12 +57,12 @@ class AdapterWeights:
         self.name, file = folder.name, "adapter_model.safetensors"
         with (folder / file).open("rb") as opened:
             self.digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        self._weights = model_folder.WeightFiles(str(folder), file=file)
-        self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._weights.names}
-        self.shapes = {name: self.read(name).shape for name in self._stored}
+        self._tensors = read_header(folder / file)
+        self._stored = {name.removesuffix(".weight") + ".default.weight": name for name in self._tensors}
+        self.shapes = {name: torch.Size(self._tensors[key].shape) for name, key in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
-        return self._weights.read(self._stored[name])
+        return read_tensor(self._tensors[self._stored[name]], self._stored[name])
 
 
 class ParallelCheckpointWeights:
@@ -282,7 +283,7 @@ def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
     else:
         check_fit(recipe, trained, {n: like.shape for n, like in stored.weights.items() if n in trained.shapes})
     is_complete = all(set(group.names) <= trained.shapes.keys() for group in stored.groups)
-    base = None if is_complete else model_folder.WeightFiles(recipe.model.path)
+    base = {} if is_complete else read_model(recipe.model.path).stored
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for group in stored.groups:
@@ -290,13 +291,14 @@ def merge_weights(recipe: Recipe, trained: TrainedWeights, stored: FolderWeights
                 weights = {name: trained.read(name).to(stored.weights[name].dtype) for name in group.names}
                 yield from stored.store(group.names, weights).items()
                 continue
-            assert base is not None
             changes = {}
             if adapters.keys() & set(group.names):
                 # Splits the change as the base model's files split its weights, which then need no joining.
                 changes = stored.store(group.names, {name: compute_change(name) for name in group.names})
             for name, like in group.stored.items():
-                weight = base.read(name).to(DTYPES[recipe.model.precision])
+                if name not in base:
+                    raise UserError(f"model.path: {recipe.model.path}: found no tensor {name} in its safetensors files")
+                weight = read_tensor(base[name], name).to(DTYPES[recipe.model.precision])
                 if name in changes:
                     weight = weight.float() + changes[name]
                 yield name, weight.to(like.dtype)
