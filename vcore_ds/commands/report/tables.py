@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vcore_ds.commands.report import traces
-from vcore_ds.commands.report.curves import make_charts
+from vcore_ds.commands.report.curves import Chart, make_charts
 from vcore_ds.commands.report.page import (
     NOTHING,
     Bars,
@@ -22,7 +22,7 @@ from vcore_ds.commands.report.page import (
     Table,
     format_number,
 )
-from vcore_ds.commands.report.read import ReportedRun, differences, format_value, group_runs
+from vcore_ds.commands.report.read import Group, ReportedRun, differences, format_value, group_runs
 from vcore_ds.commands.report.tokens import Row, TokenTables
 from vcore_ds.common.text import count
 from vcore_ds.config.load import dump_recipe
@@ -40,9 +40,8 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     followed = [one for one in encoded if one is not None]
     groups = group_runs(runs)
     charts = make_charts(groups)
-    labels = [group.label for group in groups]
     data = {
-        "groups": labels,
+        "groups": [group.label for group in groups],
         "curves": [asdict(chart) for chart in charts if not chart.is_constant()],
         "tokens": [description for description, _ in tokens],
         "followed": [description for description, _ in followed],
@@ -50,43 +49,40 @@ def make_page(runs: Sequence[ReportedRun], *first: Section, title: str | None = 
     }
     blobs = {f"tokens-{place}": blob for place, (_, blob) in enumerate(tokens)}
     blobs |= {f"followed-{place}": blob for place, (_, blob) in enumerate(followed)}
-    movement = Section(
-        "movement",
-        "The same tokens over the run",
-        "Over the run",
-        [
-            "A few traces, measured after each recorded step, along its direction: a row for each, then the trace "
-            "itself at one. Those that are held out are not trained on; their weights are what they would have been.",
-            Drawing("followed"),
-        ],
-        in_text=False,
-    )
+    movement: list[Block] = [ABOUT_MOVEMENT, Drawing("followed")]
     has_utilities = any("utility" in description["measures"] for description, _ in tokens)
     no_utilities = [] if has_utilities else ["No utilities were recorded: only `method.name: vcore` has them."]
-    several = "A line is the mean of the seeds of a recipe, and its band goes from the lowest to the highest."
-    about_curves = (
-        "By optimizer step. Point at a curve, or select it and press the arrow keys, to read all at one step."
-    )
-    constants = [f"{chart.title} {chart.format_values(labels)}" for chart in charts if chart.is_constant()]
-    curves: list[Block] = [
-        about_curves + (f" {several}" if any(len(group.runs) > 1 for group in groups) else ""),
-        Drawing("charts"),
-        *([f"Constant over the run: {'; '.join(constants)}."] if constants else []),
-    ]
     recipes = [Fold(f"recipe.yaml of {run.name}", [Code(run.name, dump_recipe(run.recipe))]) for run in runs]
     sections = [
         *first,
         Section("learnt", "", "", [results_table(runs), explain_results(runs), *_find_notes(runs)]),
-        *([movement] if followed else []),
+        *([Section("movement", "The same tokens over the run", "Over the run", movement, False)] if followed else []),
         Section("traces", "Tokens trained on", "Tokens", [Drawing("viewer", _explain_missing_tables(runs))]),
         Section("gained", "What gained and lost weight", "Gained and lost", _compare_weights(runs)),
         Section("map", "Utility against loss", "Utility and loss", [Drawing("density", no_utilities)], in_text=False),
-        Section("curves", "Curves", "Curves", curves, in_text=False),
+        Section("curves", "Curves", "Curves", _show_curves(groups, charts), in_text=False),
         Section("cost", "Time by phase", "Time", [*make_phases(runs), *_list_profiles(runs)]),
         Section("recipe", "Recipe", "Recipe", [*_difference_table(runs), *recipes]),
         Section("environment", "Environment", "Environment", [environment_table(runs)], in_text=False),
     ]
     return Page(f"Report on {title}", summary(runs), sections, data, blobs)
+
+
+ABOUT_MOVEMENT = (
+    "A few traces, measured after each recorded step, along its direction: a row for each step, then the trace itself "
+    "at one. Those that are held out are not trained on; their weights are what they would have been."
+)
+
+
+def _show_curves(groups: Sequence[Group], charts: Sequence[Chart]) -> list[Block]:
+    """Where the curves are drawn, how to read them, and the values of those that are constant."""
+    about = "By optimizer step. Point at a curve, or select it and press the arrow keys, to read all at one step."
+    if any(len(group.runs) > 1 for group in groups):
+        about += " A line is the mean of the seeds of a recipe, and its band goes from the lowest to the highest."
+    labels = [group.label for group in groups]
+    constants = [f"{chart.title} {chart.format_values(labels)}" for chart in charts if chart.is_constant()]
+    values = [f"Constant over the run: {'; '.join(constants)}."] if constants else []
+    return [about, Drawing("charts"), *values]
 
 
 def _find_notes(runs: Sequence[ReportedRun]) -> list[Notes]:
