@@ -121,7 +121,7 @@ def test_a_recipe_names_a_configuration_of_a_folder(prepare: Prepared, tmp_path:
         (tmp_path / "set" / name / "rows.jsonl").write_text(make_row(name))
     check_source(f"{tmp_path / 'set'}::code")
     assert decode_texts(prepare(Path(f"{tmp_path / 'set'}::code"))[0]) == ["code"]
-    with pytest.raises(UserError, match="found the configurations math, code; name one: .*set::math"):
+    with pytest.raises(UserError, match="found several configurations, expected .*set::NAME with one of math, code"):
         check_source(str(tmp_path / "set"))
 
 

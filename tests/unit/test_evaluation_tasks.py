@@ -19,7 +19,6 @@ from vcore_ds.data.answers import (
     is_right,
     math_prompt,
 )
-from vcore_ds.data.prepare import sources
 
 if TYPE_CHECKING:
     from inspect_ai.dataset import Sample
@@ -153,9 +152,8 @@ def test_rows_that_cannot_be_graded_are_refused(task: str, rows: list, message: 
         read(write_rows(tmp_path, task, rows))
 
 
-def test_a_row_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blank lines count, and chunks of a file do not begin again."""
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
+def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
+    """Blank lines count."""
     lines = [*(json.dumps({"id": n, "problem": "1 + 1?", "answer": "2"}) for n in range(30)), "", "{"]
     (tmp_path / "aime.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match="aime.jsonl: row 32: not JSON"):

@@ -50,11 +50,11 @@ def prepare_rows(kind: str, source: Path, tokenizer: Path) -> tuple[list[int], l
 
 
 LINES = {
-    "integer of 5,000 digits": (b'{"messages": ' + b"9" * 5000 + b"}", "not usable JSON (Exceeds the limit"),
-    "100,000 brackets": (b"[" * 100_000, "not JSON (nested too deeply)"),
-    "100,000 objects": (b'{"a": ' * 100_000, "not JSON (nested too deeply)"),
-    "no UTF-8": (b'{"messages": "\xff"}', "not UTF-8 text (invalid start byte at byte 14)"),
-    "NUL": (b"\0" * 10, "not JSON (Expecting value at column 1)"),
+    "integer of 5,000 digits": (b'{"messages": ' + b"9" * 5000 + b"}", "not JSON (Exceeds the limit"),
+    "100,000 brackets": (b"[" * 100_000, "not JSON (maximum recursion depth exceeded"),
+    "100,000 objects": (b'{"a": ' * 100_000, "not JSON (maximum recursion depth exceeded"),
+    "no UTF-8": (b'{"messages": "\xff"}', "not JSON ('utf-8' codec can't decode byte 0xff in position 14"),
+    "NUL": (b"\0" * 10, "not JSON (Expecting value: line 1 column 1"),
     "NaN": (b'{"messages": NaN}', "`messages` is a number (NaN)"),
     "half of a surrogate pair": (
         b'{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]}',

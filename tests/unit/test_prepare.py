@@ -6,25 +6,25 @@ import json
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, load_dataset
-from huggingface_hub import HfApi
 
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.answers import AnswerChecker, code_prompt, math_prompt
 from vcore_ds.data.messages import Dropped, Malformed
-from vcore_ds.data.prepare import convert, curation, pipeline, sources
+from vcore_ds.data.prepare import curation, pipeline, sources
+from vcore_ds.data.prepare.convert import KEPT, Result
 from vcore_ds.data.prepare.curation import PrepareRequest, find_statement
-from vcore_ds.data.prepare.pipeline import prepare
-from vcore_ds.data.prepare.report import LengthSummary, PrepareReport
+from vcore_ds.data.prepare.pipeline import Round, make_sample_key, prepare
+from vcore_ds.data.prepare.report import PrepareReport
 from vcore_ds.data.prepare.sources import BLANK, Broken, find_files
 from vcore_ds.data.store import TokenStore
 
@@ -309,9 +309,7 @@ def compress_zstd(contents: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
-@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 10_000])
-def test_every_line_is_a_row_of_one_chunk(tmp_path: Path, monkeypatch, chunk_bytes: int, suffix: str) -> None:
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+def test_every_line_is_a_row(tmp_path: Path, suffix: str) -> None:
     lines = ['{"n": 0}', "", '{"n": 2}', "x" * 30, "[]", '{"n": "ü"}', '{"n": 6}']
     path = tmp_path / f"rows.jsonl{suffix}"
     compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": compress_zstd, "": bytes}[suffix]
@@ -319,11 +317,8 @@ def test_every_line_is_a_row_of_one_chunk(tmp_path: Path, monkeypatch, chunk_byt
     (file,) = find_files([str(path)], "train")
     rows = list(file.rows())
     assert len(rows) == 7 and rows[1] is BLANK
-    assert rows[3] == Broken("not JSON (Expecting value at column 1)")
+    assert isinstance(rows[3], Broken) and rows[3].reason.startswith("not JSON (Expecting value")
     assert [rows[i] for i in (0, 2, 4, 5, 6)] == [{"n": 0}, {"n": 2}, [], {"n": "ü"}, {"n": 6}]
-    assert sum(map(sources.count_rows, file.chunks())) == 6
-    if chunk_bytes == 1:
-        assert [len(chunk) for chunk in file.chunks()] == [1] * 7
 
 
 def read_values(source: object, split: str = "train") -> list[Any]:
@@ -378,9 +373,9 @@ def test_a_configuration_is_named_after_two_colons(tmp_path: Path) -> None:
         == [10, 11]
         == [load["n"] for load in load_by_datasets(tmp_path, "code")]
     )
-    with pytest.raises(UserError, match="found the configurations math, code; name one: .*::math"):
+    with pytest.raises(UserError, match="found several configurations, expected .*::NAME with one of math, code"):
         find_files([str(tmp_path)], "cot")
-    with pytest.raises(UserError, match="no configuration 'all', expected .*one of math, code"):
+    with pytest.raises(UserError, match="found no configuration 'all', expected .*one of math, code"):
         find_files([f"{tmp_path}::all"], "cot")
     with pytest.raises(UserError, match="no split 'train', only cot"):
         find_files([f"{tmp_path}::code"], "train")
@@ -396,11 +391,10 @@ def load_by_datasets(folder: Path, configuration: str) -> Dataset:
 def test_files_of_the_hub_are_downloaded_one_by_one(tmp_path: Path, monkeypatch) -> None:
     """The hub itself is replaced by a folder: its commit, the resolution of its files, and their download."""
     write_hub_copy(tmp_path, ["math", "code"])
-    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="abc"))
     resolve, downloads = sources._resolve, []
 
-    def resolve_here(name: str, configuration: str | None, split: str, revision: str | None = None) -> list[str]:
-        assert (name, revision) == ("owner/set", "abc")
+    def resolve_here(name: str, configuration: str | None, split: str) -> list[str]:
+        assert name == "owner/set"
         files = resolve(str(tmp_path), configuration, split)
         return [f"hf://datasets/owner/set@abc/{Path(file).relative_to(tmp_path)}" for file in files]
 
@@ -412,30 +406,31 @@ def test_files_of_the_hub_are_downloaded_one_by_one(tmp_path: Path, monkeypatch)
     monkeypatch.setattr(sources, "_resolve", resolve_here)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     files = find_files(["owner/set::code"], "cot")
-    assert not downloads and [file.is_first for file in files] == [True, False]
-    assert sources.describe_source(files) == [
-        {"hub": "owner/set", "configuration": "code", "split": "cot", "revision": "abc"}
+    assert not downloads and [file.name for file in files] == [
+        "owner/set/code/x-0.parquet",
+        "owner/set/code/x-1.parquet",
     ]
+    hub = {"hub": "owner/set", "configuration": "code", "split": "cot", "revision": "abc"}
+    assert sources.describe_source(files) == [{"file": f"code/x-{i}.parquet", **hub} for i in (0, 1)]
     assert [row["n"] for file in files for row in file.rows()] == [10, 11]
     assert downloads == ["code/x-0.parquet", "code/x-1.parquet"]
-    with pytest.raises(UserError, match="found the configurations math, code"):
+    with pytest.raises(UserError, match="found several configurations, expected .* math, code"):
         find_files(["owner/set"], "cot")
 
 
 FORMS = {
-    "one list": ("rows.jsonl", "[{1}, {1}]"),
-    "one list over lines": ("rows.jsonl", "[\n {1},\n {1}\n]"),
-    "one object with rows under `train`": ("rows.json", '{"train": [{1}, {1}]}'),
-    "rows of JSON over several lines": ("rows.jsonl", "{\n2\n}\n{\n2\n}"),
+    "list": ("rows.jsonl", "[{1}, {1}]", "one list or object"),
+    "list over lines": ("rows.jsonl", "[\n {1},\n {1}\n]", "one list or object"),
+    "object of a list": ("rows.json", '{"train": [{1}, {1}]}', "one list or object"),
+    "rows over lines": ("rows.jsonl", "{\n2\n}\n{\n2\n}", "JSON over several lines"),
 }
 
 
-@pytest.mark.parametrize(("name", "text"), FORMS.values(), ids=FORMS.keys())
-def test_other_forms_of_json_are_named(tmp_path: Path, name: str, text: str, request) -> None:
+@pytest.mark.parametrize(("name", "text", "form"), FORMS.values(), ids=FORMS.keys())
+def test_other_forms_of_json_are_named(tmp_path: Path, name: str, text: str, form: str) -> None:
     row = json.dumps(make_chat_row(0))
     path = tmp_path / name
     path.write_text(text.replace("{1}", row).replace("2", row.strip("{}")))
-    form = request.node.callspec.id.removesuffix(" over lines")
     with pytest.raises(UserError, match=f"{path}: found {form}.*, expected a row, a JSON object, on each line"):
         next(find_files([str(path)], "train")[0].rows())
 
@@ -476,7 +471,7 @@ def test_files_with_different_columns_are_read_each_by_its_own(run, tmp_path: Pa
         ("notes.txt", "found a file ending in '.txt', expected .jsonl, .json, .csv, .parquet, .arrow"),
         ("folder", "found no file in this folder that ends in .jsonl, .json, .csv, .parquet, .arrow"),
         ("broken.parquet", "not readable to its end as .parquet"),
-        ("nobody-at-all/nothing", "no data set of that name can be reached on the hub"),
+        ("nobody-at-all/nothing", "no data set that can be loaded"),
     ],
 )
 def test_invalid_sources_are_refused(tmp_path: Path, monkeypatch, source: str, reason: str) -> None:
@@ -549,19 +544,22 @@ def test_code_rows_are_prepared_the_same_way(run, tmp_path: Path, statements: st
 
 
 def test_lengths_are_summarized() -> None:
-    assert LengthSummary.summarize(list(range(1, 101))) == LengthSummary(mean=50.5, p50=50, p95=95, max=100)
-    assert LengthSummary.summarize([7]) == LengthSummary(mean=7, p50=7, p95=7, max=7)
+    for lengths, expected in ((range(1, 101), (50.5, 50, 95, 100)), ([7], (7, 7, 7, 7)), ([1, 2], (1.5, 1, 2, 2))):
+        report = PrepareReport()
+        for length in lengths:
+            report.count(Result(0, KEPT, num_tokens=length), "rows.jsonl")
+        assert report.lengths == dict(zip(("mean", "p50", "p95", "max"), expected, strict=True))
 
 
 def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Path, monkeypatch) -> None:
     """Once it is complete, rows with larger keys are not looked at; which ones depends on nothing but the rows."""
-    monkeypatch.setattr(sources, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(pipeline, "_ROUND_ROWS", 10)
     rows = [make_chat_row(n) for n in range(200)]
     for n in range(0, 200, 5):
         rows[n]["messages"][1]["content"] *= 100
     source = write_lines(tmp_path / "rows.jsonl", rows)
     report = run("chat", source, sample=30, cutoff_length=200, seed=7)
-    keys = [(convert.make_sample_key(7, 1, line), line) for line in range(200)]
+    keys = [(make_sample_key(7, 1, line), line) for line in range(200)]
     expected = sorted(key for key in keys if key[1] % 5)[:30]
     assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "store")] == sorted(line for _, line in expected)
     num_drawn = sum(key <= expected[-1] for key in keys)
@@ -571,48 +569,51 @@ def test_a_sample_is_the_rows_with_the_smallest_keys_that_fit(run, tmp_path: Pat
     assert [sequence.sequence_id for sequence in TokenStore(tmp_path / "other")] != sorted(n for _, n in expected)
 
 
+def count_rounds(monkeypatch, stop_after: int | None = None) -> list[tuple[str, list[int]]]:
+    """Record file and rows of each round, and raise KeyboardInterrupt after a number of them."""
+    rounds: list[tuple[str, list[int]]] = []
+    convert = Round.convert
+
+    def count(part: Round) -> None:
+        if len(rounds) == stop_after:
+            raise KeyboardInterrupt
+        rounds.append((Path(part.file.path).name, part.numbers.tolist()))
+        convert(part)
+
+    monkeypatch.setattr(Round, "convert", count)
+    return rounds
+
+
 def test_rows_beyond_a_complete_sample_are_not_converted(run, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "CHUNK_ROWS", 10)
-    converted, convert_chunk = [], convert.convert_chunk
-
-    def count(request, file, chunk, *rest):
-        converted.append(len(chunk))
-        return convert_chunk(request, file, chunk, *rest)
-
-    monkeypatch.setattr(convert, "convert_chunk", count)
-    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(1000)])
-    assert run("chat", source, sample=10).num_kept == 10
-    # The k-th row is among the ten smallest keys so far with probability 10 / k: 10 + 10 ln(1000 / 10) = 56 rows.
-    assert converted[0] == 10 and sum(converted) < 150
+    """Of the files together the rows with the smallest keys: about 100 of the first, 100 of 2000 of the second."""
+    monkeypatch.setattr(pipeline, "_BATCH_ROWS", 8)
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", [make_chat_row(n) for n in range(2000)])
+    rounds = count_rounds(monkeypatch)
+    assert run("chat", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], sample=100).num_kept == 100
+    assert sum(len(positions) for name, positions in rounds if name == "a.jsonl") == 108
+    assert sum(len(positions) for name, positions in rounds if name == "b.jsonl") < 150
+    keys = sorted((make_sample_key(42, source, n), 2000 * (source - 1) + n) for source in (1, 2) for n in range(2000))
+    assert TokenStore(tmp_path / "store").sequence_ids.tolist() == sorted(place for _, place in keys[:100])
 
 
 def test_neither_processes_nor_interruptions_change_a_byte(run, tmp_path: Path, monkeypatch) -> None:
     """What was finished is not done again."""
-    monkeypatch.setattr(sources, "CHUNK_ROWS", 16)
-    source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(n) for n in range(300)])
-    run("chat", source, "straight", sample=100)
-    run("chat", source, "parallel", sample=100, processes=2)
+    monkeypatch.setattr(pipeline, "_ROUND_ROWS", 40)
+    monkeypatch.setattr(pipeline, "_MIN_ROWS", 10)
+    files = [write_lines(tmp_path / f"{k}.jsonl", [make_chat_row(n) for n in range(150)]) for k in range(2)]
+    run("chat", files, "straight", sample=100)
+    run("chat", files, "parallel", sample=100, processes=2)
     assert read_contents(tmp_path / "parallel") == read_contents(tmp_path / "straight")
-
-    done, convert_chunk = [], convert.convert_chunk
-
-    def stop_after(number: int) -> None:
-        def interrupted(*arguments):
-            if len(done) == number:
-                raise KeyboardInterrupt
-            done.append(arguments[-1].name)
-            return convert_chunk(*arguments)
-
-        monkeypatch.setattr(convert, "convert_chunk", interrupted)
-
-    for number in (3, 8):
-        stop_after(number)
-        with pytest.raises(KeyboardInterrupt):
-            run("chat", source, "store", sample=100)
-    stop_after(-1)
-    run("chat", source, "store", sample=100)
-    assert "8 chunks were finished before" in run.said
-    assert len(done) == len(set(done)) and 8 < len(done) <= -(-300 // 16)
+    done: list[tuple[str, int]] = []
+    for number in (2, 1, None):
+        with monkeypatch.context() as patched:
+            rounds = count_rounds(patched, stop_after=number)
+            with pytest.raises(KeyboardInterrupt) if number else nullcontext():
+                run("chat", files, "store", sample=100)
+        assert (f"{len(done):,} rows were converted before" in run.said) == bool(done)
+        done += [(name, position) for name, positions in rounds for position in positions]
+    assert len(done) == len(set(done)) and 100 < len(done) < 300
     assert read_contents(tmp_path / "store") == read_contents(tmp_path / "straight")
 
 
@@ -622,10 +623,10 @@ def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
     assert "formats: messages 5" in run.said[-1].splitlines()
     before = read_contents(tmp_path / "store")
     assert run("chat", source) is None and "is there already" in run.said[-1]
-    with pytest.raises(UserError, match="found a store made with another filters: .*name another --output"):
+    with pytest.raises(UserError, match=r"name another --output[\s\S]*filters.cutoff_length: 16384 there, 7 here"):
         run("chat", source, cutoff_length=7)
     write_lines(source, [make_chat_row(n) for n in range(6)])
-    with pytest.raises(UserError, match="made with another source"):
+    with pytest.raises(UserError, match="source.0.fingerprint: "):
         run("chat", source)
     assert read_contents(tmp_path / "store") == before
     (tmp_path / "folder").mkdir()
@@ -633,12 +634,10 @@ def test_a_finished_store_is_left_alone(run, tmp_path: Path) -> None:
         run("chat", source, "folder")
 
 
-def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path, monkeypatch) -> None:
-    """Naming a source twice upsamples it: it starts over each time it is named, also where it has several shards."""
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path) -> None:
+    """Naming a source twice upsamples it: it starts over each time it is named."""
     a = write_lines(tmp_path / "a.jsonl", [make_chat_row(n) for n in range(3)])
     b = write_lines(tmp_path / "b.jsonl", [make_chat_row(7), "", "broken", make_chat_row(8)])
-    assert len(list(find_files([str(b)], "cot")[0].chunks())) > 1
     for order in ("abb", "aba", "ab"):
         run("chat", [{"a": a, "b": b}[name] for name in order], order)
         store = TokenStore(tmp_path / order)
@@ -649,7 +648,7 @@ def test_a_source_named_twice_keeps_its_row_numbers(run, tmp_path: Path, monkeyp
         assert (tmp_path / f"{order}.malformed.txt").read_text().startswith(f"{b}:3: not JSON")
         assert (tmp_path / f"{order}.malformed.txt").read_text().count("\n") == 1
         assert (f"{b}: named 2 times, so each of its rows counts 2 times" in run.said) == (order == "abb")
-    with pytest.raises(UserError, match="found a store made with another source"):
+    with pytest.raises(UserError, match="source.2.file: .* there, nothing here"):
         run("chat", [a, b], "abb")
     long = write_lines(tmp_path / "long.jsonl", [make_chat_row(0), make_long_row()])
     with pytest.raises(UserError):
@@ -700,7 +699,7 @@ def test_too_many_malformed_rows_are_refused_and_a_higher_limit_goes_on(run, tmp
     listed = (tmp_path / "store.unfinished" / "malformed.txt").read_text()
     assert f"{source}:10: found the keys a; expected" in listed
     assert run("chat", source, max_malformed=0.2).num_kept == 8
-    assert "1 chunks were finished before" in run.said
+    assert "10 rows were converted before" in run.said
     assert (tmp_path / "store.malformed.txt").read_text() == listed
 
 
@@ -724,7 +723,7 @@ def test_truncation_keeps_the_beginning(run, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "rows.jsonl", [make_chat_row(0)])
     run("chat", source, "uncut")
     report = run("chat", source, cutoff_length=25, overlong="truncate")
-    assert report.lengths.max == 25
+    assert report.lengths["max"] == 25
     assert decode_texts(tmp_path / "uncut")[0].startswith(decode_texts(tmp_path / "store")[0])
 
 
@@ -766,7 +765,8 @@ def test_a_json_list_in_a_jsonl_file_is_refused_with_the_remedy(run, tmp_path: P
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps([make_chat_row(0), make_chat_row(1)], indent=1))
     with pytest.raises(
-        UserError, match="found one list, expected a row, a JSON object, on each line, or in a .json file"
+        UserError,
+        match="found one list or object of rows, expected a row",
     ):
         prepare(PrepareRequest("chat", (str(source),), tokenizer, "train"), tmp_path / "other")
     assert run("chat", source.rename(tmp_path / "rows.json")).num_kept == 2

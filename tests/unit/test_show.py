@@ -47,14 +47,14 @@ def test_rows_are_shown_as_they_are_learned(rows: Path, capsys: pytest.CaptureFi
 
 def test_check_says_of_rows_and_of_stores_what_is_learned(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = make_template_tokenizer("qwen3")
-    (line,) = describe_reading(str(rows), None, tokenizer)
+    lines = "\n".join(describe_reading(str(rows), None, tokenizer))
     expected = [
         "1 left out: unclosed thinking",
         "exact duplicates: 1",
         "malformed: 1",
         "2 have an answer without thinking",
     ]
-    assert all(text in line for text in expected) and "id" in line
+    assert all(text in lines for text in expected) and "ignored: `id` 3" in lines
     command = ["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "qwen3"), "--max-malformed", "0.5"]
     assert main([*command, "--output", str(rows.parent / "store"), "--processes", "1"]) == 0
     lines = "\n".join(describe_reading(str(rows.parent / "store")))
@@ -65,7 +65,7 @@ def test_a_turn_without_an_end_is_said(rows: Path, capsys: pytest.CaptureFixture
     """A base model whose tokenizer lacks the template's end of turn."""
     tokenizer = make_tokenizer(special_tokens=["<|endoftext|>"], end="<|endoftext|>")
     tokenizer.save_pretrained(rows.parent / "base")
-    (line,) = describe_reading(str(rows), None, tokenizer)
-    assert "3 turns are learned without an end" in line
+    lines = "\n".join(describe_reading(str(rows), None, tokenizer))
+    assert "3 turns are learned without an end" in lines
     assert main(["prepare", "chat", str(rows), "--tokenizer", str(rows.parent / "base"), "--show", "1"]) == 0
     assert "up to no special token" in capsys.readouterr().out

@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> None:
         **{name: getattr(arguments, name) for name in names},
     )
     if arguments.show is not None:
-        from vcore_ds.data.prepare.show import show_rows
+        from vcore_ds.data.prepare.report import show_rows
 
         for text in show_rows(request, arguments.show):
             print(text)

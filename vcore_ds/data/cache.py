@@ -72,7 +72,8 @@ def find_or_make_store(
     files = sorted({Path(file.path) for file in raw_files if not file.hub})
     origin = [describe_origin(request, raw_files, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
     key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
-    folder, limit = cache_root(settings.cache_dir) / f"{Path(path).stem}-{key}", settings.max_malformed
+    name = f"{Path(path).stem.replace('::', '-')}-{key}"
+    folder, limit = cache_root(settings.cache_dir) / name, settings.max_malformed
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():
             counts = read_manifest(folder)["counts"]

@@ -10,7 +10,7 @@ import numpy as np
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.data.dataset import Store
-from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
+from vcore_ds.data.prepare.rows import read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store import MANIFEST, TokenStore
 
@@ -60,7 +60,6 @@ def _read_messages(paths: Sequence[str], columns: Mapping[str, str] | None) -> l
     conversations = []
     for file in find_files(paths, "train"):
         for chat in read_chat_rows(file, columns):
-            if isinstance(chat, ChatRow):
-                with suppress(TypeError):  # a value that JSON does not have
-                    conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))
+            with suppress(TypeError):  # a value that JSON does not have
+                conversations.append(json.dumps([chat.messages, chat.tools], sort_keys=True))
     return conversations

@@ -11,7 +11,7 @@ from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import is_readable
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.conversations import Conversation, check_tokenizer, render_conversation
-from vcore_ds.data.prepare.rows import ChatRow, read_chat_rows
+from vcore_ds.data.prepare.rows import read_chat_rows
 from vcore_ds.data.prepare.sources import find_files
 from vcore_ds.data.store import MANIFEST, TokenStore
 from vcore_ds.data.tokenization import load_tokenizer, tokenize_rendered
@@ -79,9 +79,7 @@ def _read_conversations(path: str, columns: Mapping[str, str]) -> tuple[list[Con
         rows = list(islice(read_chat_rows(file, columns), max_rows + 1))
         is_all = is_all and len(rows) <= max_rows
         for chat in rows[:max_rows]:
-            if isinstance(chat, ChatRow):  # the run reports the others
-                number = len(conversations) + 1
-                conversations.append(Conversation(number, chat.messages, **chat.options))
+            conversations.append(Conversation(len(conversations) + 1, chat.messages, **chat.options))
     return conversations, is_all and len(files) <= _MAX_ROWS
 
 

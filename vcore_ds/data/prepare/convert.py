@@ -1,30 +1,31 @@
-"""Conversion of raw rows to sequences: rules, chat template, tokenizer; one call for each chunk of a file."""
+"""Conversion of raw rows to sequences: rules, chat template, tokenizer."""
 
 import hashlib
+import json
+import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vcore_ds.common.errors import UserError
-from vcore_ds.common.paths import write_atomically
 from vcore_ds.data.answers import AnswerChecker
 from vcore_ds.data.conversations import NOTICES, Conversation, RenderedConversation, render_conversation
 from vcore_ds.data.messages import Dropped, Malformed, Message
 from vcore_ds.data.prepare import curation
 from vcore_ds.data.prepare.curation import PrepareRequest
 from vcore_ds.data.prepare.rows import MESSAGE_FIELD, ChatRow, read_chat_row
-from vcore_ds.data.prepare.sources import BLANK, Broken, RawFile, parse_chunk
+from vcore_ds.data.prepare.sources import Broken, RawFile
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer, tokenize_rendered
 
 if TYPE_CHECKING:
-    from pyarrow import Schema, Table
-
-    from vcore_ds.data.prepare.sources import Chunk
+    from datasets import Features
+    from pyarrow import Table
+    from transformers import PreTrainedTokenizerBase
 
 KEPT, MALFORMED = "kept", "malformed"
 
@@ -38,18 +39,18 @@ NOTICED = {
 
 _CHARACTERS_PER_TOKEN, _MIN_CHARACTERS = 64, 2**20
 """A row is not tokenized if it has more characters than the minimum, and more than 64 for each token of the cutoff."""
-_BATCH = 64  # rows that are rendered and tokenized together
 _MAX_REASON = 1_000  # characters of a reason; reasons quote the row, which can be of any size
-_MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
+_MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 80
 """Ignored fields of a row that are counted by name, and the characters of a name."""
+_NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.uint8)
+_UNLESS = "unless the chat template reads it"
 
 
 @dataclass
 class Result:
     """What became of a row."""
 
-    number: int  # in its source, from 0
-    key: int  # uniform in 64 bits, see `make_sample_key`
+    number: int  # in its file, from 0
     outcome: str = KEPT  # or `MALFORMED`, or the rule that leaves it out
     reason: str = ""  # why it is malformed
     shape: str = ""
@@ -57,109 +58,84 @@ class Result:
     noticed: dict[str, int] = field(default_factory=dict)
     context_turns: int = 0
     ignored: Sequence[str] = ()
-    input_ids: Sequence[int] | np.ndarray = ()
-    marks: Sequence[int] | np.ndarray = ()
-    digest: int = 0  # of tokens and marks
+    digest: int = 0  # equal for rows with the same messages
 
 
-def make_schema() -> "Schema":
-    """Make the Arrow schema of results."""
-    import pyarrow as pa
+def make_features() -> "Features":
+    """Make the columns of results, which are pickled; rows that are not kept have no tokens."""
+    from datasets import Features, List, Value
 
-    text, number = pa.string(), pa.int32()
-    return pa.schema(
-        {
-            "number": pa.int64(),
-            "key": pa.uint64(),
-            "outcome": text,
-            "reason": text,
-            "shape": text,
-            "num_tokens": number,
-            "noticed": pa.struct(dict.fromkeys(NOTICED, number)),
-            "context_turns": number,
-            "ignored": pa.list_(text),
-            "input_ids": pa.list_(number),
-            "marks": pa.list_(pa.uint8()),
-            "digest": pa.uint64(),
-        }
-    )
+    ids, marks = List(Value("int32")), List(Value("uint8"))
+    return Features({"number": Value("int64"), "result": Value("binary"), "input_ids": ids, "marks": marks})
 
 
-def read_results(path: Path, columns: Sequence[str]) -> "Table":
-    """Map columns of the results of a chunk."""
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).read_all().select(columns)
-
-
-def make_sample_key(seed: int, source_number: int, number: int) -> int:
-    """Make the key of a row, uniform in 64 bits: a sample is the rows with the smallest keys."""
-    digest = hashlib.blake2b(f"{seed} {source_number} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
-
-
-def convert_chunk(
-    request: PrepareRequest, file: RawFile, chunk: "Chunk", numbers: Sequence[int], keys: Sequence[int], path: Path
-) -> list[int]:
-    """Convert the rows of a chunk, with these numbers and keys, and write their results; return the keys of those that
-    are kept."""
-    import pyarrow as pa
-
-    parsed = zip(numbers, keys, parse_chunk(chunk), strict=True)
-    rows = [(Result(number, key), row) for number, key, row in parsed if row is not BLANK]
-    for start in range(0, len(rows), _BATCH):
-        _convert_rows(request, file, rows[start : start + _BATCH])
-    results = [result for result, _ in rows]
-    table = pa.Table.from_pylist([vars(result) for result in results], make_schema())
-    with (
-        write_atomically(path, several_writers=True) as unfinished,
-        pa.OSFile(str(unfinished), "wb") as sink,
-        pa.ipc.new_file(sink, table.schema) as writer,
-    ):
-        writer.write_table(table)
-    return [result.key for result in results if result.outcome == KEPT]
+def convert_batch(
+    batch: "Table", places: Sequence[int], request: PrepareRequest, file: RawFile, numbers: np.ndarray
+) -> dict[str, list[Any]]:
+    """Convert encoded rows of a file; `numbers[places]` are theirs."""
+    tokenizer = open_tokenizer(request.tokenizer)
+    results = [Result(number) for number in numbers[places].tolist()]
+    items = [
+        examine_row(result, file.parse(row.as_py()), request, file, tokenizer)
+        for result, row in zip(results, batch["row"], strict=True)
+    ]
+    rendered = [item for item in items if item is not None]
+    sequences = iter(tokenize_rendered(rendered, tokenizer) if rendered else [])
+    tokens = [
+        _NO_TOKENS if item is None else _judge(result, next(sequences), request)
+        for result, item in zip(results, items, strict=True)
+    ]
+    return {
+        "number": [result.number for result in results],
+        "result": [pickle.dumps(result) for result in results],
+        "input_ids": [ids for ids, _ in tokens],
+        "marks": [marks for _, marks in tokens],
+    }
 
 
-def _convert_rows(request: PrepareRequest, file: RawFile, rows: Sequence[tuple[Result, Any]]) -> None:
-    tokenizer = _load_tokenizer(request.tokenizer)
-    rendered: list[tuple[Result, RenderedConversation]] = []
-    for result, row in rows:
-        try:
-            chat = read_row(request, file, row)
-            result.shape = chat.shape
-            item = render_row(request, file, result.number, chat)
-        except Dropped as rule:
-            result.outcome = str(rule)
-        except Malformed as fault:
-            result.outcome, result.reason = MALFORMED, str(fault)[:_MAX_REASON]
-        else:
-            result.noticed = {**item.notices, "null_arguments": int(chat.has_null_arguments)}
-            fields = [*chat.unknown, *(f"{MESSAGE_FIELD}{key}" for key in item.ignored)]
-            result.ignored = [name[:_MAX_NAME_CHARACTERS] for name in fields[:_MAX_IGNORED]]
-            result.context_turns = len(item.conversation.context_turns)
-            rendered.append((result, item))
-    sequences = tokenize_rendered([item for _, item in rendered], tokenizer) if rendered else []
-    for (result, _), sequence in zip(rendered, sequences, strict=True):
-        _judge(result, sequence, request)
+def examine_row(
+    result: Result, row: Any, request: PrepareRequest, file: RawFile, tokenizer: "PreTrainedTokenizerBase | None"
+) -> RenderedConversation | None:
+    """Read a row by the rules of its kind, render it, and record in `result` what is found. Returns None for a row that
+    is malformed or left out, and without a tokenizer."""
+    try:
+        chat = _read_row(row, request, file)
+        result.shape = chat.shape
+        item = None if tokenizer is None else _render(result.number, chat, request, file, tokenizer)
+    except Dropped as rule:
+        result.outcome = str(rule)
+        return None
+    except Malformed as fault:
+        result.outcome, result.reason = MALFORMED, str(fault)[:_MAX_REASON]
+        return None
+    ignored = [f"{name} {_UNLESS}" for name in chat.unknown_fields]
+    if item is not None:
+        ignored = [f"{MESSAGE_FIELD}{key}" for key in item.ignored]
+    names = [*chat.unknown, *ignored]
+    result.ignored = [name[:_MAX_NAME_CHARACTERS] for name in names[:_MAX_IGNORED]]
+    content = json.dumps([chat.messages, chat.tools, chat.context_turns], sort_keys=True, default=repr).encode()
+    result.digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+    result.context_turns = len(chat.context_turns)
+    result.noticed = {**(item.notices if item else {}), "null_arguments": int(chat.has_null_arguments)}
+    return item
 
 
-def read_row(request: PrepareRequest, file: RawFile, row: Any) -> ChatRow:
-    """Read a raw row by the rules of its kind. Raises Dropped and Malformed."""
+def _read_row(row: Any, request: PrepareRequest, file: RawFile) -> ChatRow:
     if isinstance(row, Broken):
         raise Malformed(row.reason)
     if request.kind == "math":
-        return ChatRow("", curation.convert_math_row(row, make_checker(request.answer_seconds).check))
+        return ChatRow("", curation.convert_math_row(row, open_checker(request.answer_seconds, os.getpid()).check))
     if request.kind == "code":
         return ChatRow("", curation.convert_code_row(row, partial(curation.find_statement, request.statements)))
     return read_chat_row(row, from_table=file.is_table, columns=request.columns)
 
 
-def render_row(request: PrepareRequest, file: RawFile, number: int, chat: ChatRow) -> RenderedConversation:
-    """Render a row; `number`: in its source, from 0. Raises Dropped and Malformed."""
-    conversation = Conversation(number + 1, _shorten(chat.messages, request), file.source, **chat.options)
+def _render(
+    number: int, chat: ChatRow, request: PrepareRequest, file: RawFile, tokenizer: "PreTrainedTokenizerBase"
+) -> RenderedConversation:
+    conversation = Conversation(number + 1, _shorten(chat.messages, request), file.name, **chat.options)
     try:
-        item = render_conversation(conversation, _load_tokenizer(request.tokenizer), request.supervise)
+        item = render_conversation(conversation, tokenizer, request.supervise)
         item.text.encode()
     except UserError as error:
         raise Malformed(str(error).removeprefix(f"{conversation.location}: ")) from None
@@ -179,30 +155,31 @@ def _shorten(messages: list[Message], request: PrepareRequest) -> list[Message]:
     return [message | {name: message[name][:limit] for name in names if name in message} for message in messages]
 
 
-def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest) -> None:
-    """Decide whether a sequence is kept, and take its tokens."""
+def _judge(result: Result, sequence: TokenizedSequence, request: PrepareRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Decide whether a sequence is kept; return its tokens and their marks, or nothing."""
     cutoff, result.num_tokens = request.cutoff_length, len(sequence)
     is_overlong = len(sequence) > cutoff
     if not sequence.supervised.any():
         result.outcome = "no turn to learn"
-    elif not sequence.supervised[:cutoff].any():
-        result.outcome = "prompt alone longer than the cutoff"
-        if request.overlong == "truncate":
-            prompt_length = int(np.flatnonzero(sequence.supervised)[0])
-            result.outcome = MALFORMED
-            result.reason = f"the prompt alone has {prompt_length:,} tokens, expected fewer than the cutoff, {cutoff:,}"
     elif is_overlong and request.overlong == "drop":
-        result.outcome = f"longer than {cutoff:,} tokens"
+        is_prompt = not sequence.supervised[:cutoff].any()
+        result.outcome = "prompt alone longer than the cutoff" if is_prompt else f"longer than {cutoff:,} tokens"
+    elif not sequence.supervised[:cutoff].any():
+        prompt_length = int(np.flatnonzero(sequence.supervised)[0])
+        result.outcome = MALFORMED
+        result.reason = f"the prompt alone has {prompt_length:,} tokens, expected fewer than the cutoff, {cutoff:,}"
     else:
         assert sequence.in_answer is not None
-        marks = sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER
-        ids, marks = sequence.input_ids[:cutoff], marks[:cutoff].astype(np.uint8)
-        content = ids.tobytes() + marks.tobytes()
-        result.input_ids, result.marks = ids, marks
-        result.digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
         result.noticed["truncated"] = int(is_overlong)
+        marks = sequence.supervised * SUPERVISED + sequence.in_answer * IN_ANSWER
+        return sequence.input_ids[:cutoff], marks[:cutoff].astype(np.uint8)
+    return _NO_TOKENS
 
 
-_load_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
-make_checker = lru_cache(maxsize=1)(AnswerChecker)
-"""One of each process, whose child has imported math-verify."""
+open_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+
+
+@lru_cache(maxsize=1)
+def open_checker(limit_seconds: int, process: int) -> AnswerChecker:
+    """Return the checker of a process, which no forked process may share."""
+    return AnswerChecker(limit_seconds)

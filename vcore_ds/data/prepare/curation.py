@@ -1,20 +1,19 @@
 """Curation of raw rows for `vcore-ds prepare`: requests, conversations, and the rules that drop rows (appendix "Dataset
 Curation for supervised tasks")."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.text import shorten
+from vcore_ds.common.locks import describe_differences
 from vcore_ds.data.answers import code_prompt, find_answer_spans, math_prompt
 from vcore_ds.data.conversations import Supervise
-from vcore_ds.data.messages import EMPTY_ANSWER, UNCLOSED_THINKING, Dropped, Malformed, Message, split_thinking
+from vcore_ds.data.messages import Dropped, Malformed, Message, split_thinking
 from vcore_ds.data.prepare.rows import check_object, find_texts, list_names
 from vcore_ds.data.prepare.sources import RawFile, describe_source
 from vcore_ds.data.store import MANIFEST, describe_tokenizer
@@ -31,19 +30,6 @@ NOT_BOXED = "no \\boxed{} in the answer"
 NOT_EQUIVALENT = "math-verify: not the expected answer"
 UNFINISHED = "math-verify: past the time limit"
 NO_STATEMENT = "the problem's statement cannot be found"
-RULES = (
-    UNCLOSED_THINKING,
-    EMPTY_ANSWER,
-    OTHER_PROBLEM_TYPE,
-    OTHER_MODEL,
-    NOT_RIGHT,
-    NOT_ONE_THINKING,
-    NOT_BOXED,
-    NOT_EQUIVALENT,
-    UNFINISHED,
-    NO_STATEMENT,
-)
-"""Rules in the order in which they are applied and listed."""
 
 _MAX_INDEX_DIGITS = 12  # digits of a problem's number; int() raises for thousands of them
 
@@ -152,22 +138,14 @@ def _load_rows(folder: str | None, dataset: str, split: str) -> Any:
 
 
 def _join_codeforces_statement(row: dict[str, Any]) -> str | None:
-    parts = [row["description"]]
-    if not parts[0]:
-        return None
-    if row.get("input_format"):
-        parts += ["Input", row["input_format"]]
-    if row.get("output_format"):
-        parts += ["Output", row["output_format"]]
-    if row.get("examples"):
-        parts.append("Examples")
-        for example in row["examples"]:
-            for title in ("input", "output"):
-                if title in example:
-                    parts += [title.capitalize(), example[title]]
-    if row.get("note"):
-        parts += ["Note", row["note"]]
-    return "\n\n".join(parts)
+    parts = [("", row["description"]), ("Input", row.get("input_format")), ("Output", row.get("output_format"))]
+    examples = row.get("examples") or []
+    titles = ("input", "output")
+    parts += [("", "Examples")] if examples else []
+    parts += [(title.capitalize(), example[title]) for example in examples for title in titles if title in example]
+    parts.append(("Note", row.get("note")))
+    texts = [text for title, body in parts if body for text in (title, body) if text]
+    return "\n\n".join(texts) if row["description"] else None
 
 
 Kind = Literal["math", "code", "chat"]
@@ -203,13 +181,18 @@ def describe_origin(
     request: PrepareRequest, files: Sequence[RawFile], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
     """Make the manifest's entries on a store's origin; equal origins give equal contents."""
-    filters = _list_filters(request)
+    apart = ("kind", "sources", "tokenizer", "seed")
+    filters = {key: value for key, value in asdict(request).items() if key not in apart}
+    filters["rows_version"] = _ROWS_VERSION
+    if request.kind == "math":
+        filters |= {"prompt": math_prompt("{ORIGINAL QUESTION}"), "math_verify": version("math-verify")}
+    if request.kind == "code":
+        filters["prompt"] = code_prompt("{ORIGINAL QUESTION}")
     return {
         "kind": request.kind,
         "source": describe_source(files),
         "tokenizer": describe_tokenizer(tokenizer),
         "filters": filters,
-        "filters_hash": hashlib.sha256(json.dumps(filters, sort_keys=True).encode()).hexdigest(),
         "seed": request.seed,
     }
 
@@ -221,35 +204,5 @@ def check_finished(output: Path, origin: dict[str, Any]) -> None:
         manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"{output}: is there already and is no token store; {remedy}") from None
-    filters, expected_filters = manifest.get("filters", {}), origin["filters"]
-    if filters.get("rows_version", 1) != expected_filters.get("rows_version", 1):
-        raise UserError(
-            f"{output}: found a store made by an earlier version of vcore_ds, which read rows or drew samples "
-            f"otherwise; prepare it again: {remedy}"
-        )
-    for key, value in origin.items():
-        if manifest.get(key) != value:
-            texts = [shorten(json.dumps(entry, ensure_ascii=False), 160) for entry in (manifest.get(key), value)]
-            raise UserError(f"{output}: found a store made with another {key}: {', expected '.join(texts)}; {remedy}")
-
-
-def _list_filters(request: PrepareRequest) -> dict[str, Any]:
-    """List everything besides data, tokenizer and seed that determines the store's content."""
-    filters: dict[str, Any] = {key: getattr(request, key) for key in ("split", "sample", "cutoff_length", "overlong")}
-    filters["rows_version"] = _ROWS_VERSION
-    if request.kind == "chat":
-        filters |= {"supervise": request.supervise, "columns": dict(request.columns)}
-    if request.kind == "math":
-        filters |= {
-            "prompt": math_prompt("{ORIGINAL QUESTION}"),
-            "rules": [OTHER_PROBLEM_TYPE, OTHER_MODEL, NOT_EQUIVALENT],
-            "answer_seconds": request.answer_seconds,
-            "math_verify": version("math-verify"),
-        }
-    if request.kind == "code":
-        filters |= {
-            "prompt": code_prompt("{ORIGINAL QUESTION}"),
-            "rules": [NOT_RIGHT],
-            "statements": request.statements,
-        }
-    return filters
+    if differences := describe_differences({key: manifest.get(key) for key in origin}, origin):
+        raise UserError(f"{output}: found a store that was made otherwise; {remedy}:\n{differences}")

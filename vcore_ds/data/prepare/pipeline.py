@@ -1,187 +1,272 @@
-"""`vcore-ds prepare`: raw rows to a token store, in chunks of rows, so that it resumes after a kill.
+"""`vcore-ds prepare`: raw rows to a token store, file by file and in rounds, by `map` of `datasets`.
 
-    OUTPUT.unfinished/request.json    the request; another one is refused
-    OUTPUT.unfinished/chunks/         the results of each finished chunk, NUMBER OF THE FILE-NUMBER OF THE CHUNK.arrow
+    OUTPUT.unfinished/request.json            the request; another one is refused
+    OUTPUT.unfinished/rows.arrow              the rows of the file that is being converted
+    OUTPUT.unfinished/results/FILE/*.arrow    results of its rows, by round and process; no row is converted twice
+    OUTPUT.unfinished/files.json              of each finished file the number of rows, and of rows and blank lines
 
 The store does not depend on the number of processes or on interruptions: a sample consists of the rows with the
-smallest keys that pass all rules, and a key is a hash of the seed and the row's position. Once a sample is complete,
-rows with larger keys are not looked at.
+smallest keys that pass all rules, and a key is a hash of the seed and the row's position.
 """
 
+import ctypes
+import hashlib
 import importlib.util
+import json
 import multiprocessing
 import os
+import pickle
 import shutil
-import threading
+import signal
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, as_completed, wait
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
-from multiprocessing import connection, parent_process
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.locks import discard_parts, resume_or_begin, unfinished_work
-from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_text
+from vcore_ds.common.paths import check_folder, flush, refuse_existing, write_json, write_text
 from vcore_ds.common.text import Progress
 from vcore_ds.common.version import __version__
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.prepare import convert
-from vcore_ds.data.prepare.convert import KEPT, make_sample_key, read_results
 from vcore_ds.data.prepare.curation import PrepareRequest, check_finished, describe_origin
 from vcore_ds.data.prepare.report import PrepareReport
-from vcore_ds.data.prepare.sources import RawFile, count_rows, find_files
+from vcore_ds.data.prepare.sources import RawFile, find_files
 from vcore_ds.data.store import IN_ANSWER, SUPERVISED, write_store
 from vcore_ds.data.tokenization import TokenizedSequence, load_tokenizer
 
-_ALL_KEYS = 2**64
-_MAX_LISTED = 10_000  # malformed rows that are listed
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+_ROUND_ROWS = 8192  # of each process in a round; then progress is said
+_BATCH_ROWS, _BATCH_BYTES = 64, 16 * 2**20  # rows that are tokenized together; one of more bytes is alone
+_WRITTEN_ROWS = 1024  # to rows.arrow at once
+_MIN_ROWS = 128  # of a process, which takes as long to start
 
 
-class Pool:
-    """Worker processes, which end with this one; with one process, the work is done in this one.
+@dataclass(frozen=True)
+class Round:
+    """Rows of a file that are converted together."""
 
-    Not the processes of `datasets`: `map` forks this process, which in a run has the threads of its process group, and
-    its workers and the manager of their queue survive a kill.
-    """
+    request: PrepareRequest
+    file: RawFile
+    rows: Path  # all rows of the file
+    numbers: np.ndarray  # of those that are converted
+    results: Path  # with a suffix for each of several processes
+    batch_size: int
+    processes: int
 
-    def __init__(self, processes: int) -> None:
-        self.processes = processes
-        self._executor = None
-        if processes > 1:
-            context = multiprocessing.get_context("forkserver")
-            # The server has imported everything and has no threads, so forking is safe and fast. Arrow imports pandas.
-            context.set_forkserver_preload([convert.__name__, "pandas", "transformers.models.auto.tokenization_auto"])
-            self._executor = ProcessPoolExecutor(processes, context, initializer=_end_with_parent)
+    def convert(self) -> None:
+        """Write the results."""
+        from datasets import Dataset, disable_progress_bars
 
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-
-    def run(self, calls: Iterable[Callable[[], Any]]) -> Iterator[Any]:
-        """Yield results as they complete. `calls` is consumed lazily, at most two calls per process ahead."""
-        if self._executor is None:
-            yield from (call() for call in calls)
-            return
-        running = set()
-        for call in calls:
-            running.add(self._executor.submit(call))
-            if len(running) >= 2 * self.processes:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        yield from (future.result() for future in as_completed(running))
+        disable_progress_bars()
+        convert.open_tokenizer(self.request.tokenizer)  # once, before the processes are forked
+        rows = Dataset.from_file(str(self.rows)).with_format("arrow")
+        rows.select(self.numbers).map(
+            convert.convert_batch,
+            with_indices=True,
+            fn_kwargs={"request": self.request, "file": self.file, "numbers": self.numbers},
+            batched=True,
+            batch_size=self.batch_size,
+            remove_columns=["row"],
+            features=convert.make_features(),
+            num_proc=self.processes if self.processes > 1 else None,
+            cache_file_name=str(self.results),
+            new_fingerprint=self.results.stem,
+        )
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent was killed, which pool processes otherwise survive."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # several processes already run at once
-    parent = parent_process()
-    if parent is None:
+@contextmanager
+def open_process(processes: int) -> Iterator[Callable[[Round], None]]:
+    """A context that yields a function to convert a round: in this process, or for several in a new one, because `map`
+    forks, and a run that prepares data has the threads of its process group."""
+    if processes == 1:
+        yield Round.convert
         return
-    sentinel = parent.sentinel
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=_begin_process, initargs=(os.getpid(),)) as executor:
+        yield lambda part: executor.submit(Round.convert, part).result()
 
-    def watch() -> None:
-        connection.wait([sentinel])
+
+def _begin_process(parent: int) -> None:
+    _end_with_parent(parent)
+    # The workers of `map` and the manager of their queue would survive a kill.
+    os.register_at_fork(after_in_child=partial(_end_with_parent, os.getpid()))
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let Linux kill this process when its parent ends."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+
+def write_rows(path: Path, rows: Iterable[bytes]) -> np.ndarray:
+    """Write encoded rows for `map`. Returns the bytes of each, int64 [n], 0 for a blank line."""
+    import pyarrow as pa
+
+    schema, sizes = pa.schema({"row": pa.large_binary()}), array("q")
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        batch: list[bytes] = []
+        num_bytes = 0
+        for row in rows:
+            batch.append(row)
+            sizes.append(len(row))
+            num_bytes += len(row)
+            if len(batch) == _WRITTEN_ROWS or num_bytes > _BATCH_BYTES:
+                writer.write(pa.record_batch([batch], schema))
+                batch, num_bytes = [], 0
+        writer.write(pa.record_batch([batch], schema))
+    return np.array(sizes)
 
 
 class Conversion:
-    """The conversion of all files, in a folder of finished chunks."""
+    """The conversion of all files, in the folder of unfinished work."""
 
     def __init__(self, request: PrepareRequest, files: Sequence[RawFile], folder: Path) -> None:
         self.request, self.files, self.folder = request, files, folder
-        self.num_rows = 0  # that are not blank
-        self.first_rows: list[tuple[str, int]] = []
-        """of each source, its name and the position of its first row among all rows and blank lines"""
-        self._best: list[int] = []  # negative keys of the sample so far, a heap
+        self.counts: list[tuple[int, int]] = []
+        """of each finished file, the number of rows, and of rows and blank lines"""
+        self._num_examined = self._num_kept = 0
+        self._best_keys = np.empty(0, np.uint64)  # the smallest of kept rows, as many as the sample has
 
     @property
-    def largest_key(self) -> int:
+    def first_rows(self) -> list[tuple[str, int]]:
+        """Of each file, its name and the position of its first row among all rows and blank lines."""
+        ends = accumulate((num_lines for _, num_lines in self.counts), initial=0)
+        return [(file.name, end) for file, end in zip(self.files, ends, strict=False)]
+
+    @property
+    def largest_key(self) -> np.uint64:
         """Of the sample; rows with larger keys are not part of it."""
-        return -self._best[0] if len(self._best) == self.request.sample else _ALL_KEYS
+        return self._best_keys[-1] if len(self._best_keys) == self.request.sample else np.uint64(2**64 - 1)
 
-    def run(self, pool: Pool, say: Callable[[str], None]) -> None:
-        """Convert the chunks that are not finished."""
-        self.folder.mkdir(exist_ok=True)
-        finished = self._paths()
-        for path in finished:
-            results = read_results(path, ["key", "outcome"]).to_pydict()
-            self._learn([key for key, outcome in zip(*results.values(), strict=True) if outcome == KEPT])
-        if finished:
-            say(f"{len(finished):,} chunks were finished before")
-        with Progress("Preparing", len(self.files), say=say) as progress:
-            for keys in pool.run(self._calls(progress)):
-                self._learn(keys)
+    def run(self, processes: int, say: Callable[[str], None]) -> None:
+        """Convert the rows that have no result yet."""
+        finished = self.folder / "files.json"
+        if finished.exists():
+            self.counts = [(rows, lines) for rows, lines in json.loads(finished.read_text(encoding="utf-8"))]
+        for i in range(len(self.files)):
+            self._learn(i, self._map_results(i))
+        if self._num_examined:
+            say(f"{self._num_examined:,} rows were converted before")
+        progress = Progress("Preparing", len(self.files), done=len(self.counts), say=say)
+        with progress, open_process(processes) as convert_round:
+            for i in range(len(self.counts), len(self.files)):
+                left = 1.0
+                for share in self._convert_file(i, processes, convert_round):
+                    progress.advance(share)
+                    left -= share
+                progress.advance(left)
+                write_json(finished, self.counts)
 
-    def _learn(self, keys: Iterable[int]) -> None:
+    def _convert_file(self, i: int, processes: int, convert_round: Callable[[Round], None]) -> Iterator[float]:
+        """Convert a file in rounds, and yield the share of its rows in each."""
+        sizes = write_rows(self.folder / "rows.arrow", self.files[i].encoded_rows())
+        num_rows = int((sizes > 0).sum())
+        sizes[self._map_results(i)["number"].to_numpy()] = 0  # they have results
+        left = np.flatnonzero(sizes)
+        keys = self._make_keys(i, left)
+        order = np.argsort(keys, stable=True)
+        left, keys = left[order], keys[order]
+        while len(left := left[: np.searchsorted(keys, self.largest_key, side="right")]):
+            size = self._choose_size(processes)
+            numbers, left, keys = np.sort(left[:size]), left[size:], keys[size:]
+            part = Round(
+                self.request,
+                self.files[i],
+                self.folder / "rows.arrow",
+                numbers,
+                results=self._results_folder(i) / f"{len(self._find_results(i)):07d}.arrow",
+                batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // int(sizes[numbers].max()))),
+                processes=min(processes, 1 + len(numbers) // _MIN_ROWS),
+            )
+            convert_round(part)
+            for path in self._find_results(i, part.results.stem):
+                flush(path)
+            self._learn(i, self._map_results(i, part.results.stem))
+            yield len(numbers) / num_rows
+        self.counts.append((num_rows, len(sizes)))
+
+    def _make_keys(self, i: int, numbers: np.ndarray) -> np.ndarray:
+        """Make the keys of rows of a file, uint64 [n]: a sample is the rows with the smallest keys."""
         if self.request.sample is None:
-            return
-        for key in keys:
-            heappush(self._best, -key)
-            if len(self._best) > self.request.sample:
-                heappop(self._best)
+            return np.zeros(len(numbers), np.uint64)
+        return np.array([make_sample_key(self.request.seed, i + 1, n) for n in numbers.tolist()], np.uint64)
 
-    def _calls(self, progress: Progress) -> Iterator[Callable[[], list[int]]]:
-        number = position = 0
-        for i, file in enumerate(self.files):
-            if file.is_first:
-                self.first_rows.append((file.source, position))
-                number = 0
-            size, done = 0 if file.hub else Path(file.path).stat().st_size, 0.0
-            for j, chunk in enumerate(file.chunks()):
-                numbers = range(number, number := number + len(chunk))
-                position += len(chunk)
-                self.num_rows += count_rows(chunk)
-                share = sum(map(len, chunk)) / size if size and isinstance(chunk, list) else 0.0
-                progress.advance(min(share, 1.0 - done))  # of compressed files it is too large
-                done = min(1.0, done + share)
-                path = self.folder / f"{i:05d}-{j:07d}.arrow"
-                keys = [make_sample_key(self.request.seed, len(self.first_rows), number) for number in numbers]
-                drawn = [k for k, key in enumerate(keys) if key <= self.largest_key]
-                if drawn and not path.exists():
-                    taken = [chunk[k] for k in drawn] if isinstance(chunk, list) else chunk.take(drawn)
-                    places = [numbers[k] for k in drawn], [keys[k] for k in drawn]
-                    yield partial(convert.convert_chunk, self.request, file, taken, *places, path)
-            progress.advance(1.0 - done)
+    def _choose_size(self, processes: int) -> int:
+        """Choose the rows of a round; of a sample as many as are missing, by the share of rows that have passed."""
+        missing = (self.request.sample or 0) - len(self._best_keys)
+        if missing <= 0:
+            return processes * _ROUND_ROWS
+        expected = missing * (self._num_examined + 1) // (self._num_kept + 1) + _BATCH_ROWS
+        return min(expected, processes * _ROUND_ROWS)
 
-    def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("*.arrow"))
+    def _results_folder(self, i: int) -> Path:
+        return self.folder / "results" / f"{i:05d}"
+
+    def _find_results(self, i: int, beginning: str = "") -> list[Path]:
+        return sorted(self._results_folder(i).glob(f"{beginning}*.arrow"))
+
+    def _map_results(self, i: int, beginning: str = "") -> "Table":
+        import pyarrow as pa
+
+        maps = [pa.memory_map(str(path)) for path in self._find_results(i, beginning)]
+        nothing = convert.make_features().arrow_schema.empty_table()
+        return pa.concat_tables([nothing, *(pa.ipc.open_stream(opened).read_all() for opened in maps)])
+
+    def _learn(self, i: int, results: "Table") -> None:
+        """Learn from new results of a file which keys the sample has."""
+        import pyarrow.compute as pc
+
+        kept = results["number"].to_numpy()[pc.list_value_length(results["input_ids"]).to_numpy() > 0]
+        self._num_examined += len(results)
+        self._num_kept += len(kept)
+        if self.request.sample is not None:
+            self._best_keys = np.sort(np.append(self._best_keys, self._make_keys(i, kept)))[: self.request.sample]
+
+    def _results(self) -> Iterator[tuple[int, "Table", int]]:
+        """Yield file, results and place there, of each row that the sample is drawn from, in the order of the rows."""
+        for i in range(len(self.files)):
+            results = self._map_results(i)
+            numbers = results["number"].to_numpy()
+            order = np.argsort(numbers)
+            for place in order[self._make_keys(i, numbers[order]) <= self.largest_key].tolist():
+                yield i, results, place
 
     def report(self) -> PrepareReport:
         """Count the outcomes of all rows."""
-        request = self.request
-        report = PrepareReport(request.kind, request.sample, request.cutoff_length, self.num_rows)
-        columns = [name for name in convert.make_schema().names if name not in ("input_ids", "marks")]
-        for path in self._paths():
-            for result in read_results(path, columns).to_pylist():
-                if result["key"] <= self.largest_key:
-                    report.count(result, self._find_source(path).source)
+        request, num_rows = self.request, sum(num_rows for num_rows, _ in self.counts)
+        report = PrepareReport(request.kind, request.sample, request.cutoff_length, num_rows)
+        for i, results, place in self._results():
+            report.count(pickle.loads(results["result"][place].as_py()), self.files[i].name)
         return report
 
     def sequences(self) -> Iterator[TokenizedSequence]:
         """Yield the kept sequences in the order of the rows, which is the order of their ids."""
-        for path in self._paths():
-            results = read_results(path, ["number", "key", "outcome", "input_ids", "marks"])
-            first = self.first_rows[self._count_sources(path) - 1][1]
-            for i, key in enumerate(results["key"].to_pylist()):
-                if key <= self.largest_key and results["outcome"][i].as_py() == KEPT:
-                    ids, marks = (results[name][i].values.to_numpy() for name in ("input_ids", "marks"))
-                    number = first + results["number"][i].as_py()
-                    yield TokenizedSequence(number, ids, (marks & SUPERVISED) > 0, (marks & IN_ANSWER) > 0)
+        first_rows = self.first_rows
+        for i, results, place in self._results():
+            ids, marks = (results[name][place].values.to_numpy() for name in ("input_ids", "marks"))
+            if len(ids):
+                number = first_rows[i][1] + results["number"][place].as_py()
+                yield TokenizedSequence(number, ids, (marks & SUPERVISED) > 0, (marks & IN_ANSWER) > 0)
 
-    def _find_source(self, path: Path) -> RawFile:
-        return self.files[int(path.name[:5])]
 
-    def _count_sources(self, path: Path) -> int:
-        return sum(file.is_first for file in self.files[: int(path.name[:5]) + 1])
+def make_sample_key(seed: int, file_number: int, number: int) -> int:
+    """Make the key of a row, uniform in 64 bits."""
+    digest = hashlib.blake2b(f"{seed} {file_number} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def prepare(
@@ -194,19 +279,11 @@ def prepare(
     say: Callable[[str], None] = print,
     note: Callable[[str], None] | None = None,
 ) -> PrepareReport | None:
-    """Make the store `output`. Returns None if the same request has made it before.
-
-    Args:
-        max_malformed: largest allowed share of malformed rows.
-        again: delete the unfinished work of an earlier attempt.
-        say: called with progress.
-        note: called with the formats of the rows and the final table; None for `say`.
-
-    Raises:
-        UserError: the request or the data cannot be used, or another process is making `output`. Finished chunks are
-            kept, unless the same request can never succeed.
-        OSError: `output` cannot be written.
-    """
+    """Make the store `output`. Returns None if the same request has made it before. `max_malformed`: largest share of
+    malformed rows. `again`: delete the unfinished work of an earlier attempt. `say` is called with progress, `note`
+    (None for `say`) with the final table. Raises UserError if the request or the data cannot be used, or another
+    process is making `output`, and OSError if it cannot be written; results are kept, unless the same request can never
+    succeed."""
     output, note = Path(output), note or say
     tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
     check_tokenizer(tokenizer)
@@ -218,63 +295,39 @@ def prepare(
         check_finished(output, origin)
         say(f"{output}: is there already, made from the same data with the same tokenizer, template, filters and seed")
         return None
-    for source, number in Counter(file.source for file in files if file.is_first).items():
+    for source, number in Counter(file.name for file in files).items():
         if number > 1:
             note(f"{source}: named {number} times, so each of its rows counts {number} times")
+    if "::" in str(output.resolve()):
+        raise UserError(f"--output: {output}: found :: in the path, which `datasets` takes for an address; rename it")
     check_folder(output)  # before the work: only the name with `.unfinished` may be allowed
     with unfinished_work(output, say) as folder:
         refuse_existing(output, "a new folder")  # another process may have made it since
-        identity = {key: value for key, value in origin.items() if key != "filters_hash"}  # redundant
-        resume_or_begin(folder, {"version": __version__, **identity}, say, again=again)
-        conversion = Conversion(request, files, folder / "chunks")
+        resume_or_begin(folder, {"version": __version__, **origin}, say, again=again)
+        conversion = Conversion(request, files, folder)
         try:
-            with Pool(processes) as pool:
-                conversion.run(pool, say)
+            conversion.run(processes, say)
         finally:
-            convert.make_checker(request.answer_seconds).close()
+            convert.open_checker(request.answer_seconds, os.getpid()).close()
         report = conversion.report()
-        path = _list_malformed(folder, report.faults)
-        refuse_malformed(", ".join(request.sources), report.num_malformed, report.num_drawn, max_malformed, str(path))
+        listed = folder / "malformed.txt"
+        if report.faults:
+            write_text(listed, report.list_faults())
+        refuse_malformed(", ".join(request.sources), report.num_malformed, report.num_drawn, max_malformed, str(listed))
         if not report.num_kept:
             discard_parts(folder)  # the same request would fail again, and another one cannot use them
             raise UserError(f"{', '.join(request.sources)}: no row is left.\n{report.describe()}")
-        staged = folder / "store"
-        shutil.rmtree(staged, ignore_errors=True)  # a store that was finished just before a kill
-        write_store(
-            staged,
-            conversion.sequences(),
-            tokenizer,
-            # write_store adds the tokenizer.
-            **{key: value for key, value in origin.items() if key != "tokenizer"},
-            counts={
-                "rows": report.num_rows,
-                "malformed": report.num_malformed,
-                "drawn": report.num_drawn,
-                "dropped": report.dropped,
-                "kept": report.num_kept,
-                "noticed": report.noticed,
-                "shapes": report.shapes,
-                "reading": report.describe_reading(),
-            },
-            longest=report.longest,
-            lengths=report.lengths and asdict(report.lengths),
-            first_rows=conversion.first_rows,
-        )
-        staged.rename(output)  # already flushed
+        store = folder / "store"
+        shutil.rmtree(store, ignore_errors=True)  # one that was finished just before a kill
+        entries = {**origin, **report.manifest(), "first_rows": conversion.first_rows}
+        del entries["tokenizer"]  # write_store adds it
+        write_store(store, conversion.sequences(), tokenizer, **entries)
+        store.rename(output)  # already flushed
         flush(output.parent)
         if report.faults:
-            kept = path.rename(output.with_name(f"{output.name}.malformed.txt"))
-            say(f"malformed rows: {kept}")
+            say(f"malformed rows: {listed.rename(output.with_name(f'{output.name}.malformed.txt'))}")
     note(report.describe())
     return report
-
-
-def _list_malformed(folder: Path, faults: Sequence[str]) -> Path:
-    path = folder / "malformed.txt"
-    if faults:
-        more = [f"and {len(faults) - _MAX_LISTED:,} more"] if len(faults) > _MAX_LISTED else []
-        write_text(path, "\n".join([*dict.fromkeys(faults[:_MAX_LISTED]), *more]) + "\n")
-    return path
 
 
 def refuse_malformed(source: str, number: int, num_rows: int, max_malformed: float, listed: str) -> None:

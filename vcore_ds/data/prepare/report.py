@@ -1,151 +1,71 @@
-"""What became of all rows: the table of `vcore-ds prepare`, and how `check` reads rows."""
+"""What became of all rows: the table of `vcore-ds prepare`, how `check` reads rows, and rows as they are learned."""
 
-import json
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vcore_ds.common.errors import UserError
-from vcore_ds.data.conversations import NOTICES, Conversation, render_conversation
-from vcore_ds.data.messages import Dropped, Malformed
-from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED
-from vcore_ds.data.prepare.curation import RULES, Kind
-from vcore_ds.data.prepare.rows import read_chat_rows
-from vcore_ds.data.prepare.sources import find_files
-from vcore_ds.data.store import MANIFEST, read_manifest
+from vcore_ds.data.conversations import RenderedConversation, check_tokenizer
+from vcore_ds.data.prepare.convert import KEPT, MALFORMED, NOTICED, Result, examine_row
+from vcore_ds.data.prepare.curation import Kind, PrepareRequest
+from vcore_ds.data.prepare.sources import find_files, number_rows
+from vcore_ds.data.store import MANIFEST, TokenStore, read_manifest
+from vcore_ds.data.templates import find_end
+from vcore_ds.data.tokenization import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_MAX_LISTED = 10_000  # malformed rows that are listed
 _MAX_SHOWN = 10  # fields that are named in a line
-_NUM_ROWS, _NUM_RENDERED = 1000, 200  # rows of each source that `check` reads, and that it renders
+_NUM_ROWS, _NUM_RENDERED = 1000, 200  # rows of data that `check` reads, and that it renders
 _MAX_LIST_BYTES = 64 * 2**20
 """Size up to which `check` reads a file that is one list; larger ones take seconds."""
+_BEGIN, _END = "⟦", "⟧"  # around learned text
+_MAX_CHARACTERS = 2_000  # of a passage that is shown; of longer ones beginning and end
+_MAX_REASONS = 20  # rows that are left out before the first that is shown
 
 PAPER_MEAN_LENGTHS = {"math": 3155.01, "code": 2861.25}
 """Average CoT length of the 3,200 examples for Qwen3 (paper, section "Experiments"), in tokens."""
 
 
-def list_fields(fields: Mapping[str, int]) -> str:
-    """List fields with the number of rows that have them, the most frequent ones first."""
-    ordered = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"`{name:.40}` {number:,}" for name, number in ordered[:_MAX_SHOWN]]
-    others = [f"{len(ordered) - _MAX_SHOWN:,} others"] if len(ordered) > _MAX_SHOWN else []
-    return ", ".join([*shown, *others])
-
-
-def describe_reading(
-    path: str,
-    columns: Mapping[str, str] | None = None,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
-) -> list[str]:
-    """Describe a token store, or the first rows of conversations: shapes, ignored fields, faults; of fewer rows, what
-    the tokenizer's chat template makes of them. `columns`: data.columns. Raises UserError if `path` cannot be read."""
-    if (Path(path) / MANIFEST).is_file():
-        counts = read_manifest(Path(path)).get("counts", {})
-        lines = [f"malformed: {counts['malformed']:,}"] if counts.get("malformed") else []
-        lines += [f"{number:,} left out: {rule}" for rule, number in counts.get("dropped", {}).items()]
-        lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
-        return [f"{path}: {line}" for line in [*lines, *counts.get("reading", [])]]
-    return [f"{path}: {_describe_rows(path, columns, tokenizer)}"]
-
-
-def _describe_rows(source: str, columns: Mapping[str, str] | None, tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    shapes: Counter[str] = Counter()
-    ignored: Counter[str] = Counter()
-    for_template: Counter[str] = Counter()
-    left_out: Counter[str] = Counter()
-    faults: list[str] = []
-    seen: Counter[str] = Counter()
-    noticed: Counter[str] = Counter()
-    files = find_files([source], "train")
-    if not files[0].hub and files[0].path.endswith(".json") and Path(files[0].path).stat().st_size > _MAX_LIST_BYTES:
-        return "large .json, which is not read here"
-    for chat in islice(chain.from_iterable(read_chat_rows(file, columns) for file in files), _NUM_ROWS):
-        if isinstance(chat, Malformed):
-            faults.append(str(chat))
-            continue
-        if isinstance(chat, Dropped):
-            left_out[str(chat)] += 1
-            continue
-        shapes[chat.shape] += 1
-        ignored.update(chat.unknown)
-        for_template.update(chat.unknown_fields)
-        seen[json.dumps([chat.messages, chat.tools], sort_keys=True, default=repr)] += 1
-        if tokenizer is not None and shapes.total() <= _NUM_RENDERED:
-            try:
-                conversation = Conversation(shapes.total(), chat.messages, source, **chat.options)
-                noticed.update(render_conversation(conversation, tokenizer).notices)
-            except UserError as error:
-                faults.append(str(error).partition(": ")[2])
-    num_rows = shapes.total() + left_out.total() + len(faults)
-    parts = [f"the first {num_rows:,} rows" if num_rows == _NUM_ROWS else f"{num_rows:,} rows"]
-    parts += [f"format {shape} {number:,}" for shape, number in sorted(shapes.items())]
-    parts += [f"ignored: {list_fields(ignored)}"] if ignored else []
-    parts += [f"ignored unless the chat template reads it: {list_fields(for_template)}"] if for_template else []
-    parts += [f"{number:,} left out: {rule}" for rule, number in left_out.items()]
-    parts += [f"exact duplicates: {number:,}"] if (number := seen.total() - len(seen)) else []
-    parts += [f"malformed: {len(faults):,}, the first: {faults[0]:.300}"] if faults else []
-    first = f" of the first {_NUM_RENDERED} rows" if shapes.total() > _NUM_RENDERED else ""
-    return "; ".join([*parts, *(f"{noticed[name]:,}{first} {text}" for name, text in NOTICES.items() if noticed[name])])
-
-
-@dataclass(frozen=True)
-class LengthSummary:
-    """Distribution of the sequences' lengths, in tokens."""
-
-    mean: float
-    p50: int
-    p95: int
-    max: int
-
-    @classmethod
-    def summarize(cls, sorted_lengths: Sequence[int]) -> Self:
-        """Percentiles are lengths that occur: the smallest that at least 50% (95%) of all do not exceed."""
-        n = len(sorted_lengths)
-        p50, p95 = (sorted_lengths[-(-n * percent // 100) - 1] for percent in (50, 95))
-        return cls(round(sum(sorted_lengths) / n, 2), p50, p95, sorted_lengths[-1])
-
-
 @dataclass
 class PrepareReport:
-    """Outcomes of all rows: `num_rows` is the sum of `num_malformed`, all `dropped`, `num_not_drawn` and `num_kept`."""
+    """Outcomes of all rows: `num_rows` is the sum of `num_malformed`, all `dropped` and `num_kept`."""
 
-    kind: Kind
-    sample: int | None  # requested number of sequences; None for all
-    cutoff_length: int
-    num_rows: int
+    kind: Kind = "chat"
+    sample: int | None = None
+    cutoff_length: int = 2**63
+    num_rows: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)  # malformed rows: place and reason
     shapes: Counter[str] = field(default_factory=Counter)
-    noticed_by_name: Counter[str] = field(default_factory=Counter)  # kept sequences by observation, see `NOTICED`
-    digests: array = field(default_factory=lambda: array("Q"))  # of the kept sequences
-    num_context_turns: int = 0  # turns of the assistant that the rows exclude from learning
-    ignored: Counter[str] = field(default_factory=Counter)
-    """kept rows by columns, and by keys of messages, that had no effect"""
-    all_lengths: list[int] = field(default_factory=list)  # tokens of the kept sequences
-    longest: int = 0  # tokens of the longest conversation that was tokenized, whether it was kept or not
+    faults: list[str] = field(default_factory=list)
+    longest: int = 0  # tokens of a conversation, without the cutoff
+    _noticed: Counter[str] = field(default_factory=Counter)
+    _ignored: Counter[str] = field(default_factory=Counter)
+    _num_context_turns: int = 0
+    _digests: array = field(default_factory=lambda: array("Q"))
+    _lengths: array = field(default_factory=lambda: array("q"))
 
-    def count(self, result: Mapping[str, Any], source: str) -> None:
-        """Count a row that was drawn: a `Result` without its tokens."""
-        self.outcomes[result["outcome"]] += 1
-        self.longest = max(self.longest, result["num_tokens"])
-        if result["shape"]:
-            self.shapes[result["shape"]] += 1
-        if result["outcome"] == MALFORMED:
-            self.faults.append(f"{source}:{result['number'] + 1}: {result['reason']}")
-        if result["outcome"] == KEPT:
-            self.noticed_by_name.update({name: number for name, number in result["noticed"].items() if number})
-            self.ignored.update(result["ignored"])
-            self.num_context_turns += result["context_turns"]
-            self.digests.append(result["digest"])
-            self.all_lengths.append(min(result["num_tokens"], self.cutoff_length))
+    def count(self, result: Result, source: str) -> None:
+        """Add the result of a row of `source`."""
+        self.outcomes[result.outcome] += 1
+        self.longest = max(self.longest, result.num_tokens)
+        if result.shape:
+            self.shapes[result.shape] += 1
+        if result.outcome == MALFORMED:
+            self.faults.append(f"{source}:{result.number + 1}: {result.reason}")
+        if result.outcome == KEPT:
+            self._noticed.update({name: number for name, number in result.noticed.items() if number})
+            self._ignored.update(result.ignored)
+            self._num_context_turns += result.context_turns
+            self._digests.append(result.digest)
+            self._lengths.append(min(result.num_tokens, self.cutoff_length))
 
     @property
     def num_kept(self) -> int:
@@ -162,34 +82,57 @@ class PrepareReport:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Rows by the rule that left them out, in the order of the rules."""
-        rules = [*(rule for rule in RULES if rule in self.outcomes), *sorted(self.outcomes.keys() - {*RULES})]
-        dropped = {rule: self.outcomes[rule] for rule in rules if rule not in (KEPT, MALFORMED)}
+        """Rows by the rule that left them out, the most frequent first."""
+        dropped = {rule: number for rule, number in self.outcomes.most_common() if rule not in (KEPT, MALFORMED)}
         num_not_drawn = self.num_rows - self.num_drawn
         return dropped | ({"not drawn for the sample": num_not_drawn} if num_not_drawn else {})
 
     @property
     def noticed(self) -> dict[str, int]:
         """Text of an observation -> its number."""
-        noticed = {text: self.noticed_by_name[name] for name, text in NOTICED.items() if self.noticed_by_name[name]}
+        noticed = {text: self._noticed[name] for name, text in NOTICED.items() if self._noticed[name]}
         if self.faults:
             noticed[f"malformed rows are left out; the first: {self.faults[0]:.300}"] = self.num_malformed
         return noticed
 
     @property
-    def lengths(self) -> LengthSummary | None:
-        return LengthSummary.summarize(sorted(self.all_lengths)) if self.all_lengths else None
+    def lengths(self) -> dict[str, float] | None:
+        """Distribution of the sequences' lengths, in tokens; percentiles are lengths that occur."""
+        if not self._lengths:
+            return None
+        lengths = np.array(self._lengths)
+        p50, p95 = np.percentile(lengths, [50, 95], method="inverted_cdf").tolist()
+        return {"mean": round(float(lengths.mean()), 2), "p50": p50, "p95": p95, "max": int(lengths.max())}
+
+    def list_faults(self) -> str:
+        """List the malformed rows, each in a line."""
+        more = [f"and {len(self.faults) - _MAX_LISTED:,} more"] if len(self.faults) > _MAX_LISTED else []
+        return "\n".join([*dict.fromkeys(self.faults[:_MAX_LISTED]), *more]) + "\n"
 
     def describe_reading(self) -> list[str]:
         """Describe turns that rows exclude, and fields without effect, in a line each."""
         lines = []
-        if self.num_context_turns:
-            lines.append(f"turns of the assistant with weight 0, or in a prompt: {self.num_context_turns:,}")
-        if num_duplicates := len(self.digests) - len(np.unique(self.digests)):
+        if self._num_context_turns:
+            lines.append(f"turns of the assistant with weight 0, or in a prompt: {self._num_context_turns:,}")
+        if num_duplicates := len(self._digests) - len(np.unique(np.array(self._digests))):
             lines.append(f"exact duplicates: {num_duplicates:,}")
-        if self.ignored:
-            lines.append(f"ignored: {list_fields(self.ignored)}")
+        if self._ignored:
+            lines.append(f"ignored: {list_fields(self._ignored)}")
         return lines
+
+    def manifest(self) -> dict[str, Any]:
+        """Make the manifest's entries."""
+        counts = {
+            "rows": self.num_rows,
+            "malformed": self.num_malformed,
+            "drawn": self.num_drawn,
+            "dropped": self.dropped,
+            "kept": self.num_kept,
+            "noticed": self.noticed,
+            "shapes": self.shapes,
+            "reading": self.describe_reading(),
+        }
+        return {"counts": counts, "longest": self.longest, "lengths": self.lengths}
 
     def describe(self) -> str:
         rows = [("rows read", f"{self.num_rows:,}"), ("  malformed", f"{self.num_malformed:,}")]
@@ -200,15 +143,13 @@ class PrepareReport:
         if self.longest > self.cutoff_length:
             lines.append(f"The longest has {self.longest:,} tokens; --cutoff-length {self.longest} keeps all whole")
         if self.shapes:
-            lines.append(
-                "formats: " + ", ".join(f"{shape} {number:,}" for shape, number in sorted(self.shapes.items()))
-            )
+            shapes = ", ".join(f"{shape} {number:,}" for shape, number in sorted(self.shapes.items()))
+            lines.append(f"formats: {shapes}")
         lines += self.describe_reading()
         if (values := self.lengths) is not None:
             lines += ["", f"{'tokens per sequence':<{width}}  {'mean':>12}{'p50':>8}{'p95':>8}{'max':>8}"]
-            lines.append(
-                f"{'  this store':<{width}}  {values.mean:>12,.2f}{values.p50:>8,}{values.p95:>8,}{values.max:>8,}"
-            )
+            percentiles = "".join(f"{values[name]:>8,}" for name in ("p50", "p95", "max"))
+            lines.append(f"{'  this store':<{width}}  {values['mean']:>12,.2f}{percentiles}")
             if self.kind in PAPER_MEAN_LENGTHS:
                 lines.append(f"{'  the paper (CoT, Qwen3)':<{width}}  {PAPER_MEAN_LENGTHS[self.kind]:>12,.2f}")
             if self.noticed:
@@ -216,3 +157,103 @@ class PrepareReport:
             if self.sample is not None and self.num_kept < self.sample:
                 lines += ["", f"Fewer than the {self.sample:,} that were asked for: no more rows passed."]
         return "\n".join(lines)
+
+
+def list_fields(fields: Mapping[str, int]) -> str:
+    """List fields with the number of rows that have them, the most frequent ones first."""
+    ordered = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"`{name}` {number:,}" for name, number in ordered[:_MAX_SHOWN]]
+    others = [f"{len(ordered) - _MAX_SHOWN:,} others"] if len(ordered) > _MAX_SHOWN else []
+    return ", ".join([*shown, *others])
+
+
+def describe_reading(
+    path: str,
+    columns: Mapping[str, str] | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+) -> list[str]:
+    """Describe a token store, or the first rows of conversations, in a line for each format, rule and observation. Of
+    fewer rows, also what the tokenizer's chat template makes of them. `columns`: data.columns. Raises UserError if
+    `path` cannot be read."""
+    if (Path(path) / MANIFEST).is_file():
+        counts, lines = read_manifest(Path(path)).get("counts", {}), []
+    else:
+        files = find_files([path], "train")
+        if not files[0].hub and path.endswith(".json") and Path(path).stat().st_size > _MAX_LIST_BYTES:
+            return [f"{path}: large .json, which is not read here"]
+        request = PrepareRequest("chat", (path,), "", "train", columns=columns or {})
+        report = PrepareReport()
+        for file, number, row in islice(number_rows(files), _NUM_ROWS):
+            result, is_rendered = Result(number), tokenizer is not None and report.num_rows < _NUM_RENDERED
+            examine_row(result, row, request, file, tokenizer if is_rendered else None)
+            if tokenizer is not None and not is_rendered:
+                result.ignored = ()  # without the template, what it ignores is not known
+            report.count(result, path)
+            report.num_rows += 1
+        counts = report.manifest()["counts"]
+        first = "the first " if report.num_rows == _NUM_ROWS else ""
+        rendered = f", {_NUM_RENDERED} of them rendered" if tokenizer and report.num_rows > _NUM_RENDERED else ""
+        lines = [f"{first}{report.num_rows:,} rows{rendered}"]
+    lines += [f"format {shape} {number:,}" for shape, number in counts.get("shapes", {}).items()]
+    lines += [f"malformed: {counts['malformed']:,}"] if counts.get("malformed") else []
+    lines += [f"{number:,} left out: {rule}" for rule, number in counts.get("dropped", {}).items()]
+    lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
+    return [f"{path}: {line}" for line in [*lines, *counts.get("reading", [])]]
+
+
+def show_rows(request: PrepareRequest, number: int) -> Iterator[str]:
+    """Yield the first rows that are learned, each with its learned text marked, and why others are left out. A source
+    may be a token store."""
+    tokenizer = load_tokenizer(request.tokenizer, "--tokenizer")
+    check_tokenizer(tokenizer)
+    stores = [source for source in request.sources if (Path(source) / MANIFEST).is_file()]
+    for source in stores:
+        yield from _show_store(source, tokenizer, number)
+    files = find_files([source for source in request.sources if source not in stores], request.split)
+    num_shown = num_left_out = 0
+    for file, i, row in number_rows(files):
+        result = Result(i)
+        item = examine_row(result, row, request, file, tokenizer)
+        if item is None:
+            reason = f"malformed: {result.reason}" if result.reason else f"left out: {result.outcome}"
+            yield f"{file.name}:{i + 1}: {reason}"
+            num_left_out += 1
+        else:
+            yield _show_conversation(item, tokenizer)
+            num_shown += 1
+        if num_shown == number or num_left_out == _MAX_REASONS:
+            return
+
+
+def _show_conversation(item: RenderedConversation, tokenizer: "PreTrainedTokenizerBase") -> str:
+    passages, at = [], 0
+    for start, end in (span for span in item.spans if span is not None):
+        passages += [(False, item.text[at:start]), (True, item.text[start:end])]
+        at = end
+    return _describe(item.conversation.location, [*passages, (False, item.text[at:])], tokenizer)
+
+
+def _show_store(path: str, tokenizer: "PreTrainedTokenizerBase", number: int) -> Iterator[str]:
+    for sequence in islice(TokenStore(path, tokenizer), number):
+        edges = [0, *(np.flatnonzero(np.diff(sequence.supervised)) + 1).tolist(), len(sequence)]
+        passages = [
+            (bool(sequence.supervised[start]), str(tokenizer.decode(sequence.input_ids[start:end])))
+            for start, end in pairwise(edges)
+        ]
+        yield _describe(f"{path}: sequence {sequence.sequence_id}", passages, tokenizer)
+
+
+def _describe(place: str, passages: Sequence[tuple[bool, str]], tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Join passages of a text, (whether it is learned, text), below a line with their ends."""
+    ends = dict.fromkeys(find_end(tokenizer, text) or "no special token" for is_learned, text in passages if is_learned)
+    if not ends:
+        return f"{place}: nothing is learned"
+    shown = [f"{_BEGIN}{_shorten(text)}{_END}" if is_learned else _shorten(text) for is_learned, text in passages]
+    return f"{place}: learned between {_BEGIN} and {_END}, up to {' and '.join(ends)}\n{''.join(shown).rstrip()}\n"
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    half = _MAX_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"

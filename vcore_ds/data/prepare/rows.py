@@ -1,6 +1,7 @@
 """Reading of conversations from rows in the shapes of fine-tuning data sets."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from vcore_ds.data.messages import (
     check_template_variables,
     check_tools,
 )
-from vcore_ds.data.prepare.sources import BLANK, Broken, RawFile
+from vcore_ds.data.prepare.sources import RawFile
 
 MESSAGE_FIELD = "messages."  # before the name of an ignored field of messages; columns of rows have none
 
@@ -59,8 +60,9 @@ def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, s
     check_object(row)
     if columns:
         row = _rename_columns(row, columns)
-    has_null_arguments = from_table and _has_null_arguments(row)
-    row = _remove_nulls(row) if from_table else {key: value for key, value in row.items() if value is not None}
+    null_calls: list[Any] = []
+    row = {key: value for key, value in row.items() if value is not None}
+    row = _remove_nulls(row, null_calls) if from_table else row
     forms = [form for form in _SHAPES if all(column in row for column in form[0])]
     if not forms:
         raise Malformed(f"found the keys {list_names(row)}; {_EXPECTED}")
@@ -77,20 +79,14 @@ def read_chat_row(row: Any, *, from_table: bool = False, columns: Mapping[str, s
         raise Malformed("no turn of the assistant that answers something")
     known = {*required, *others, "system", "tools", "functions", "chat_template_kwargs"}
     unknown = sorted(str(name) for name in row if name not in known)
-    return ChatRow(shape, checked, tools, context_turns, unknown, variables, has_null_arguments)
+    return ChatRow(shape, checked, tools, context_turns, unknown, variables, bool(null_calls))
 
 
-def read_chat_rows(file: RawFile, columns: Mapping[str, str] | None = None) -> Iterator[ChatRow | Malformed | Dropped]:
-    """Yield each row of a file that is not blank as a conversation, or why it is none."""
+def read_chat_rows(file: RawFile, columns: Mapping[str, str] | None = None) -> Iterator[ChatRow]:
+    """Yield each row of a file that is a conversation; malformed rows and those without an answer are skipped."""
     for row in file.rows():
-        if row is BLANK:
-            continue
-        try:
-            if isinstance(row, Broken):
-                raise Malformed(row.reason)
+        with suppress(Malformed, Dropped):
             yield read_chat_row(row, from_table=file.is_table, columns=columns)
-        except (Malformed, Dropped) as problem:
-            yield problem
 
 
 def _read_messages(row: dict[str, Any]) -> Any:
@@ -145,18 +141,17 @@ def _read_alpaca(row: dict[str, Any]) -> list[Any]:
 def _add_thinking(row: dict[str, Any], completion: list[Any]) -> list[Any]:
     """Move thinking that has a column to the assistant's turn of the completion."""
     thinking = {name: row[name] for name in THINKING if name in row}
-    answers = [i for i, turn in enumerate(completion) if isinstance(turn, dict) and turn.get("role") == "assistant"]
+    answers = [turn for turn in completion if isinstance(turn, dict) and turn.get("role") == "assistant"]
     if not thinking or not answers:
         return completion
+    name = next(iter(thinking))
     if len(answers) > 1:
         raise Malformed(
-            f"column `{next(iter(thinking))}` beside {len(answers)} turns of the assistant, expected one: put the "
-            "thinking into the turns"
+            f"column `{name}` beside {len(answers)} turns of the assistant; put the thinking into the turns"
         )
-    for name in thinking.keys() & completion[answers[0]].keys():
-        if thinking[name] != completion[answers[0]][name]:
-            raise Malformed(f"found different thinking in the column `{name}` and in the completion")
-    return [turn | thinking if i == answers[0] else turn for i, turn in enumerate(completion)]
+    if answers[0] | thinking != thinking | answers[0]:
+        raise Malformed(f"found different thinking in the column `{name}` and in the completion")
+    return [turn | thinking if turn is answers[0] else turn for turn in completion]
 
 
 _SHAPES: tuple[tuple[tuple[str, ...], str, Callable[[dict[str, Any]], Any], tuple[str, ...]], ...] = (
@@ -176,24 +171,15 @@ def _rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str
     return others | {name: row[theirs] for name, theirs in columns.items()}
 
 
-def _has_null_arguments(row: dict[str, Any]) -> bool:
-    """Whether an argument of a call is null; a table gives a call the arguments of all calls."""
-    turns = [turn for name in ("messages", "conversations", "prompt", "completion") for turn in _as_list(row.get(name))]
-    calls = [call for turn in turns if isinstance(turn, dict) for call in _as_list(turn.get("tool_calls"))]
-    functions = [call.get("function") or call for call in calls if isinstance(call, dict)]
-    arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    return any(isinstance(values, dict) and None in values.values() for values in arguments)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _remove_nulls(value: Any) -> Any:
-    """Remove the keys with null from an object and its nested objects."""
+def _remove_nulls(value: Any, calls: list[Any]) -> Any:
+    """Remove the keys with null from an object and its nested objects; adds those with a null argument to `calls`: a
+    table gives a call the arguments of all calls."""
     if isinstance(value, dict):
-        return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
-    return [_remove_nulls(item) for item in value] if isinstance(value, list) else value
+        arguments = value.get("arguments")
+        if isinstance(arguments, dict) and None in arguments.values():
+            calls.append(value)
+        return {key: _remove_nulls(item, calls) for key, item in value.items() if item is not None}
+    return [_remove_nulls(item, calls) for item in value] if isinstance(value, list) else value
 
 
 def check_object(row: Any) -> None:
