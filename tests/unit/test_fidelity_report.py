@@ -100,7 +100,9 @@ def test_the_verdict_names_the_settings_that_agree() -> None:
     assert list(judge(no_epsilon))[1] == "utility.epsilon: none of those tried; best 1, 0.850"
     assert list(judge(make_report(None))) == ["utility.estimator=jvp: Spearman -"]
     report = make_report(0.996)
-    ranks = [LowRankDirection(16, 0.8, 0.999, 0.98, 0.97), LowRankDirection(64, 0.9, 0.999, 0.992, 0.99)]
+    ranks = [
+        LowRankDirection(rank, 0.8, Agreement(0.999, within, 0.1, 0.97)) for rank, within in ((16, 0.98), (64, 0.992))
+    ]
     assert list(judge(replace(report, low_ranks=ranks)))[1] == "probe.rank: at least 64"
     assert list(judge(replace(report, low_ranks=ranks[:1])))[1] == "probe.rank: none of those tried"
 
@@ -109,7 +111,7 @@ def test_the_tables_show_every_measurement() -> None:
     report = make_report(0.996, 0.95, None, recipe_epsilon=0.1)
     rows = [line.split() for line in describe(report).splitlines()]
     assert ["*finite_difference", "0.1", "-", "-", "0.1", "95.00%", "0.20%", "0.3"] in rows
-    report = replace(report, low_ranks=[LowRankDirection(16, 0.812, 0.9991, None, 0.97)])
+    report = replace(report, low_ranks=[LowRankDirection(16, 0.812, Agreement(0.9991, None, 0.1, 0.97))])
     assert ["16", "81.2%", "0.9991", "-", "97.00%"] in [line.split() for line in describe(report).splitlines()]
     alone = describe(make_report(0.996))
     assert "Low-rank" not in alone and alone.endswith("jvp: Spearman 0.996")

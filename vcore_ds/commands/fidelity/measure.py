@@ -230,8 +230,7 @@ class Bench:
             low_rank = self.direction.with_rank(rank)
             energy, agreement = low_rank.measure_energy()["total"], self.agreement(self.jvp(low_rank), full)
             self.say(f"direction of rank {rank}: Spearman {reports.show(agreement.spearman)}")
-            correlations = agreement.spearman, agreement.spearman_within_sequences
-            yield reports.LowRankDirection(rank, energy, *correlations, agreement.weight_overlap)
+            yield reports.LowRankDirection(rank, energy, agreement)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """All-gather the parts, always in the same order, from one rank of each sequence-parallel group."""

@@ -50,9 +50,7 @@ class LowRankDirection:
 
     rank: int
     energy: float  # share of `|v|^2` that it keeps
-    spearman: float | None
-    spearman_within_sequences: float | None
-    weight_overlap: float | None
+    agreement: Agreement
 
 
 @dataclass
@@ -107,8 +105,8 @@ def mean(values: Sequence[float | None]) -> float | None:
 def write_report(report: FidelityReport, folder: Path) -> None:
     """Write fidelity.json, with null for undefined values. Raises UserError where it cannot be written."""
     values = asdict(report) | {"verdict": list(judge(report))}
-    for estimate in values["estimators"]:
-        estimate |= estimate.pop("agreement")
+    for measured in (*values["estimators"], *values["low_ranks"]):
+        measured |= measured.pop("agreement")
     text = json.dumps(_replace_nan(values), indent=2, allow_nan=False) + "\n"
     with writing("--output", folder):
         write_text(folder / JSON_NAME, text)
@@ -158,8 +156,9 @@ def _low_ranks(report: FidelityReport) -> Iterator[str]:
         yield "Low-rank direction: utilities along it against those along the full-rank direction"
         rows = [["probe.rank", "of |v|^2", "Spearman", "within a sequence", "weight overlap"]]
         for one in report.low_ranks:
-            correlations = [show(one.spearman, ".4f"), show(one.spearman_within_sequences, ".4f")]
-            rows.append([f" {one.rank}", f"{one.energy:.1%}", *correlations, show(one.weight_overlap, ".2%")])
+            agreement = one.agreement
+            correlations = [show(agreement.spearman, ".4f"), show(agreement.spearman_within_sequences, ".4f")]
+            rows.append([f" {one.rank}", f"{one.energy:.1%}", *correlations, show(agreement.weight_overlap, ".2%")])
         yield from align_columns(rows)
 
 
@@ -173,7 +172,8 @@ def judge(report: FidelityReport) -> Iterator[str]:
         reliable = " ".join(f"{one.epsilon:g}" for one in differences if _is_reliable(one.agreement)) or "none"
         yield f"utility.epsilon: {reliable} of those tried; best {best.epsilon:g}, {show(best.agreement.spearman)}"
     if report.low_ranks:
-        ranks = [low.rank for low in report.low_ranks if (low.spearman_within_sequences or 0) >= LEAST_RANK_CORRELATION]
+        within = {low.rank: low.agreement.spearman_within_sequences or 0.0 for low in report.low_ranks}
+        ranks = [rank for rank, correlation in within.items() if correlation >= LEAST_RANK_CORRELATION]
         yield f"probe.rank: {f'at least {min(ranks)}' if ranks else 'none of those tried'}"
 
 
