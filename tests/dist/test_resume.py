@@ -371,7 +371,7 @@ def save_asynchronously_where_one_rank_cannot_write(folder: Path) -> dict[str, A
         nonlocal num_steps
         num_steps += 1
         if self._writing is not None:
-            self._writing._result.exception(timeout=300.0)
+            self._writing.exception(timeout=300.0)
         collect(self)
 
     def train() -> None:
