@@ -80,8 +80,8 @@ def test_a_run_goes_on_through_requeues(cluster: Cluster, setup: TinySetup, chec
 
     text = output.read_text()
     assert [f"attempt {n}, on n[1-2]" in text for n in range(4)] == [n < num_attempts for n in range(4)]
-    assert text.count("all-reduce of 16 MiB over 2 ranks") == num_attempts
-    assert f"rank 1 on n2: {cluster.addresses['n2']}" in text
+    for said in ("preflight: 2 nodes; on n1", "all-reduce of 16 MiB over 2 ranks"):
+        assert text.count(said) == num_attempts
     assert text.count("back into the queue") == num_attempts - 2 and "ended with exit code 0" in text
     logs = checkout / "runs" / "slurm" / job
     assert sorted(str(path.relative_to(logs)) for path in logs.rglob("*.log")) == [

@@ -192,8 +192,13 @@ def test_check_reports_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "score": 3}]
     data.write_text("\n".join([json.dumps({"conversations": turns, "id": 7}), json.dumps({"text": "q"})]))
     assert main(["check", str(RECIPE), f"data.train_path={data}", f"run.output_dir={tmp_path}/new"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"Data: {data}: ")]
-    assert line.startswith(
-        f"Data: {data}: 2 rows; format ShareGPT 1; ignored: `id` 1; ignored unless the chat template reads it: "
-        "`messages.score` 1; malformed: 1, the first: found the keys text; expected `messages`"
+    start = f"Data: {data}: "
+    lines = [line[len(start) :] for line in capsys.readouterr().out.splitlines() if line.startswith(start)]
+    first = lines.pop(3)
+    assert first.startswith(
+        f"1 malformed rows are left out; the first: {data}:2: found the keys text; expected `messages`"
     )
+    assert lines == [
+        *("2 rows", "format ShareGPT 1", "malformed: 1"),
+        "ignored: `id` 1, `messages.score unless the chat template reads it` 1",
+    ]

@@ -15,9 +15,9 @@ def cell(values: Sequence[float], digits: int, *, difference: bool = False) -> s
     """Table cell `mean ± half of its 95% interval`; a difference has a sign, and is bold if the interval excludes 0."""
     estimate = t_estimate(values)
     text = f"{estimate.value:{'+' if difference else ''}.{digits}f}"
-    if estimate.interval is None:
+    if len(values) < FEWEST_SEEDS:
         return text
-    low, high = estimate.interval
+    low, high = estimate.interval or (estimate.value, estimate.value)  # none without spread
     text += f" ± {(high - low) / 2:.{digits}f}"
     return f"**{text}**" if difference and low * high > 0 else text
 

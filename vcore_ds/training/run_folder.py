@@ -155,7 +155,7 @@ def describe_environment(world_size: int) -> dict[str, Any]:
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": _list_versions(),
+        "packages": _list_versions() | {"torch": torch.__version__},  # its CUDA version is not in PyPI's metadata
         "git_commit": _git_commit(),
         "host": platform.node(),
         "devices": [torch.cuda.get_device_name(i) for i in range(num_gpus)] or [platform.machine()],

@@ -72,18 +72,23 @@ class Round:
         disable_progress_bars()
         convert.open_tokenizer(self.request.tokenizer)  # once, before the processes are forked
         rows = Dataset.from_file(str(self.rows)).with_format("arrow")
-        rows.select(self.numbers).map(
-            convert.convert_batch,
-            with_indices=True,
-            fn_kwargs={"request": self.request, "file": self.file, "numbers": self.numbers},
-            batched=True,
-            batch_size=self.batch_size,
-            remove_columns=["row"],
-            features=convert.make_features(),
-            num_proc=self.processes if self.processes > 1 else None,
-            cache_file_name=str(self.results),
-            new_fingerprint=self.results.stem,
-        )
+        try:
+            rows.select(self.numbers).map(
+                convert.convert_batch,
+                with_indices=True,
+                fn_kwargs={"request": self.request, "file": self.file, "numbers": self.numbers},
+                batched=True,
+                batch_size=self.batch_size,
+                remove_columns=["row"],
+                features=convert.make_features(),
+                num_proc=self.processes if self.processes > 1 else None,
+                cache_file_name=str(self.results),
+                new_fingerprint=self.results.stem,
+            )
+        except ValueError as error:  # `map` closes a file again that a full disk has closed
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 @contextmanager
@@ -136,6 +141,7 @@ class Conversion:
 
     def __init__(self, request: PrepareRequest, files: Sequence[RawFile], folder: Path) -> None:
         self.request, self.files, self.folder = request, files, folder
+        self.rows = folder / "rows.arrow"
         self.counts: list[tuple[int, int]] = []
         """of each finished file, the number of rows, and of rows and blank lines"""
         self._num_examined = self._num_kept = 0
@@ -162,18 +168,21 @@ class Conversion:
         if self._num_examined:
             say(f"{self._num_examined:,} rows were converted before")
         progress = Progress("Preparing", len(self.files), done=len(self.counts), say=say)
-        with progress, open_process(processes) as convert_round:
-            for i in range(len(self.counts), len(self.files)):
-                left = 1.0
-                for share in self._convert_file(i, processes, convert_round):
-                    progress.advance(share)
-                    left -= share
-                progress.advance(left)
-                write_json(finished, self.counts)
+        try:
+            with progress, open_process(processes) as convert_round:
+                for i in range(len(self.counts), len(self.files)):
+                    left = 1.0
+                    for share in self._convert_file(i, processes, convert_round):
+                        progress.advance(share)
+                        left -= share
+                    progress.advance(left)
+                    write_json(finished, self.counts)
+        finally:
+            self.rows.unlink(missing_ok=True)  # on a full disk it takes the room that is missing
 
     def _convert_file(self, i: int, processes: int, convert_round: Callable[[Round], None]) -> Iterator[float]:
         """Convert a file in rounds, and yield the share of its rows in each."""
-        sizes = write_rows(self.folder / "rows.arrow", self.files[i].encoded_rows())
+        sizes = write_rows(self.rows, self.files[i].encoded_rows())
         num_rows = int((sizes > 0).sum())
         sizes[self._map_results(i)["number"].to_numpy()] = 0  # they have results
         left = np.flatnonzero(sizes)
@@ -186,7 +195,7 @@ class Conversion:
             part = Round(
                 self.request,
                 self.files[i],
-                self.folder / "rows.arrow",
+                self.rows,
                 numbers,
                 results=self._results_folder(i) / f"{len(self._find_results(i)):07d}.arrow",
                 batch_size=max(1, min(_BATCH_ROWS, _BATCH_BYTES // int(sizes[numbers].max()))),
