@@ -72,7 +72,9 @@ def test_each_part_ends_as_it_should(session: Session) -> None:
 def test_a_stopped_part_prints_its_stacks_and_leaves_no_process() -> None:
     code = (
         "import subprocess, sys, time\n"
-        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"  # two stacks at once would mix
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True, "
+        "**silent)\n"
         "def wait_for_ever():\n"
         "    print(rank.pid, flush=True)\n"
         "    time.sleep(600)\n"
