@@ -405,7 +405,9 @@ def make_problems(tokenizer: PreTrainedTokenizerBase, seeds: range) -> Batch:
         )
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         conversations.append(Conversation(row, turns))
-    return collate(tokenize(conversations, tokenizer), pad_token_id=tokenizer.pad_token_id)
+    # transformers 5.17 reads this tokenizer without a padding token.
+    pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    return collate(tokenize(conversations, tokenizer), pad_token_id=pad_token_id)
 
 
 # ---- the reference: Hugging Face's model alone, in fp64 ------------------------------------------------------------

@@ -196,6 +196,8 @@ def count_exchanged_elements(*, checkpointing: bool = False) -> tuple[dict[str, 
         numels["backward"] = list(seen)
         seen.clear()
         model.config._attn_implementation = FORWARD_MODE_ATTENTION
+        for layer in model.layers:
+            layer.gradient_checkpointing = False  # without gradients; torch 2.11's has no forward mode
         with torch.no_grad(), forward_ad.dual_level():
             for module in model.modules():
                 for name, parameter in module._parameters.items():
