@@ -154,7 +154,10 @@ def test_the_last_task_of_an_array_is_requeued_alone(cluster: Cluster, setup: Ti
         wait_until(last_is_back, "restart of the last task", every_seconds=1)
         assert [cluster.state(task) for task in (first, last)] == ["SUSPENDED", "RUNNING"]
         cluster.run(f"scancel {last}")
+        num_steps = count_finished_steps(runs[0])
         cluster.run(f"scontrol resume {first}")
+        # A signal to a job whose processes are still stopped was once lost.
+        wait_until(lambda: count_finished_steps(runs[0]) > num_steps, "another step of task 1")
         words = ("sweep/1.yaml", "methods/sft.yaml", "run.seed=1", "run.output_dir=runs/sweep_1")
         check_other_number_of_nodes(cluster, checkout, first, runs[0], *tiny, *words)
     finally:

@@ -180,7 +180,7 @@ LIMITS: dict[str, tuple[int, Callable[[], int]]] = {
         lambda: sum(map(receives_recipe, SOURCES.values())),
     ),
     "lines of JavaScript, CSS and HTML in the package": (900, lambda: count_lines(PAGES)),
-    "lines of Python in tests": (49_240, lambda: count_lines((REPOSITORY / "tests").rglob("*.py"))),
+    "lines of Python in tests": (49_250, lambda: count_lines((REPOSITORY / "tests").rglob("*.py"))),
     "words of guides": (25_000, lambda: count_words(GUIDES)),
     "words of the longest guide": (1_500, lambda: max(count_words([path]) for path in GUIDES)),
     "words of reports": (14_000, lambda: count_words(REPORTS)),
