@@ -194,6 +194,11 @@ def test_files_and_names_of_the_documentation_exist() -> None:
     assert found["method.md"][1] > 40 and found["zero3.md"][1] > 20
 
 
+def test_pages_that_the_package_names_exist() -> None:
+    named = set(re.findall(r"docs/[\w/-]+\.md", "".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))))
+    assert len(named) > 5 and [name for name in named if not (REPOSITORY / name).is_file()] == []
+
+
 def test_links_lead_to_existing_files() -> None:
     links = [
         (document, target)

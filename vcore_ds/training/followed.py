@@ -1,7 +1,7 @@
 """Followed traces: a few traces, chosen once, that a run measures after every recorded step.
 
 They show how a token's weight changes over the run, and which weights held-out data would get.
-docs/tracking.md lists the measurements.
+docs/reading-a-report.md lists the measurements.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""KeptTraces of training traces by their scores (`data.keep`), with a check that the scores fit the run."""
+"""The training traces that scores select (`data.keep`), with a check that the scores fit the run."""
 
 import difflib
 import hashlib

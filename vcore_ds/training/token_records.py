@@ -1,7 +1,7 @@
 """Records of single tokens: writing and reading the files in `tokens/`, one or two for each of a few steps.
 
 `step_00000012.npz` holds complete sequences of the main batch of optimizer step 12 before its update,
-`followed_00000012.npz` the followed traces after it; docs/tracking.md lists the arrays. Imports no torch.
+`followed_00000012.npz` the followed traces after it; docs/reading-a-report.md lists the arrays. Imports no torch.
 """
 
 import io
