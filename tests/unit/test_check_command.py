@@ -200,5 +200,5 @@ def test_check_reports_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp
     )
     assert lines == [
         *("2 rows", "format ShareGPT 1", "malformed: 1"),
-        "ignored: `id` 1, `messages.score unless the chat template reads it` 1",
+        "ignored: `id` 1, `messages.score` (unless the chat template reads it) 1",
     ]

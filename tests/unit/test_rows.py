@@ -345,11 +345,11 @@ def test_ignored_fields_are_counted_and_those_that_the_template_reads_are_not(
     assert "userAnn" in tokenizer.decode(TokenStore(store)[0].input_ids)
     # `check` knows no tokenizer.
     assert describe_reading(str(store)) == [f"{store}: format messages 2", f"{store}: {line}"]
-    unless = "unless the chat template reads it"
+    unless = "(unless the chat template reads it)"
     assert [text.partition(": ")[2] for text in describe_reading(str(tmp_path / "rows.jsonl"))] == [
         "2 rows",
         "format messages 2",
-        f"ignored: `id` 2, `messages.mood {unless}` 1, `messages.name {unless}` 1, `source` 1",
+        f"ignored: `id` 2, `messages.mood` {unless} 1, `messages.name` {unless} 1, `source` 1",
     ]
 
 

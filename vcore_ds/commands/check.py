@@ -164,9 +164,7 @@ def find_renderer(path: str, tokenizer: "PreTrainedTokenizerBase | None") -> "Pr
         return None
     from vcore_ds.commands.plan.local_lengths import find_tokenizer  # imports transformers: seconds
 
-    if tokenizer is None:
-        return find_tokenizer(path)
-    return tokenizer if tokenizer.chat_template and tokenizer.is_fast else None
+    return find_tokenizer(path, tokenizer)
 
 
 def describe_missing(recipe: Recipe) -> Iterator[str]:

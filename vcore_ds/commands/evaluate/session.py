@@ -34,6 +34,7 @@ from vcore_ds.commands.evaluate.model_apis import (
 )
 from vcore_ds.commands.evaluate.tasks import ChosenTask
 from vcore_ds.commands.named_model import NamedModel
+from vcore_ds.common.digests import compute_file_digest
 from vcore_ds.common.errors import RunStopped, UserError, first_line
 from vcore_ds.common.locks import LOCK, lock_folder
 from vcore_ds.common.paths import write_text, writing
@@ -314,7 +315,7 @@ def _weight_digests(model: NamedModel) -> list[str]:
     digests = [compute_model_digest(model.weights)] if Path(model.weights).is_dir() else []
     if model.adapter is not None:
         files = sorted(Path(model.adapter).glob("adapter_*"))
-        digests += [hashlib.sha256(f"{file.name}\n".encode() + file.read_bytes()).hexdigest() for file in files]
+        digests += [f"{file.name} {compute_file_digest(file)}" for file in files]
     return digests
 
 

@@ -34,7 +34,7 @@ def sample_lengths(
     files = data.train_files()
     if not all(is_readable(file.path) for file in files):
         return None
-    tokenizer = find_tokenizer(model_path) if tokenizer is None else tokenizer
+    tokenizer = find_tokenizer(model_path, tokenizer)
     samples, totals = zip(*(_read(file.path, data, tokenizer) for file in files), strict=True)
     if not all(samples):
         return None
@@ -83,13 +83,16 @@ def _read_conversations(path: str, columns: Mapping[str, str]) -> tuple[list[Con
     return conversations, is_all and len(files) <= _MAX_ROWS
 
 
-def find_tokenizer(model_path: str) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer of a model on this machine; None if there is none that renders conversations."""
-    folder = find_folder(model_path)
-    if folder is None:
-        return None
+def find_tokenizer(
+    model_path: str, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a model on this machine, unless it is given; None if there is none that renders
+    conversations."""
     try:
-        tokenizer = load_tokenizer(str(folder))
+        if tokenizer is None:
+            if (folder := find_folder(model_path)) is None:
+                return None
+            tokenizer = load_tokenizer(str(folder))
         check_tokenizer(tokenizer)
     except UserError:  # the run reports it
         return None

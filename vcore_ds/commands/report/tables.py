@@ -142,10 +142,10 @@ def _median_speed(run: ReportedRun) -> str:
 
 def _compare_weights(runs: Sequence[ReportedRun]) -> list[Block]:
     """What gained and lost weight: several runs side by side, then each. The text of several has the former only."""
+    with_tables = [(run, run.tables) for run in runs if run.tables is not None]
     folds: list[Block] = [
-        _fold_tokens(run, run.tables, is_open=number == 0, in_text=len(runs) == 1)
-        for number, run in enumerate(run for run in runs if run.tables is not None)
-        if run.tables is not None
+        _fold_tokens(run, tables, is_open=number == 0, in_text=len(runs) == 1)
+        for number, (run, tables) in enumerate(with_tables)
     ]
     about = (
         "Relative weight: the share of the loss that training gave to these tokens, over the share that uniform "

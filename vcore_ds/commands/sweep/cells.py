@@ -16,7 +16,7 @@ from pydantic.functional_validators import AfterValidator, BeforeValidator
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.files import ParsedYaml, UnreadableFile, parse_yaml, read_text
 from vcore_ds.config.load import load_recipe, make_override
-from vcore_ds.config.problems import RecipeError, show
+from vcore_ds.config.problems import RecipeError, describe_problem, show
 from vcore_ds.config.resume import flat_values
 from vcore_ds.config.schema import Recipe
 from vcore_ds.planning.batch_plan import plan_batch
@@ -114,17 +114,17 @@ def load_sweep(path: str | Path, num_ranks: int | None = None) -> Sweep:
     num_runs = num_cells * len(sweep.seeds)
     if not 0 < num_runs <= MOST_RUNS:
         key = "grid" if axes else "cells"
-        _refuse(file, parsed, key, f"found {num_runs:,} runs; expected 1 to {MOST_RUNS:,}, from cells or grid or both")
+        _refuse(file, parsed, key, f"{num_runs:,} runs", f"1 to {MOST_RUNS:,}, from cells or grid or both")
     chosen = itertools.product(*axes.values()) if axes else ()
     cells = [_join_choices(dict(zip(axes, choices, strict=True))) for choices in chosen]
     cells += [Cell(name, {}, words) for name, words in sweep.cells.items()]
     for name, number in Counter(cell.name for cell in cells).items():
         if number > 1:
-            _refuse(file, parsed, "cells", f"found two cells that are called {show(name)}; expected different names")
+            _refuse(file, parsed, "cells", f"two cells that are called {show(name)}", "different names")
     known = {cell.name for cell in cells} | {choice for cell in cells for choice in cell.choices.values()}
     if sweep.reference is not None and sweep.reference not in known:
         expected = "the name of a cell, or a choice on an axis of the grid"
-        _refuse(file, parsed, "reference", f"found {show(sweep.reference)}; expected {expected}")
+        _refuse(file, parsed, "reference", show(sweep.reference), expected)
     references = {cell.name: _find_reference(sweep.reference, cell, cells) for cell in cells}
     folder = Path(sweep.output_dir).expanduser()
     return Sweep(file, folder, references, tuple(_resolve(file, sweep, cells, folder, num_ranks)))
@@ -143,8 +143,10 @@ def _parse(path: Path) -> ParsedYaml:
     if parsed.value.keys() & Recipe.model_fields.keys():
         raise RecipeError([f"{path}: found a recipe; {expected}. Write one with the line `recipe: {path}`"])
     if parsed.duplicates:
-        found = "found a second time (first in line {}); expected once"
-        raise RecipeError(f"{path}:{line}: {key}: {found.format(first)}" for key, line, first in parsed.duplicates)
+        raise RecipeError(
+            f"{path}:{line}: {key}: {describe_problem(f'a second time (first in line {first})', 'once')}"
+            for key, line, first in parsed.duplicates
+        )
     return parsed
 
 
@@ -165,8 +167,8 @@ def _place(file: Path, parsed: ParsedYaml, key: str, text: str) -> str:
     return f"{file}{'' if line is None else f':{line}'}: {key}: {text}"
 
 
-def _refuse(file: Path, parsed: ParsedYaml, key: str, text: str) -> None:
-    raise RecipeError([_place(file, parsed, key, text)])
+def _refuse(file: Path, parsed: ParsedYaml, key: str, found: str, expected: str) -> None:
+    raise RecipeError([_place(file, parsed, key, describe_problem(found, expected))])
 
 
 Choice = tuple[str, tuple[str, ...]]  # label, overrides

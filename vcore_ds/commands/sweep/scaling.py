@@ -247,8 +247,8 @@ def sweep_section(sweep: SweepFolder, runs: Sequence[ReportedRun]) -> Section:
         by_cell[run.name.rpartition("/")[0]][run.recipe.run.seed] = run
     done = {run.name for run in runs}
     missing = [f"{name} ({sweep.state(name)})" for name in sweep.runs if name not in done]
-    found = dict.fromkeys(title for by_seed in by_cell.values() for run in by_seed.values() for title in _losses(run))
-    titles = sorted(found, key=lambda title: title.startswith(TRAINING))
+    seen = dict.fromkeys(title for by_seed in by_cell.values() for run in by_seed.values() for title in _losses(run))
+    titles = sorted(seen, key=lambda title: title.startswith(TRAINING))
     costs = [[name, *_costs(list(by_seed.values()))] for name, by_seed in by_cell.items()]
     blocks: list[Block] = [
         *([f"{len(runs)} of {len(sweep.runs)} runs are done; missing: {', '.join(missing)}."] if missing else []),

@@ -40,10 +40,10 @@ NOTICED = {
 _CHARACTERS_PER_TOKEN, _MIN_CHARACTERS = 64, 2**20
 """A row is not tokenized if it has more characters than the minimum, and more than 64 for each token of the cutoff."""
 _MAX_REASON = 1_000  # characters of a reason; reasons quote the row, which can be of any size
-_MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 80
+_MAX_IGNORED, _MAX_NAME_CHARACTERS = 20, 40
 """Ignored fields of a row that are counted by name, and the characters of a name."""
 _NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.uint8)
-_UNLESS = "unless the chat template reads it"
+_UNLESS = " (unless the chat template reads it)"
 
 
 @dataclass
@@ -108,11 +108,11 @@ def examine_row(
     except Malformed as fault:
         result.outcome, result.reason = MALFORMED, str(fault)[:_MAX_REASON]
         return None
-    ignored = [f"{name} {_UNLESS}" for name in chat.unknown_fields]
+    fields, note = chat.unknown_fields, _UNLESS
     if item is not None:
-        ignored = [f"{MESSAGE_FIELD}{key}" for key in item.ignored]
-    names = [*chat.unknown, *ignored]
-    result.ignored = [name[:_MAX_NAME_CHARACTERS] for name in names[:_MAX_IGNORED]]
+        fields, note = [f"{MESSAGE_FIELD}{key}" for key in item.ignored], ""
+    names = [(name, "") for name in chat.unknown] + [(name, note) for name in fields]
+    result.ignored = [f"`{name[:_MAX_NAME_CHARACTERS]}`{note}" for name, note in names[:_MAX_IGNORED]]
     content = json.dumps([chat.messages, chat.tools, chat.context_turns], sort_keys=True, default=repr).encode()
     result.digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
     result.context_turns = len(chat.context_turns)

@@ -162,7 +162,7 @@ class PrepareReport:
 def list_fields(fields: Mapping[str, int]) -> str:
     """List fields with the number of rows that have them, the most frequent ones first."""
     ordered = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"`{name}` {number:,}" for name, number in ordered[:_MAX_SHOWN]]
+    shown = [f"{name} {number:,}" for name, number in ordered[:_MAX_SHOWN]]
     others = [f"{len(ordered) - _MAX_SHOWN:,} others"] if len(ordered) > _MAX_SHOWN else []
     return ", ".join([*shown, *others])
 

@@ -198,16 +198,12 @@ def _resolve(name: str, configuration: str | None, split: str) -> list[str]:
     except UserError:
         raise
     except Exception as error:  # of a dozen classes of three packages: offline, gated, misspelt
-        remedy = (
-            ""
-            if Path(name).exists()
-            else (
+        problem = f"{name}: no such file, and no data set that can be loaded: {first_line(error)}"
+        if not Path(name).exists():
+            problem += (
                 "; without a connection, download it elsewhere (`hf download --repo-type dataset`) and give the folder"
             )
-        )
-        raise UserError(
-            f"{name}: no such file, and no data set that can be loaded: {first_line(error)}{remedy}"
-        ) from None
+        raise UserError(problem) from None
     _check_split(name, split, files)
     return [str(file) for file in files[split]]
 
