@@ -194,10 +194,8 @@ def test_check_reports_how_rows_are_read(capsys: pytest.CaptureFixture[str], tmp
     assert main(["check", str(RECIPE), f"data.train_path={data}", f"run.output_dir={tmp_path}/new"]) == 0
     start = f"Data: {data}: "
     lines = [line[len(start) :] for line in capsys.readouterr().out.splitlines() if line.startswith(start)]
-    first = lines.pop(3)
-    assert first.startswith(
-        f"1 malformed rows are left out; the first: {data}:2: found the keys text; expected `messages`"
-    )
+    malformed = f"1 malformed rows are left out; the first: {data}:2: found the keys text; expected `messages`"
+    assert lines.pop(3).startswith(malformed)
     assert lines == [
         *("2 rows", "format ShareGPT 1", "malformed: 1"),
         "ignored: `id` 1, `messages.score` (unless the chat template reads it) 1",
