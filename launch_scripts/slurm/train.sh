@@ -2,8 +2,11 @@
 # Exits with the code of the ranks. With 85 (saved and stopped on request) the job is requeued first.
 
 : "${SLURM_JOB_ID:?submit this with sbatch}"
-# In a job array, %a in an override is the task's number, as in the file names of sbatch.
-if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then set -- "${@//'%a'/$SLURM_ARRAY_TASK_ID}"; fi
+# In a job array, %a in the recipe or an override is the task's number, as in the file names of sbatch.
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    recipe=${recipe//'%a'/$SLURM_ARRAY_TASK_ID}
+    set -- "${@//'%a'/$SLURM_ARRAY_TASK_ID}"
+fi
 max_restarts=${MAX_RESTARTS:-100}
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=runs/slurm/$SLURM_JOB_ID/attempt_$attempt

@@ -12,13 +12,25 @@ from vcore_ds.config.load import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((REPOSITORY / "launch_scripts").glob("*.slurm"))
+SHIPPED = "launch_scripts/recipes"
+RECIPES = {
+    "train": "qwen3_8b_math_full",
+    "train_32b": f"{SHIPPED}/qwen3_32b_math_full.yaml",
+    "train_32b_lora": f"{SHIPPED}/qwen3_32b_math_lora.yaml",
+}
+"""What each script trains; that of train.slurm is its first argument."""
+
+
+def list_arguments(script: Path) -> list[str]:
+    return [RECIPES["train"]] if script.stem == "train" else []
 
 
 def run(script: Path, folder: Path, **environment: str) -> tuple[int, str]:
     outside = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(
-        ["bash", script], cwd=folder, env=outside | environment, capture_output=True, text=True, timeout=300
-    )
+        ["bash", script, *list_arguments(script)], cwd=folder, env=outside | environment, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
     return done.returncode, done.stderr
 
 
@@ -39,9 +51,16 @@ def test_restarts_have_a_limit(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_recipe_of_a_script_exists(script: Path) -> None:
-    (recipe,) = (line.removeprefix("recipe=") for line in script.read_text().splitlines() if line.startswith("recipe="))
-    assert (load_recipe(REPOSITORY / recipe).lora is not None) == ("lora" in script.stem)
+    recipe = load_recipe(RECIPES[script.stem] if script.stem == "train" else REPOSITORY / RECIPES[script.stem])
+    assert (recipe.lora is not None) == ("lora" in script.stem)
     assert f"#SBATCH --job-name={script.stem}\n" in script.read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["run.seed=1"]])
+def test_the_script_for_all_recipes_needs_one(arguments: list[str]) -> None:
+    script = REPOSITORY / "launch_scripts" / "train.slurm"
+    done = subprocess.run(["bash", script, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "launch_scripts/train.slurm RECIPE [OVERRIDES]" in done.stderr
 
 
 ALLOCATOR = [
@@ -67,7 +86,10 @@ def submit(
     (folder / "launch_scripts").symlink_to(REPOSITORY / "launch_scripts")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
     variables = environment | job | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
-    return subprocess.run(["bash", script], cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        ["bash", script, *list_arguments(script)], cwd=folder, env=variables, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
 
 
 RUN_ITS_COMMAND = """
@@ -81,8 +103,9 @@ exec "$@"
 def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tmp_path: Path) -> None:
     """GB200: what sbatch was asked for comes from SLURM; no number of GPUs is in the scripts or the recipe."""
     copy = tmp_path / script.name
-    line = "srun_options=(--container-mounts=/data:/data)\nsource launch_scripts/slurm/train.sh"
-    copy.write_text(script.read_text().replace("source launch_scripts/slurm/train.sh", line))
+    text = script.read_text()
+    assert text.count("\nsource launch_scripts/") == 1
+    copy.write_text(text.replace("\nsource ", "\nsrun_options=(--container-mounts=/data:/data)\nsource "))
     variables = os.environ | {
         "SLURM_GPUS_ON_NODE": "4",
         "SRUN_OPTIONS": "--container-image=nvcr.io#nvidia/pytorch --container-mount-home",
@@ -100,8 +123,7 @@ def test_nodes_of_four_gpus_in_a_container_bound_to_their_cores(script: Path, tm
     preflight, train = (tmp_path / "python_lines").read_text().splitlines()
     for line, command in ((preflight, "preflight"), (train, "train")):
         assert "--nproc-per-node=4 --numa-binding=node --rdzv-backend=c10d" in line
-        (recipe,) = (x.removeprefix("recipe=") for x in script.read_text().splitlines() if x.startswith("recipe="))
-        assert line.endswith(f"-m vcore_ds.commands.cli {command} {recipe}")
+        assert line.endswith(f"-m vcore_ds.commands.cli {command} {RECIPES[script.stem]}")
         parsed = torchrun.parse_args(line.split()[2:])
         assert (parsed.nproc_per_node, parsed.numa_binding) == ("4", "node")
 
