@@ -48,9 +48,8 @@ from vcore_ds.engine.checkpoint_shards import CheckpointFailed
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training import checkpoints as checkpoint_writing
-from vcore_ds.training import loop
+from vcore_ds.training import console, loop
 from vcore_ds.training.checkpoints import MARGIN_BYTES, Checkpoints, RunFacts
-from vcore_ds.training.console import Console
 from vcore_ds.training.feed import DataReader, build_feed
 from vcore_ds.training.run_folder import begin
 from vcore_ds.training.schedule import derive_schedule
@@ -232,7 +231,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recording_console() -> Iterator[list[str]]:
     """Record the console lines of runs inside the block, without printing them."""
     lines: list[str] = []
-    with patch.object(Console, "say", lambda self, text="": lines.append(text)):
+    with patch.object(console, "say", lines.append):
         yield lines
 
 
@@ -451,7 +450,7 @@ def ask_whether_save_is_due(folder: Path) -> list[bool]:
     """Whether a checkpoint is due: at the start, with the last rank's clock an hour on, with all clocks an hour on."""
     recipe = make_recipe(folder, "minutes", CASES["sft_lora"] | {"checkpoint": {"every_minutes": 30.0}})
     facts = RunFacts("", {}, "", {}, None)
-    checkpoints = Checkpoints(folder / "minutes", recipe.checkpoint, facts, Console(enabled=False))
+    checkpoints = Checkpoints(folder / "minutes", recipe.checkpoint, facts)
     is_last = layout.rank("shards") == layout.size("shards") - 1
     outcomes = [checkpoints.is_due(1, NUM_STEPS)]
     checkpoints._last_end -= 3600.0 * is_last
@@ -570,7 +569,7 @@ def train_by_fidelity_command(folder: Path, name: str) -> list[str]:
         expected = resumed_runs.load_checkpoint_tensors(resumed_runs.run_to_end(recipe))
         settings = derive_plan_settings(recipe)
         plan = plan_ranks(settings)
-        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), Console(enabled=False))
+        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path))
         training = reader.read_training_data(recipe.method, recipe.run.seed)
         feed = build_feed(recipe.method, recipe.probe, plan, training, reader.pad_token_id, seed=recipe.run.seed)
         engine = build_engine(settings, deepspeed_config(settings, plan))

@@ -38,7 +38,6 @@ from vcore_ds.distributed import layout
 from vcore_ds.engine.export_shards import PREFIX
 from vcore_ds.training import run, start_checks
 from vcore_ds.training.checkpoint_read import verify_step
-from vcore_ds.training.console import Console
 
 pytestmark = pytest.mark.dist
 
@@ -185,7 +184,7 @@ def refuse_too_little_memory(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(start_checks, "available_memory_bytes", lambda: 2**10)
         patched.delattr(compute, "build_engine")
-        scoring = compute.Scoring(inputs, Console(enabled=False), unfinished, SMALL_CHUNKS)
+        scoring = compute.Scoring(inputs, unfinished, SMALL_CHUNKS)
         with pytest.raises(UserError, match=r"memory: found .* GiB of host memory for each rank") as caught:
             scoring.run()  # `score` would end this rank
     (num_tokens,) = re.findall(r"([\d,]+) tokens in a micro-batch", str(caught.value))

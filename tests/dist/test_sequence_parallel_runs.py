@@ -18,8 +18,7 @@ from tests.helpers.token_records import assert_same_followed, assert_same_record
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
-from vcore_ds.training import step_metrics
-from vcore_ds.training.console import Console
+from vcore_ds.training import console, step_metrics
 from vcore_ds.training.followed import record_followed
 from vcore_ds.training.step_metrics import gather_record, record_tokens
 from vcore_ds.training.token_records import SequenceTokens, read_records
@@ -91,8 +90,6 @@ def choose_sequences(size: int) -> list[list[tuple[int, int]]]:
 def fail_to_write_records(folder: Path) -> list[str]:
     """Write records to a path that is a file; returns the lines that this rank prints. No rank raises an error."""
     lines: list[str] = []
-    console = Console(enabled=layout.is_first())
-    console.say = lambda text="": lines.append(text) if console.enabled else None
     numbers, places = np.zeros(3, dtype=np.float32), np.arange(3, dtype=np.int32)
     sequences = [
         SequenceTokens(
@@ -108,8 +105,9 @@ def fail_to_write_records(folder: Path) -> list[str]:
         )
     ]
     a_file = folder / "train.jsonl"
-    record_tokens(a_file, 5, sequences, console, sequence_parallel=1, first_trusted_id=None, seed=3)
-    record_followed(a_file, 5, {layout.rank("shards"): sequences[0]}, layout.size("shards"), console)
+    with patch.object(console, "say", lines.append):
+        record_tokens(a_file, 5, sequences, sequence_parallel=1, first_trusted_id=None, seed=3)
+        record_followed(a_file, 5, {layout.rank("shards"): sequences[0]}, layout.size("shards"))
     return lines
 
 

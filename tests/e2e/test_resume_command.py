@@ -12,7 +12,7 @@ from tests.helpers.commands import read_metrics
 from tests.helpers.jobs import ForkedJob
 from tests.helpers.setups import TinySetup
 from vcore_ds.commands.cli import main
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 
 pytestmark = pytest.mark.e2e
 
@@ -22,14 +22,14 @@ RECIPE = "launch_scripts/recipes/qwen3_32b_math_lora.yaml"
 
 def main_until_killed(arguments: Sequence[str]) -> int:
     """Run the command, which kills itself as it prints step 7."""
-    say = Console.say
+    say = console.say
 
-    def say_or_die(console: Console, text: str = "") -> None:
-        say(console, text)
+    def say_or_die(text: str = "") -> None:
+        say(text)
         if text.startswith(f"step 7/{NUM_STEPS} "):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Console.say = say_or_die
+    console.say = say_or_die
     return main(arguments)
 
 

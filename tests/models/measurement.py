@@ -36,7 +36,6 @@ from vcore_ds.models.lora import add_lora
 from vcore_ds.models.megatron.model import transformer_config
 from vcore_ds.planning.batch_plan import plan_batch
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.training.console import Console
 from vcore_ds.training.setup import build_estimator, load_model
 from vcore_ds.training.start_checks import check_derivatives, check_start
 from vcore_ds.utility.direction import Direction
@@ -353,13 +352,12 @@ def _measure_part(result: ModelResult, folder: Path, part: str, main: Sequence[T
         if part == "full":
             asked = "start"
             try:
-                check_start(engine, _make_check_data(result), Console(enabled=False))
+                check_start(engine, _make_check_data(result))
                 asked = "jvp"
                 check_derivatives(
                     engine,
                     build_estimator(recipe.method, recipe.probe, recipe.utility, engine),
                     _make_check_data(result),
-                    Console(enabled=False),
                 )
             except UserError as error:
                 result.refused[asked] = anonymize(error)

@@ -19,7 +19,6 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import CheckpointConfig
 from vcore_ds.engine import checkpoint_folder as files
 from vcore_ds.training.checkpoints import Checkpoints, RunFacts, check_compared
-from vcore_ds.training.console import Console
 from vcore_ds.training.metrics_log import MetricsLog
 from vcore_ds.training.resume import can_resume
 from vcore_ds.training.run_folder import (
@@ -216,7 +215,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path:
     monkeypatch.setattr(files.shutil, "rmtree", refuse)
     facts = RunFacts("", {}, "", {}, None)
     kept = CheckpointConfig(keep_last=1)
-    warning = Checkpoints(tmp_path / "checkpoints", kept, facts, Console(enabled=True)).remove_old()
+    warning = Checkpoints(tmp_path / "checkpoints", kept, facts).remove_old()
     assert warning is not None and "step_00000010" in warning
     assert find_problem(tmp_path / "checkpoints" / "step_00000010") is not None  # what is left is no checkpoint
     assert find_problem(tmp_path / "checkpoints" / "step_00000020") is None
@@ -386,12 +385,12 @@ def test_records_of_tokens_after_the_checkpoint_are_moved(tmp_path: Path):
 def test_a_resumed_run_adds_to_its_folder(used: Path):
     begin(used, dump_recipe(make_recipe(used)), world_size=2, num_done=0, kept={"digest": "a"})
     first = json.loads((used / "environment.json").read_text())
-    log = MetricsLog(used, Console(enabled=False))
+    log = MetricsLog(used)
     log.write({"step": 1, "loss": 2.0})
     log.close()
     changed = make_recipe(used, run={"log_every": 9})
     begin(used, dump_recipe(changed), world_size=4, num_done=1, kept={"digest": "moved"})
-    second = MetricsLog(used, Console(enabled=False))
+    second = MetricsLog(used)
     second.write({"step": 2, "loss": float("nan")})
     second.flush()
     second.close()
@@ -429,7 +428,7 @@ def limit_file_size(num_bytes: int) -> Iterator[None]:
 
 
 def test_metrics_wait_until_the_disk_has_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path, Console(enabled=True))
+    path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path)
     log.write({"step": 1})
     with limit_file_size(path.stat().st_size + 5):
         log.write({"step": 2})

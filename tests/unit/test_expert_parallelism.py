@@ -27,7 +27,7 @@ from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, estimate_fulles
 from vcore_ds.planning.passes import StepPasses, parameter_counts
 from vcore_ds.planning.settings import MemorySettings, derive_plan_settings
 from vcore_ds.planning.time_model import TimeModel
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = KNOWN_MODELS["Qwen3-30B-A3B"]
@@ -256,7 +256,6 @@ def test_the_console_shows_the_expert_load_of_an_moe_model(capsys: pytest.Captur
         "utilization": None,
         "peak_memory_bytes": 2**30,
     }
-    console = Console(enabled=True)
     console.show_step(1, 2, values, 0.0, log=True)
     console.show_step(2, 2, values | {"expert_load_mean": 1.84, "expert_load_max": 3.0}, 0.0, log=True)
     dense, moe = capsys.readouterr().out.splitlines()

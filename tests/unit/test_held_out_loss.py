@@ -8,7 +8,7 @@ from tests.helpers import tiny
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.unsharded import unsharded_engine
 from vcore_ds.method.objective import Normalization
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.loop import held_out_loss
 
 
@@ -28,7 +28,7 @@ def test_a_held_out_loss_is_the_mean_of_the_runs_normalization(normalization: No
     by_mean = {"sequence": torch.stack([loss.mean() for loss in losses]).mean(), "token": torch.cat(losses).mean()}
     assert len(losses) == 5 and abs(by_mean["sequence"] - by_mean["token"]) > 1e-3
     batches = [tiny.take_rows(rows, [0, 1, 4]), tiny.take_rows(rows, [2, 3, 5])]
-    with unsharded_engine(model) as engine, Console(enabled=False).progress("", 1) as progress:
+    with unsharded_engine(model) as engine, console.progress("", 1) as progress:
         assert held_out_loss(engine, batches, normalization, progress) == pytest.approx(
             float(by_mean[normalization]), rel=1e-6
         )

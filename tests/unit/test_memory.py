@@ -20,7 +20,6 @@ from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import QWEN3_32B, ModelShape, layer_parameters
 from vcore_ds.planning.passes import ParameterCounts, parameter_counts
 from vcore_ds.planning.settings import AdapterShape, MemorySettings, derive_plan_settings
-from vcore_ds.training.console import Console
 from vcore_ds.training.start_checks import check_memory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -300,22 +299,21 @@ def test_a_run_that_does_not_fit_is_refused_and_one_that_just_fits_warned(
     start_process_group(timeout_minutes=1)
     memory = plan_tiny_model()
     needed = memory.estimate.peak_bytes
-    console = Console(enabled=True)
 
     def set_available(num_bytes: int) -> None:
         monkeypatch.setattr("vcore_ds.training.start_checks.available_memory_bytes", lambda: num_bytes)
 
     set_available(needed - 1)
     with pytest.raises(UserError, match="memory: found .* GiB of host memory for each rank"):
-        check_memory(memory, ENGINE, console)
-    check_memory(memory, ENGINE.model_copy(update={"memory_check": False}), console)
+        check_memory(memory, ENGINE)
+    check_memory(memory, ENGINE.model_copy(update={"memory_check": False}))
     assert capsys.readouterr().out == ""
     set_available(needed)
-    check_memory(memory, ENGINE, console)
+    check_memory(memory, ENGINE)
     assert "warning: memory: " in capsys.readouterr().out
     set_available(needed + memory.estimate.margin_bytes)
-    check_memory(memory, ENGINE, console)
-    check_memory(None, ENGINE, console)
+    check_memory(memory, ENGINE)
+    check_memory(None, ENGINE)
     assert capsys.readouterr().out == ""
 
 

@@ -10,12 +10,11 @@ import torch
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import ProfileConfig
-from vcore_ds.training.console import Console
 from vcore_ds.training.profile import StepProfiler, check_profile
 
 
 def profile_steps(folder: Path, steps: int) -> None:
-    profiler = StepProfiler(ProfileConfig(steps=[2]), folder, Console(enabled=True))
+    profiler = StepProfiler(ProfileConfig(steps=[2]), folder)
     for step in range(1, steps + 1):
         with profiler.step(step), torch.profiler.record_function("main"):
             torch.ones(4, 4) @ torch.ones(4, 4)

@@ -4,7 +4,8 @@ import pytest
 
 from vcore_ds.commands.quickstart.session import SHORTER
 from vcore_ds.config.load import load_recipe
-from vcore_ds.training.console import Console, explain_steps
+from vcore_ds.training import console
+from vcore_ds.training.console import explain_steps
 from vcore_ds.training.loop import LONG_SECONDS, announce_remaining_time
 
 
@@ -15,7 +16,7 @@ def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixt
     for changes in ((), ("probe.direction=sgd", "probe.clip=null"), ("methods/sft.yaml",)):
         recipe = load_recipe("quickstart.yaml", changes)
         tau = numbers["tau"] if recipe.method.uses_utilities else None
-        Console(enabled=True).show_step(1, 2, numbers | {"tau": tau, "utilization": None}, 60.0, log=True)
+        console.show_step(1, 2, numbers | {"tau": tau, "utilization": None}, 60.0, log=True)
         parts = capsys.readouterr().out.split("  ")[1:]
         names = [part.split()[0] for part in parts if not part.split()[-1].startswith(("tok", "GiB", "left"))]
         legend = explain_steps(recipe.method, recipe.probe)
@@ -36,7 +37,7 @@ def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixt
 def test_the_remaining_time_is_announced(
     seconds: float, advice: str, begin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    announce_remaining_time(Console(enabled=True), seconds, 9, advice)
+    announce_remaining_time(seconds, 9, advice)
     said = capsys.readouterr().out
     assert said.startswith(begin) and bool(said) == bool(begin)
     is_long = begin.startswith("warning")

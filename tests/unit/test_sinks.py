@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from vcore_ds.training.console import Console
 from vcore_ds.training.metrics_log import MOST_WAITING, BackgroundSink, MetricsLog
 
 
@@ -46,8 +45,8 @@ def read_warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_a_sink_gets_every_line_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sink, console = Kept(), Console(enabled=True)
-    log = MetricsLog(tmp_path, console, [BackgroundSink("kept", lambda: sink, console)])
+    sink = Kept()
+    log = MetricsLog(tmp_path, [BackgroundSink("kept", lambda: sink)])
     for step in range(1, 51):
         log.write({"step": step, "loss": 1.0 / step, "tau": None, "kl": float("inf")})
     log.close()
@@ -57,7 +56,7 @@ def test_a_sink_gets_every_line_in_order(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_errors_are_one_warning_and_later_lines_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
     sink = Kept(bad_steps=(1, 3))
-    background = BackgroundSink("there", lambda: sink, Console(enabled=True))
+    background = BackgroundSink("there", lambda: sink)
     for step in range(1, 5):
         background.write({"step": step})
     background.close()
@@ -74,7 +73,7 @@ def test_a_sink_that_cannot_be_opened_causes_a_warning(
     def fail() -> Kept:
         raise error
 
-    background = BackgroundSink("there", fail, Console(enabled=True))
+    background = BackgroundSink("there", fail)
     background.write({"step": 0})
     background._drain(600)  # it has failed by then; any number of lines may come before its thread gets a core
     for step in range(3 * MOST_WAITING):
@@ -85,8 +84,8 @@ def test_a_sink_that_cannot_be_opened_causes_a_warning(
 
 
 def test_a_sink_that_hangs_neither_stops_the_run_nor_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hanging, console, num_steps = Hanging(), Console(enabled=True), MOST_WAITING + 100
-    log = MetricsLog(tmp_path, console, [BackgroundSink("hanging", lambda: hanging, console, close_seconds=0.1)])
+    hanging, num_steps = Hanging(), MOST_WAITING + 100
+    log = MetricsLog(tmp_path, [BackgroundSink("hanging", lambda: hanging, close_seconds=0.1)])
     for step in range(1, num_steps + 1):
         log.write({"step": step})
     log.close()
@@ -99,7 +98,7 @@ def test_a_sink_that_hangs_neither_stops_the_run_nor_grows(tmp_path: Path, capsy
 
 def test_a_sink_that_hangs_at_the_end_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
     hanging = Hanging()
-    background = BackgroundSink("hanging", lambda: hanging, Console(enabled=True), close_seconds=0.1)
+    background = BackgroundSink("hanging", lambda: hanging, close_seconds=0.1)
     background.write({"step": 1})
     background.close()
     (warning,) = read_warnings(capsys)
@@ -112,7 +111,6 @@ def test_a_run_that_ends_early_sends_its_last_lines(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
         "from pathlib import Path\n"
-        "from vcore_ds.training.console import Console\n"
         "from vcore_ds.training.metrics_log import BackgroundSink\n"
         "class Slow:\n"
         "    def write(self, values):\n"
@@ -121,7 +119,7 @@ def test_a_run_that_ends_early_sends_its_last_lines(tmp_path: Path) -> None:
         "            file.write(f'{values}\\n')\n"
         "    def close(self):\n"
         "        Path(sys.argv[1]).write_text('closed')\n"
-        "sink = BackgroundSink('slow', Slow, Console(enabled=True))\n"
+        "sink = BackgroundSink('slow', Slow)\n"
         "for step in range(3):\n"
         "    sink.write({'step': step})\n"
         "sys.exit(85)\n"

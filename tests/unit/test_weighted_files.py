@@ -31,7 +31,6 @@ from vcore_ds.data.dataset import (
 )
 from vcore_ds.data.tokenization import load_tokenizer
 from vcore_ds.distributed.process_group import start_process_group
-from vcore_ds.training.console import Console
 from vcore_ds.training.faults import describe_rows
 from vcore_ds.training.feed import DataReader, build_feed
 from vcore_ds.training.followed import choose_traces
@@ -146,7 +145,7 @@ def one_rank() -> None:
 
 def make_reader(setup: Path, **data: object) -> DataReader:
     config = DataConfig.model_validate({"cutoff_length": 256, "cache_dir": str(setup / "cache"), **data})
-    return DataReader(config, str(setup / "model"), load_tokenizer(str(setup / "model")), Console(enabled=True))
+    return DataReader(config, str(setup / "model"), load_tokenizer(str(setup / "model")))
 
 
 def list_weighted(setup: Path, **weights: float) -> list[dict]:

@@ -19,7 +19,6 @@ from vcore_ds.config.schema import Recipe
 if TYPE_CHECKING:
     from vcore_ds.data.dataset import Store
     from vcore_ds.engine.zero3 import Engine
-    from vcore_ds.training.console import Console
     from vcore_ds.training.feed import Feed
 
 HELP = "compute the reference log-probabilities for iw_sft"
@@ -53,13 +52,12 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     with lasting_imports():
         from vcore_ds.data.dataset import write_reference
         from vcore_ds.data.tokenization import load_tokenizer
-        from vcore_ds.distributed import layout
         from vcore_ds.distributed.process_group import run_on_first_rank
         from vcore_ds.distributed.watchdog import mark, watching
         from vcore_ds.models.architecture_check import check_model
         from vcore_ds.planning.deepspeed_json import deepspeed_config
         from vcore_ds.planning.settings import derive_plan_settings
-        from vcore_ds.training.console import Console
+        from vcore_ds.training import console
         from vcore_ds.training.feed import DataReader, build_feed
         from vcore_ds.training.setup import build_engine, plan_ranks, start_ranks
         from vcore_ds.training.start_checks import check_start
@@ -78,24 +76,25 @@ def write_reference_log_probabilities(recipe: Recipe, output: Path) -> None:
     start_ranks(recipe.engine, recipe.parallel)
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
         run_on_first_rank(check_output)
-        console, plan = Console(enabled=layout.is_first()), plan_ranks(settings)
-        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+        plan = plan_ranks(settings)
+        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path))
         dataset = reader.read_training_stores()
         console.say(f"Data: {describe_training(recipe.data, dataset)}")
         feed = build_feed(recipe.method, recipe.probe, plan, dataset, reader.pad_token_id, seed=recipe.run.seed)
         engine = build_engine(settings, deepspeed_config(settings, plan))
-        check_start(engine, feed, console)
+        check_start(engine, feed)
         mark("log-probabilities")
-        values = _compute(feed, dataset, engine, console)
+        values = _compute(feed, dataset, engine)
         run_on_first_rank(write)
         engine.close()
     override = shlex.quote(make_override("data.reference_log_probabilities", output))
     console.say(f"Written: {output}, {count(len(dataset), 'sequence')}. Train with: methods/iw_sft.yaml {override}")
 
 
-def _compute(feed: "Feed", dataset: "Store", engine: "Engine", console: "Console") -> list[float]:
+def _compute(feed: "Feed", dataset: "Store", engine: "Engine") -> list[float]:
     """The log-probability of each sequence in nats, in the order of the data. A collective."""
     from vcore_ds.distributed import layout
+    from vcore_ds.training import console
     from vcore_ds.training.weighting import compute_log_probabilities
 
     micro_batch_size = feed.plan.utility_micro_batch_size_per_rank

@@ -39,7 +39,7 @@ from vcore_ds.distributed.device import device
 Axis = Literal["data", "sequence", "tensor", "shards", "expert", "expert_shards", "job"]
 
 _meshes: dict[str, DeviceMesh] = {}
-_is_first = False
+_is_first = True
 _timeout = timedelta(0)
 _sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's sequence-parallel group, by size
 

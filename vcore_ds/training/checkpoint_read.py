@@ -19,7 +19,7 @@ from vcore_ds.engine.checkpoint_shards import read_state, run_on_all_ranks
 from vcore_ds.engine.flat_shards import full_shape
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models.model_identity import compute_model_digest
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.schedule import Schedule, derive_schedule
 from vcore_ds.utility.direction import Direction
@@ -51,7 +51,7 @@ Checkpoint = tuple[Path, RunState]
 """The folder of a checkpoint that verifies, and its state."""
 
 
-def find_newest(checkpoints: Path, console: Console, max_step: int | None = None) -> Checkpoint | None:
+def find_newest(checkpoints: Path, max_step: int | None = None) -> Checkpoint | None:
     """Find the newest checkpoint (of at most `max_step` steps) whose files match its manifest, each rank verifying a
     part of them; None if none is finished. A collective. Raises UserError if there are checkpoints and none of them
     verifies."""
@@ -78,9 +78,7 @@ def find_newest(checkpoints: Path, console: Console, max_step: int | None = None
     return None if newest is None else (newest, _read_run_state(newest))
 
 
-def find_common_checkpoint(
-    checkpoints: Path, newest: Checkpoint, schedule: Schedule, feed: Feed, console: Console
-) -> Checkpoint:
+def find_common_checkpoint(checkpoints: Path, newest: Checkpoint, schedule: Schedule, feed: Feed) -> Checkpoint:
     """Find the newest checkpoint up to which the schedule has the learning rates of the run of `newest`. A collective.
     Raises UserError if there is none."""
     folder, state = newest
@@ -93,7 +91,7 @@ def find_common_checkpoint(
     num_common = before.count_common_steps(schedule)
     if state.step <= num_common:
         return newest
-    common = find_newest(checkpoints, console, num_common)
+    common = find_newest(checkpoints, num_common)
     if common is None:
         raise UserError(_describe_difference(folder, before, schedule, num_common))
     console.say(f"The learning rate differs from step {num_common + 1} on: the run goes back to step {common[1].step}")
@@ -123,7 +121,7 @@ def _describe_difference(folder: Path, before: Schedule, now: Schedule, num_comm
     )
 
 
-def set_aside_newer(checkpoints: Path, step: int, console: Console) -> None:
+def set_aside_newer(checkpoints: Path, step: int) -> None:
     """Rename the checkpoints after `step`, which do not verify or are of another schedule. A collective."""
     is_first = layout.is_first()
     for renamed in run_on_all_ranks(
@@ -169,7 +167,6 @@ def load_checkpoint(
     model: str,
     frozen_digest: str | None,
     probe_every: int,
-    console: Console,
 ) -> None:
     """Load a checkpoint into a new engine, as `read_checkpoint`, and into the estimator. A collective. `probe_every`:
     steps that share a probe direction."""

@@ -35,8 +35,8 @@ from vcore_ds.engine.checkpoint_shards import (
     write_state,
 )
 from vcore_ds.engine.zero3 import Engine
+from vcore_ds.training import console
 from vcore_ds.training.checkpoint_read import RunState, find_reused_direction, list_shapes
-from vcore_ds.training.console import Console
 from vcore_ds.utility.direction import Direction
 from vcore_ds.utility.estimators import Estimator
 
@@ -96,13 +96,12 @@ class Checkpoints:
         folder: Path,
         config: CheckpointConfig,
         facts: RunFacts,
-        console: Console,
         *,
         branch_step: int | None = None,
         probe_every: int = 1,
     ):
         self.seconds_write: float | None = None
-        self._folder, self._config, self._facts, self._console = folder, config, facts, console
+        self._folder, self._config, self._facts = folder, config, facts
         self._branch_step, self._probe_every = branch_step, probe_every
         self._last_end = time.monotonic()
         self._writing: Future[WrittenCheckpoint] | None = None
@@ -212,9 +211,9 @@ class Checkpoints:
             self.wait()
 
     def _report(self, written: WrittenCheckpoint, how: str = "") -> None:
-        self._console.say(f"checkpoint: {written.folder}: {written.bytes / 1e9:.3g} GB in {written.seconds:.1f} s{how}")
+        console.say(f"checkpoint: {written.folder}: {written.bytes / 1e9:.3g} GB in {written.seconds:.1f} s{how}")
         if written.warning is not None:
-            self._console.warn(written.warning)
+            console.warn(written.warning)
         self._metrics["checkpoint_bytes"] = written.bytes
         self._last_end = time.monotonic()
 
@@ -320,7 +319,7 @@ def make_digest(validation: Mapping[str, Dataset]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def say_best(checkpoints: Checkpoints, num_steps: int, console: Console) -> None:
+def say_best(checkpoints: Checkpoints, num_steps: int) -> None:
     """Name the checkpoint with the lowest held-out loss, if the run compares them and it is not the last. On rank 0."""
     ranked = checkpoints.rank_by_loss()
     if ranked and ranked[0][1].name != checkpoint_folder.step_folder(Path(), num_steps).name:

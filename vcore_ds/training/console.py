@@ -1,4 +1,4 @@
-"""Output of rank 0: a progress bar on a terminal, plain lines in a log file."""
+"""Output of rank 0: a progress bar on a terminal, plain lines in a log file. Other ranks print nothing."""
 
 import sys
 from typing import Any
@@ -7,54 +7,60 @@ from transformers import PreTrainedTokenizerBase
 
 from vcore_ds.common.text import Progress, duration, gib
 from vcore_ds.config.sections import MethodConfig, ProbeConfig
+from vcore_ds.distributed import layout
 from vcore_ds.training.token_records import SequenceTokens
 
+notes: list[str] = []  # details for start.txt of the run that starts, in order
+
 _NUM_SHOWN = 3  # tokens of the example trace that are printed at either end
+_steps: Progress | None = None  # the bar of the training steps, on a terminal
 
 
-class Console:
-    """Prints on one rank, and nothing on the others."""
+def say(text: str) -> None:
+    """Print a line, above the bar if there is one."""
+    if _steps is not None:
+        _steps.write(text)
+    elif layout.is_first():
+        print(text, flush=True)
 
-    def __init__(self, enabled: bool):
-        self.enabled = enabled
-        self.notes: list[str] = []  # details for start.txt, in order
-        self._steps: Progress | None = None  # the bar of the training steps, on a terminal
 
-    def say(self, text: str) -> None:
-        if not self.enabled:
-            return
-        if self._steps is not None:
-            self._steps.write(text)
-        else:
-            print(text, flush=True)
+def warn(text: str) -> None:
+    """Print a warning."""
+    say(f"warning: {text}")
 
-    def note(self, text: str) -> None:
-        """Keep a detail for start.txt in the run's folder; prints nothing."""
-        if self.enabled:
-            self.notes.append(text)
 
-    def warn(self, text: str) -> None:
-        self.say(f"warning: {text}")
+def note(text: str) -> None:
+    """Keep a detail for start.txt in the run's folder."""
+    notes.append(text)
 
-    def progress(self, title: str, total: float) -> Progress:
-        return Progress(title, total, enabled=self.enabled, say=self.say)
 
-    def start_steps(self, num_steps: int, num_done: int) -> None:
-        if self.enabled and sys.stdout.isatty():
-            self._steps = Progress("", num_steps, done=num_done, unit="step")
+def progress(title: str, total: float) -> Progress:
+    """Show the progress of `total` units of work."""
+    return Progress(title, total, enabled=layout.is_first(), say=say)
 
-    def show_step(self, number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
-        """Show step `number`, from 1; `log`: whether it gets a line in a log file."""
-        if self._steps is not None:
-            self._steps.show(_format_step(values))
-            self._steps.advance(1)
-        elif log:
-            self.say(f"step {number}/{num_steps}  {_format_step(values)}  {duration(seconds_left)} left")
 
-    def end_steps(self) -> None:
-        if self._steps is not None:
-            self._steps.__exit__()
-            self._steps = None
+def start_steps(num_steps: int, num_done: int) -> None:
+    """Open the bar of the training steps, on a terminal."""
+    global _steps
+    if layout.is_first() and sys.stdout.isatty():
+        _steps = Progress("", num_steps, done=num_done, unit="step")
+
+
+def show_step(number: int, num_steps: int, values: dict[str, Any], seconds_left: float, log: bool) -> None:
+    """Show step `number`, from 1; `log`: whether it gets a line in a log file."""
+    if _steps is not None:
+        _steps.show(_format_step(values))
+        _steps.advance(1)
+    elif log:
+        say(f"step {number}/{num_steps}  {_format_step(values)}  {duration(seconds_left)} left")
+
+
+def end_steps() -> None:
+    """Close the bar of the training steps."""
+    global _steps
+    if _steps is not None:
+        _steps.__exit__()
+        _steps = None
 
 
 def explain_steps(method: MethodConfig, probe: ProbeConfig) -> str:

@@ -12,7 +12,7 @@ from vcore_ds.data.dataset import Dataset, JoinedDataset, find_token_store
 from vcore_ds.distributed import layout
 from vcore_ds.engine.flat_shards import as_partitioned, unpadded_shard
 from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, describe_sequences
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.step_metrics import StepMetrics
 from vcore_ds.utility.estimators import compute_losses
@@ -42,7 +42,7 @@ def find_largest_value(engine: Engine) -> tuple[str, float]:
     return names[i].removeprefix("causal_lm."), float(largest[i])
 
 
-def warn_of_non_finite(engine: Engine, console: Console) -> str | None:
+def warn_of_non_finite(engine: Engine) -> str | None:
     """Warn of a parameter whose loaded values are not finite, and return its name. A collective."""
     name, value = find_largest_value(engine)
     if math.isfinite(value):

@@ -40,7 +40,7 @@ from vcore_ds.distributed.process_group import run_first_rank_first
 from vcore_ds.models.description import read_model
 from vcore_ds.planning.batch_layout import BatchLayout, Utilization, summarize
 from vcore_ds.planning.batch_plan import BatchKind, BatchPlan
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.keep import KeptTraces, read_matching_kept
 
 
@@ -168,7 +168,6 @@ class DataReader:
     settings: DataConfig
     model: str
     tokenizer: PreTrainedTokenizerBase
-    console: Console
     _stores: dict[str, TokenStore] = field(default_factory=dict, init=False)
 
     @property
@@ -218,7 +217,7 @@ class DataReader:
                 "a folder that all nodes share, or copy it to all of them"
             )
         for name, (num_kept, num_scored) in kept.counts_by_source.items():
-            self.console.note(f"Kept of {name}: {num_kept:,} of {num_scored:,} traces")
+            console.note(f"Kept of {name}: {num_kept:,} of {num_scored:,} traces")
         return kept
 
     def _drop_trusted(self, store: Store, positions: np.ndarray) -> np.ndarray:
@@ -230,7 +229,7 @@ class DataReader:
         number = int(is_trusted.sum())
         if settings.trusted_overlap == "keep":
             if number:
-                self.console.say(
+                console.say(
                     f"Data: {number:,} of the training traces are in data.probe_path too, and stay "
                     "(data.trusted_overlap: keep)"
                 )
@@ -252,11 +251,11 @@ class DataReader:
         digests = [store.digest for store in stores]
         for i, digest in enumerate(digests):
             if (first := digests.index(digest)) < i:
-                self.console.warn(
+                console.warn(
                     f"data.train_path: {files[i].path} has the same sequences as {files[first].path}; they count twice"
                 )
         for file, first in zip(files, joined.first_ids, strict=True):
-            self.console.note(f"Sequence ids of {file.path}: from {first:,}")
+            console.note(f"Sequence ids of {file.path}: from {first:,}")
         return joined
 
     def read_store(self, path: str) -> TokenStore:
@@ -266,15 +265,14 @@ class DataReader:
             return self._stores[path]
         folder = run_first_rank_first(lambda: self._find_store(path))
         store = open_store(self.settings, folder, self.model, self.tokenizer)
-        self.console.note(f"Data: {path}: {store.describe()}")
+        console.note(f"Data: {path}: {store.describe()}")
         for what, number in store.manifest.get("counts", {}).get("noticed", {}).items():
-            self.console.warn(f"{path}: {number:,} {what}")
+            console.warn(f"{path}: {number:,} {what}")
         self._stores[path] = store
         return store
 
     def _find_store(self, path: str) -> Path:
         settings = self.settings
-        console = self.console
         folder = find_or_make_store(path, self.tokenizer, settings, say=console.say, note=console.note)
         if local_rank() == 0:
             check_contents(folder, cache_root(settings.cache_dir), console.say)

@@ -25,8 +25,9 @@ from vcore_ds.models.description import read_model
 from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import StepPasses
+from vcore_ds.training import console
 from vcore_ds.training.checkpoints import Checkpoints, SavedCheckpoint
-from vcore_ds.training.console import Console, explain_steps
+from vcore_ds.training.console import explain_steps
 from vcore_ds.training.faults import describe_divergence, describe_fault, explain_fault
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.followed import FollowedTraces, measure_followed, record_followed
@@ -128,7 +129,6 @@ class RunData:
 class RunLog:
     """Where a run reports its steps."""
 
-    console: Console
     metrics: MetricsLog | None  # on rank 0; None on the others
     throughput: Throughput
     advice_if_long: str = ""  # how to make the run shorter; may be empty
@@ -155,7 +155,7 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
     held-out losses after it, None if they were not measured. A collective. Raises on all ranks alike NonFiniteLoss,
     NonFiniteGradient with step, rank and sequence ids, RunStopped after a checkpoint, and UserError if metrics.jsonl
     cannot be written before a checkpoint."""
-    settings, console, feed = run.settings, run.log.console, run.data.feed
+    settings, feed = run.settings, run.data.feed
     num_steps = run.trainer.schedule.num_steps
     if num_done < num_steps:
         console.say(explain_steps(run.trainer.method, run.trainer.probe))
@@ -165,7 +165,7 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
     vocabulary_size = run.trainer.engine.module.base.config.get_text_config().vocab_size
     recorded = set(record_steps(num_steps, settings.num_token_records))
     stops = Stops(run.folder, settings.time_limit_minutes)
-    profiler = StepProfiler(settings.profile, run.folder, console)
+    profiler = StepProfiler(settings.profile, run.folder)
     for k in range(num_done, num_steps):
         mark("batches", step=k + 1)
         batches, done = feed.step(k), k + 1
@@ -176,7 +176,7 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
                 cause = explain_fault(run.trainer.engine, feed, batches, metrics, run.non_finite_at_start)
                 raise type(error)(f"{error} {cause}.") from None
         if run.trainer.measures_noise(k):
-            warn_of_noise(run.trainer, metrics, console)
+            warn_of_noise(run.trainer, metrics)
         loss = metrics.values["loss"]
         seconds = metrics.values["seconds"]
         assert loss is not None and seconds is not None  # of every step
@@ -193,16 +193,16 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
         }
         losses: dict[str, float] = {}
         if done == num_steps and run.checkpoints.compares:
-            losses = losses_after = validate(run.trainer, run.data, console)
+            losses = losses_after = validate(run.trainer, run.data)
         elif settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
-            losses = validate(run.trainer, run.data, console)
+            losses = validate(run.trainer, run.data)
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
         if run.log.metrics is not None:
             run.log.metrics.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
         console.show_step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
         if done == num_done + 1:
-            announce_remaining_time(console, seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
+            announce_remaining_time(seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
         if not has_diverged and (diverges := describe_divergence(done, loss, first_loss, vocabulary_size)):
             console.warn(diverges)
             has_diverged = True
@@ -235,7 +235,7 @@ def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> 
 LONG_SECONDS = 15 * 60.0  # remaining time above which advice is given
 
 
-def announce_remaining_time(console: Console, seconds: float, num_left: int, advice_if_long: str) -> None:
+def announce_remaining_time(seconds: float, num_left: int, advice_if_long: str) -> None:
     """Announce how long the remaining steps take (`seconds` in total), if a minute or more."""
     if seconds < 60:
         return
@@ -256,7 +256,6 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
         run.folder,
         done,
         metrics.tokens,
-        run.log.console,
         sequence_parallel=batches.main[0].sequence_parallel,
         first_trusted_id=run.data.feed.first_trusted_id,
         seed=run.settings.seed,
@@ -266,11 +265,11 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
     started, trainer = time.perf_counter(), run.trainer
     seed = trainer.step_seed(done - 1)
     measured = measure_followed(trainer.engine, trainer.method, run.data.followed, trainer.estimator, seed=seed)
-    record_followed(run.folder, done, measured, len(run.data.followed.origins), run.log.console)
+    record_followed(run.folder, done, measured, len(run.data.followed.origins))
     return {"seconds_followed": time.perf_counter() - started}
 
 
-def warn_of_noise(trainer: Trainer, metrics: StepMetrics, console: Console) -> None:
+def warn_of_noise(trainer: Trainer, metrics: StepMetrics) -> None:
     """Warn if the loss change of a finite difference is mostly rounding."""
     assert isinstance(trainer.estimator, FiniteDifference)  # others measure no noise
     epsilon, snr, changed = (metrics.values[key] for key in ("epsilon", "signal_to_noise", "changed_fraction"))
@@ -287,7 +286,7 @@ def warn_of_noise(trainer: Trainer, metrics: StepMetrics, console: Console) -> N
         console.say(f"epsilon {epsilon:.3g}{how_chosen}: the loss change is {snr:.1f} times its error")
 
 
-def validate(trainer: Trainer, data: RunData, console: Console) -> dict[str, float]:
+def validate(trainer: Trainer, data: RunData) -> dict[str, float]:
     """Compute the loss of each held-out set. A collective."""
     mark("validation")
     feed, normalization = data.feed, trainer.method.normalization

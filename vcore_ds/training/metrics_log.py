@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.paths import writing
 from vcore_ds.common.text import count
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.run_folder import LOST_METRICS, METRICS
 
 MOST_WAITING = 1000  # lines that may wait for a sink; further ones are dropped
@@ -37,10 +37,8 @@ class BackgroundSink:
     """Runs a sink in a thread, so that it can neither fail nor slow the run; its errors become one warning, printed by
     the caller's thread with the next line or at the end."""
 
-    def __init__(
-        self, name: str, open_sink: Callable[[], Sink], console: Console, *, close_seconds: float = CLOSE_SECONDS
-    ):
-        self._name, self._open, self._console, self._close_seconds = name, open_sink, console, close_seconds
+    def __init__(self, name: str, open_sink: Callable[[], Sink], *, close_seconds: float = CLOSE_SECONDS):
+        self._name, self._open, self._close_seconds = name, open_sink, close_seconds
         self._lines: Queue[Mapping[str, float | int] | None] = Queue()
         self._problem: str | None = None
         self._has_warned = False
@@ -94,7 +92,7 @@ class BackgroundSink:
     def _warn(self) -> None:
         if self._problem is not None and not self._has_warned:
             self._has_warned = True
-            self._console.warn(f"{self._name}: {self._problem}. The run continues; metrics.jsonl has everything")
+            console.warn(f"{self._name}: {self._problem}. The run continues; metrics.jsonl has everything")
 
     def _drain(self, seconds: float) -> None:
         """Wait until the queued lines are sent, without closing the sink."""
@@ -107,8 +105,8 @@ class MetricsLog:
     cannot be written wait in memory until `flush`, whose failure the caller shares with all ranks. The file never holds
     part of a line."""
 
-    def __init__(self, folder: Path, console: Console, sinks: Sequence[BackgroundSink] = ()):
-        self._path, self._console, self._sinks = folder / METRICS, console, sinks
+    def __init__(self, folder: Path, sinks: Sequence[BackgroundSink] = ()):
+        self._path, self._sinks = folder / METRICS, sinks
         # Unbuffered: the file has all lines of a killed run.
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._waiting = b""
@@ -122,7 +120,7 @@ class MetricsLog:
             self._write_waiting()
         except OSError as error:
             if is_first_to_wait:
-                self._console.warn(
+                console.warn(
                     f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory, and the run "
                     "ends at the next checkpoint unless they can be written by then"
                 )

@@ -12,7 +12,7 @@ from vcore_ds.config.sections import ProfileConfig
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
 from vcore_ds.distributed.watchdog import mark
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.run_folder import PROFILES
 
 
@@ -35,8 +35,8 @@ def check_profile(profile: ProfileConfig | None, num_steps: int) -> None:
 class StepProfiler:
     """Profiles the chosen steps of a run on this rank, if it is a chosen one."""
 
-    def __init__(self, profile: ProfileConfig | None, folder: Path, console: Console):
-        self._profile, self._folder, self._console = profile, folder / PROFILES, console
+    def __init__(self, profile: ProfileConfig | None, folder: Path):
+        self._profile, self._folder = profile, folder / PROFILES
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -61,12 +61,12 @@ class StepProfiler:
         try:
             self._write(profiler, name, profile.memory_snapshot)
         except (OSError, RuntimeError) as error:
-            Console(enabled=True).warn(f"the profile of step {number} cannot be written to {self._folder}: {error}")
+            print(f"warning: the profile of step {number} cannot be written to {self._folder}: {error}", flush=True)
             return
         finally:
             if profile.memory_snapshot:
                 torch.cuda.memory._record_memory_history(enabled=None)
-        self._console.say(
+        console.say(
             f"profile of step {number}: {self._folder / name}.json.gz (Perfetto, chrome://tracing)"
             + (", memory in .pickle" if profile.memory_snapshot else "")
         )

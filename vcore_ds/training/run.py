@@ -33,7 +33,7 @@ from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import MemoryPlan, plan_memory
 from vcore_ds.planning.passes import ParameterCounts, derive_needed_passes
 from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
-from vcore_ds.training import run_folder, start_screen
+from vcore_ds.training import console, run_folder, start_screen
 from vcore_ds.training.checkpoint_read import (
     Checkpoint,
     check_data,
@@ -45,7 +45,7 @@ from vcore_ds.training.checkpoint_read import (
     set_aside_newer,
 )
 from vcore_ds.training.checkpoints import Checkpoints, RunFacts, check_compared, make_digest, say_best
-from vcore_ds.training.console import Console, describe_example
+from vcore_ds.training.console import describe_example
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
@@ -96,12 +96,13 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
 
 def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long: str) -> RunResult:
     """Run a recipe in the process group. A collective. `resumes`: whether this rank sees a run to resume."""
-    console, settings = Console(enabled=layout.is_first()), derive_plan_settings(recipe)
+    console.notes.clear()
+    settings = derive_plan_settings(recipe)
     plan = plan_ranks(settings)
     ds_config = deepspeed_config(settings, plan)
-    opened = open_run(recipe, plan, lock, resumes, console)
-    memory, description = describe_start(recipe, opened, settings, ds_config, console)
-    check_memory(memory, recipe.engine, console)
+    opened = open_run(recipe, plan, lock, resumes)
+    memory, description = describe_start(recipe, opened, settings, ds_config)
+    check_memory(memory, recipe.engine)
     parts = recipe.model, recipe.lora, recipe.method, recipe.data
     run_on_first_rank(lambda: rehearse_result(*parts, opened.reader.tokenizer))
     mark("loading the model", is_loading=True)
@@ -109,10 +110,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     # Computed now: the weights on disk may change before the first save.
     has_adapters = recipe.lora is not None
     frozen_digest = run_on_first_rank(lambda: compute_frozen_digest(recipe.model.path, has_adapters=has_adapters))
-    trainer, non_finite = make_trainer(recipe, opened, engine, frozen_digest, console)
+    trainer, non_finite = make_trainer(recipe, opened, engine, frozen_digest)
     passes = None if memory is None else derive_needed_passes(settings, memory.settings)
     throughput = build_throughput(recipe.model.path, passes)
-    log, facts = begin_folder(recipe, opened, lock, trainer, frozen_digest, description, console)
+    log, facts = begin_folder(recipe, opened, lock, trainer, frozen_digest, description)
 
     run = Run(
         recipe.run,
@@ -122,11 +123,10 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
             opened.checkpoints,
             recipe.checkpoint,
             facts,
-            console,
             branch_step=opened.schedule.first_decay_step if opened.schedule.kind == "wsd" else None,
             probe_every=recipe.probe.every,
         ),
-        RunLog(console, log, throughput, advice_if_long),
+        RunLog(log, throughput, advice_if_long),
         non_finite,
     )
     # After the steps a signal ends the process at once: the last checkpoint holds the final state.
@@ -139,13 +139,13 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
             run.checkpoints.finish_after_failure()
             raise
     if losses is None:
-        losses = validate(trainer, run.data, console)
+        losses = validate(trainer, run.data)
     export_folder = run_folder.export_folder(run.folder, is_adapter=has_adapters)
     result = RunResult(run.folder, export_folder, facts.validation_losses_before, losses, last_step)
     write_result(recipe, run, result, opened.reader.tokenizer)
     console.say(summarize(result, opened.reader.tokenizer))
-    if console.enabled:
-        say_best(run.checkpoints, opened.schedule.num_steps, console)
+    if layout.is_first():
+        say_best(run.checkpoints, opened.schedule.num_steps)
     engine.close()
     return result
 
@@ -168,7 +168,7 @@ class OpenedRun:
         return 0 if self.checkpoint is None else self.checkpoint[1].step
 
 
-def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool, console: Console) -> OpenedRun:
+def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool) -> OpenedRun:
     """Find what there is of the run, and read its data. A collective, which writes nothing but a new branch."""
     # Rank 0 decides: if nodes do not share the folder, ranks could enter different collectives.
     resumes = layout.gather_objects("job", resumes)[0]
@@ -176,19 +176,19 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool, cons
     checkpoints, checkpoint = folder / "checkpoints", None
     run_on_first_rank(lambda: run_folder.check_output_folder(folder))
     if resumes:
-        run_first_rank_first(lambda: lock_run_folder(recipe, lock, True, console))
+        run_first_rank_first(lambda: lock_run_folder(recipe, lock, True))
     elif branch is not None:
         console.say(f"This run begins from {branch}")
         run_on_first_rank(lambda: lock.acquire(console.say))
         run_on_first_rank(lambda: begin_branch(Path(branch), folder))
         resumes = True
     if resumes:
-        checkpoint = find_newest(checkpoints, console)
+        checkpoint = find_newest(checkpoints)
         if checkpoint is None:
             console.say(f"{folder} holds this run without a checkpoint: it begins at its first step")
 
     mark("reading data", is_loading=True)
-    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path))
     feed, validation = read_data(recipe, plan, reader)
     learning_rate, per_step = recipe.optimizer.learning_rate, feed.main_order.batch_size
     schedule = derive_schedule(recipe.schedule, learning_rate, len(feed.dataset), per_step)
@@ -197,13 +197,13 @@ def open_run(recipe: Recipe, plan: BatchPlan, lock: RunLock, resumes: bool, cons
     newest_step = 0 if checkpoint is None else checkpoint[1].step
     if checkpoint is not None:
         check_data(checkpoint, feed, recipe.data)
-        checkpoint = find_common_checkpoint(checkpoints, checkpoint, schedule, feed, console)
+        checkpoint = find_common_checkpoint(checkpoints, checkpoint, schedule, feed)
     followed = choose_followed(recipe.run, recipe.data, recipe.method, feed, validation)
     data = RunData(feed, validation, followed)
     return OpenedRun(checkpoints, reader, data, schedule, checkpoint, newest_step, resumes)
 
 
-def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool, console: Console) -> None:
+def lock_run_folder(recipe: Recipe, lock: RunLock, resumes: bool) -> None:
     """Lock the run's folder for this job, on rank 0. Raises UserError if another job holds it, or has worked in it
     since this job started."""
     if not layout.is_first():
@@ -229,7 +229,7 @@ def read_data(recipe: Recipe, plan: BatchPlan, reader: DataReader) -> tuple[Feed
 
 
 def describe_start(
-    recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any], console: Console
+    recipe: Recipe, opened: OpenedRun, settings: PlanSettings, ds_config: dict[str, Any]
 ) -> tuple[MemoryPlan | None, str]:
     """Print what the run is, and return its estimated memory and the printed text, which start.txt begins with. A
     collective."""
@@ -239,7 +239,7 @@ def describe_start(
     on_gpu = device().type == "cuda"
     memory = plan_memory(settings, feed.plan, ds_config, utilization, parameters, on_gpu=on_gpu)
     description = ""
-    if console.enabled:
+    if layout.is_first():
         lines = [describe_run(recipe, opened, parameters)]
         lines += describe_end_tokens(recipe.model.path, opened.reader.tokenizer)
         if not on_gpu and (sentence := describe_cpu_matmul()) is not None:
@@ -294,7 +294,7 @@ def describe_run(recipe: Recipe, opened: OpenedRun, counts: ParameterCounts | No
 
 
 def make_trainer(
-    recipe: Recipe, opened: OpenedRun, engine: Engine, frozen_digest: str | None, console: Console
+    recipe: Recipe, opened: OpenedRun, engine: Engine, frozen_digest: str | None
 ) -> tuple[Trainer, str | None]:
     """Build everything that takes steps, load the checkpoint into it, and check it; also return the name of a parameter
     whose loaded values are not finite, if any. A collective, which writes nothing."""
@@ -305,11 +305,11 @@ def make_trainer(
         console.note(line)
     if opened.checkpoint is not None:
         mark("loading the checkpoint", is_loading=True)
-        load_checkpoint(opened.checkpoint, engine, estimator, recipe.model.path, frozen_digest, probe.every, console)
-    non_finite = warn_of_non_finite(engine, console)
-    check_start(engine, feed, console)
-    check_derivatives(engine, estimator, feed, console)
-    check_approximation(engine, estimator, feed, method, probe, console)
+        load_checkpoint(opened.checkpoint, engine, estimator, recipe.model.path, frozen_digest, probe.every)
+    non_finite = warn_of_non_finite(engine)
+    check_start(engine, feed)
+    check_derivatives(engine, estimator, feed)
+    check_approximation(engine, estimator, feed, method, probe)
     return Trainer(engine, estimator, method, probe, opened.schedule, recipe.run.seed), non_finite
 
 
@@ -320,13 +320,12 @@ def begin_folder(
     trainer: Trainer,
     frozen_digest: str | None,
     description: str,
-    console: Console,
 ) -> tuple[MetricsLog | None, RunFacts]:
     """Write what the run's folder begins with, and validate a new run; return the metrics log, on rank 0, and what all
     checkpoints hold. A collective."""
     folder = Path(recipe.run.output_dir)
     if opened.resumes:
-        set_aside_newer(opened.checkpoints, opened.num_done, console)
+        set_aside_newer(opened.checkpoints, opened.num_done)
         is_adapter = recipe.lora is not None
         moved = run_on_first_rank(
             lambda: run_folder.set_aside_result(folder, opened.newest_step, is_adapter=is_adapter)
@@ -334,10 +333,10 @@ def begin_folder(
         for path in moved or []:
             console.say(f"The run had finished and goes on: its result after step {opened.newest_step} is {path}")
     else:  # not earlier: every check comes before the first file
-        run_first_rank_first(lambda: lock_run_folder(recipe, lock, False, console))
-    log = run_on_first_rank(lambda: open_log(recipe, opened, description, console))
+        run_first_rank_first(lambda: lock_run_folder(recipe, lock, False))
+    log = run_on_first_rank(lambda: open_log(recipe, opened, description))
     if opened.checkpoint is None:
-        before = validate(trainer, opened.data, console)
+        before = validate(trainer, opened.data)
     else:
         before = opened.checkpoint[1].validation_losses_before
     if before:
@@ -347,7 +346,7 @@ def begin_folder(
     return log, RunFacts(dump_recipe(recipe), digests, held_out_digest, before, frozen_digest)
 
 
-def open_log(recipe: Recipe, opened: OpenedRun, description: str, console: Console) -> MetricsLog:
+def open_log(recipe: Recipe, opened: OpenedRun, description: str) -> MetricsLog:
     """Write recipe, environment and the description of the start, and open the metrics log with its trackers. On rank
     0."""
     folder, dataset = Path(recipe.run.output_dir), opened.data.feed.dataset
@@ -356,9 +355,9 @@ def open_log(recipe: Recipe, opened: OpenedRun, description: str, console: Conso
     run_folder.add_start(folder, opened.num_done, "\n".join([description, *console.notes]))
     if num_lost_lines:
         console.say(f"{count(num_lost_lines, 'line')} of later steps moved to {folder / run_folder.LOST_METRICS}")
-    sinks = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done, console)
+    sinks = start_trackers(folder, recipe.track, flat_values(recipe), opened.num_done)
     with writing("run.output_dir", folder):
-        return MetricsLog(folder, console, sinks)
+        return MetricsLog(folder, sinks)
 
 
 def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -28,7 +28,7 @@ from vcore_ds.models.architecture_check import suggest_alternative_to_jvp
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.loading import refuse_failing_code
 from vcore_ds.planning.fit import Available, MemoryPlan, describe_shortage, describe_tightness
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.feed import Feed
 from vcore_ds.training.step import take_direction
 from vcore_ds.utility.direction import Direction
@@ -59,7 +59,7 @@ class Comparison:
     """Largest difference that rounding explains, by the parameters' dtype."""
 
 
-def check_start(engine: Engine, feed: Feed, console: Console) -> None:
+def check_start(engine: Engine, feed: Feed) -> None:
     """Compare losses of two short sequences before the first step; random generators do not change. A collective.
     Raises UserError on all ranks alike, if losses that must be equal differ, or the architecture's code fails."""
     mark("checking losses")
@@ -215,7 +215,7 @@ TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4, torch.float64: 1e-6}
 dtypes."""
 
 
-def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed, console: Console) -> None:
+def check_derivatives(engine: Engine, estimator: Estimator, feed: Feed) -> None:
     """Compare both modes on the end of the first training sequence, the same on all ranks. A collective; does nothing
     without forward mode. Parameters, optimizer state and the estimator's direction do not change. Raises UserError on
     all ranks alike, if the modes differ."""
@@ -269,7 +269,7 @@ LEAST_RANK_CORRELATION = 0.99
 
 
 def check_approximation(
-    engine: Engine, estimator: Estimator, feed: Feed, method: MethodConfig, probe: ProbeConfig, console: Console
+    engine: Engine, estimator: Estimator, feed: Feed, method: MethodConfig, probe: ProbeConfig
 ) -> None:
     """Compare utilities along the low-rank direction of the first probe batch, or with FP8 tangents, with exact ones,
     on one micro-batch of each rank. A collective; does nothing if the run's utilities are exact. Parameters, optimizer
@@ -306,7 +306,7 @@ def check_approximation(
         console.say(f"Approximation: {agreement}")
 
 
-def check_memory(plan: MemoryPlan | None, engine: EngineConfig, console: Console) -> None:
+def check_memory(plan: MemoryPlan | None, engine: EngineConfig) -> None:
     """Compare the estimate (None for a model of unknown size) with the free memory of the rank that has least, before
     the model is loaded; warn if it is close. A collective. Raises UserError on all ranks alike, if the run cannot fit,
     with the bytes by kind and how to need fewer."""

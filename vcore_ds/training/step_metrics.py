@@ -20,7 +20,7 @@ from vcore_ds.distributed.device import peak_memory
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.method.objective import GlobalCounts, effective_sample_size, sequence_shares, utility_moments
 from vcore_ds.method.weights import GibbsWeights, Tokens, segment_sum
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.token_records import (
     MOST_PROMPT_TOKENS,
     MOST_TOKENS,
@@ -64,7 +64,6 @@ def record_tokens(
     folder: Path,
     step: int,
     local: Sequence[SequenceTokens],
-    console: Console,
     *,
     sequence_parallel: int,
     first_trusted_id: int | None,
@@ -74,10 +73,10 @@ def record_tokens(
     sequences of the main batch. `sequence_parallel`: size of a group, whose ranks hold the same sequences.
     `first_trusted_id`: as in `TokenRecord`; `seed`: of the run."""
     mark("token record")
-    write_or_warn(folder, gather_record(step, local, sequence_parallel, first_trusted_id, seed), "step", console)
+    write_or_warn(folder, gather_record(step, local, sequence_parallel, first_trusted_id, seed), "step")
 
 
-def write_or_warn(folder: Path, record: TokenRecord, kind: Kind, console: Console) -> None:
+def write_or_warn(folder: Path, record: TokenRecord, kind: Kind) -> None:
     """Write a record into the run's folder, on rank 0. One that cannot be written is a warning: rank 0 must not exit
     while the others train."""
     if not layout.is_first() or not record.sequences:

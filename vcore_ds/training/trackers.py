@@ -18,7 +18,7 @@ from vcore_ds.common.errors import first_line
 from vcore_ds.common.paths import write_text
 from vcore_ds.config.sections import TrackConfig, TrackerName
 from vcore_ds.distributed.device import uses_gpu
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.metrics_log import CLOSE_SECONDS, BackgroundSink
 from vcore_ds.training.run_folder import RECIPE, TRACKERS
 
@@ -43,9 +43,7 @@ class TrackerSink:
         self.tracker.finish()
 
 
-def start_trackers(
-    folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
-) -> list[BackgroundSink]:
+def start_trackers(folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int) -> list[BackgroundSink]:
     """Start the sinks of `track.trackers`, on rank 0, within a process group. `config`: the recipe's values by dotted
     keys; `num_done`: optimizer steps done in a run that is resumed."""
     try:
@@ -58,8 +56,7 @@ def start_trackers(
     return [
         BackgroundSink(
             f"track.trackers: {name}",
-            partial(open_tracker, name, folder, track, values, num_done, console),
-            console,
+            partial(open_tracker, name, folder, track, values, num_done),
             close_seconds=CLOSE_SECONDS + (WANDB_SECONDS["finish_timeout"] if name == "wandb" else 0.0),
         )
         for name in track.trackers
@@ -76,7 +73,7 @@ def share_process_group() -> None:
 
 
 def open_tracker(
-    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int, console: Console
+    name: TrackerName, folder: Path, track: TrackConfig, config: Mapping[str, Any], num_done: int
 ) -> TrackerSink:
     """Open a tracker that continues the records of earlier attempts of the run, whose id is kept in the run's folder;
     arguments as in `start_trackers`. Raises whatever the tracker raises."""
@@ -116,7 +113,7 @@ def open_tracker(
             name=folder.name, group=track.group, tags=list(track.tags), id=run_id, resume="allow"
         )
         if name == "wandb":
-            tracker = start_wandb(track.project, folder, options | {"config": config}, console)
+            tracker = start_wandb(track.project, folder, options | {"config": config})
         else:
             options |= dict(log_dir=str(folder / "swanlab"), config=config)
             tracker = tracking.SwanLabTracker(track.project, **options)
@@ -127,7 +124,7 @@ def open_tracker(
     return TrackerSink(tracker)
 
 
-def start_wandb(project: str, folder: Path, options: Mapping[str, Any], console: Console) -> Any:
+def start_wandb(project: str, folder: Path, options: Mapping[str, Any]) -> Any:
     """Start the tracker of Weights & Biases; offline, with a warning, if its server cannot be reached."""
     import wandb
     from accelerate.tracking import WandBTracker

@@ -36,7 +36,7 @@ from vcore_ds.models.lora_linear import has_fp8_units
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.known_models import is_on_disk
 from vcore_ds.planning.settings import derive_plan_settings
-from vcore_ds.training.console import Console
+from vcore_ds.training import console
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.loop import Trainer
 from vcore_ds.training.run_folder import describe_environment
@@ -73,13 +73,12 @@ def measure_fidelity(recipe: Recipe, options: FidelityOptions) -> FidelityReport
 
 def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     weighted = _with_utilities(recipe)
-    console = Console(enabled=layout.is_first())
     plan_settings = derive_plan_settings(weighted)
     plan = plan_ranks(plan_settings)
     ds_config = deepspeed_config(plan_settings, plan)
     ds_config["zero_optimization"]["memory_efficient_linear"] = False  # its linear layers have no JVP
     method, probe, seed = recipe.method, recipe.probe, recipe.run.seed
-    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+    reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path))
     dataset = reader.read_training_data(recipe.method, seed)
     probe_path = recipe.data.probe_path
     trusted = None if probe_path is None else reader.read_store(probe_path)
@@ -109,7 +108,7 @@ def _measure(recipe: Recipe, options: FidelityOptions) -> FidelityReport:
     console.say("\n".join([*lines, f"Method: {describe_method(method, recipe.utility, probe, probe_path)}"]))
 
     engine = build_engine(plan_settings, ds_config)
-    check_start(engine, feed, console)
+    check_start(engine, feed)
     mark("measuring utilities")
     started = time.perf_counter()
 

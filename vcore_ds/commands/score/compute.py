@@ -40,8 +40,8 @@ from vcore_ds.planning.batch_plan import BatchKind
 from vcore_ds.planning.deepspeed_json import deepspeed_config
 from vcore_ds.planning.fit import MemoryPlan, plan_memory
 from vcore_ds.planning.settings import derive_plan_settings
+from vcore_ds.training import console
 from vcore_ds.training.checkpoint_read import compute_frozen_digest, read_checkpoint, verify_step
-from vcore_ds.training.console import Console
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, build_feed
 from vcore_ds.training.setup import build_direction, build_engine, plan_ranks, start_ranks
@@ -62,7 +62,6 @@ def score(inputs: ScoreInputs, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_
     recipe = inputs.recipe
     check_model(derive_plan_settings(recipe))
     start_ranks(recipe.engine, recipe.parallel)
-    console = Console(enabled=layout.is_first())
     with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes), ExitStack() as held:
 
         def hold() -> None:
@@ -72,7 +71,7 @@ def score(inputs: ScoreInputs, *, chunk_tokens_per_rank: int = CHUNK_TOKENS_PER_
             refuse_existing(inputs.output, NEW_FOLDER)  # another process may have finished it while this one waited
 
         run_on_first_rank(hold)
-        Scoring(inputs, console, unfinished_path(inputs.output), chunk_tokens_per_rank).run()
+        Scoring(inputs, unfinished_path(inputs.output), chunk_tokens_per_rank).run()
 
 
 SECOND_SELECTION = (
@@ -93,12 +92,12 @@ class ScoringPass:
 class Scoring:
     """A scoring on all ranks. The methods are collectives."""
 
-    def __init__(self, inputs: ScoreInputs, console: Console, folder: Path, chunk_tokens_per_rank: int):
-        self.inputs, self.console, self.folder = inputs, console, folder
+    def __init__(self, inputs: ScoreInputs, folder: Path, chunk_tokens_per_rank: int):
+        self.inputs, self.folder = inputs, folder
         recipe = inputs.recipe
         self.plan_settings = derive_plan_settings(recipe)
         self.plan = plan_ranks(self.plan_settings)
-        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path), console)
+        reader = DataReader(recipe.data, recipe.model.path, load_tokenizer(recipe.model.path))
         self.store = reader.read_training_stores()
         self.sets = {name: reader.read_store(path) for name, path in inputs.sets.items()}
         console.say(f"Data: {describe_training(recipe.data, self.store)}")
@@ -129,7 +128,7 @@ class Scoring:
         remaining = layout.gather_objects("job", self._list_remaining() if layout.is_first() else None)[0]
         if any(remaining):
             longest = next(self._split_into_chunks(next(filter(None, remaining))))
-            check_memory(self._plan_memory(ds_config, longest), recipe.engine, self.console)
+            check_memory(self._plan_memory(ds_config, longest), recipe.engine)
             engine = build_engine(self.plan_settings, ds_config)
             self._compute(engine, remaining)
             engine.close()
@@ -156,7 +155,7 @@ class Scoring:
         passes = [(one.set_name, self.sets[one.set_name], one.checkpoint) for one in self.passes]
         identity = describe_inputs(self.inputs.recipe, self._description(), ds_config, passes)
         with writing("--output", self.folder, NEW_FOLDER):
-            resume_or_begin(self.folder, identity, self.console.say, again=self.inputs.again)
+            resume_or_begin(self.folder, identity, console.say, again=self.inputs.again)
 
     def _list_remaining(self) -> list[list[int]]:
         """On rank 0: for each pass, the positions of the sequences not yet scored, longest first: a pass that does not
@@ -166,11 +165,11 @@ class Scoring:
         remaining = [[i for i in by_length if i not in finished] for finished in done]
         total = len(by_length) * len(remaining)
         if (num_done := total - sum(map(len, remaining))) > 0:
-            self.console.say(f"{num_done:,} of {total:,} sequences were scored before")
+            console.say(f"{num_done:,} of {total:,} sequences were scored before")
         return remaining
 
     def _compute(self, engine: Engine, remaining: Sequence[Sequence[int]]) -> None:
-        recipe, console = self.inputs.recipe, self.console
+        recipe = self.inputs.recipe
         direction = build_direction(engine, recipe.probe, recipe.utility)
         checkpoints, loaded, model = Path(recipe.run.output_dir) / "checkpoints", None, recipe.model.path
         has_adapters = recipe.lora is not None
@@ -193,19 +192,19 @@ class Scoring:
     def _check(self, engine: Engine, estimator: ForwardMode, trusted: TokenStore) -> None:
         """Check the loaded weights, as at the start of a run, and the approximation of the first direction."""
         recipe = self.inputs.recipe
-        warn_of_non_finite(engine, self.console)
-        check_start(engine, self.feed, self.console)
-        check_derivatives(engine, estimator, self.feed, self.console)
+        warn_of_non_finite(engine)
+        check_start(engine, self.feed)
+        check_derivatives(engine, estimator, self.feed)
         draws = RandomDraws([len(trusted)], len(trusted), recipe.run.seed, Stream.PROBE)
         feed = replace(self.feed, probe_dataset=trusted, probe_stream=draws)
-        check_approximation(engine, estimator, feed, recipe.method, recipe.probe, self.console)
+        check_approximation(engine, estimator, feed, recipe.method, recipe.probe)
 
     def _take_direction(self, direction: Direction, one: ScoringPass) -> None:
         """Compute the gradient of the loss of the pass's trusted set, over all its traces."""
         mark("gradient of the trusted set")
         trusted = self.sets[one.set_name]
         batches = replace(self.feed, probe_dataset=trusted).probe_batches(range(len(trusted)))
-        self.console.say(f"Gradient of {one.set_name}: {count(len(trusted), 'trace')}{_describe(one.checkpoint)}")
+        console.say(f"Gradient of {one.set_name}: {count(len(trusted), 'trace')}{_describe(one.checkpoint)}")
         recipe = self.inputs.recipe
         probe = take_direction(direction, recipe.method, recipe.probe, batches, seed=recipe.run.seed)
         assert probe.loss is not None
@@ -215,7 +214,7 @@ class Scoring:
     def _score(self, engine: Engine, direction: Direction, one: ScoringPass, positions: Sequence[int]) -> None:
         mark("utilities")
         title = f"Utilities along {one.set_name}{_describe(one.checkpoint)}"
-        with self.console.progress(title, float(self.store.lengths[list(positions)].sum())) as progress:
+        with console.progress(title, float(self.store.lengths[list(positions)].sum())) as progress:
             for chunk in self._split_into_chunks(positions):
                 scored = self._score_chunk(engine, direction, chunk)
                 # Rank 0 alone may fail here, on a full disk; the watchdog stops the others in the next chunk.
@@ -267,7 +266,7 @@ class Scoring:
         description, all_tokens = self._description(), inputs.all_tokens
         with writing("--output", inputs.output, NEW_FOLDER):
             scores = write_tables(self.folder, inputs.output, self.store, sets, description, all_tokens=all_tokens)
-        self.console.say(describe(inputs.output, scores))
+        console.say(describe(inputs.output, scores))
 
     def _files(self, one: ScoringPass) -> PassFiles:
         return PassFiles(self.folder, one.number)
