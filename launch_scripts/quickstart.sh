@@ -31,8 +31,8 @@ from vcore_ds.commands.cli import launch  # noqa: E402
 from vcore_ds.common.imports import lasting_imports  # noqa: E402
 
 with lasting_imports():
-    from vcore_ds.commands.quickstart.session import RECIPE, SHORTER, prepare, say_what_next
+    from vcore_ds.commands.quickstart.session import RECIPE, prepare, say_what_next
 
 if __name__ == "__main__":  # processes that prepare data import this file
-    at_its_end = {"after": say_what_next, "with_report": True, "can_evaluate": True, "advice_if_long": SHORTER}
+    at_its_end = {"after": say_what_next, "with_report": True, "can_evaluate": True}
     sys.exit(launch(str(RECIPE), sys.argv[1:], before=prepare, **at_its_end))

@@ -49,8 +49,7 @@ from vcore_ds.training.run_folder import describe_environment
 from vcore_ds.training.step import take_direction
 from vcore_ds.training.step_metrics import StepMetrics
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities
-from vcore_ds.utility.finite_difference import FiniteDifference
+from vcore_ds.utility.estimators import Estimator, FiniteDifference, ForwardMode, NoUtilities
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 GIB = 2**30

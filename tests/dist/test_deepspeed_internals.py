@@ -24,7 +24,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import DEEPSPEED_WAIT, copy_gathered_parameters, start_deepspeed
 from vcore_ds.engine.flat_shards import is_expert_block
-from vcore_ds.engine.parallel_weights import partition_experts
+from vcore_ds.engine.sharded_loading import partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 
 pytestmark = pytest.mark.dist
@@ -46,6 +46,11 @@ def compute_loss(e: Engine, seed: int = 0) -> torch.Tensor:
     return e.token_losses(step_runs.deal(tiny.make_batch(4, seed=seed), 2)[0]).mean()
 
 
+def accumulate(e: Engine, seed: int = 0) -> None:
+    with e.accumulation(1):
+        e.backward(compute_loss(e, seed))
+
+
 def get_weight(e: Engine):
     return dict(e.trainable)["causal_lm.model.layers.0.mlp.up_proj.weight"]
 
@@ -59,19 +64,16 @@ def the_flat_gradient_is_the_rank_average_and_stays(e: Engine) -> bool:
         compute_loss(e, seed=1)
     stays = torch.equal(first, e.optimizer.grad_partitions_flat_buffer)
     e.optimizer.zero_grad()
-    with e.accumulation(1):  # ours sums over ranks
-        e.backward(compute_loss(e))
+    accumulate(e)  # ours sums over ranks
     summed = first * layout.size("shards")
     return stays and torch.allclose(e.optimizer.grad_partitions_flat_buffer, summed, rtol=1e-5, atol=1e-9)
 
 
 def flat_tensors_hold_every_shard_at_its_grad_position(e: Engine) -> bool:
     """The gradients of all sub-groups follow each other in one tensor; other kinds have one tensor for each."""
-    with e.accumulation(1):
-        e.backward(compute_loss(e))
+    accumulate(e)
     e.step(1e-3)
-    with e.accumulation(1):
-        e.backward(compute_loss(e, seed=1))
+    accumulate(e, seed=1)
     zero = e.optimizer
     numels = zero.fp16_partitioned_groups_flat_numel
     gradients = zero.grad_partitions_flat_buffer.split(numels)
@@ -93,8 +95,7 @@ def flat_tensors_hold_every_shard_at_its_grad_position(e: Engine) -> bool:
 
 
 def an_offloaded_gradient_is_in_the_masters_beside_its_norms(e: Engine) -> bool:
-    with e.accumulation(1):
-        e.backward(compute_loss(e))
+    accumulate(e)
     zero = e.optimizer
     gradients = [master.grad for master in zero.fp32_partitioned_groups_flat]
 
@@ -115,8 +116,7 @@ def the_master_is_a_separate_tensor_in_fp32_too(e: Engine) -> bool:
 
 def the_shard_is_the_cast_of_the_master(e: Engine) -> bool:
     for k in range(2):
-        with e.accumulation(1):
-            e.backward(compute_loss(e, seed=k))
+        accumulate(e, seed=k)
         e.step(1e-2)
     return all(
         torch.equal(safe_get_local_fp32_param(p).detach().view(-1).to(p.dtype), p.ds_tensor.data.view(-1))
@@ -128,11 +128,9 @@ def the_optimizer_counts_its_steps_and_keeps_local_moments(e: Engine) -> bool:
     none_yet = e.num_updates == 0
     counts, moment = [], torch.zeros_like(safe_get_local_grad(get_weight(e)))
     for k in range(2):
-        with e.accumulation(1):
-            e.backward(compute_loss(e, seed=k))
-        clipped = safe_get_local_grad(get_weight(e)) * min(
-            1.0, 1.0 / e.gradient_norm()
-        )  # the recipe's gradient_clipping
+        accumulate(e, seed=k)
+        # The recipe's gradient_clipping.
+        clipped = safe_get_local_grad(get_weight(e)) * min(1.0, 1.0 / e.gradient_norm())
         moment = 0.9 * moment + 0.1 * clipped
         e.step(1e-3)
         counts.append(e.num_updates)
@@ -143,8 +141,7 @@ def the_optimizer_counts_its_steps_and_keeps_local_moments(e: Engine) -> bool:
 
 
 def a_changed_shard_is_read_only_after_the_cache_is_emptied(e: Engine) -> bool:
-    with e.accumulation(1):  # from the first backward on, ZeRO-3 keeps parameters that are used again
-        e.backward(compute_loss(e))
+    accumulate(e)  # from the first backward on, ZeRO-3 keeps parameters that are used again
     with e.without_gradient():
         before = compute_loss(e)
         shard = dict(e.trainable)["causal_lm.model.norm.weight"].ds_tensor.data  # small, so it is never released
@@ -174,8 +171,7 @@ def zero_grad_resets_overwrite_or_add(e: Engine) -> bool:
 
 def a_non_finite_gradient_is_reported_and_not_applied(e: Engine) -> bool:
     before = [p.ds_tensor.data.clone() for _, p in e.trainable]
-    with e.accumulation(1):
-        e.backward(compute_loss(e))
+    accumulate(e)
     safe_get_local_grad(get_weight(e))[:1] = torch.nan
     e.deepspeed.step()
     same = all(torch.equal(a, p.ds_tensor.data) for a, (_, p) in zip(before, e.trainable, strict=True))
@@ -218,8 +214,7 @@ def a_later_hook_sees_the_gathered_parameter(e: Engine) -> bool:
 
 
 def optimizer_shards_are_reached_without_a_copy(e: Engine) -> bool:
-    with e.accumulation(1):
-        e.backward(compute_loss(e))
+    accumulate(e)
     e.step(1e-3)
     parameter, shards = get_weight(e), []
     for key in (None, "exp_avg", "exp_avg_sq"):
@@ -245,8 +240,7 @@ def zero_moments_made_at_the_start_give_the_same_first_step(e: Engine) -> bool:
         other = make_engine()
         if not keep:
             other.optimizer.optimizer.state.clear()  # as DeepSpeed leaves it
-        with other.accumulation(1):
-            other.backward(compute_loss(other))
+        accumulate(other)
         other.step(1e-2)
         step_states = list(other.optimizer.optimizer.state.values())
         states.append([{k: (v.dtype, v.device, v.clone()) for k, v in state.items()} for state in step_states])
@@ -300,8 +294,7 @@ def expert_blocks_are_sharded_and_reduced_over_their_group(e: Engine) -> bool:
     engine = step_runs.make_engine(model, step_runs.make_recipe())
     blocks = [p for _, p in engine.trainable if is_expert_block(p)]
     others = [p for _, p in engine.trainable if not is_expert_block(p)]
-    with engine.accumulation(1):
-        engine.backward(compute_loss(engine))
+    accumulate(engine)
     gradients = engine.shards.gradients()
     local_gradients = torch.cat(
         [engine.shards.shard(gradients, p)[: engine.shards.numel(p)] for p in (*blocks, *others)]
@@ -404,16 +397,8 @@ def test_gathered_parameters_are_copied_as_deepspeed_copies_them(num_groups: int
             shard = SimpleNamespace(
                 ds_numel=-(-numel // (num_ranks * num_groups)), dtype=torch.float64 if i == 1 else torch.float32
             )
-            parameters.append(
-                SimpleNamespace(
-                    ds_status=ZeroParamStatus.INFLIGHT,
-                    ds_numel=numel,
-                    ds_shape=torch.Size(shape),
-                    ds_tensor=shard,
-                    ds_secondary_tensor_num_of_groups=num_groups,
-                    data=None,
-                )
-            )
+            sizes = dict(ds_numel=numel, ds_shape=torch.Size(shape), ds_secondary_tensor_num_of_groups=num_groups)
+            parameters.append(SimpleNamespace(ds_status=ZeroParamStatus.INFLIGHT, ds_tensor=shard, data=None, **sizes))
         numel_per_rank = sum(parameter.ds_tensor.ds_numel * num_groups for parameter in parameters)
         buffer = torch.arange(3.0 + num_ranks * numel_per_rank)[3:]  # not at the beginning of its storage
         parts = [buffer.narrow(0, numel_per_rank * i, numel_per_rank) for i in range(num_ranks)]

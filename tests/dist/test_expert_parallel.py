@@ -25,8 +25,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.checkpoint_shards import read_state, state_tensors, write_state
 from vcore_ds.engine.export_shards import save_hugging_face
-from vcore_ds.engine.parallel_weights import partition_experts
-from vcore_ds.engine.sharded_loading import load_sharded
+from vcore_ds.engine.sharded_loading import load_sharded, partition_experts
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import experts
 from vcore_ds.models.causal_lm import TokenLossModel

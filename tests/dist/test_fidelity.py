@@ -49,8 +49,7 @@ from vcore_ds.planning.model_shape import QWEN3_32B
 from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.setup import build_engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import compute_jvp_utilities
-from vcore_ds.utility.finite_difference import FiniteDifference
+from vcore_ds.utility.estimators import FiniteDifference, compute_jvp_utilities
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 pytestmark = pytest.mark.dist
@@ -302,7 +301,7 @@ def measure(
         forward = FiniteDifference(engine, direction, epsilon=epsilon).begin([main])
         changed[epsilon] = forward.metrics["changed_fraction"]
         with torch.no_grad():
-            differences[epsilon] = forward(0).utilities
+            differences[epsilon] = forward.run(0).utilities
 
     upcast_relative_error = along_exact_gradient = None
     if reference is not None:

@@ -9,10 +9,10 @@ from tests.helpers.ranks import run_ranks
 from vcore_ds.data.batches import StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import compute_jvp_utilities
-from vcore_ds.utility.finite_difference import (
+from vcore_ds.utility.estimators import (
     FiniteDifference,
     choose_epsilon,
+    compute_jvp_utilities,
     perturb_parameters,
     round_stochastically,
 )
@@ -81,7 +81,7 @@ def check_epsilon_search(precision: str) -> dict[str, float]:
     def agreement(epsilon: float) -> float:
         forward = FiniteDifference(engine, direction, epsilon=epsilon).begin(batches)
         with engine.without_gradient():
-            differences = torch.cat([forward(k).utilities for k in range(len(batches))])
+            differences = torch.cat([forward.run(k).utilities for k in range(len(batches))])
         correlation = spearmanr(differences, exact).statistic
         return 0.0 if correlation != correlation else float(correlation)
 

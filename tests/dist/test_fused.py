@@ -100,7 +100,7 @@ def run_main_pass(case: Pass, fused: bool) -> dict[str, Any]:
     results: dict[str, Any] = {"why not": why_not_fused(engine)}
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with engine.accumulation(1):
-            result = estimator.begin([batch])(0)
+            result = estimator.begin([batch]).run(0)
             engine.backward((torch.softmax(0.3 * result.utilities, 0) * result.losses).sum())
         results |= {"losses": result.losses.detach(), "utilities": result.utilities}
         results["gradient"] = torch.cat([g.flatten().float() for g in engine.shards.gradients()])
@@ -288,7 +288,7 @@ def measure_peaks(case: Pass, **changes: int) -> dict[str, int]:
         allocations = Allocations()
         for counted in (nullcontext(), allocations):  # DeepSpeed learns the order of the modules in the first
             with counted, engine.accumulation(1):
-                result = forward.begin([batch])(0)
+                result = forward.begin([batch]).run(0)
                 weights = 1.0 if result.utilities is None else torch.softmax(result.utilities, 0)
                 engine.backward((result.losses * weights).sum())
         peaks[name] = allocations.peak_bytes

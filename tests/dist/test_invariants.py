@@ -17,8 +17,7 @@ from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.followed import FollowedTraces, measure_followed
 from vcore_ds.training.setup import build_engine
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import compute_jvp_utilities
-from vcore_ds.utility.finite_difference import perturb_parameters
+from vcore_ds.utility.estimators import compute_jvp_utilities, perturb_parameters
 
 pytestmark = pytest.mark.dist
 

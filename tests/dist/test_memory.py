@@ -136,7 +136,7 @@ def count_bytes_saved_for_backward(num_layers: int, lora: bool, is_fused: bool) 
     live_bytes = []
     for _ in range(2):  # DeepSpeed learns the order of the modules in the first
         with Allocations() as allocations, engine.accumulation(1):
-            losses = forward.begin([batch])(0).losses
+            losses = forward.begin([batch]).run(0).losses
             live_bytes.append(allocations.live_bytes())
             engine.backward(losses.sum())
     engine.close()

@@ -74,4 +74,4 @@ def test_without_the_engines_waits_all_gathers_race_with_changes_of_shards() -> 
             writers = {race.split(" at ")[1].split(":")[0] for race in recording.races}
             print(case, writers)
             assert "stage3._reassign_or_swap_out_partitioned_parameters" in writers
-            assert ("finite_difference.perturb_parameters" in writers) == ("finite difference" in case)
+            assert ("estimators.perturb_parameters" in writers) == ("finite difference" in case)

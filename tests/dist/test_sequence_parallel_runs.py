@@ -19,8 +19,8 @@ from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
 from vcore_ds.training import console, step_metrics
-from vcore_ds.training.followed import record_followed
-from vcore_ds.training.step_metrics import gather_record, record_tokens
+from vcore_ds.training.followed import gather_followed
+from vcore_ds.training.step_metrics import gather_record, write_or_warn
 from vcore_ds.training.token_records import SequenceTokens, read_records
 
 pytestmark = pytest.mark.dist
@@ -105,9 +105,10 @@ def fail_to_write_records(folder: Path) -> list[str]:
         )
     ]
     a_file = folder / "train.jsonl"
+    followed = gather_followed(5, {layout.rank("shards"): sequences[0]}, layout.size("shards"))
     with patch.object(console, "say", lines.append):
-        record_tokens(a_file, 5, sequences, sequence_parallel=1, first_trusted_id=None, seed=3)
-        record_followed(a_file, 5, {layout.rank("shards"): sequences[0]}, layout.size("shards"))
+        write_or_warn(a_file, gather_record(5, sequences, 1, None, seed=3), "step")
+        write_or_warn(a_file, followed, "followed")
     return lines
 
 

@@ -19,7 +19,7 @@ from vcore_ds.models.megatron import decoder as norms
 from vcore_ds.models.megatron.decoder import DualTensorNorm, RMSNorm
 from vcore_ds.models.megatron.model import ParallelTokenLossModel
 from vcore_ds.models.megatron.weight_slices import copy_to_weight, weight_slices
-from vcore_ds.utility.finite_difference import perturb_parameters
+from vcore_ds.utility.estimators import perturb_parameters
 
 
 def make_parallel_model(

@@ -16,7 +16,7 @@ from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import start_process_group
 from vcore_ds.engine.deepspeed_start import start_deepspeed
-from vcore_ds.engine.parallel_weights import partition_experts
+from vcore_ds.engine.sharded_loading import partition_experts
 from vcore_ds.method.baselines import random_mask
 from vcore_ds.training.weighting import compute_log_probabilities
 

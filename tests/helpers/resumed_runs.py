@@ -3,7 +3,6 @@
 
 import gc
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.helpers.commands import drop_machine_keys, read_metrics
 from vcore_ds.config.schema import Recipe
 from vcore_ds.distributed import layout
+from vcore_ds.engine.export_shards import CheckpointTensors
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.training import run
+from vcore_ds.training.checkpoint_read import RunState
 from vcore_ds.training.checkpoints import Checkpoints
 
 NUM_STEPS = 4
@@ -52,7 +52,7 @@ def saving_after(steps: Sequence[int], stop: bool, killed: Path | None = None) -
         if stop and step == steps[-1]:
             raise Stopped
         if killed is not None and step in steps and layout.is_first():
-            shutil.copytree(saved.folder.parents[1], killed)
+            shutil.copytree(saved[0].parents[1], killed)
         return saved
 
     Checkpoints.is_due = lambda self, step, num_steps: step in steps or step == num_steps
@@ -129,12 +129,13 @@ def load_checkpoint_tensors(folder: Path, step: int | None = None) -> dict[str, 
 
 def load_state_tensors(state: Path) -> dict[str, torch.Tensor]:
     """Unsharded tensors in a folder written by torch.distributed.checkpoint."""
-    metadata = dcp.FileSystemReader(state).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in metadata.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, checkpoint_id=state, no_dist=True)
-    return tensors
+    stored = CheckpointTensors(state)
+    return {name: stored.read(name) for name in stored.names}
+
+
+def make_run_state() -> RunState:
+    """The state of a run that has trained nothing."""
+    return RunState(0, 1, 0, {}, None, {}, {}, None, None, None)
 
 
 def read_deterministic_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
-"""A disk that tests can fill."""
+"""Disks that are full."""
 
 import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,3 +16,14 @@ def mount_small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
     yield is_mounted
     if is_mounted:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextmanager
+def limiting_files(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files, which cuts off a write as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

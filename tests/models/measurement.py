@@ -39,8 +39,7 @@ from vcore_ds.planning.settings import derive_plan_settings
 from vcore_ds.training.setup import build_estimator, load_model
 from vcore_ds.training.start_checks import check_derivatives, check_start
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import ForwardMode, why_not_fused
-from vcore_ds.utility.finite_difference import FiniteDifference
+from vcore_ds.utility.estimators import FiniteDifference, ForwardMode, why_not_fused
 
 BOUND = 1e-5
 """Largest relative error in fp32 of a model that counts as right."""
@@ -168,7 +167,7 @@ class MeasuredEngine:
         forward = ForwardMode(self.engine, self.direction, fused=fused).begin(batches)
         with self.engine.without_dropout(), self.engine.accumulation(len(batches)):
             for k, batch in enumerate(batches):
-                result = forward(k)
+                result = forward.run(k)
                 results.append((result.losses, result.utilities))
                 counts = batch.num_supervised_tokens()[batch.sequence_index()]
                 self.engine.backward((results[-1][0] / counts).sum() / len(self.main))
@@ -182,7 +181,7 @@ class MeasuredEngine:
         batches = make_local_batches(self.main, alone=self.alone)
         forward = FiniteDifference(self.engine, self.direction, epsilon="auto").begin(batches, measure_noise=True)
         with self.engine.without_dropout(), torch.no_grad():
-            results = [forward(k) for k in range(len(batches))]
+            results = [forward.run(k) for k in range(len(batches))]
             results = [(result.losses, result.utilities) for result in results]
         losses, utilities = (join_by_sequence(batches, part) for part in zip(*results, strict=True))
         return losses, utilities

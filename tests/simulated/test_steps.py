@@ -84,7 +84,7 @@ MOST_WAITS = {
     "training/weighting.py sequence_factors: copy to the host": 1,
     "utility/direction.py _backward: copy to the device": 4,
     "utility/direction.py _backward: item": 1,
-    "utility/finite_difference.py perturb_parameters: item": 1,
+    "utility/estimators.py perturb_parameters: item": 1,
 }
 """Host-device synchronisations in any of these steps, each of four micro-batches and four of the probe, at most, by the
 package's function. A function without an entry may not synchronise. Lower a number whenever a function needs fewer."""

@@ -3,29 +3,25 @@
 import errno
 import json
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.recipes import smallest_recipe
+from tests.helpers.resumed_runs import make_run_state
+from tests.helpers.small_disk import limiting_files
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import CheckpointConfig
 from vcore_ds.engine import checkpoint_folder as files
-from vcore_ds.training.checkpoints import Checkpoints, RunFacts, check_compared
+from vcore_ds.training.checkpoints import Checkpoints, check_compared
 from vcore_ds.training.metrics_log import MetricsLog
 from vcore_ds.training.resume import can_resume
-from vcore_ds.training.run_folder import (
-    begin,
-    move_lost_metrics,
-    move_lost_tokens,
-)
+from vcore_ds.training.run_folder import begin, move_lost_metrics, move_lost_tokens
 from vcore_ds.training.token_records import record_path
 
 CONTENT = {
@@ -94,63 +90,40 @@ def test_a_written_checkpoint_verifies_and_lists_its_files(tmp_path: Path):
     assert list_names(folder) == ["COMPLETE", "manifest.json", "run_state.json", "state"]
 
 
-def truncate(folder: Path) -> None:
-    os.truncate(folder / "state/__1_0.distcp", 500)
-
-
-def flip_a_bit(folder: Path) -> None:
-    path = folder / "state/__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[123] ^= 1
-    path.write_bytes(content)
-
-
-def lose_a_file(folder: Path) -> None:
-    (folder / "state/__1_0.distcp").unlink()
-
-
 def lose_complete(folder: Path) -> None:
     (folder / "COMPLETE").unlink()
 
 
-def empty_complete(folder: Path) -> None:
-    (folder / "COMPLETE").write_text("")
-
-
-def garble_complete(folder: Path) -> None:
-    (folder / "COMPLETE").write_bytes(b"\xff\xfe")
-
-
-def change_manifest(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"step": 100', '"step": 101'))
-
-
-def lose_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
+def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
 def change_format(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
-    (folder / "COMPLETE").write_text(files.hash_file(path).sha256)
+    edit("manifest.json", lambda content: content.replace(b'"format": 1', b'"format": 99'))(folder)
+    (folder / "COMPLETE").write_text(files.hash_file(folder / "manifest.json").sha256)
 
 
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, "state/__1_0.distcp: found 500 bytes; manifest.json says 1,089"),
-    (flip_a_bit, "state/__0_0.distcp: its SHA-256 differs from manifest.json"),
-    (lose_a_file, "state/__1_0.distcp: missing"),
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (
+        edit("state/__1_0.distcp", lambda content: content[:500]),
+        "state/__1_0.distcp: found 500 bytes; manifest.json says 1,089",
+    ),
+    (
+        edit("state/__0_0.distcp", lambda content: content[:123] + bytes([content[123] ^ 1]) + content[124:]),
+        "state/__0_0.distcp: its SHA-256 differs from manifest.json",
+    ),
+    (lambda folder: (folder / "state/__1_0.distcp").unlink(), "state/__1_0.distcp: missing"),
     (lose_complete, "no COMPLETE: its writing was interrupted"),
-    (empty_complete, "COMPLETE says ''"),
-    (garble_complete, "COMPLETE cannot be read"),
-    (change_manifest, "one of the two is damaged"),
-    (lose_manifest, "manifest.json cannot be read: FileNotFoundError"),
+    (edit("COMPLETE", lambda content: b""), "COMPLETE says ''"),
+    (edit("COMPLETE", lambda content: b"\xff\xfe"), "COMPLETE cannot be read"),
+    (edit("manifest.json", lambda content: content.replace(b": 100", b": 101")), "one of the two is damaged"),
+    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read: FileNotFoundError"),
     (change_format, "found format 99; this version reads format 1"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
-def test_damage_is_detected_and_named(tmp_path: Path, damage: Callable[[Path], None], reason: str):
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[reason for _, reason in DAMAGES])
+def test_damage_is_detected_and_named(tmp_path: Path, damage: Callable[[Path], object], reason: str):
     folder = write_checkpoint(tmp_path, 100)
     damage(folder)
     problem = find_problem(folder)
@@ -213,9 +186,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
 
     monkeypatch.setattr(files.shutil, "rmtree", refuse)
-    facts = RunFacts("", {}, "", {}, None)
     kept = CheckpointConfig(keep_last=1)
-    warning = Checkpoints(tmp_path / "checkpoints", kept, facts).remove_old()
+    warning = Checkpoints(tmp_path / "checkpoints", kept, "", make_run_state()).remove_old()
     assert warning is not None and "step_00000010" in warning
     assert find_problem(tmp_path / "checkpoints" / "step_00000010") is not None  # what is left is no checkpoint
     assert find_problem(tmp_path / "checkpoints" / "step_00000020") is None
@@ -235,21 +207,12 @@ def test_newer_checkpoints_that_did_not_verify_are_set_aside(tmp_path: Path):
 def test_checkpoints_are_listed_newest_first(tmp_path: Path):
     for name in ("step_00000009", "step_00000010", "step_100000000", "step_7", "notes", "step_00000011.unfinished"):
         (tmp_path / name).mkdir()
-    assert [folder.name for folder in files.list_checkpoints(tmp_path)] == [
-        "step_100000000",
-        "step_00000010",
-        "step_00000009",
-    ]
+    newest_first = ["step_100000000", "step_00000010", "step_00000009"]
+    assert [folder.name for folder in files.list_checkpoints(tmp_path)] == newest_first
     (tmp_path / "step_00000010" / "COMPLETE").write_text("")
-    assert [folder.name for folder in files.list_unfinished(tmp_path)] == [
-        "step_00000009",
-        "step_00000011.unfinished",
-        "step_100000000",
-    ]
+    unfinished = ["step_00000009", "step_00000011.unfinished", "step_100000000"]
+    assert [folder.name for folder in files.list_unfinished(tmp_path)] == unfinished
     assert files.list_checkpoints(tmp_path / "none") == []
-
-
-# ---- which folder is resumed ---------------------------------------------------------------------------------------
 
 
 def make_recipe(folder: Path, **sections: dict) -> Recipe:
@@ -267,47 +230,42 @@ def used(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_new_folder_and_an_empty_one_start_a_run(tmp_path: Path):
+def test_which_folders_are_new_and_which_are_resumed(tmp_path: Path):
     assert not can_resume(make_recipe(tmp_path / "new"))
     assert not can_resume(make_recipe(tmp_path))
     (tmp_path / "recipe.yaml.unfinished").write_text("killed here")
     assert not can_resume(make_recipe(tmp_path))
+    begin(tmp_path / "run", dump_recipe(make_recipe(tmp_path / "run")), world_size=2, num_done=0)
+    assert can_resume(make_recipe(tmp_path / "run"))
+    assert can_resume(make_recipe((tmp_path / "run").rename(tmp_path / "moved")))
 
 
-def test_the_same_recipe_resumes_also_in_a_folder_that_was_moved(used: Path):
-    assert can_resume(make_recipe(used))
-    moved = used.rename(used.with_name("moved"))
-    assert can_resume(make_recipe(moved))
+OTHER_RECIPE = {"optimizer": {"learning_rate": 0.2}, "method": {"kl_budget": 0.06}, "lora": {"rank": 4, "alpha": 8.0}}
 
 
-def test_a_used_folder_is_refused_with_resume_never(used: Path):
-    with pytest.raises(UserError, match="holds another run; expected a new or empty one"):
-        can_resume(make_recipe(used, checkpoint={"resume": "never"}))
-
-
-def test_a_finished_run_is_refused(used: Path):
-    (used / "model").mkdir()
-    with pytest.raises(UserError, match="holds a run that has finished, with its result in model/"):
-        can_resume(make_recipe(used))
-
-
-def test_another_recipe_is_refused_with_all_differing_keys_and_values(used: Path):
-    changed = make_recipe(
-        used, optimizer={"learning_rate": 0.2}, method={"kl_budget": 0.06}, lora={"rank": 4, "alpha": 8.0}
-    )
-    with pytest.raises(UserError) as raised:
-        can_resume(changed)
-    message = str(raised.value)
-    assert "optimizer.learning_rate: 0.1 there, 0.2 here" in message
-    assert "method.kl_budget: 0.05 there, 0.06 here" in message
-    assert "lora.rank: None there, 4 here" in message
-    assert message.count(" there, ") == 2 + 5  # and the keys of the section that is null there
-
-
-def test_an_invalid_recipe_is_refused(used: Path):
-    (used / "recipe.yaml").write_text("method: {nme: sft}\n")
-    with pytest.raises(UserError, match="holds another run, with a recipe that this version does not know"):
-        can_resume(make_recipe(used))
+@pytest.mark.parametrize(
+    ("changes", "prepare", "parts"),
+    [
+        ({"checkpoint": {"resume": "never"}}, None, ["holds another run; expected a new or empty one"]),
+        ({}, lambda used: (used / "model").mkdir(), ["holds a run that has finished, with its result in model/"]),
+        (
+            OTHER_RECIPE,
+            None,
+            [f"{key}: {there} there, {here} here" for key, there, here in (
+                ("optimizer.learning_rate", 0.1, 0.2), ("method.kl_budget", 0.05, 0.06), ("lora.rank", None, 4)
+            )],
+        ),
+        ({}, lambda used: (used / "recipe.yaml").write_text("method: {nme: sft}\n"), ["does not know"]),
+    ],
+)  # fmt: skip
+def test_a_folder_that_holds_something_else_is_refused(used: Path, changes: dict, prepare, parts: list[str]):
+    if prepare is not None:
+        prepare(used)
+    with pytest.raises(UserError, match=f"run.output_dir: {used}: ") as raised:
+        can_resume(make_recipe(used, **changes))
+    assert all(part in str(raised.value) for part in parts)
+    # And the keys of the section that is null there.
+    assert str(raised.value).count(" there, ") == (2 + 5 if changes == OTHER_RECIPE else 0)
 
 
 def test_keys_that_do_not_change_the_computation_may_differ(tmp_path: Path):
@@ -333,14 +291,7 @@ def test_a_key_is_compared_by_default():
     """A new key is compared by default, until someone decides that it may differ."""
     there = make_recipe(Path("a"))
     here = make_recipe(Path("b"), run={"seed": 1}, data={"cutoff_length": 99}, probe={"every": 2})
-    assert set(differing_keys(there, here)) == {
-        "run.seed",
-        "data.cutoff_length",
-        "probe.every",
-    }
-
-
-# ---- what a run writes in its folder -------------------------------------------------------------------------------
+    assert set(differing_keys(there, here)) == {"run.seed", "data.cutoff_length", "probe.every"}
 
 
 def write_lines(folder: Path, text: str) -> None:
@@ -416,21 +367,10 @@ def test_a_run_that_begins_again_is_described_by_its_new_start(used: Path):
     assert "kept" not in json.loads((used / "environment.json").read_text())
 
 
-@contextmanager
-def limit_file_size(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files, which cuts off a write as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_metrics_wait_until_the_disk_has_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path)
     log.write({"step": 1})
-    with limit_file_size(path.stat().st_size + 5):
+    with limiting_files(path.stat().st_size + 5):
         log.write({"step": 2})
         log.write({"step": 3})
         assert path.read_text() == '{"step": 1}\n'

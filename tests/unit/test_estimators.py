@@ -131,7 +131,7 @@ CLEAR, NOISE, EXACT, NOTHING, CURVED = range(5)
 
 def measure_signal_to_noise() -> list[float]:
     """Losses of 20,000 tokens a rank whose change and rounding are known."""
-    from vcore_ds.utility.finite_difference import signal_to_noise
+    from vcore_ds.utility.estimators import signal_to_noise
 
     generator = torch.Generator().manual_seed(layout.rank("shards"))
     scale = 1 + 2 * layout.rank("shards")

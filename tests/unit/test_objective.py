@@ -24,21 +24,14 @@ from vcore_ds.method.weights import gibbs_weights, uniform_weights
 LOG2, LOG3 = math.log(2), math.log(3)
 
 
-# ---- shares --------------------------------------------------------------------------------------------------------
-
-
 def test_shares_by_hand() -> None:
     # This rank holds sequences of 3, 0 and 5 tokens of a global batch of 4 sequences with tokens, 16 tokens in all.
     num_tokens = torch.tensor([3.0, 0.0, 5.0])
     counts = GlobalCounts(num_sequences_global=4, num_supervised_tokens_global=16)
     assert sequence_shares(num_tokens, counts, "sequence").tolist() == [0.25, 0.0, 0.25]
     assert sequence_shares(num_tokens, counts, "token").tolist() == [3 / 16, 0.0, 5 / 16]
-
-
-@pytest.mark.parametrize("normalization", ["sequence", "token"])
-def test_shares_of_a_batch_without_tokens_are_zero(normalization) -> None:
-    shares = sequence_shares(torch.zeros(2), GlobalCounts(0, 0), normalization)
-    assert shares.tolist() == [0.0, 0.0]
+    for normalization in ("sequence", "token"):
+        assert sequence_shares(torch.zeros(2), GlobalCounts(0, 0), normalization).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("normalization", ["sequence", "token"])
@@ -58,23 +51,20 @@ def test_the_coefficients_of_all_micro_batches_sum_to_one(normalization, micro_b
     assert total == pytest.approx(1.0 if sum(lengths) else 0.0, abs=1e-5)
 
 
-def test_uniform_weights_give_the_mean_of_means_or_the_mean_over_tokens() -> None:
-    lengths, losses = [3, 5], torch.arange(1.0, 9.0)
-    counts, index = GlobalCounts(2, 8), make_index([3, 5])
-    for normalization, mean in (("sequence", (2.0 + 6.0) / 2), ("token", 36 / 8)):
-        shares = sequence_shares(torch.tensor(lengths), counts, normalization)
-        loss = (token_coefficients(uniform_weights(index, 2), index, shares) * losses).sum()
-        assert float(loss) == pytest.approx(mean, rel=1e-6)
-
-
-# ---- alpha ---------------------------------------------------------------------------------------------------------
-
-
-def test_alpha_is_the_uniform_over_the_weighted_loss() -> None:
-    assert loss_ratio_alpha(1.5, 2.0, cap=None) == loss_ratio_alpha(1.5, 2.0, cap=1.0) == 0.75
-    assert loss_ratio_alpha(3.0, 2.0, cap=None) == 1.5
-    assert loss_ratio_alpha(3.0, 2.0, cap=1.0) == 1.0
-    assert loss_ratio_alpha(3.0, 2.0, cap=1.25) == 1.25
+@pytest.mark.parametrize(
+    ("uniform", "weighted", "cap", "alpha"),
+    [
+        (1.5, 2.0, None, 0.75),
+        (1.5, 2.0, 1.0, 0.75),
+        (3.0, 2.0, None, 1.5),
+        (3.0, 2.0, 1.0, 1.0),
+        (3.0, 2.0, 1.25, 1.25),
+        (0.0, 2.0, 1.0, 0.0),
+        *((loss, 0.0, cap, 1.0) for loss in (0.0, 2.0) for cap in (None, 0.5, 1.0)),
+    ],
+)
+def test_alpha_is_the_uniform_over_the_weighted_loss(uniform: float, weighted: float, cap, alpha: float) -> None:
+    assert loss_ratio_alpha(uniform, weighted, cap) == alpha
 
 
 def test_the_variance_alpha_by_hand() -> None:
@@ -124,26 +114,12 @@ def test_the_effective_sample_size_alpha_by_hand() -> None:
     assert effective_sample_size_alpha(weights, make_index([4, 4, 2]), 3, cap=0.8).tolist()[0] == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("cap", [None, 0.5, 1.0])
-def test_alpha_of_a_weighted_loss_of_zero_is_one(cap: float | None) -> None:
-    assert loss_ratio_alpha(0.0, 0.0, cap) == loss_ratio_alpha(2.0, 0.0, cap) == 1.0
-
-
-def test_alpha_of_a_uniform_loss_of_zero_is_zero() -> None:
-    assert loss_ratio_alpha(0.0, 2.0, 1.0) == 0.0
-
-
-# ---- effective sample size -----------------------------------------------------------------------------------------
-
-
 def test_effective_sample_size_by_hand() -> None:
-    # Uniform over 4; one of 3; 1/6, 2/6, 3/6 -> 36 / (1 + 4 + 9); no tokens.
+    # Uniform over 4; one of 3; 1/6, 2/6, 3/6 -> 36 / (1 + 4 + 9); no tokens; whatever the weights' scale.
     weights = torch.tensor([0.25] * 4 + [0.0, 1.0, 0.0] + [1 / 6, 2 / 6, 3 / 6])
-    size = effective_sample_size(weights, make_index([4, 3, 3, 0]), 4)
-    assert size.tolist() == pytest.approx([4.0, 1.0, 36 / 14, 0.0], rel=1e-6)
-
-
-# ---- weighted loss ---------------------------------------------------------------------------------------------------
+    for scale in (1.0, 0.01):
+        size = effective_sample_size(weights * scale, make_index([4, 3, 3, 0]), 4)
+        assert size.tolist() == pytest.approx([4.0, 1.0, 36 / 14, 0.0], rel=1e-6)
 
 
 @pytest.mark.parametrize(

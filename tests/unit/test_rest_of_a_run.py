@@ -1,12 +1,10 @@
-"""The legend of step lines that a run prints first, and the remaining time that it prints after the first step."""
+"""The legend of step lines that a run prints first."""
 
 import pytest
 
-from vcore_ds.commands.quickstart.session import SHORTER
 from vcore_ds.config.load import load_recipe
 from vcore_ds.training import console
 from vcore_ds.training.console import explain_steps
-from vcore_ds.training.loop import LONG_SECONDS, announce_remaining_time
 
 
 def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,24 +20,3 @@ def test_every_number_of_a_step_line_is_in_the_legend(capsys: pytest.CaptureFixt
         legend = explain_steps(recipe.method, recipe.probe)
         assert len(names) >= 4 and all(f" {name} " in legend for name in names), (names, legend)
         assert ("step 1" in legend) == (recipe.method.uses_utilities and recipe.probe.direction == "adam")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "advice", "begin"),
-    [
-        (59.0, SHORTER, ""),
-        (60.0, SHORTER, "Time: 9 more steps in about 1m00s, until 2"),
-        (LONG_SECONDS, SHORTER, "Time: 9 more steps in about 15m00s, until 2"),
-        (LONG_SECONDS + 1, SHORTER, "warning: 9 more steps in about 15m01s, until 2"),
-        (LONG_SECONDS + 1, "", "Time: 9 more steps in about 15m01s, until 2"),
-    ],
-)
-def test_the_remaining_time_is_announced(
-    seconds: float, advice: str, begin: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    announce_remaining_time(seconds, 9, advice)
-    said = capsys.readouterr().out
-    assert said.startswith(begin) and bool(said) == bool(begin)
-    is_long = begin.startswith("warning")
-    for key in ("schedule.num_steps=", "data.cutoff_length=", "batch.global_size="):
-        assert (key in said) == is_long

@@ -64,7 +64,7 @@ def test_a_signal_of_another_rank_is_the_reason(tmp_path: Path, monkeypatch: pyt
 
 def test_time_limit_leaves_room_for_a_step_and_a_save(tmp_path: Path, clock: Clock):
     here = Stops(tmp_path, 10.0)
-    here.record_save(20.0)
+    here.record_save(20.0, 20.0)
     clock.now += 20.0 + 100.0
     assert here.agree_on_reason() is None  # 480 s are left, 1.5 x (100 s + 20 s) = 180 s are needed
     clock.now += 150.0
@@ -78,22 +78,22 @@ def test_the_time_of_a_save_does_not_count_as_a_step(tmp_path: Path, clock: Cloc
     clock.now += 10.0
     assert here.agree_on_reason() is None
     clock.now += 200.0
-    here.record_save(200.0)
+    here.record_save(200.0, 200.0)
     clock.now += 10.0
     assert here.agree_on_reason() is None  # 380 s are left, 1.5 x (10 s + 200 s) = 315 s are needed
 
 
-@pytest.mark.parametrize("seconds_write, reason", [(100.0, "run.time_limit_minutes"), (None, None)])
+@pytest.mark.parametrize("seconds_next, reason", [(200.0, "run.time_limit_minutes"), (None, None)])
 def test_the_time_limit_leaves_room_for_asynchronous_writes(
-    tmp_path: Path, clock: Clock, seconds_write: float | None, reason: str | None
+    tmp_path: Path, clock: Clock, seconds_next: float | None, reason: str | None
 ):
     here = Stops(tmp_path, 10.0)
     clock.now += 10.0
     assert here.agree_on_reason() is None
     clock.now += 270.0
-    here.record_copy(270.0, seconds_write)
+    here.record_save(270.0, seconds_next)
     clock.now += 10.0
-    # 310 s are left. 1.5 x (10 s + 2 x 100 s) = 315 s are needed; before the first write, 1.5 x (10 s + 60 s).
+    # 310 s are left. 1.5 x (10 s + 200 s) = 315 s are needed; before the first write, 1.5 x (10 s + 60 s).
     assert here.agree_on_reason() == reason
 
 

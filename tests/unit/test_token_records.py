@@ -9,9 +9,10 @@ import torch
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.random_streams import Stream, generator
-from vcore_ds.data.batches import collate, idle_batch, pack
+from vcore_ds.data.batches import Batch, collate, idle_batch, pack
 from vcore_ds.data.tokenization import TokenizedSequence
-from vcore_ds.training.step_metrics import choose_sequences, split_into_sequences
+from vcore_ds.method.weights import GibbsWeights, Tokens
+from vcore_ds.training.step_metrics import MicroBatchResult, choose_sequences, split_into_sequences
 from vcore_ds.training.token_records import (
     SequenceTokens,
     TokenRecord,
@@ -145,6 +146,12 @@ def test_a_record_holds_complete_sequences_up_to_its_size() -> None:
     assert choose_sequences([], generator(Stream.TOKEN_RECORDS, 42, 1), 100) == []
 
 
+def make_result(batch: Batch, tokens: Tokens, weights: torch.Tensor, shares: torch.Tensor) -> MicroBatchResult:
+    nothing = torch.zeros(tokens.num_sequences)
+    q = GibbsWeights(weights, temperature=nothing, kl=nothing, saturated=nothing.bool())
+    return MicroBatchResult(batch, tokens, q, shares, 1.0, nothing.sum(), nothing.sum())
+
+
 @pytest.mark.parametrize("alpha", [0.5, torch.tensor(0.5), torch.tensor([0.5, 0.5])])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_tokens_of_a_micro_batch_by_hand(packed: bool, alpha: float | torch.Tensor) -> None:
@@ -157,8 +164,8 @@ def test_the_tokens_of_a_micro_batch_by_hand(packed: bool, alpha: float | torch.
     ]
     batch = pack([made], 0) if packed else collate(made, 0)
     tokens = batch.tokens(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0, 2.0, 3.0]))
-    options = dict(shares=torch.tensor([0.5, 0.25]), uniform_shares=torch.tensor([0.75, 0.25]), alpha=alpha)
-    first, second = split_into_sequences(batch, tokens, torch.tensor([0.9, 0.1, 1.0]), **options)
+    result = make_result(batch, tokens, torch.tensor([0.9, 0.1, 1.0]), torch.tensor([0.5, 0.25]))
+    first, second = split_into_sequences(result, torch.tensor([0.75, 0.25]), alpha)
     assert (first.sequence_id, first.share, first.uniform_share, first.alpha) == (7, 0.5, 0.75, 0.5)
     assert (second.sequence_id, second.share, second.uniform_share, second.alpha) == (9, 0.25, 0.25, 0.5)
     assert first.positions.tolist() == [1, 3] and second.positions.tolist() == [1]
@@ -170,8 +177,5 @@ def test_the_tokens_of_a_micro_batch_by_hand(packed: bool, alpha: float | torch.
 
 
 def test_an_idle_batch_has_no_tokens_to_record() -> None:
-    batch, nothing = idle_batch(0), torch.zeros(0)
-    shares = torch.zeros(1)
-    assert not list(
-        split_into_sequences(batch, batch.tokens(nothing), nothing, shares=shares, uniform_shares=shares, alpha=1.0)
-    )
+    batch, nothing, shares = idle_batch(0), torch.zeros(0), torch.zeros(1)
+    assert not list(split_into_sequences(make_result(batch, batch.tokens(nothing), nothing, shares), shares, 1.0))

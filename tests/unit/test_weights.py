@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -57,9 +57,6 @@ def ragged(draw: st.DrawFn, min_length: int = 0, scales: tuple[float, float] = (
     return (values + offset[index]) * scale[index], index, len(lengths)
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
-
-
 def test_weights_and_divergence_by_hand() -> None:
     # exp(1 * [0, log 2, log 3]) = 1, 2, 3 and exp(0.5 * [-2 log 3, 0]) = 1/3, 1, and one token alone.
     utilities = torch.tensor([0.0, LOG2, LOG3, -2 * LOG3, 0.0, 7.0], dtype=torch.float64)
@@ -74,15 +71,6 @@ def test_weights_and_divergence_by_hand() -> None:
     assert result.saturated.tolist() == [False] * 3
 
 
-def test_the_papers_temperature_and_the_released_codes_are_2e7_apart() -> None:
-    # Utilities of 1 to 100, as measured; 5e3 multiplies in the paper and divides in the released code.
-    utilities, index = torch.tensor([1.0, 100.0]), make_index([2])
-    assert gibbs_weights(utilities, index, 1, 5e3).weights.tolist() == [0.0, 1.0]
-    low = 1 / (1 + math.exp(99 / 5e3))
-    assert gibbs_weights(utilities, index, 1, 1 / 5e3).weights.tolist() == pytest.approx([low, 1 - low], rel=1e-6)
-    assert low == pytest.approx(0.49505, abs=1e-5)
-
-
 def test_a_budget_by_hand() -> None:
     # The temperature that gives 1/6, 2/6, 3/6 is 1, and its divergence is known.
     utilities = torch.tensor([0.0, LOG2, LOG3, 5.0, 5.0 + LOG3], dtype=torch.float64)
@@ -91,9 +79,6 @@ def test_a_budget_by_hand() -> None:
         assert float(result.temperature[sequence]) == pytest.approx(1.0, abs=1e-5)
         weights = result.weights[make_index([3, 2]) == sequence].tolist()
         assert weights == pytest.approx([[1 / 6, 2 / 6, 3 / 6], [1 / 4, 3 / 4]][sequence], abs=1e-5)
-
-
-# ---- another base measure ------------------------------------------------------------------------------------------
 
 
 def test_a_base_measure_by_hand() -> None:
@@ -153,9 +138,6 @@ def test_sequence_weights_leave_a_budget_over_the_batch() -> None:
     log_ratios = (r / shares).log()
     slopes = (log_ratios - log_ratios[0])[1:] / (utilities - utilities[0])[1:]
     assert float(slopes[0]) == pytest.approx(float(slopes[1]), rel=1e-9) and float(slopes[0]) > 0
-
-
-# ---- fixed temperature ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -230,23 +212,9 @@ def test_the_tilt_raises_the_expected_utility(drawn, temperature: float) -> None
 @given(ragged(min_length=1, scales=(-2, 2)), st.floats(-1e4, 1e4), st.floats(0.01, 10))
 def test_a_shift_of_the_utilities_changes_nothing(drawn, shift: float, temperature: float) -> None:
     utilities, index, num_sequences = drawn
-    shifted = utilities + shift
-    for solve, strength in ((gibbs_weights, temperature), (gibbs_weights_for_budget, 0.05)):
-        before = solve(utilities, index, num_sequences, strength).weights
-        after = solve(shifted, index, num_sequences, strength).weights
-        # The shift itself rounds utilities, by 1e-16 of its size: relative to the smallest gap for a budget.
-        gap = find_min_spread(utilities, index, num_sequences) if solve is gibbs_weights_for_budget else 1 / temperature
-        assume(gap > 1e-6)
-        torch.testing.assert_close(before, after, rtol=0, atol=1e-5)
-
-
-def find_min_spread(utilities: Tensor, index: Tensor, num_sequences: int) -> float:
-    """Smallest difference between two utilities of a sequence that differ."""
-    gaps = [utilities[index == i].unique().diff() for i in range(num_sequences)]
-    return float(torch.cat([torch.tensor([1.0], dtype=torch.float64), *gaps]).min())
-
-
-# ---- a budget ------------------------------------------------------------------------------------------------------
+    before = gibbs_weights(utilities, index, num_sequences, temperature).weights
+    after = gibbs_weights(utilities + shift, index, num_sequences, temperature).weights
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-5)
 
 
 @settings(several, max_examples=400 if IS_SOAK else 100)
@@ -313,18 +281,6 @@ def test_a_budget_out_of_reach_saturates(num_highest: int) -> None:
     inside = gibbs_weights_for_budget(utilities, make_index([4, 4]), 2, bound - 1e-3)
     assert not inside.saturated.any()
     assert inside.kl.tolist() == pytest.approx([bound - 1e-3] * 2, abs=KL_ACCURACY)
-
-
-@several
-@given(ragged(min_length=2, scales=(-1, 1)), st.floats(1e-6, 1e6), st.floats(0.001, 0.5))
-def test_scaled_utilities_have_the_same_weights_and_an_inversely_scaled_temperature(
-    drawn, scale: float, budget: float
-) -> None:
-    utilities, index, num_sequences = drawn
-    before = gibbs_weights_for_budget(utilities, index, num_sequences, budget)
-    after = gibbs_weights_for_budget(utilities * scale, index, num_sequences, budget)
-    torch.testing.assert_close(before.weights, after.weights, rtol=0, atol=1e-5)
-    torch.testing.assert_close(before.temperature, after.temperature * scale, rtol=1e-4, atol=0)
 
 
 @several

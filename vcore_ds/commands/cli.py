@@ -86,13 +86,11 @@ def launch(
     after: Callable[[], None] | None = None,
     with_report: bool = False,
     can_evaluate: bool = False,
-    advice_if_long: str = "",
 ) -> int:
     """Train a script's default recipe as one rank, for the scripts in launch_scripts/. `arguments`: overrides and
     fragments, `--recipe FILE`, and the launcher's `--local_rank`. `before` is called first, with the overrides and
     fragments, and returns overrides to add; `after` at the end. `with_report` writes the run's report before `after`;
-    `can_evaluate` accepts the option --eval, which evaluates the result; `advice_if_long` is printed after the first
-    step of a long run."""
+    `can_evaluate` accepts the option --eval, which evaluates the result."""
     parser = argparse.ArgumentParser(description=f"Train {recipe}; arguments are overrides and fragments.")
     parser.add_argument("--recipe", default=recipe, help="another recipe (YAML)")
     if can_evaluate:
@@ -105,7 +103,7 @@ def launch(
             evaluate.check_packages()  # a missing package must not show up after hours of training
         if before is not None:
             parsed.overrides = [*parsed.overrides, *before(parsed.overrides)]
-        train.main(parsed, advice_if_long=advice_if_long, says_next=after is None)
+        train.main(parsed, says_next=after is None)
         if can_evaluate and parsed.eval:
             evaluate.after_training(parsed.recipe, parsed.overrides)
         if with_report:  # last, so that it includes the evaluation

@@ -16,10 +16,10 @@ DESCRIPTION = (
 add_arguments = add_recipe
 
 
-def main(arguments: argparse.Namespace, *, advice_if_long: str = "", says_next: bool = True) -> None:
+def main(arguments: argparse.Namespace, *, says_next: bool = True) -> None:
     """Train; the keywords are those of `vcore_ds.training.run.train`."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with lasting_imports():  # after the recipe: a typo in it is reported without the seconds that torch takes
         from vcore_ds.training.run import train
 
-    train(recipe, advice_if_long=advice_if_long, says_next=says_next)
+    train(recipe, says_next=says_next)

@@ -49,19 +49,12 @@ class Stops:
             self._stop_file.unlink(missing_ok=True)
         return agreed
 
-    def record_save(self, seconds: float) -> None:
-        """Record the duration of a synchronous checkpoint, which is not part of a step; the next is expected to take as
-        long."""
-        self._seconds_save = seconds
+    def record_save(self, seconds: float, seconds_next: float | None) -> None:
+        """Record a checkpoint. `seconds`: for which the steps waited, no part of a step; `seconds_next`: that a save at
+        a stop is expected to take, None if not known yet."""
         self._step_started_at += seconds
-
-    def record_copy(self, seconds: float, seconds_write: float | None) -> None:
-        """Record an asynchronous checkpoint. `seconds`: duration of the copy to host memory, which is not part of a
-        step; `seconds_write`: of the last completed write, None before the first. A stop may have to wait for the write
-        in progress and then for its own."""
-        self._step_started_at += seconds
-        if seconds_write is not None:
-            self._seconds_save = 2 * seconds_write
+        if seconds_next is not None:
+            self._seconds_save = seconds_next
 
     def _local_reason(self) -> str | None:
         """This rank's reason. Only rank 0 checks file and clock, because nodes' file systems and clocks differ."""

@@ -149,10 +149,10 @@ def read_state(engine: Engine, direction: ShardedVector | None, folder: Path, nu
             parameter.ds_tensor.data.view(-1).copy_(_read_padded_shard(engine, parameter, None))
 
 
-def count_state_bytes(tensors: State) -> int:
-    """Count the bytes that `write_state` would write on all ranks together. A collective."""
+def count_local_bytes(tensors: State) -> int:
+    """Count the bytes that `write_state` writes on this rank."""
     local = [tensor.to_local() for tensor in tensors.values() if _is_first_replica(tensor)]
-    return int(layout.sum_over("job", [float(sum(t.numel() * t.element_size() for t in local))])[0])
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def list_files_of_this_rank(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ The package imports this module first, before any that imports deepspeed.
 
 import logging
 import os
+from types import SimpleNamespace
 
 from vcore_ds.distributed.device import uses_gpu
 
@@ -88,36 +89,17 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()
 
 
-class TensorAxis:
-    """DeepSpeed's interface to the tensor-parallel group (`mpu`): with it ZeRO-3 shards over the other axes, and the
-    gradient norm covers all tensor-parallel shards of each layer. Parameters without the attribute
-    `tensor_model_parallel` count once."""
-
-    @staticmethod
-    def get_model_parallel_rank() -> int:
-        return layout.rank("tensor")
-
-    @staticmethod
-    def get_model_parallel_world_size() -> int:
-        return layout.size("tensor")
-
-    @staticmethod
-    def get_model_parallel_group() -> torch.distributed.ProcessGroup:
-        return layout.group("tensor")
-
-    @staticmethod
-    def get_data_parallel_rank() -> int:
-        return layout.rank("shards")
-
-    @staticmethod
-    def get_data_parallel_world_size() -> int:
-        return layout.size("shards")
-
-    @staticmethod
-    def get_data_parallel_group() -> torch.distributed.ProcessGroup:
-        return layout.group("shards")
-
-    @classmethod
-    def if_parallel(cls) -> "type[TensorAxis] | None":
-        """This class, or None without tensor parallelism."""
-        return cls if layout.size("tensor") > 1 else None
+def find_tensor_axis() -> SimpleNamespace | None:
+    """DeepSpeed's interface to the tensor-parallel group (`mpu`); None without tensor parallelism. With it ZeRO-3
+    shards over the other axes, and the gradient norm covers all tensor-parallel shards of each layer. Parameters
+    without the attribute `tensor_model_parallel` count once."""
+    if layout.size("tensor") == 1:
+        return None
+    return SimpleNamespace(
+        get_model_parallel_rank=lambda: layout.rank("tensor"),
+        get_model_parallel_world_size=lambda: layout.size("tensor"),
+        get_model_parallel_group=lambda: layout.group("tensor"),
+        get_data_parallel_rank=lambda: layout.rank("shards"),
+        get_data_parallel_world_size=lambda: layout.size("shards"),
+        get_data_parallel_group=lambda: layout.group("shards"),
+    )

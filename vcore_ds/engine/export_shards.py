@@ -1,10 +1,12 @@
 """Export of trained weights as a Hugging Face folder, from the live engine, layer by layer; and reading a checkpoint's
 tensors without a process group."""
 
+import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
@@ -21,11 +23,14 @@ from vcore_ds.common.paths import discard, unfinished_path
 from vcore_ds.distributed import layout
 from vcore_ds.engine.checkpoint_shards import CheckpointFailed, run_on_all_ranks
 from vcore_ds.engine.flat_shards import as_partitioned, full_shape, is_expert_block
-from vcore_ds.engine.parallel_weights import gather_parallel_weights, group_by_layer
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.models import model_folder
 from vcore_ds.models.causal_lm import TokenLossModel
+from vcore_ds.models.megatron.weight_slices import copy_to_weight, weight_slices
 from vcore_ds.models.stored_weights import FolderWeights, describe_weights
+
+if TYPE_CHECKING:  # megatron-core takes seconds to import
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 PREFIX = "causal_lm."
 """Prefix of parameter names in the engine and in checkpoints, before the name in the Hugging Face model."""
@@ -155,6 +160,40 @@ def _gather_weights(engine: Engine, keepers: Mapping[str, Collection[int]]) -> I
     for name, buffer in _persistent_buffers(engine).items():
         if name in keepers:
             yield name, buffer.cpu() if layout.rank("job") in keepers[name] else None
+
+
+def gather_parallel_weights(
+    model: "ParallelTokenLossModel", keepers: Mapping[str, Collection[int]], *, weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield name and full tensor of each weight, on the CPU of the ranks that keep it (`keepers`, by name), None on the
+    others. Each item may be a collective: all ranks must take all items. `weights`: shape and dtype of every trained
+    weight of the Hugging Face model, in its order."""
+    size, order = layout.size("tensor"), {name: i for i, name in enumerate(weights)}
+    pieces_by_rank = [weight_slices(model.config, rank=rank, size=size) for rank in range(size)]
+    named = [(name, p) for name, p in model.named_parameters() if name in pieces_by_rank[0]]
+    for parameters in group_by_layer(model.layers, named):
+        names = {pieces_by_rank[0][name].name for name, _ in parameters}
+        kept = {
+            name: torch.empty(weights[name].shape, dtype=weights[name].dtype)
+            for name in names
+            if layout.rank("job") in keepers[name]
+        }
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in parameters]):
+            for name, parameter in parameters:
+                parts = layout.all_gather("tensor", parameter.detach())
+                for rank_pieces, part in zip(pieces_by_rank, parts, strict=True):
+                    copy_to_weight(kept, part, rank_pieces[name])
+        for name in sorted(names, key=order.__getitem__):
+            yield name, kept.pop(name, None)
+
+
+def group_by_layer(
+    layers: Iterable[nn.Module], named: Iterable[tuple[str, nn.Parameter]]
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Yield the consecutive named parameters of each decoder layer together, and all others one by one."""
+    layer_of: dict[int, int | str] = {id(p): i for i, layer in enumerate(layers) for p in layer.parameters()}
+    for _, group in itertools.groupby(named, key=lambda item: layer_of.get(id(item[1]), item[0])):
+        yield list(group)
 
 
 class CheckpointTensors:

@@ -2,30 +2,42 @@
 
 Weights that cannot be read by range (converted, quantized or pickled ones) are read by rank 0, which broadcasts them
 parameter by parameter, as in transformers.
+
+Of tensor-parallel layers each rank reads the ZeRO-3 shard of its tensor-parallel shard. Adjacent rows of a weight are
+one range of bytes; in a weight sharded by columns (the output projections of attention and MLP) each row is a range.
+Each byte is read by one rank, except norms, which all ranks of a tensor-parallel group hold.
 """
 
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.utils import groups
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.modeling_utils import local_torch_dtype
 
 from vcore_ds.common.errors import UserError, first_line
 from vcore_ds.common.text import Progress
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_first_rank_first
-from vcore_ds.engine.deepspeed_start import start_deepspeed
-from vcore_ds.engine.flat_shards import PartitionedParameter, as_partitioned
+from vcore_ds.engine.deepspeed_start import find_tensor_axis, start_deepspeed
+from vcore_ds.engine.flat_shards import EXPERT_FAMILY, PartitionedParameter, as_partitioned
 from vcore_ds.models.causal_lm import find_auto_class
 from vcore_ds.models.description import resolve_attention
+from vcore_ds.models.experts import mark_sharded, uses_our_experts
 from vcore_ds.models.loading import load_causal_lm, prepare_for_training, read_training_config, refuse_failing_code
+from vcore_ds.models.megatron.weight_slices import iter_runs, weight_slices
 from vcore_ds.models.safetensors_ranges import ReadRequest, read_ranges
 from vcore_ds.models.stored_weights import StoredWeights, find_stored_weights
+
+if TYPE_CHECKING:  # megatron-core takes seconds to import
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel
 
 
 def load_sharded(
@@ -173,3 +185,107 @@ def local_shard(parameter: PartitionedParameter) -> tuple[int, torch.Tensor]:
     numel = max(0, min(shard.numel(), parameter.ds_numel - start))
     shard[numel:].zero_()
     return start, shard[:numel]
+
+
+def load_parallel(
+    path: str,
+    deepspeed_config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    activation_offload: bool,
+    say: Callable[[str], None],
+) -> "ParallelTokenLossModel":
+    """Load a pretrained model into tensor-parallel layers in ZeRO-3 shards, ready to train. A collective. `path`,
+    `deepspeed_config`, `dtype` and `say` as in `load_sharded`; the others as in `ParallelTokenLossModel`. Raises
+    UserError, on all ranks alike, without a usable model, or for weights that transformers has to convert."""
+    from vcore_ds.models.megatron.model import ParallelTokenLossModel  # megatron-core takes seconds to import
+
+    start_deepspeed()
+    config, weights = find_stored_model(path)
+    if weights.obstacle is not None:
+        raise UserError(
+            f"model.provider: found megatron together with model.path {path}, whose weights transformers has to "
+            f"convert ({weights.obstacle}); expected plain safetensors files, from which each rank reads its shards"
+        )
+    init = deepspeed.zero.Init(
+        data_parallel_group=layout.group("shards"), config_dict_or_path=deepspeed_config, mpu=find_tensor_axis()
+    )
+    with local_torch_dtype(dtype), init, without_broadcast(init):
+        model = ParallelTokenLossModel(
+            path,
+            config,
+            dtype=dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            activation_offload=activation_offload,
+        )
+    model.compute_buffers()
+    read_shards(path, _list_parallel_reads(model, weights), say)
+    return model
+
+
+def _list_parallel_reads(model: "ParallelTokenLossModel", weights: StoredWeights) -> list[ReadRequest]:
+    """List the ranges that this rank reads. Sets its shards to zero, for padding rows of the vocabulary."""
+    shapes = {name: stored.shape for name, stored in weights.tensors.items()}
+    reads = []
+    local_pieces = weight_slices(model.config, rank=layout.rank("tensor"), size=layout.size("tensor"))
+    for name, piece in local_pieces.items():
+        start, shard = local_shard(as_partitioned(model.get_parameter(name)))
+        shard.zero_()
+        reads += [
+            ReadRequest(weights.tensors[run.name], run.start, shard[run.offset : run.offset + run.numel])
+            for run in iter_runs(piece, shapes, start, start + len(shard))
+        ]
+    return reads
+
+
+# DeepSpeed shards the experts of `deepspeed.moe` over a separate group. The attributes set below make it treat ours in
+# the same way: gathered and reduced over `expert_shards`, gradients divided by the number of all ranks, the norm summed
+# over both axes.
+
+_GROUP_NAME = "vcore_experts"  # key of the experts' process groups in DeepSpeed
+
+
+def partition_experts(model: nn.Module) -> None:
+    """Shard the experts of MoE layers: `[E, ...]` -> `[E / N, ...]` on each of N expert-parallel ranks. A collective.
+    Call it after loading, since files hold experts fused, separate or transposed, and before the optimizer is built,
+    since parameters are replaced. `model`: in ZeRO-3 shards, since DeepSpeed would broadcast unsharded parameters from
+    rank 0. Raises UserError for a model without MoE layers that can be sharded, a number of experts that N does not
+    divide, or adapters on experts."""
+    num_ranks = layout.size("expert")
+    if num_ranks == 1:
+        return
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise _make_expert_error("with adapters on experts", "1, or lora.target_modules without experts")
+    moe_layers = [module for module in model.modules() if uses_our_experts(module)]
+    if not moe_layers:
+        raise _make_expert_error("on a model without experts behind transformers' experts interface", "1")
+    groups._EXPERT_PARALLEL_GROUP[_GROUP_NAME] = layout.group("expert")
+    groups._EXPERT_DATA_PARALLEL_GROUP[_GROUP_NAME] = layout.group("expert_shards")
+    for experts in moe_layers:
+        num_experts: int = experts.num_experts  # type: ignore[assignment]  # not a tensor
+        if num_experts % num_ranks:
+            conflict = f"on a model with {num_experts} experts a layer"
+            raise _make_expert_error(conflict, f"a divisor of {num_experts}")
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            setattr(experts, name, _extract_block(as_partitioned(parameter), num_experts // num_ranks))
+        mark_sharded(experts)
+
+
+def _make_expert_error(conflict: str, expected: str) -> UserError:
+    return UserError(f"parallel.expert: found {layout.size('expert')} {conflict}; expected {expected}")
+
+
+def _extract_block(parameter: PartitionedParameter, num_local: int) -> PartitionedParameter:
+    """Extract this rank's experts from a parameter of all experts, in ZeRO-3 shards like it."""
+    start = layout.rank("expert") * num_local
+    with deepspeed.zero.GatheredParameters([parameter]):
+        values = parameter.data[start : start + num_local].clone()
+    block = as_partitioned(nn.Parameter(values, requires_grad=parameter.requires_grad))
+    block.ds_zero_placement_family = EXPERT_FAMILY
+    block.ds_zero_partition_group_name = _GROUP_NAME
+    block.ds_zero_partition_process_group = layout.group("expert_shards")
+    parameter.convert_to_zero_parameters(param_list=[block])
+    # DeepSpeed's hooks still refer to the old parameter, and would keep its shard alive.
+    parameter.ds_tensor.data = values.new_empty(0)
+    return block

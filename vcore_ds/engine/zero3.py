@@ -23,7 +23,7 @@ from vcore_ds.config.sections import OptimizerConfig
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, to_device
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device
-from vcore_ds.engine.deepspeed_start import TensorAxis, start_deepspeed
+from vcore_ds.engine.deepspeed_start import find_tensor_axis, start_deepspeed
 from vcore_ds.engine.flat_shards import (
     FlatShards,
     GradientSum,
@@ -132,7 +132,7 @@ class Engine:
             model=model,
             optimizer=optimizer,
             config=deepspeed_config,
-            mpu=TensorAxis.if_parallel(),
+            mpu=find_tensor_axis(),
             dist_init_required=False,
         )
         initialize_moments(self.optimizer)
@@ -311,14 +311,6 @@ class Engine:
     def gradient_norm(self) -> float:
         """Global L2 norm of the gradient in the shards. A collective."""
         return self.shards.norm(self.shards.gradients())
-
-    def parameter_norm(self) -> float:
-        """Global L2 norm of the trained parameters, in fp32. A collective."""
-        return self.shards.norm(self.shards.masters())
-
-    def scale_gradient(self, factor: float) -> None:
-        """Multiply the reduced gradient, before it is clipped."""
-        self.shards.scale_gradient(factor)
 
     @contextmanager
     def changing_shards(self) -> Iterator[None]:

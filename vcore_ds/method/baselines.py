@@ -30,12 +30,8 @@ def eaft_weights(top_entropies: Tensor, sequence_index: Tensor, num_sequences: i
 
 def deft_weights(losses: Tensor, concentrations: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """`p(y_t)^a_t * a_t / (a_t + 1e-6) / n_i`, `[N]`: Dynamic Entropy Fine-Tuning (arXiv 2602.11424), whose loss
-    `(1 - p(y_t)^a_t) / (a_t + 1e-6)` has the gradient of a cross-entropy with these weights.
-
-    Args:
-        losses: `[N]`, in nats.
-        concentrations: `[N]`, `a_t = sum_v p(v)^2`.
-    """
+    `(1 - p(y_t)^a_t) / (a_t + 1e-6)` has the gradient of a cross-entropy with these weights. `concentrations`: `[N]`,
+    `a_t = sum_v p(v)^2`."""
     uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
     return torch.exp(-concentrations * losses) * concentrations / (concentrations + DEFT_EPS) * uniform
 
@@ -52,12 +48,7 @@ def iw_sft_weights(
 ) -> Tensor:
     """`w_i / n_i`, `[N]`, `w_i = clamp(exp(mean_t [log p(y_t) - log p_ref(y_t)]), 0, 16)`: importance-weighted SFT
     (arXiv 2507.12856), in the sequence-level form that its authors train with. `1 / n_i` while the model equals its
-    reference.
-
-    Args:
-        losses: `[N]`, in nats.
-        reference_log_probability: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats, under the frozen reference.
-    """
+    reference. `reference_log_probability`: `[num_sequences]`, `sum_t log p_ref(y_t)` in nats."""
     uniform = uniform_weights(sequence_index, num_sequences, losses.dtype)
     num_tokens = segment_sum(torch.ones_like(losses), sequence_index, num_sequences).clamp_min(1)
     log_probability = -segment_sum(losses.detach(), sequence_index, num_sequences)
@@ -75,12 +66,8 @@ def random_weights(kept: Tensor, sequence_index: Tensor, num_sequences: int) -> 
 def random_mask(in_answer: np.ndarray, keep_share: float, generator: np.random.Generator) -> np.ndarray:
     r"""The supervised tokens of one sequence that the method `random` keeps, bool `[n_i]` (paper, "The implementation
     details of Method Random"): all tokens of the answer, and random others up to the share `keep_share` in total, at
-    least one token, so that every sequence counts.
-
-    Args:
-        in_answer: bool `[n_i]`, the tokens inside `\boxed{...}`.
-        generator: draws `n_i` numbers; pass a new generator for each sequence.
-    """
+    least one token, so that every sequence counts. `in_answer`: bool `[n_i]`, the tokens inside `\boxed{...}`;
+    `generator`: draws `n_i` numbers, a new one for each sequence."""
     num_kept = max(1, round(keep_share * len(in_answer)), int(in_answer.sum()))
     priority = generator.random(len(in_answer))
     priority[in_answer] = -1.0

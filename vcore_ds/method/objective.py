@@ -39,15 +39,9 @@ def token_coefficients(weights: Tensor, sequence_index: Tensor, shares: Tensor) 
 
 
 def loss_ratio_alpha(uniform_loss: Tensor | float, weighted_loss: Tensor | float, cap: float | None) -> Tensor:
-    """Variance-control factor `alpha` of Algorithm 1, line 6: the batch's uniform loss divided by its weighted loss.
-
-    Args:
-        uniform_loss: scalar, `sum_i w_i mean_t l[i,t]`, nats.
-        weighted_loss: scalar, `sum_i w_i sum_t q[i,t] l[i,t]`, nats.
-        cap: upper bound, None for none. The authors' released code caps at 1.
-
-    Returns 1 if the weighted loss is zero.
-    """
+    """Variance-control factor `alpha` of Algorithm 1, line 6: the batch's uniform loss, `sum_i w_i mean_t l[i,t]`,
+    divided by its weighted loss, `sum_i w_i sum_t q[i,t] l[i,t]`; 1 if that is zero. `cap`: upper bound, None for none;
+    the authors' released code caps at 1."""
     uniform = torch.as_tensor(uniform_loss, dtype=torch.float64)
     return _capped_ratio(uniform, torch.as_tensor(weighted_loss, dtype=torch.float64, device=uniform.device), cap)
 
@@ -76,15 +70,9 @@ def utility_variances(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def variance_alpha(uniform_variance: Tensor, weighted_variance: Tensor, cap: float | None) -> Tensor:
-    """`alpha = sqrt(V_u / V_q)` (Section "Variance-Controlled Descent Scaling").
-
-    Args:
-        uniform_variance: scalar `V_u`, over the sequences of the batch, of the mean utility `sum_t s[i,t] / n_i`.
-        weighted_variance: scalar `V_q`, of the weighted utility `sum_t q[i,t] s[i,t]`.
-        cap: upper bound, None for none.
-
-    Returns 1 if a variance is zero, as for a single sequence.
-    """
+    """`alpha = sqrt(V_u / V_q)` (Section "Variance-Controlled Descent Scaling"), at most `cap`: `V_u` is the variance
+    over the batch's sequences of the mean utility `sum_t s[i,t] / n_i`, `V_q` that of the weighted utility
+    `sum_t q[i,t] s[i,t]`. 1 if a variance is zero, as for a single sequence."""
     # V_u = 0 must not scale the step to zero.
     return _capped_ratio(uniform_variance.sqrt(), torch.where(uniform_variance > 0, weighted_variance, 0.0).sqrt(), cap)
 

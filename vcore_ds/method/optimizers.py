@@ -36,10 +36,8 @@ def muon_direction(blend: Tensor, gradient: Tensor, beta: float) -> Tensor:
     0.76 to 0.999 on random matrices). The iterations apply an odd function to the singular values, the derivative of
     another function of them, so their Jacobian is symmetric, and forward mode computes `J^T g` without a graph.
 
-    Args:
-        blend: `[..., rows, columns]`, `blend_momentum` of the gradient, at which `J` is evaluated.
-        gradient: `g`, of the same shape and dtype.
-        beta: the momentum's decay rate; the blend's derivative by the gradient is `1 - beta^2`.
+    `blend`: `[..., rows, columns]`, `blend_momentum` of the gradient, at which `J` is evaluated. `gradient`: `g`, of
+    the same shape and dtype. `beta`: the momentum's decay rate; the blend's derivative by the gradient is `1 - beta^2`.
     """
     x, norm = _scale_to_one(_transpose_tall(blend, blend))
     # Scaled to norm 1: matrix multiplications of small gradients would underflow, and the Jacobian is linear.
@@ -92,13 +90,7 @@ def _transpose_tall(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def adam_direction(
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: int,
-    betas: tuple[float, float],
-    eps: float,
+    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, betas: tuple[float, float], eps: float
 ) -> Tensor:
     """`v_k = J_k g`: the probe direction matched to Adam (appendix "From the SGD Derivation to AdamW Implementation").
 
@@ -111,11 +103,9 @@ def adam_direction(
     evaluated at the probe gradient. `J` is negative where the second moment grows faster with the gradient than the
     first, so that a larger gradient makes a smaller step.
 
-    Args:
-        gradient: `g`, any shape, fp32.
-        exp_avg, exp_avg_sq: the optimizer's buffers `m_{k-1}` and `v_{k-1}`, before this step.
-        step: `k`, number of the upcoming step, from 1. At k = 1 Adam's update is the sign of the gradient and `J`
-            vanishes up to eps: use the gradient itself then.
+    `gradient`: `g`, any shape, fp32. `exp_avg`, `exp_avg_sq`: the optimizer's buffers `m_{k-1}` and `v_{k-1}`, before
+    this step. `step`: `k`, number of the upcoming step, from 1; at k = 1 Adam's update is the sign of the gradient and
+    `J` vanishes up to eps: use the gradient itself then.
     """
     beta1, beta2 = betas
     c1, c2 = (1 - beta1) / (1 - beta1**step), (1 - beta2) / (1 - beta2**step)

@@ -75,14 +75,9 @@ def gibbs_weights(
     temperature: Tensor | float,
     log_base: Tensor | None = None,
 ) -> GibbsWeights:
-    """`q = softmax(tau * s)` over each sequence; `softmax(log b + tau * s)` with a base measure b.
-
-    Args:
-        utilities: `[N]`, finite.
-        sequence_index: `[N]`, int64.
-        temperature: `tau >= 0`, one number or `[num_sequences]`. 0 gives exactly `uniform_weights`, or b.
-        log_base: `[N]`, `log b`, where b sums to 1 over each sequence; None for uniform.
-    """
+    """`q = softmax(tau * s)` over each sequence; `softmax(log b + tau * s)` with a base measure b. `utilities`: `[N]`,
+    finite. `temperature`: `tau >= 0`, one number or `[num_sequences]`; 0 gives exactly `uniform_weights`, or b.
+    `log_base`: `[N]`, `log b`, where b sums to 1 over each sequence; None for uniform."""
     tau = torch.as_tensor(temperature, dtype=utilities.dtype, device=utilities.device).expand(num_sequences)
     # Shifted before the multiplication: tau may be huge, and inf - inf would be NaN.
     shifted = utilities - segment_max(utilities, sequence_index, num_sequences)[sequence_index]
@@ -117,10 +112,8 @@ def gibbs_weights_for_budget(
     of maximum utility (`log(n / m)` for m of n tokens and uniform b). A sequence for which the budget is at or above
     that gets the sharpest weights and is marked as saturated.
 
-    Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype.
-
-    Args:
-        log_base: as in `gibbs_weights`.
+    Computed in fp64, all sequences at once, on the tensors' device; returned in the utilities' dtype. `log_base`: as in
+    `gibbs_weights`.
     """
     dtype = utilities.dtype
     exact = utilities.double()

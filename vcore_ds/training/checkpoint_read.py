@@ -2,16 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import count
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.config.resume import read_resolved_recipe
-from vcore_ds.data.dataset import KeptDataset
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.process_group import run_on_first_rank
 from vcore_ds.engine import checkpoint_folder
@@ -39,12 +37,12 @@ class RunState:
     """Norm and displacement of the probe direction, None for methods without one."""
     data_digests: dict[str, str]  # digests of the tokens that training and probe draw from, by recipe key
     validation_losses_before: dict[str, float]  # nats, before the first step, by name of the held-out set
-    frozen_digest: str | None = None
+    frozen_digest: str | None
     """Digest of the model whose adapters are trained: a checkpoint holds none of its weights. None where all parameters
-    are trained, and in checkpoints of vcore_ds 0.7 and before."""
-    held_out_loss: float | None = None
+    are trained."""
+    held_out_loss: float | None
     """Nats after this step, mean over the held-out sets; None if not measured, or not finite."""
-    held_out_digest: str | None = None  # digest of these sets; None without a loss
+    held_out_digest: str | None  # digest of these sets; None without a loss
 
 
 Checkpoint = tuple[Path, RunState]
@@ -93,32 +91,16 @@ def find_common_checkpoint(checkpoints: Path, newest: Checkpoint, schedule: Sche
         return newest
     common = find_newest(checkpoints, num_common)
     if common is None:
-        raise UserError(_describe_difference(folder, before, schedule, num_common))
+        steps = f"the learning rates of another schedule from step {num_common + 1} on, before the checkpoint {folder}"
+        if num_common == schedule.num_steps:
+            steps = f"{num_common:,} steps, and the checkpoint {folder} of a later one"
+        raise UserError(
+            f"schedule: found {steps}; expected the learning rates that the run has taken. Set the keys of schedule as "
+            "they were, or run.output_dir to a new folder. A run can be longer with schedule.kind constant or wsd, and "
+            "schedule.warmup_steps"
+        )
     console.say(f"The learning rate differs from step {num_common + 1} on: the run goes back to step {common[1].step}")
     return common
-
-
-def _describe_difference(folder: Path, before: Schedule, now: Schedule, num_common: int) -> str:
-    if num_common == now.num_steps:
-        difference = f"{now.num_steps:,} steps, and the checkpoint {folder} of a later one"
-    else:
-        rates = [f"{schedule.learning_rate(num_common):.6g}" for schedule in (now, before)]
-        difference = (
-            f"learning rate {rates[0]} for step {num_common + 1}; the run of {folder} took this step with {rates[1]}, "
-            "and has no checkpoint before it"
-        )
-    advice = ""
-    if now.kind in ("cosine", "linear"):
-        advice = (
-            f" With {now.kind} each learning rate depends on the number of steps; runs with schedule.kind constant or "
-            "wsd can be made longer."
-        )
-    elif before.num_warmup_steps != now.num_warmup_steps:
-        advice = f" Set schedule.warmup_steps to {before.num_warmup_steps}."
-    return (
-        f"schedule: found {difference}; expected the learning rates that the run has taken.{advice} Set the keys of "
-        "schedule as they were, or run.output_dir to a new folder"
-    )
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> None:
@@ -137,12 +119,10 @@ def check_data(checkpoint: Checkpoint, feed: Feed, data: DataConfig) -> None:
         if digest != state.data_digests[key]:
             is_pool = key == "data.probe_path" and data.probe_path is not None
             path = data.probe_path if is_pool else data.train_name()
-            is_reduced = isinstance(feed.dataset, KeptDataset) and feed.dataset.num_trusted > 0 and not is_pool
-            hint = ". Runs of vcore_ds 0.7 and before resume with data.trusted_overlap=keep" if is_reduced else ""
             raise UserError(
                 f"{key}: {path}: found other tokens than those that {folder} was trained on (data, template, "
                 "tokenizer, weights or kept traces have changed); expected the same, to resume. Restore them, or set "
-                f"run.output_dir to a new folder{hint}"
+                "run.output_dir to a new folder"
             )
 
 
@@ -245,6 +225,5 @@ def _find_problem(folder: Path, say: Callable[[str], None]) -> str | None:
 
 
 def _read_run_state(folder: Path) -> RunState:
-    by_rank = run_on_all_ranks(folder, lambda: checkpoint_folder.read_run_state(folder))
-    values: dict[str, Any] = by_rank[layout.rank("job")]
-    return RunState(**{field.name: values[field.name] for field in fields(RunState) if field.name in values})
+    by_rank = run_on_all_ranks(folder, lambda: RunState(**checkpoint_folder.read_run_state(folder)))
+    return by_rank[layout.rank("job")]

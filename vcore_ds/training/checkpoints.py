@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.paths import discard, unfinished_path
@@ -28,7 +29,7 @@ from vcore_ds.engine.checkpoint_shards import (
     Group,
     Stager,
     State,
-    count_state_bytes,
+    count_local_bytes,
     list_files_of_this_rank,
     run_on_all_ranks,
     state_tensors,
@@ -36,46 +37,14 @@ from vcore_ds.engine.checkpoint_shards import (
 )
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.training import console
-from vcore_ds.training.checkpoint_read import RunState, find_reused_direction, list_shapes
-from vcore_ds.utility.direction import Direction
+from vcore_ds.training.checkpoint_read import RunState, find_reused_direction
 from vcore_ds.utility.estimators import Estimator
 
 MARGIN_BYTES = 64 * 2**20
 """Free space required besides the tensors: for index, recipe, and what other processes write meanwhile."""
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What all checkpoints of a run hold alike; the last two fields as in `RunState`."""
-
-    recipe_yaml: str
-    data_digests: dict[str, str]  # as `checkpoint_read.list_data_digests`
-    held_out_digest: str  # of the held-out sets, whose losses compare checkpoints
-    validation_losses_before: dict[str, float]
-    frozen_digest: str | None  # on rank 0
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint that is complete, or that a background thread writes."""
-
-    folder: Path
-    seconds: float  # for which the steps waited
-    is_complete: bool
-
-
-@dataclass(frozen=True)
-class CheckpointContent:
-    """Everything that a checkpoint holds, as it was when its step ended."""
-
-    state: RunState
-    recipe_yaml: str
-    tensors: State
-    num_bytes: int  # of the tensors, all ranks' together
-
-
-@dataclass(frozen=True)
-class WrittenCheckpoint:
+class WrittenCheckpoint(NamedTuple):
     """A checkpoint that is complete on disk."""
 
     folder: Path
@@ -85,34 +54,44 @@ class WrittenCheckpoint:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run into `folder`. Every rank has one, and its methods are collectives.
-    `branch_step`: step after which the learning rate of `wsd` decays, None for other schedules; its checkpoint is kept,
-    so that the run can be extended and decays of other lengths can branch off. `probe_every`: steps that share a probe
-    direction. `seconds_write`: duration of the last write in the background (`checkpoint.async`); None before its
-    end."""
+    """Writes the checkpoints of one run into `folder`. Every rank has one, and its methods are collectives."""
 
     def __init__(
         self,
         folder: Path,
         config: CheckpointConfig,
-        facts: RunFacts,
+        recipe_yaml: str,
+        start: RunState,
         *,
         branch_step: int | None = None,
         probe_every: int = 1,
     ):
-        self.seconds_write: float | None = None
-        self._folder, self._config, self._facts = folder, config, facts
+        """`start`: the state at the start of this process, with what all checkpoints of the run hold alike.
+        `branch_step`: step after which the learning rate of `wsd` decays, None for other schedules; its checkpoint is
+        kept, so that the run can be extended and decays of other lengths can branch off. `probe_every`: steps that
+        share a probe direction."""
+        self._folder, self._config = folder, config
+        self._recipe_yaml, self._start = recipe_yaml, start
         self._branch_step, self._probe_every = branch_step, probe_every
         self._last_end = time.monotonic()
         self._writing: Future[WrittenCheckpoint] | None = None
         self._stager: Stager | None = None
         self._group: Group | None = None
         self._metrics: dict[str, float] = {}
+        self._seconds_write: float | None = None
 
     @property
     def compares(self) -> bool:
         """Whether checkpoints are kept by their held-out loss (`checkpoint.keep_best`)."""
         return self._config.keep_best is not None
+
+    @property
+    def seconds_last_save(self) -> float | None:
+        """Seconds that a save at a stop is expected to take, by the last write; None before the end of the first. With
+        `checkpoint.async` it may have to wait for the write in progress, and then for its own."""
+        if self._seconds_write is None:
+            return None
+        return self._seconds_write * (2 if self._config.async_ else 1)
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether the run saves after `step` steps. A collective."""
@@ -134,56 +113,51 @@ class Checkpoints:
         losses: Mapping[str, float] | None = None,
         *,
         is_last: bool = False,
-    ) -> SavedCheckpoint:
-        """Write the checkpoint after `step` steps, then delete old ones according to the recipe. `losses`: nats after
-        this step, by name of the held-out set. `is_last`: no step follows in this process, so the checkpoint is
-        complete when this returns.
+    ) -> tuple[Path, float]:
+        """Write the checkpoint after `step` steps, then delete old ones according to the recipe; return its folder, and
+        the seconds for which the steps waited. `losses`: nats after this step, by name of the held-out set. `is_last`:
+        no step follows in this process, so the checkpoint is complete when this returns.
         With `checkpoint.async` this waits for the previous write and copies the state, which a thread writes during the
         next steps. Raises CheckpointFailed on all ranks alike, naming the rank at fault, also for the previous write;
         the other checkpoints are untouched."""
         started = time.perf_counter()
         self.wait()
-        is_async, facts = self._config.async_ and not is_last, self._facts
+        is_async = self._config.async_ and not is_last
         folder = checkpoint_folder.step_folder(self._folder, step)
         loss = statistics.fmean(losses.values()) if losses else math.nan
         direction = find_reused_direction(step, self._probe_every, estimator)
-        tensors = self._stage(folder, engine, direction) if is_async else state_tensors(engine, direction)
-        state = RunState(
+        if is_async:  # a rank without room for the copy ends all of them
+            self._stager = stager = self._stager or Stager()
+            staged: list[State] = []
+            run_on_all_ranks(folder, lambda: staged.append(stager.stage(engine, direction)))
+            tensors = staged[0]
+        else:
+            tensors = state_tensors(engine, direction)
+        state = replace(
+            self._start,
             step=step,
-            world_size=layout.size("job"),
             num_updates=engine.num_updates,
-            shapes=list_shapes(engine),
             direction=estimator.state(),
-            data_digests=facts.data_digests,
-            validation_losses_before=facts.validation_losses_before,
-            frozen_digest=facts.frozen_digest,
             held_out_loss=loss if math.isfinite(loss) else None,
-            held_out_digest=facts.held_out_digest if losses else None,
+            held_out_digest=self._start.held_out_digest if losses else None,
         )
-        content = CheckpointContent(state, facts.recipe_yaml, tensors, count_state_bytes(tensors))
         if is_async:
             # Made in the main threads, since making a group is a collective too. Only background threads use it, one
             # write after another, so their collectives are in the same order on all ranks.
             group = self._group = self._group or layout.duplicate_job_group("gloo")
-            self._writing = start_write(lambda: write_checkpoint(self._folder, content, self.remove_old, group))
+            self._writing = start_write(lambda: self._write(state, tensors, group))
             self._last_end = time.monotonic()
         else:
-            self._report(write_checkpoint(self._folder, content, self.remove_old))
-        seconds = time.perf_counter() - started
-        self._metrics["seconds_checkpoint"] = seconds
-        return SavedCheckpoint(folder, seconds, is_complete=not is_async)
+            self._report(self._write(state, tensors))
+        seconds = self._metrics["seconds_checkpoint"] = time.perf_counter() - started
+        if not self._config.async_:
+            self._seconds_write = seconds
+        return folder, seconds
 
     def take_metrics(self) -> dict[str, float]:
         """Return the measurements of checkpoints since the last call, for a line of metrics.jsonl."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    def _stage(self, folder: Path, engine: Engine, direction: Direction | None) -> State:
-        """Copy the state to host memory. A collective: a rank without room for the copy ends all of them."""
-        self._stager = stager = self._stager or Stager()
-        staged: list[State] = []
-        run_on_all_ranks(folder, lambda: staged.append(stager.stage(engine, direction)))
-        return staged[0]
 
     def collect(self) -> None:
         """Report a background write that has ended on all ranks. A collective. Raises CheckpointFailed on all ranks
@@ -202,13 +176,54 @@ class Checkpoints:
             return
         writing, self._writing = self._writing, None
         written = writing.result()
-        self.seconds_write = self._metrics["seconds_checkpoint_write"] = written.seconds
+        self._seconds_write = self._metrics["seconds_checkpoint_write"] = written.seconds
         self._report(written, " in the background")
 
     def finish_after_failure(self) -> None:
         """Wait for a background write when the run fails: its state is valid. Not a collective."""
         with suppress(Exception):  # the run's failure is the one to report
             self.wait()
+
+    def _write(self, state: RunState, tensors: State, group: Group | None = None) -> WrittenCheckpoint:
+        """Write a checkpoint, then delete old ones. A collective. A background thread needs a separate `group` (see
+        `run_on_all_ranks`): ranks could start the collectives of two threads on one group in different orders, and
+        hang. Raises CheckpointFailed on all ranks alike."""
+        started, is_first, step = time.perf_counter(), layout.is_first(), state.step
+        unfinished = unfinished_path(checkpoint_folder.step_folder(self._folder, step))
+
+        def on_first_rank(action: Callable[[], Path | str | None]) -> Path | str | None:
+            return run_on_all_ranks(unfinished, lambda: action() if is_first else None, group)[0]
+
+        try:
+            num_bytes = sum(run_on_all_ranks(unfinished, lambda: count_local_bytes(tensors), group)) + MARGIN_BYTES
+            on_first_rank(lambda: checkpoint_folder.begin(self._folder, step, num_bytes))
+            write_state(tensors, unfinished / checkpoint_folder.STATE, group)
+            by_rank = run_on_all_ranks(unfinished, lambda: self._write_rest(unfinished, state), group)
+            records = {name: record for rank_records in by_rank for name, record in rank_records.items()}
+            folder = on_first_rank(lambda: checkpoint_folder.finish(self._folder, step, state.world_size, records))
+        except CheckpointFailed as error:
+            if is_first:
+                discard(unfinished)
+            raise CheckpointFailed(
+                f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
+            ) from None
+        warning = on_first_rank(self.remove_old)
+        assert isinstance(folder, Path) and not isinstance(warning, Path)  # rank 0's results
+        seconds = time.perf_counter() - started
+        return WrittenCheckpoint(folder, seconds, sum(record.bytes for record in records.values()), warning)
+
+    def _write_rest(self, unfinished: Path, state: RunState) -> dict[str, checkpoint_folder.FileRecord]:
+        """Write the small files, on rank 0; read this rank's files back and return their records."""
+        paths = list_files_of_this_rank(unfinished / checkpoint_folder.STATE)
+        if layout.is_first():
+            run_state = json.dumps(asdict(state), indent=2) + "\n"
+            for name, text in (
+                (checkpoint_folder.RUN_STATE, run_state),
+                (checkpoint_folder.RECIPE, self._recipe_yaml),
+            ):
+                (unfinished / name).write_text(text, encoding="utf-8")
+                paths.append(unfinished / name)
+        return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in paths}
 
     def _report(self, written: WrittenCheckpoint, how: str = "") -> None:
         console.say(f"checkpoint: {written.folder}: {written.bytes / 1e9:.3g} GB in {written.seconds:.1f} s{how}")
@@ -235,55 +250,8 @@ class Checkpoints:
     def rank_by_loss(self) -> list[tuple[float, Path]]:
         """List held-out loss in nats and folder of the checkpoints that have one, the lowest first; empty without
         `checkpoint.keep_best`. For rank 0."""
-        return checkpoint_folder.rank_by_loss(self._folder, self._facts.held_out_digest) if self.compares else []
-
-
-def write_checkpoint(
-    checkpoints: Path, content: CheckpointContent, remove_old: Callable[[], str | None], group: Group | None = None
-) -> WrittenCheckpoint:
-    """Write a checkpoint into the folder `checkpoints`, then call `remove_old` on rank 0, which deletes old ones and
-    returns a warning. A collective. A background thread needs a separate `group` (see `run_on_all_ranks`): ranks could
-    start the collectives of two threads on one group in different orders, and hang. Raises CheckpointFailed on all
-    ranks alike, naming the rank at fault; the other checkpoints are untouched."""
-    started = time.perf_counter()
-    is_first, step = layout.is_first(), content.state.step
-    unfinished = unfinished_path(checkpoint_folder.step_folder(checkpoints, step))
-    num_bytes = content.num_bytes + MARGIN_BYTES
-    try:
-        run_on_all_ranks(
-            unfinished, lambda: checkpoint_folder.begin(checkpoints, step, num_bytes) if is_first else None, group
-        )
-        write_state(content.tensors, unfinished / checkpoint_folder.STATE, group)
-        written = run_on_all_ranks(unfinished, lambda: _write_rest(unfinished, content), group)
-        records = {name: record for rank_records in written for name, record in rank_records.items()}
-        folder = run_on_all_ranks(
-            unfinished,
-            lambda: (
-                checkpoint_folder.finish(checkpoints, step, content.state.world_size, records) if is_first else None
-            ),
-            group,
-        )[0]
-    except CheckpointFailed as error:
-        if is_first:
-            discard(unfinished)
-        raise CheckpointFailed(
-            f"the checkpoint of step {step} could not be written: {error}. Earlier checkpoints are untouched"
-        ) from None
-    warning = run_on_all_ranks(checkpoints, lambda: remove_old() if is_first else None, group)[0]
-    assert folder is not None  # rank 0 made it
-    num_bytes = sum(record.bytes for record in records.values())
-    return WrittenCheckpoint(folder, time.perf_counter() - started, num_bytes, warning)
-
-
-def _write_rest(unfinished: Path, content: CheckpointContent) -> dict[str, checkpoint_folder.FileRecord]:
-    """Write the small files, on rank 0; read this rank's files back and return their records."""
-    paths = list_files_of_this_rank(unfinished / checkpoint_folder.STATE)
-    if layout.is_first():
-        state = json.dumps(asdict(content.state), indent=2) + "\n"
-        for name, text in ((checkpoint_folder.RUN_STATE, state), (checkpoint_folder.RECIPE, content.recipe_yaml)):
-            (unfinished / name).write_text(text, encoding="utf-8")
-            paths.append(unfinished / name)
-    return {path.relative_to(unfinished).as_posix(): checkpoint_folder.hash_file(path) for path in paths}
+        digest = self._start.held_out_digest
+        return checkpoint_folder.rank_by_loss(self._folder, digest) if self.compares and digest else []
 
 
 def start_write(write: Callable[[], WrittenCheckpoint]) -> Future[WrittenCheckpoint]:

@@ -7,7 +7,6 @@ docs/reading-a-report.md lists the measurements.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.watchdog import mark
 from vcore_ds.engine.zero3 import Engine
 from vcore_ds.training.feed import Feed, make_rank_batches
-from vcore_ds.training.step_metrics import split_columns, write_or_warn
+from vcore_ds.training.step_metrics import split_columns
 from vcore_ds.training.token_records import HELD_OUT, MOST_TOKENS, SequenceTokens, TokenRecord
 from vcore_ds.training.weighting import add_reference_log_probabilities, token_weights
 from vcore_ds.utility.estimators import Estimator
@@ -125,11 +124,11 @@ def split_traces(
     return local
 
 
-def record_followed(folder: Path, step: int, local: Mapping[int, SequenceTokens], num_traces: int) -> None:
-    """Write the followed traces of an optimizer step into the run's folder, on rank 0, each with so few tokens that the
+def gather_followed(step: int, local: Mapping[int, SequenceTokens], num_traces: int) -> TokenRecord:
+    """Gather the record of the followed traces after an optimizer step on every rank, each with so few tokens that the
     file is no larger than the record of a batch. A collective. `local`: this rank's traces, by index."""
     shown = {i: trace.truncate(MOST_TOKENS // num_traces) for i, trace in local.items()}
     by_rank = layout.gather_objects("shards", shown)
     traces = [trace for _, trace in sorted((i, trace) for traces in by_rank for i, trace in traces.items())]
     num_tokens = sum(trace.num_supervised_tokens or 0 for trace in traces)
-    write_or_warn(folder, TokenRecord(step, None, len(traces), num_tokens, traces), "followed")
+    return TokenRecord(step, None, len(traces), num_tokens, traces)

@@ -1,7 +1,7 @@
 """The training loop: optimizer steps, metrics, validation, checkpoints and stops."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 
 from vcore_ds.common.errors import RunStopped
 from vcore_ds.common.random_streams import Stream, torch_seed
-from vcore_ds.common.text import Progress, count, duration
+from vcore_ds.common.text import Progress
 from vcore_ds.config.sections import MethodConfig, ProbeConfig, RunConfig
 from vcore_ds.data.batches import Batch, StepBatches
 from vcore_ds.data.dataset import Dataset
@@ -26,19 +26,18 @@ from vcore_ds.planning.hardware import peak_flops
 from vcore_ds.planning.model_shape import ModelShape
 from vcore_ds.planning.passes import StepPasses
 from vcore_ds.training import console
-from vcore_ds.training.checkpoints import Checkpoints, SavedCheckpoint
+from vcore_ds.training.checkpoints import Checkpoints
 from vcore_ds.training.console import explain_steps
 from vcore_ds.training.faults import describe_divergence, describe_fault, explain_fault
 from vcore_ds.training.feed import Feed
-from vcore_ds.training.followed import FollowedTraces, measure_followed, record_followed
+from vcore_ds.training.followed import FollowedTraces, gather_followed, measure_followed
 from vcore_ds.training.metrics_log import RELIABLE_SIGNAL_TO_NOISE, MetricsLog
 from vcore_ds.training.profile import StepProfiler
 from vcore_ds.training.schedule import Schedule
 from vcore_ds.training.step import train_step
-from vcore_ds.training.step_metrics import StepMetrics, StepRecorder, record_tokens
+from vcore_ds.training.step_metrics import StepMetrics, StepRecorder, gather_record, write_or_warn
 from vcore_ds.training.token_records import record_steps
-from vcore_ds.utility.estimators import Estimator
-from vcore_ds.utility.finite_difference import FiniteDifference
+from vcore_ds.utility.estimators import Estimator, FiniteDifference
 
 MEASURE_NOISE_EVERY = 100
 """Optimizer steps between two measurements of a finite difference's noise (and searches for `epsilon: auto`)."""
@@ -126,15 +125,6 @@ class RunData:
 
 
 @dataclass(frozen=True)
-class RunLog:
-    """Where a run reports its steps."""
-
-    metrics: MetricsLog | None  # on rank 0; None on the others
-    throughput: Throughput
-    advice_if_long: str = ""  # how to make the run shorter; may be empty
-
-
-@dataclass(frozen=True)
 class Run:
     """A run in progress."""
 
@@ -142,7 +132,8 @@ class Run:
     trainer: Trainer
     data: RunData
     checkpoints: Checkpoints
-    log: RunLog
+    metrics_log: MetricsLog | None  # on rank 0; None on the others
+    throughput: Throughput
     non_finite_at_start: str | None = None  # a parameter whose loaded values are not finite
 
     @property
@@ -187,7 +178,7 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
             "epoch": feed.epoch(done),
             **metrics.values,
             **seconds_followed,
-            **run.log.throughput.compute_rates(batches.main_lengths, batches.probe_lengths, seconds),
+            **run.throughput.compute_rates(batches.main_lengths, batches.probe_lengths, seconds),
             **run.checkpoints.take_metrics(),
             **batches.measured,
         }
@@ -197,54 +188,32 @@ def run_steps(run: Run, num_done: int) -> tuple[StepMetrics | None, dict[str, fl
         elif settings.validate_every is not None and done % settings.validate_every == 0 and done < num_steps:
             losses = validate(run.trainer, run.data)
             line |= {f"validation_loss{name and '_'}{name}": loss for name, loss in losses.items()}
-        if run.log.metrics is not None:
-            run.log.metrics.write(line)
+        if run.metrics_log is not None:
+            run.metrics_log.write(line)
         seconds_left = (time.perf_counter() - started) / (done - num_done) * (num_steps - done)
         console.show_step(done, num_steps, line, seconds_left, log=done % settings.log_every == 0 or done == num_steps)
-        if done == num_done + 1:
-            announce_remaining_time(seconds * (num_steps - done), num_steps - done, run.log.advice_if_long)
         if not has_diverged and (diverges := describe_divergence(done, loss, first_loss, vocabulary_size)):
             console.warn(diverges)
             has_diverged = True
         run.checkpoints.collect()
         reason = stops.agree_on_reason()
         if reason is not None or run.checkpoints.is_due(done, num_steps):
-            saved = save(run, done, losses, is_last=reason is not None or done == num_steps)
-            if saved.is_complete:
-                stops.record_save(saved.seconds)
-            else:
-                stops.record_copy(saved.seconds, run.checkpoints.seconds_write)
+            mark("checkpoint")
+            # A checkpoint must not outlive the metrics of its steps; if rank 0 cannot write them, all ranks fail.
+            run_first_rank_first(lambda: None if run.metrics_log is None else run.metrics_log.flush())
+            is_last = reason is not None or done == num_steps
+            folder, seconds = run.checkpoints.save(
+                done, run.trainer.engine, run.trainer.estimator, losses, is_last=is_last
+            )
+            stops.record_save(seconds, run.checkpoints.seconds_last_save)
             if reason is not None:
                 console.end_steps()
                 raise RunStopped(
-                    f"stopped by {reason} after step {done} of {num_steps} and saved in {saved.folder}; the same "
+                    f"stopped by {reason} after step {done} of {num_steps} and saved in {folder}; the same "
                     "command resumes the run"
                 )
     console.end_steps()
     return metrics, losses_after
-
-
-def save(run: Run, done: int, losses: Mapping[str, float], *, is_last: bool) -> SavedCheckpoint:
-    """Save a checkpoint after `done` steps; `losses` and `is_last` as in `Checkpoints.save`. A collective."""
-    mark("checkpoint")
-    # A checkpoint must not outlive the metrics of its steps; if rank 0 cannot write them, all ranks fail.
-    run_first_rank_first(lambda: None if run.log.metrics is None else run.log.metrics.flush())
-    return run.checkpoints.save(done, run.trainer.engine, run.trainer.estimator, losses, is_last=is_last)
-
-
-LONG_SECONDS = 15 * 60.0  # remaining time above which advice is given
-
-
-def announce_remaining_time(seconds: float, num_left: int, advice_if_long: str) -> None:
-    """Announce how long the remaining steps take (`seconds` in total), if a minute or more."""
-    if seconds < 60:
-        return
-    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
-    rest = f"{count(num_left, 'more step')} in about {duration(seconds)}, until {end}"
-    if advice_if_long and seconds > LONG_SECONDS:
-        console.warn(f"{rest}. {advice_if_long}")
-    else:
-        console.say(f"Time: {rest}")
 
 
 def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics) -> dict[str, float]:
@@ -252,20 +221,15 @@ def record_step(run: Run, done: int, batches: StepBatches, metrics: StepMetrics)
     return the seconds that these took, by name in the metrics. A collective."""
     if metrics.tokens is None:
         return {}
-    record_tokens(
-        run.folder,
-        done,
-        metrics.tokens,
-        sequence_parallel=batches.main[0].sequence_parallel,
-        first_trusted_id=run.data.feed.first_trusted_id,
-        seed=run.settings.seed,
-    )
-    if not run.data.followed.batches:
+    trainer, data = run.trainer, run.data
+    size, first_trusted_id = batches.main[0].sequence_parallel, data.feed.first_trusted_id
+    record = gather_record(done, metrics.tokens, size, first_trusted_id, run.settings.seed)
+    write_or_warn(run.folder, record, "step")
+    if not data.followed.batches:
         return {}
-    started, trainer = time.perf_counter(), run.trainer
-    seed = trainer.step_seed(done - 1)
-    measured = measure_followed(trainer.engine, trainer.method, run.data.followed, trainer.estimator, seed=seed)
-    record_followed(run.folder, done, measured, len(run.data.followed.origins))
+    started, seed = time.perf_counter(), trainer.step_seed(done - 1)
+    measured = measure_followed(trainer.engine, trainer.method, data.followed, trainer.estimator, seed=seed)
+    write_or_warn(run.folder, gather_followed(done, measured, len(data.followed.origins)), "followed")
     return {"seconds_followed": time.perf_counter() - started}
 
 

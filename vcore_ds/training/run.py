@@ -36,20 +36,22 @@ from vcore_ds.planning.settings import PlanSettings, derive_plan_settings
 from vcore_ds.training import console, run_folder, start_screen
 from vcore_ds.training.checkpoint_read import (
     Checkpoint,
+    RunState,
     check_data,
     compute_frozen_digest,
     find_common_checkpoint,
     find_newest,
     list_data_digests,
+    list_shapes,
     load_checkpoint,
     set_aside_newer,
 )
-from vcore_ds.training.checkpoints import Checkpoints, RunFacts, check_compared, make_digest, say_best
+from vcore_ds.training.checkpoints import Checkpoints, check_compared, make_digest, say_best
 from vcore_ds.training.console import describe_example
 from vcore_ds.training.faults import warn_of_non_finite
 from vcore_ds.training.feed import DataReader, Feed, build_feed
 from vcore_ds.training.followed import choose_followed
-from vcore_ds.training.loop import Run, RunData, RunLog, Trainer, build_throughput, run_steps, validate
+from vcore_ds.training.loop import Run, RunData, Trainer, build_throughput, run_steps, validate
 from vcore_ds.training.metrics_log import MetricsLog
 from vcore_ds.training.profile import check_profile
 from vcore_ds.training.result import Kind, make_model_card, rehearse_result
@@ -72,9 +74,8 @@ class RunResult:
     last_step: StepMetrics | None  # None if the run was resumed after its last step
 
 
-def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -> RunResult:
-    """Run a recipe. A collective. `advice_if_long`: how to make the run shorter, printed after the first step of a long
-    run; `says_next`: print the command for the run's report at the end.
+def train(recipe: Recipe, *, says_next: bool = True) -> RunResult:
+    """Run a recipe. A collective. `says_next`: print the command for the run's report at the end.
     Raises UserError for mistakes of the user, before anything is written; NonFiniteLoss, NonFiniteGradient with step,
     rank and sequence ids, without an update; RunStopped on all ranks alike, after a checkpoint."""
     resumes = can_resume(recipe)
@@ -86,7 +87,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
     lock = RunLock(Path(recipe.run.output_dir))
     try:
         with watching(recipe.engine.lost_rank_seconds, recipe.engine.timeout_minutes):
-            result = train_together(recipe, lock, resumes, advice_if_long)
+            result = train_together(recipe, lock, resumes)
             if says_next and layout.is_first():
                 print(f"Next: vcore-ds report {shlex.quote(str(result.folder))}", flush=True)
             return result
@@ -94,7 +95,7 @@ def train(recipe: Recipe, *, advice_if_long: str = "", says_next: bool = True) -
         lock.release()
 
 
-def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long: str) -> RunResult:
+def train_together(recipe: Recipe, lock: RunLock, resumes: bool) -> RunResult:
     """Run a recipe in the process group. A collective. `resumes`: whether this rank sees a run to resume."""
     console.notes.clear()
     settings = derive_plan_settings(recipe)
@@ -113,7 +114,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     trainer, non_finite = make_trainer(recipe, opened, engine, frozen_digest)
     passes = None if memory is None else derive_needed_passes(settings, memory.settings)
     throughput = build_throughput(recipe.model.path, passes)
-    log, facts = begin_folder(recipe, opened, lock, trainer, frozen_digest, description)
+    log, start = begin_folder(recipe, opened, lock, trainer, frozen_digest, description)
 
     run = Run(
         recipe.run,
@@ -122,11 +123,13 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
         Checkpoints(
             opened.checkpoints,
             recipe.checkpoint,
-            facts,
+            dump_recipe(recipe),
+            start,
             branch_step=opened.schedule.first_decay_step if opened.schedule.kind == "wsd" else None,
             probe_every=recipe.probe.every,
         ),
-        RunLog(log, throughput, advice_if_long),
+        log,
+        throughput,
         non_finite,
     )
     # After the steps a signal ends the process at once: the last checkpoint holds the final state.
@@ -141,7 +144,7 @@ def train_together(recipe: Recipe, lock: RunLock, resumes: bool, advice_if_long:
     if losses is None:
         losses = validate(trainer, run.data)
     export_folder = run_folder.export_folder(run.folder, is_adapter=has_adapters)
-    result = RunResult(run.folder, export_folder, facts.validation_losses_before, losses, last_step)
+    result = RunResult(run.folder, export_folder, start.validation_losses_before, losses, last_step)
     write_result(recipe, run, result, opened.reader.tokenizer)
     console.say(summarize(result, opened.reader.tokenizer))
     if layout.is_first():
@@ -320,9 +323,9 @@ def begin_folder(
     trainer: Trainer,
     frozen_digest: str | None,
     description: str,
-) -> tuple[MetricsLog | None, RunFacts]:
-    """Write what the run's folder begins with, and validate a new run; return the metrics log, on rank 0, and what all
-    checkpoints hold. A collective."""
+) -> tuple[MetricsLog | None, RunState]:
+    """Write what the run's folder begins with, and validate a new run; return the metrics log, on rank 0, and the state
+    of the run. A collective."""
     folder = Path(recipe.run.output_dir)
     if opened.resumes:
         set_aside_newer(opened.checkpoints, opened.num_done)
@@ -342,8 +345,18 @@ def begin_folder(
     if before:
         losses = ", ".join(f"{name} {loss:.4f}".strip() for name, loss in before.items())
         console.say(f"Held-out loss before training: {losses}")
-    digests, held_out_digest = list_data_digests(opened.data.feed), make_digest(opened.data.validation)
-    return log, RunFacts(dump_recipe(recipe), digests, held_out_digest, before, frozen_digest)
+    return log, RunState(
+        step=opened.num_done,
+        world_size=layout.size("job"),
+        num_updates=trainer.engine.num_updates,
+        shapes=list_shapes(trainer.engine),
+        direction=trainer.estimator.state(),
+        data_digests=list_data_digests(opened.data.feed),
+        validation_losses_before=before,
+        frozen_digest=frozen_digest,
+        held_out_loss=None,
+        held_out_digest=make_digest(opened.data.validation),
+    )
 
 
 def open_log(recipe: Recipe, opened: OpenedRun, description: str) -> MetricsLog:
@@ -370,8 +383,8 @@ def write_result(recipe: Recipe, run: Run, result: RunResult, tokenizer: PreTrai
     model = recipe.model.path
     card = run_on_first_rank(lambda: make_model_card(run.folder, model, recipe.method, recipe.data, kind))
     save_hugging_face(run.trainer.engine, tokenizer, model, result.export_folder, card=card)
-    if run.log.metrics is not None:
-        run.log.metrics.close()
+    if run.metrics_log is not None:
+        run.metrics_log.close()
 
 
 def summarize(result: RunResult, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,8 +11,7 @@ from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import device, num_local_ranks, total_memory_bytes
 from vcore_ds.distributed.process_group import run_first_rank_first, start_process_group
 from vcore_ds.engine.flat_shards import unsharded_gradient_bytes
-from vcore_ds.engine.parallel_weights import partition_experts
-from vcore_ds.engine.sharded_loading import load_sharded
+from vcore_ds.engine.sharded_loading import load_sharded, partition_experts
 from vcore_ds.engine.zero3 import Engine, build_optimizer
 from vcore_ds.models.causal_lm import TokenLossModel
 from vcore_ds.models.description import read_model
@@ -24,8 +23,7 @@ from vcore_ds.planning.memory import COALESCING_SHARE
 from vcore_ds.planning.settings import PlanSettings
 from vcore_ds.planning.time_model import CPU, H100
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import Estimator, ForwardMode, NoUtilities, why_not_fused
-from vcore_ds.utility.finite_difference import FiniteDifference
+from vcore_ds.utility.estimators import Estimator, FiniteDifference, ForwardMode, NoUtilities, why_not_fused
 
 if TYPE_CHECKING:
     from vcore_ds.models.megatron.model import ParallelTokenLossModel
@@ -73,7 +71,7 @@ def load_model(settings: PlanSettings, ds_config: dict) -> "TokenLossModel | Par
     model_settings, lora, say = settings.model, settings.lora, partial(print, flush=True)
     dtype = DTYPES[model_settings.precision]
     if model_settings.provider == "megatron":
-        from vcore_ds.engine.parallel_weights import load_parallel  # megatron-core takes seconds to import
+        from vcore_ds.engine.sharded_loading import load_parallel  # megatron-core takes seconds to import
 
         return load_parallel(
             model_settings.path,

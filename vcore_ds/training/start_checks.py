@@ -258,7 +258,7 @@ def differentiate_along_gradient(engine: Engine, estimator: ForwardMode, batch: 
     assert direction.norm is not None
     main = estimator.with_direction(direction)
     with engine.without_dropout(), engine.accumulation(1):
-        result = main.begin([batch])(0)
+        result = main.begin([batch]).run(0)
         assert result.utilities is not None
         engine.backward(0.0 * result.losses.sum())  # ZeRO-3 expects one after a forward with a graph
     return direction.norm**2, float(result.utilities.double().mean())
@@ -285,7 +285,7 @@ def check_approximation(
     (expected,) = compute_jvp_utilities(engine, exact, batches.main[:1])
     approximate, what, remedies = exact.with_rank(direction.rank, fp8_tangents=direction.fp8_tangents), [], []
     if direction.rank is not None:
-        what.append(f"probe.rank {direction.rank} keeps {approximate.measure_energy()['total']:.1%} of |v|^2")
+        what.append(f"probe.rank {direction.rank} keeps {approximate.measure_energy():.1%} of |v|^2")
         remedies.append(f"probe.rank to {2 * direction.rank} or null")
     if direction.fp8_tangents:
         what.append("tangents are in FP8")

@@ -14,7 +14,7 @@ from vcore_ds.engine.zero3 import Engine, NonFiniteLoss, count_globally, describ
 from vcore_ds.method.objective import sequence_shares, token_coefficients
 from vcore_ds.method.weights import Tokens, segment_sum, uniform_weights
 from vcore_ds.models.experts import measure_expert_load, reset_token_counts
-from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder, StepTotals
+from vcore_ds.training.step_metrics import MicroBatchResult, StepMetrics, StepRecorder
 from vcore_ds.training.weighting import (
     add_reference_log_probabilities,
     alpha_of_global_batch,
@@ -68,7 +68,7 @@ def train_step(
     reset_token_counts(engine.module)  # discards those of other passes
     with recorder.measuring("main"), engine.accumulation(len(main)):
         for k, batch in enumerate(main):
-            result = forward(k)
+            result = forward.run(k)
             tokens = batch.tokens(result.losses, result.utilities, result.statistics)
             # Line 5: weights.
             q = token_weights(method, tokens)
@@ -83,18 +83,18 @@ def train_step(
             engine.backward(loss.sum() if base_kl is None else loss.sum() + method.kl_weight * base_kl)
             losses = (weighted.detach().sum(), loss.detach().sum(), None if base_kl is None else base_kl.detach())
             recorder.add(MicroBatchResult(batch, tokens, q, shares, alpha, *losses))
-    totals = recorder.totals()
+    totals, moments = recorder.totals()
     if method.is_anchored:
-        measured["base_kl"] = totals.values["base_kl"]
+        measured["base_kl"] = totals["base_kl"]
     measured |= measure_expert_load(engine.module, layout.size("expert"))
-    check_finite(totals, recorder, main[0].sequence_parallel)
+    if totals["num_non_finite"] > 0:
+        sequences = describe_sequences(recorder.non_finite_sequence_ids(), main[0].sequence_parallel)
+        raise NonFiniteLoss(f"the loss is not finite; {sequences}")
 
     # Line 6: alpha of the global batch, known only now. The loss is linear in it: scaling the gradient is exact.
-    alpha_global = alpha_of_global_batch(
-        method, totals.values["loss"], totals.values["weighted_loss"], totals.utility_moments
-    )
+    alpha_global = alpha_of_global_batch(method, totals["loss"], totals["weighted_loss"], moments)
     if alpha_global is not None and alpha_global != 1.0:
-        engine.scale_gradient(alpha_global)
+        engine.shards.scale_gradient(alpha_global)
 
     # Line 7, second half: the update.
     with recorder.measuring("step"):
@@ -109,13 +109,6 @@ def mean_divergence(result: MainLosses, tokens: Tokens, shares: Tensor) -> Tenso
         return None
     uniform = uniform_weights(tokens.sequence_index, tokens.num_sequences, result.divergences.dtype)
     return (token_coefficients(uniform, tokens.sequence_index, shares) * result.divergences).sum()
-
-
-def check_finite(totals: StepTotals, recorder: StepRecorder, sequence_parallel: int) -> None:
-    """Raise NonFiniteLoss, on all ranks alike, if a loss or utility of the step is inf or NaN. A collective."""
-    if totals.values["num_non_finite"] > 0:
-        sequences = describe_sequences(recorder.non_finite_sequence_ids(), sequence_parallel)
-        raise NonFiniteLoss(f"the loss is not finite; {sequences}")
 
 
 def take_direction(

@@ -33,18 +33,19 @@ from vcore_ds.training.token_records import (
 
 
 def split_into_sequences(
-    batch: Batch, tokens: Tokens, weights: Tensor, *, shares: Tensor, uniform_shares: Tensor, alpha: Tensor | float
+    result: "MicroBatchResult", uniform_shares: Tensor, alpha: Tensor | float
 ) -> Iterator[SequenceTokens]:
-    """Yield the sequences of a micro-batch that have supervised tokens. Synchronises with the device. `weights`: `q`
-    `[N]`; `shares`, `uniform_shares`: `[num_sequences]`, see `SequenceTokens`; `alpha`: a scalar or
-    `[num_sequences]`."""
-    alphas = torch.as_tensor(alpha).double().cpu().expand(tokens.num_sequences).tolist()
+    """Yield the sequences of a micro-batch that have supervised tokens. Synchronises with the device.
+    `uniform_shares`: `[num_sequences]`, see `SequenceTokens`; `alpha`: a scalar or `[num_sequences]`."""
+    tokens = result.tokens
+    alphas = torch.as_tensor(alpha).double().cpu().expand(tokens.num_sequences)
+    columns = [values.double().tolist() for values in (result.shares, uniform_shares, alphas)]
     # Not strict: an idle batch has a sequence without an id.
-    values = zip(batch.sequence_ids, shares.double().tolist(), uniform_shares.double().tolist(), alphas, strict=False)
-    arrays = split_columns(batch, losses=tokens.losses, utilities=tokens.utilities, weights=weights)
-    for sequence_values, sequence_arrays in zip(values, arrays, strict=True):
-        if len(sequence_arrays["token_ids"]):
-            yield SequenceTokens(*sequence_values, **sequence_arrays)
+    values = zip(result.batch.sequence_ids, *columns, strict=False)
+    measured = {"losses": tokens.losses, "utilities": tokens.utilities, "weights": result.weights.weights}
+    for sequence_values, arrays in zip(values, split_columns(result.batch, **measured), strict=True):
+        if len(arrays["token_ids"]):
+            yield SequenceTokens(*sequence_values, **arrays)
 
 
 def split_columns(batch: Batch, **columns: Tensor | None) -> Iterator[dict[str, Any]]:
@@ -60,22 +61,6 @@ def split_columns(batch: Batch, **columns: Tensor | None) -> Iterator[dict[str, 
         yield fields | {"prompt_ids": prompt[-MOST_PROMPT_TOKENS:].int().numpy()}
 
 
-def record_tokens(
-    folder: Path,
-    step: int,
-    local: Sequence[SequenceTokens],
-    *,
-    sequence_parallel: int,
-    first_trusted_id: int | None,
-    seed: int,
-) -> None:
-    """Write the record of an optimizer step into the run's folder, on rank 0. A collective. `local`: this rank's
-    sequences of the main batch. `sequence_parallel`: size of a group, whose ranks hold the same sequences.
-    `first_trusted_id`: as in `TokenRecord`; `seed`: of the run."""
-    mark("token record")
-    write_or_warn(folder, gather_record(step, local, sequence_parallel, first_trusted_id, seed), "step")
-
-
 def write_or_warn(folder: Path, record: TokenRecord, kind: Kind) -> None:
     """Write a record into the run's folder, on rank 0. One that cannot be written is a warning: rank 0 must not exit
     while the others train."""
@@ -84,14 +69,16 @@ def write_or_warn(folder: Path, record: TokenRecord, kind: Kind) -> None:
     try:
         write_record(folder, record, kind)
     except OSError as error:
-        path = record_path(folder, record.step, kind)
-        console.warn(f"{path} cannot be written ({error.strerror}): the step has no such record")
+        console.warn(f"{record_path(folder, record.step, kind)} cannot be written ({error.strerror})")
 
 
 def gather_record(
     step: int, local: Sequence[SequenceTokens], sequence_parallel: int, first_trusted_id: int | None, seed: int
 ) -> TokenRecord:
-    """Gather the record on every rank, the same at any world size. A collective; see `record_tokens`."""
+    """Gather the record of an optimizer step on every rank, the same at any world size. A collective. `local`: this
+    rank's sequences of the main batch; `sequence_parallel`: size of a group, whose ranks hold the same sequences;
+    `first_trusted_id`: as in `TokenRecord`; `seed`: of the run."""
+    mark("token record")
     # Ranks of a sequence-parallel group hold the same sequences; one of them contributes.
     local = local if layout.rank("sequence", sequence_parallel) == 0 else []
     sizes = layout.gather_objects("shards", [(sequence.sequence_id, len(sequence)) for sequence in local])
@@ -128,16 +115,6 @@ class MicroBatchResult:
     base_kl: Tensor | None = None
     """Scalar, this micro-batch's part of the global batch's mean `KL(base || model)`, which `method.kl_weight` adds to
     the loss; None for methods without it."""
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """Totals of a step over all ranks and micro-batches, by their names in metrics.jsonl, losses normalised as the
-    recipe says; and `scaled_loss`, after the alphas of sequences or micro-batches, and `num_non_finite`, the sequences
-    with a loss or utility that is inf or NaN."""
-
-    values: Mapping[str, float]
-    utility_moments: Tensor  # `[5]` fp64, see `method.utility_moments`
 
 
 _MEANS = ("tau", "kl", "effective_sample_size", "total_weight")  # over sequences
@@ -223,8 +200,10 @@ class StepRecorder:
         if self._results is not None:
             self._results.append(result)
 
-    def totals(self) -> StepTotals:
-        """Sum the added micro-batches over all ranks. A collective."""
+    def totals(self) -> tuple[dict[str, float], Tensor]:
+        """Sum the added micro-batches over all ranks: totals by their names in metrics.jsonl, losses normalised as the
+        recipe says, with `scaled_loss`, after the alphas of sequences or micro-batches, and `num_non_finite`, the
+        sequences with a loss or utility that is inf or NaN; and `[5]` fp64, see `utility_moments`. A collective."""
         assert self._sums is not None  # a step has at least one micro-batch, idle or not
         sums = layout.sum_over("data", self._sums.tolist(), self._sequence_parallel)
         moments = torch.tensor(sums[len(self._names) :], dtype=torch.float64)
@@ -234,43 +213,29 @@ class StepRecorder:
         values |= {name: values[name] / max(float(moments[0]), 1.0) for name in _MEANS}
         values["num_saturated"] = int(values["num_saturated"])
         values |= {"utility_mean": mean, "utility_std": max(0.0, mean_square - mean**2) ** 0.5}
-        return StepTotals(values, moments)
+        return values, moments
 
     def non_finite_sequence_ids(self) -> list[int]:
         """List this rank's sequences with a loss or utility that is inf or NaN."""
         return [i for ids, finite in self._finite for i, ok in zip(ids, finite.tolist(), strict=False) if not ok]
 
-    def metrics(self, totals: StepTotals, alpha: float | None, **numbers: float | None) -> StepMetrics:
+    def metrics(self, totals: Mapping[str, float], alpha: float | None, **numbers: float | None) -> StepMetrics:
         """Make the metrics at the end of the step. `alpha`: of the global batch; None if sequences or micro-batches
         have separate ones. `numbers`: further metrics by name."""
         assert self._method is not None and self._counts is not None
         method, counts = self._method, self._counts
         seconds = self._now() - self._started
-        tokens = None
-        if self._results is not None:
-            tokens = [
-                sequence
-                for result in self._results
-                for sequence in split_into_sequences(
-                    result.batch,
-                    result.tokens,
-                    result.weights.weights,
-                    shares=result.shares,
-                    uniform_shares=sequence_shares(result.tokens.num_tokens(), counts, method.normalization),
-                    alpha=result.alpha if alpha is None else alpha,
-                )
-            ]
-        measured = totals.values
+        tokens: list[SequenceTokens] = []
+        for result in self._results or []:
+            uniform_shares = sequence_shares(result.tokens.num_tokens(), counts, method.normalization)
+            tokens += split_into_sequences(result, uniform_shares, result.alpha if alpha is None else alpha)
         if alpha is None:  # the alphas' effect on the loss
-            alpha = measured["scaled_loss"] / measured["weighted_loss"] if measured["weighted_loss"] else 1.0
-        left_out = () if method.uses_utilities else _OF_UTILITIES
+            alpha = totals["scaled_loss"] / totals["weighted_loss"] if totals["weighted_loss"] else 1.0
         values = {
-            **{key: value for key, value in measured.items() if key not in _NOT_WRITTEN},
-            **dict.fromkeys(left_out),
+            **{key: value for key, value in totals.items() if key not in _NOT_WRITTEN},
+            **dict.fromkeys(() if method.uses_utilities else _OF_UTILITIES),
             "alpha": alpha,
-            "probe_loss": None,
-            "probe_grad_norm": None,
-            "direction_energy": None,
+            **dict.fromkeys(("probe_loss", "probe_grad_norm", "direction_energy")),
             **numbers,
             "supervised_tokens": counts.num_supervised_tokens_global,
             "sequences": counts.num_sequences_global,
@@ -280,7 +245,7 @@ class StepRecorder:
             "peak_memory_bytes": peak_memory.process_bytes(),
             **{f"peak_memory_bytes_{name}": value for name, value in self._peak_bytes.items()},
         }
-        return StepMetrics(values, tokens)
+        return StepMetrics(values, None if self._results is None else tokens)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

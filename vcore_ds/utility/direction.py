@@ -2,8 +2,7 @@
 
 import copy
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -35,14 +34,11 @@ class Probe:
 
     loss: float  # nats, under the probe's weights
     gradient_norm: float  # 2-norm before clipping
-    energy: Mapping[str, float] | None = None  # see `Direction.measure_energy`; None for a full-rank direction
+    energy: float | None = None  # see `Direction.measure_energy`; None for a full-rank direction
 
     def as_metrics(self) -> dict[str, float | None]:
         """The values under their names in metrics.jsonl."""
-        values = {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm, "direction_energy": None}
-        for kind, share in (self.energy or {}).items():
-            values["direction_energy" if kind == "total" else f"direction_energy_{kind}"] = share
-        return values
+        return {"probe_loss": self.loss, "probe_grad_norm": self.gradient_norm, "direction_energy": self.energy}
 
 
 class Direction:
@@ -241,28 +237,21 @@ class Direction:
         other.rank, other.fp8_tangents, other._tangents = rank, fp8_tangents, None
         return other
 
-    def measure_energy(self) -> dict[str, float]:
-        """Measure the share of `|v|^2` that the low-rank approximation keeps: `total` over all parameters, and by kind
-        of matrix (the name of its module, such as `q_proj`, or of grouped experts' parameter). Requires kept shards,
-        except within `compute`. A collective."""
-        assert self.rank is not None
-        tangents, kept, full = self.low_rank_tangents(), defaultdict(list), defaultdict(list)
+    def measure_energy(self) -> float:
+        """Measure the share of `|v|^2` that the low-rank approximation keeps. Requires kept shards, except within
+        `compute`. A collective."""
+        tangents, kept, full = self.low_rank_tangents(), [], []
         zero = torch.zeros((), dtype=torch.float64, device=self._engine.device)
-        for name, parameter in self._engine.trainable:
+        for _, parameter in self._engine.trainable:
             # Factors are replicated over the ranks that shard a parameter, and some parameters over tensor-parallel
-            # ranks: one rank counts each. The others add zeros, so that all ranks sum the same kinds.
+            # ranks: one rank counts each.
             is_replica = layout.rank("tensor") > 0 and not getattr(parameter, "tensor_model_parallel", False)
-            kinds = ["total"]
-            if has_low_rank(parameter, self.rank):
-                kinds.append(name.removesuffix(".weight").rpartition(".")[2])
-            for kind in kinds:
-                full[kind].append(zero if is_replica else squared_norm(self.shard(parameter)))
-                is_counted = not is_replica and find_shard_group(parameter).rank == 0
-                kept[kind].append(squared_norm(tangents[id(parameter)]) if is_counted else zero)
-        sums = torch.stack([torch.stack(parts[kind]).sum() for parts in (kept, full) for kind in full])
-        totals = layout.sum_over("job", sums.tolist())
-        shares = zip(full, totals[: len(full)], totals[len(full) :], strict=True)
-        return {kind: part / total if total > 0 else 1.0 for kind, part, total in shares}
+            full.append(zero if is_replica else squared_norm(self.shard(parameter)))
+            is_counted = not is_replica and find_shard_group(parameter).rank == 0
+            kept.append(squared_norm(tangents[id(parameter)]) if is_counted else zero)
+        sums = [torch.stack(parts).sum() for parts in (kept, full)]
+        part, total = layout.sum_over("job", torch.stack(sums).tolist())
+        return part / total if total > 0 else 1.0
 
     def start_gather(self, group: int) -> list["ShardGroupGather"]:
         """Start the all-gather of one group; `finish_gather` waits for it. A collective."""

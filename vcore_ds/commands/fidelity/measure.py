@@ -47,8 +47,13 @@ from vcore_ds.training.start_screen import describe_data, describe_method, descr
 from vcore_ds.training.step import take_direction
 from vcore_ds.training.weighting import token_weights
 from vcore_ds.utility.direction import Direction
-from vcore_ds.utility.estimators import compute_jvp_utilities, compute_losses
-from vcore_ds.utility.finite_difference import choose_epsilon, compute_perturbed_losses, signal_to_noise
+from vcore_ds.utility.estimators import (
+    choose_epsilon,
+    compute_jvp_utilities,
+    compute_losses,
+    compute_perturbed_losses,
+    signal_to_noise,
+)
 from vcore_ds.utility.forward_mode import compute_losses_and_utilities, forward_mode
 
 DEFAULT_KL_BUDGET = 0.05  # nats; for the weights of a recipe whose method has no utilities
@@ -227,7 +232,7 @@ class Bench:
         full = self.jvp()
         for rank in sorted(ranks):
             low_rank = self.direction.with_rank(rank)
-            energy, agreement = low_rank.measure_energy()["total"], self.agreement(self.jvp(low_rank), full)
+            energy, agreement = low_rank.measure_energy(), self.agreement(self.jvp(low_rank), full)
             self.say(f"direction of rank {rank}: Spearman {reports.show(agreement.spearman)}")
             yield reports.LowRankDirection(rank, energy, agreement)
 

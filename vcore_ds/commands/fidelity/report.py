@@ -40,7 +40,7 @@ class Estimate:
     agreement: Agreement
     changed_fraction: float | None = None  # share of the trainable parameters that the perturbation changed
     signal_to_noise: float | None = None
-    """Of the loss change before it is divided by epsilon: `utility.finite_difference.signal_to_noise`."""
+    """Of the loss change before it is divided by epsilon: `utility.estimators.signal_to_noise`."""
     of_recipe: bool = False
 
 

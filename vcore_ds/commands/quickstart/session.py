@@ -26,11 +26,6 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 DATA = REPOSITORY / "runs" / "quickstart_data"
 RECIPE = SHIPPED_RECIPES / "quickstart.yaml"
 SCRIPT = "launch_scripts/quickstart.sh"
-SHORTER = (
-    "Shorter: schedule.num_steps=3 takes fewer steps; data.cutoff_length=208 and batch.global_size=2 make each smaller "
-    f"(Ctrl-C, then bash {SCRIPT} with any of them)"
-)
-"""Advice for a slow machine."""
 OWN_CUTOFF_LENGTH = 2_048  # data.cutoff_length for the user's data, in tokens
 MOST_HELD_OUT = 16  # most rows of the user's file that are held out; a tenth of a small file
 
