@@ -13,7 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from tests.helpers import step_runs, tiny
 from tests.helpers.allocations import Allocations
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import IS_SOAK, soak
+from tests.helpers.soak import IS_SOAK
 from vcore_ds.common.errors import UserError
 from vcore_ds.data.batches import StepBatches, collate
 from vcore_ds.data.tokenization import TokenizedSequence
@@ -67,20 +67,7 @@ PASSES = {
     "MoE model, bf16, checkpointed": Pass(moe_kind="deepseek_v3", precision="bf16", checkpointing=True),
     "lora, tied, packed, 2 sequence-parallel ranks": Pass(lora=True, tied=True, packed=True, sequence_parallel=2),
     "lora, bf16, checkpointed": Pass(lora=True, precision="bf16", checkpointing=True),
-} | soak(
-    {
-        "full": Pass(),
-        "full, checkpointed": Pass(checkpointing=True),
-        "full, bf16": Pass(precision="bf16"),
-        "lora": Pass(lora=True),
-        "full, tied, packed": Pass(tied=True, packed=True),
-        "full, packed, 2 sequence-parallel ranks": Pass(packed=True, sequence_parallel=2),
-        "full, bf16, checkpointed": Pass(precision="bf16", checkpointing=True),
-        "lora, checkpointed, 2 sequence-parallel ranks": Pass(lora=True, checkpointing=True, sequence_parallel=2),
-        "lora, checkpointed, packed": Pass(lora=True, checkpointing=True, packed=True),
-        "lora, bf16": Pass(lora=True, precision="bf16"),
-    }
-)
+}
 
 
 def run_main_pass(case: Pass, fused: bool) -> dict[str, Any]:

@@ -4,19 +4,26 @@ Two ranks are a tensor-parallel group. ZeRO-3 shards over two such pairs, which 
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from tests.helpers import step_runs
+from tests.dist.test_fused import Pass, assert_fused_equals_separate, measure_peaks, run_both_passes
+from tests.dist.test_memory import SIZES as MEMORY_SIZES
+from tests.dist.test_memory import assert_peaks, assert_persistent_bytes, make_recipe, make_settings, measure
+from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import soak
 from vcore_ds.commands.plan.step_cost import StepModel
 from vcore_ds.distributed import layout
+from vcore_ds.models.architecture_check import count_parameters
+from vcore_ds.models.description import read_model
 from vcore_ds.planning.hardware import GPUS, Cluster
+from vcore_ds.planning.memory import estimate_memory
 from vcore_ds.planning.model_shape import ModelShape
-from vcore_ds.planning.passes import StepPasses, parameter_counts
+from vcore_ds.planning.passes import ParameterCounts, StepPasses, parameter_counts
 from vcore_ds.planning.settings import MemorySettings
 
 pytestmark = pytest.mark.dist
@@ -62,47 +69,18 @@ CASES = {
         sequence_parallel=(2, 1), packed=True, checkpointing=True, sections=make_sections(**SEPARATE)
     ),
     "norms of a kernel, checkpointed": Case(kernel_norm=True, checkpointing=True, sections=make_sections()),
-} | soak(
-    {
-        "base measure and probe loss dft, ranks without sequences": Case(
-            num_main=5,
-            num_probe=1,
-            sections=make_sections(method={"kl_budget": 0.1, "base_measure": "dft"}, probe={"loss": "dft"}),
-        ),
-        "clipped, offloaded optimizer": Case(sections=make_sections(clipping=0.1), config=OFFLOAD),
-        "sft, packed": Case(packed=True, sections=make_sections(method={"name": "sft"})),
-        "dft": Case(sections=make_sections(method={"name": "dft"})),
-        "deft": Case(sections=make_sections(method={"name": "deft"})),
-        "random, packed": Case(packed=True, sections=make_sections(method={"name": "random", "keep_share": 0.4})),
-        "iw_sft, packed": Case(packed=True, sections=make_sections(**IW_SFT)),
-        "jvp": Case(sections=make_sections()),
-        "jvp, separate passes, tied, checkpointed": Case(
-            tied=True, checkpointing=True, sections=make_sections(**SEPARATE)
-        ),
-        "jvp, padded vocabulary, packed": Case(vocabulary=121, packed=True, sections=make_sections()),
-        "finite difference": Case(sections=make_sections(**FINITE_DIFFERENCE)),
-        "clipped": Case(sections=make_sections(clipping=0.1, probe={"clip": 0.1})),
-        "sequences and batch": Case(num_main=7, without_tokens=(2,), sections=make_sections(method=BATCH_WIDE)),
-        "sequence-parallel": Case(sequence_parallel=(2, 2), sections=make_sections()),
-        "norms of a kernel, packed": Case(kernel_norm=True, packed=True, sections=make_sections()),
-        "norms of a kernel, separate passes, checkpointed": Case(
-            kernel_norm=True, checkpointing=True, sections=make_sections(**SEPARATE)
-        ),
-    }
-)
+}
 FOUR_RANK_CASE = Case(
     tensor=4, num_kv_heads=4, vocabulary=122, packed=True, checkpointing=True, sections=make_sections()
 )
-BF16_CASES = {
-    "jvp": Case(sections=make_sections(**BF16)),
-} | soak(
-    {
-        "sft, packed": Case(packed=True, sections=make_sections(method={"name": "sft"}, **BF16)),
-        "jvp, separate passes, tied, checkpointed": Case(
-            tied=True, checkpointing=True, sections=make_sections(**SEPARATE, **BF16)
-        ),
-    }
-)
+BF16_CASE = Case(sections=make_sections(**BF16))
+PASSES = {
+    "full, tied, checkpointed, packed": Pass(tied=True, checkpointing=True, packed=True, tensor=2),
+    "bf16, checkpointed": Pass(precision="bf16", checkpointing=True, tensor=2),
+}
+MEASURED_PASS = Pass(checkpointing=True, kernel_norm=True, precision="bf16", tensor=2)
+"""Pass whose memory is measured; its sizes below make a rank's shard of a layer as large as in `test_fused`."""
+MEMORY_CASE = ("bf16", False, True)  # precision, adapters, activation checkpoints
 SIZES = dict(
     hidden_size=32,
     intermediate_size=64,
@@ -153,9 +131,12 @@ class Results:
     """Deviations on one rank, by quantity."""
 
     cases: dict[str, dict[str, float]]
-    bf16: dict[str, tuple[dict[str, float], dict[str, float]]]
+    bf16: tuple[dict[str, float], dict[str, float]]
     """With Hugging Face's layers, and with parallel layers."""
     rounding: dict[str, float]
+    memory: dict[str, Any]
+    """Bytes of a rank, see `test_memory.measure`."""
+    parameters: ParameterCounts
     four_ranks: dict[str, float]
     """With every layer sharded over all four ranks."""
 
@@ -167,19 +148,24 @@ class Layers:
     architectures: dict[str, dict[str, float]]
     exchanged: tuple[dict[str, list[int]], int, int]
     exchanged_checkpointed: tuple[dict[str, list[int]], int, int]
+    passes: dict[str, dict[bool, dict[str, Any]]]
+    """Of `PASSES`, see `test_fused.run_both_passes`."""
+    peaks: dict[str, int]
 
 
-def run_all() -> Results:
+def run_all(folder: str) -> Results:
     from tests.helpers import megatron  # only here: megatron-core takes seconds to import
 
-    bf16_alone = {name: run_case(case) for name, case in BF16_CASES.items()}
+    bf16_alone = run_case(BF16_CASE)
     layout.arrange(tensor=2)
     layout.make_sequence_groups([2])
     cases = {name: run_case(replace(case, tensor=2)) for name, case in CASES.items()}
-    bf16 = {name: (bf16_alone[name], run_case(replace(case, tensor=2))) for name, case in BF16_CASES.items()}
+    bf16 = (bf16_alone, run_case(replace(BF16_CASE, tensor=2)))
     rounding = megatron.measure_stochastic_rounding()
+    recipe = make_recipe(folder, *MEMORY_CASE, tensor=2)
+    memory, parameters = measure(recipe), count_parameters(recipe.model.path, recipe.lora, 2)
     layout.arrange(tensor=4)
-    return Results(cases, bf16, rounding, run_case(FOUR_RANK_CASE))
+    return Results(cases, bf16, rounding, memory, parameters, run_case(FOUR_RANK_CASE))
 
 
 def compare_layers() -> Layers:
@@ -190,12 +176,22 @@ def compare_layers() -> Layers:
         name: megatron.compare_with_hugging_face(config, **options) for name, (config, options) in ARCHITECTURES.items()
     }
     exchanged = [megatron.count_exchanged_elements(**options) for options in EXCHANGED.values()]
-    return Layers(architectures, *exchanged)
+    passes = {name: run_both_passes(case) for name, case in PASSES.items()}
+    peaks = measure_peaks(MEASURED_PASS, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
+    return Layers(architectures, *exchanged, passes, peaks)
 
 
 @pytest.fixture(scope="module")
-def results() -> list[Results]:
-    return run_ranks(run_all, 4)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model whose memory is measured."""
+    path = tmp_path_factory.mktemp("memory")
+    tiny.qwen3(**MEMORY_SIZES).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[Results]:
+    return run_ranks(run_all, 4, str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -264,11 +260,10 @@ def test_a_plan_counts_the_exchanges_of_a_pass(layers, name: str):
         assert traffic.inside == 4 * sum(phase_numels) / 2  # half of the numbers stay on the rank
 
 
-@pytest.mark.parametrize("name", BF16_CASES)
-def test_bf16_is_about_as_close_to_the_reference_as_with_hugging_faces_layers(results, name):
+def test_bf16_is_about_as_close_to_the_reference_as_with_hugging_faces_layers(results):
     """The oracle computes in fp32, from the same weights."""
     for result in results:
-        alone, parallel = result.bf16[name]
+        alone, parallel = result.bf16
         print(f"alone {alone}\nparallel {parallel}")
         assert parallel["drift"] == 0
         for quantity in ("utilities", "weights", "gradient", "parameters"):
@@ -285,3 +280,25 @@ def test_stochastic_rounding_is_equal_on_replicas(results):
         assert (rounding["masters"], rounding["perturbed"], rounding["losses"]) == (0, 0, 0)
         assert rounding["changed"] > 0.1
     assert sum(result.rounding["changed replicas"] for result in results) > 0
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_fused_forward_equals_two_separate_ones(layers, name: str) -> None:
+    assert_fused_equals_separate([result.passes[name] for result in layers], PASSES[name].precision)
+
+
+def test_a_fused_pass_takes_at_most_five_percent_more_memory(layers) -> None:
+    for result in layers:
+        print(result.peaks, result.peaks["fused"] / result.peaks["plain"])
+        assert result.peaks["fused"] <= 1.05 * result.peaks["plain"]
+
+
+def test_the_memory_of_a_shard_of_the_layers_is_estimated(results, folder: Path) -> None:
+    """Two tensor-parallel groups of two ranks: parameters, persistent bytes within 2%, peaks within 20%."""
+    shape = read_model(str(folder)).shape.take_tensor_shard(2)
+    settings = replace(make_settings(*MEMORY_CASE), tensor=2)
+    difference = estimate_memory(shape, replace(settings, estimator="finite_difference"))
+    for result in results:
+        assert result.parameters == parameter_counts(shape, settings.adapters)
+        assert_persistent_bytes(estimate_memory(shape, settings).persistent, result.memory["vcore"])
+        assert_peaks(estimate_memory(shape, settings), difference, result.memory)

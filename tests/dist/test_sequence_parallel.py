@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import step_runs, tiny
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import soak
 from tests.unit.test_attention import CONFIGS
 from vcore_ds.data.batches import IGNORED_LABEL, Batch, StepBatches
 from vcore_ds.distributed import layout
@@ -84,43 +83,7 @@ CASES = {
         sequence_parallel=(2, 1), lora=True, sections={"method": {"name": "asft"}, "lora": {"rank": 4, "alpha": 8}}
     ),
     "eaft, packed": Case(sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "eaft"}}),
-} | soak(
-    {
-        "2 and 4, full": Case(sequence_parallel=(2, 4)),
-        "adam, variance alpha, clipped, one probe for two steps": Case(
-            sequence_parallel=(2, 4),
-            packed=True,
-            probe_every=2,
-            sections={
-                "method": {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None},
-                "probe": {"direction": "adam", "clip": 1.0},
-            },
-        ),
-        "random": Case(
-            sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "random", "keep_share": 0.4}}
-        ),
-        "2 and 2, packed, separate passes": Case(
-            sequence_parallel=(2, 2), packed=True, checkpointing=True, sections={"utility": {"fused": False}}
-        ),
-        "4 and 2, packed, tied, checkpointed": Case(
-            sequence_parallel=(4, 2), packed=True, tied=True, checkpointing=True
-        ),
-        "1 and 4, lora": Case(sequence_parallel=(1, 4), lora=True),
-        "finite difference, 2 and 4, packed": Case(sequence_parallel=(2, 4), packed=True, sections=FINITE_DIFFERENCE),
-        "sequences and batch, 2 and 4, packed": Case(
-            sequence_parallel=(2, 4), packed=True, num_main=7, sections={"method": BATCH_WIDE, **SGD}
-        ),
-        "base measure and probe loss dft": Case(
-            sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft"}, **SGD}
-        ),
-        "direction adam, 4": Case(sequence_parallel=(4, 1), sections={"probe": {"direction": "adam"}}),
-        "ranks without targets": Case(sequence_parallel=(4, 2), without_tokens=(1, 3, 5, 7)),
-        "sft, token normalization": Case(
-            sequence_parallel=(2, 1), packed=True, sections={"method": {"name": "sft", "normalization": "token"}}
-        ),
-        "dft": Case(sequence_parallel=(4, 1), packed=True, sections={"method": {"name": "dft"}}),
-    }
-)
+}
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 from tests.helpers import step_runs
 from tests.helpers.parity import Case, assert_parity, run_case
 from tests.helpers.ranks import run_ranks
-from tests.helpers.soak import soak
 
 pytestmark = pytest.mark.dist
 
@@ -76,45 +75,7 @@ CASES = {
     "a rank without probe sequences, an idle micro-batch, alpha without a cap": Case(
         num_probe=1, num_main=5, sections={"method": {"kl_budget": 0.05, "alpha_cap": None}}
     ),
-} | soak(
-    {
-        "token normalization, fixed temperature": Case(
-            sections={"method": {"temperature": 0.7, "normalization": "token", "alpha_cap": None}}
-        ),
-        "alpha none, clipped": Case(
-            sections={
-                "method": {"kl_budget": 0.3, "alpha": "none"},
-                "optimizer": {"learning_rate": step_runs.LEARNING_RATE, "gradient_clipping": 0.1},
-            }
-        ),
-        "base measure and probe loss dft": Case(
-            sections={"method": {"kl_budget": 0.1, "base_measure": "dft"}, "probe": {"loss": "dft", "clip": 1.0}}
-        ),
-        "alpha effective sample size, lora": Case(
-            lora=True, sections={"method": {"kl_budget": 0.3, "alpha": "effective_sample_size"}}
-        ),
-        "full, checkpointed, separate passes": Case(checkpointing=True, coalesce=True, sections=SEPARATE),
-        "MoE model, lora on experts": Case(moe_kind="deepseek_v3", lora=True),
-        "full, tied, separate passes": Case(tied=True, persistence_threshold=100_000, sections=SEPARATE),
-        "lora": Case(lora=True, coalesce=True),
-        "lora, tied, checkpointed": Case(lora=True, tied=True, checkpointing=True, persistence_threshold=100_000),
-        "lora, checkpointed, merged passes": Case(
-            lora=True, checkpointing=True, batches_per_utility_pass=2, sections=SEPARATE
-        ),
-        "MoE model, checkpointed, separate passes": Case(moe_kind="deepseek_v3", checkpointing=True, sections=SEPARATE),
-        "finite difference, lora, checkpointed": Case(lora=True, checkpointing=True, sections=FINITE_DIFFERENCE),
-        "sgd": Case(sections=SGD),
-        "sft, token normalization": Case(sections={"method": {"name": "sft", "normalization": "token"}}),
-        "alpha variance": Case(sections={"method": {"kl_budget": 0.3, "alpha": "variance", "alpha_cap": None}}),
-        "direction adam": Case(sections={"probe": {"direction": "adam", "clip": 1.0}}),
-        "base measure dft, fixed temperature, checkpointed": Case(
-            checkpointing=True,
-            sections={"method": {"temperature": 0.7, "base_measure": "dft", "alpha": "none"}},
-        ),
-        "sequences and batch, finite difference": Case(sections={"method": BATCH_WIDE, **FINITE_DIFFERENCE, **SGD}),
-        "a rank without supervised tokens": Case(without_tokens=(1, 3, 5, 7)),
-    }
-)
+}
 
 
 def run_all_cases() -> dict[str, dict[str, float]]:

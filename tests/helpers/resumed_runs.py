@@ -85,9 +85,10 @@ def train(recipe: Recipe) -> Path:
     return folder
 
 
-def run_to_end(recipe: Recipe) -> Path:
-    """Run to the last step, from the beginning or resumed; returns the run's folder."""
-    with saving_after([], stop=False):
+def run_to_end(recipe: Recipe, *saved: int) -> Path:
+    """Run to the last step, from the beginning or resumed, and also save after each of `saved`; returns the run's
+    folder."""
+    with saving_after(saved, stop=False):
         return train(recipe)
 
 
