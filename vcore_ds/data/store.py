@@ -11,9 +11,9 @@ A store is a folder, written once by one process:
 
 import hashlib
 import json
-import logging
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,14 +21,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from vcore_ds.common.errors import UserError, first_line
-from vcore_ds.common.imports import without_compiler
 from vcore_ds.common.paths import parse_json, reading, write_atomically
 from vcore_ds.data.conversations import check_tokenizer
 from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from transformers import PreTrainedTokenizerBase
 
 MANIFEST = "manifest.json"
@@ -39,12 +36,13 @@ COPY_AGAIN = f"copy the whole folder again, or {REMEDY}"
 
 SUPERVISED, IN_ANSWER = 1, 2  # bits of a mark
 
-_INDEX_HEADER_BYTES = 34  # of megatron-core's index; then lengths (int32), places (int64), documents (int64)
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Of megatron-core's index: magic, version, type, numbers of sequences and documents (and one). Then lengths (int32),
+places in bytes (int64), first sequences of the documents (int64)."""
+_TYPE_CODES = {"tokens": (np.int32, 4), "marks": (np.uint8, 1)}
 
 _DIGESTED = ("tokens.idx", "tokens.bin", "marks.bin")
 """Files with the tokens, the lengths (index) and the supervision."""
-
-_LARGE_BYTES = 10**9  # checksums of larger stores take seconds, so they are announced
 
 _File = Literal["tokens.idx", "tokens.bin", "marks.bin", "marks.idx", "sequence_id.npy", "num_supervised_tokens.npy"]
 _Count = Annotated[int, Field(ge=1)]
@@ -79,7 +77,6 @@ class _Manifest(_Entries):
     tokenizer: _Tokenizer
     digest: str
     sha256: Annotated[dict[_File, str], Field(min_length=6)]
-    files: Annotated[dict[_File, int], Field(min_length=6)]
     counts: _Counts = _Counts()
     filters: dict[str, Any] = {}
 
@@ -98,40 +95,39 @@ class TokenStore(TokenizedSequences):
         cutoff_length: int | None = None,
         vocabulary_size: int | None = None,
     ) -> None:
-        """Check the sizes of the files (`check_contents` checks their contents), that the store was made with
-        `tokenizer` and its template, and that it fits `cutoff_length` in tokens and `vocabulary_size`, rows of the
-        model's input embedding. Raises UserError."""
+        """Check the manifest's sums (`check_contents` checks the contents), that the store was made with `tokenizer`
+        and its template, and that it fits `cutoff_length` in tokens and `vocabulary_size`, rows of the model's input
+        embedding. Raises UserError."""
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
+        longest, largest = self.manifest["max_length"], self.manifest["max_token_id"]
         if tokenizer is not None:
             self._check_tokenizer(tokenizer)
-        if cutoff_length is not None and self.manifest["max_length"] > cutoff_length:
+        if cutoff_length is not None and longest > cutoff_length:
             raise UserError(
-                f"{self.folder}: found sequences of up to {self.manifest['max_length']:,} tokens, expected at most "
-                f"{cutoff_length:,} (data.cutoff_length); raise it to {self.manifest['max_length']}, or {REMEDY} "
-                f"and --cutoff-length {cutoff_length}"
+                f"{self.folder}: found sequences of up to {longest:,} tokens, expected at most {cutoff_length:,} "
+                f"(data.cutoff_length); raise it to {longest}, or {REMEDY} and --cutoff-length {cutoff_length}"
             )
-        self._open_files()
-        if vocabulary_size is not None and (largest := self.manifest["max_token_id"]) >= vocabulary_size:
+        if vocabulary_size is not None and largest >= vocabulary_size:
             raise UserError(
                 f"{self.folder}: found token ids up to {largest:,}, expected ids below {vocabulary_size:,}, the "
-                "vocab_size of the model (model.path, config.json): the tokenizer has tokens that the model has no "
-                "embedding for; take the tokenizer that belongs to the model, or add rows to its embeddings, then "
-                f"{REMEDY}"
+                "vocab_size of the model (model.path, config.json), which has no embeddings for them; take the model's "
+                f"tokenizer, or add rows to its embeddings, then {REMEDY}"
             )
+        self._open_files()
 
     def _open_files(self) -> None:
         """Map the files. Raises UserError if they cannot be read, or contradict the manifest."""
         folder, number = self.folder, self.manifest["num_sequences"]
         try:
             # Not by megatron-core, whose import takes a second: sequences follow each other, so lengths are enough.
-            self.lengths = np.fromfile(folder / "tokens.idx", np.int32, number, offset=_INDEX_HEADER_BYTES)
+            self.lengths = np.fromfile(folder / "tokens.idx", np.int32, number, offset=_INDEX_HEADER.size)
             self._ends = self.lengths.cumsum(dtype=np.int64)
             self._tokens = np.memmap(folder / "tokens.bin", np.int32, "r")
             self._marks = np.memmap(folder / "marks.bin", np.uint8, "r")
-            self.sequence_ids: np.ndarray = np.load(folder / "sequence_id.npy", mmap_mode="r")
+            self.sequence_ids = np.load(folder / "sequence_id.npy", mmap_mode="r")
             self.num_supervised_tokens: np.ndarray = np.load(folder / "num_supervised_tokens.npy", mmap_mode="r")
-            found = {
+            sums = {
                 "num_sequences": {len(self.lengths), len(self.sequence_ids), len(self.num_supervised_tokens)},
                 "num_tokens": {len(self._tokens), len(self._marks), int(self._ends[-1])},
                 "max_length": {int(self.lengths.max())},
@@ -139,7 +135,7 @@ class TokenStore(TokenizedSequences):
             }
         except Exception as error:  # of any class: numpy evaluates the header of an array as Python
             raise UserError(f"{folder}: cannot be read ({first_line(error)}); {COPY_AGAIN}") from None
-        for key, values in found.items():
+        for key, values in sums.items():
             if values != {self.manifest[key]} or self.lengths.min() < 1:
                 raise UserError(
                     f"{folder}: damaged, or of different stores: found {key} {', '.join(map(str, sorted(values)))}, "
@@ -160,28 +156,20 @@ class TokenStore(TokenizedSequences):
     def count_dropped_rows(self) -> tuple[int | None, dict[str, int]]:
         """Number of rows read to make the store (None if unknown), and of rows dropped for each reason."""
         counts = self.manifest.get("counts", {})
-        malformed = {"malformed": counts["malformed"]} if counts.get("malformed") else {}
-        return counts.get("rows"), malformed | counts.get("dropped", {})
+        return counts.get("rows"), _count_dropped(counts)
 
     def describe(self) -> str:
         """Describe the amount of data, each rule that dropped rows, and each observation, in a line each."""
         manifest, counts = self.manifest, self.manifest.get("counts", {})
-        num_rows, dropped = self.count_dropped_rows()
-        rows_read = f" of {num_rows:,} rows" if num_rows is not None else ""
+        rows_read = f" of {counts['rows']:,} rows" if "rows" in counts else ""
         lines = [
             f"{len(self):,}{rows_read} kept: {manifest['num_tokens']:,} tokens, "
             f"{manifest['num_supervised_tokens']:,} of them supervised; "
             f"{manifest['num_tokens'] / len(self):,.0f} tokens a sequence, up to {manifest['max_length']:,}"
         ]
-        lines += [f"{number:,} dropped: {rule}" for rule, number in dropped.items()]
-        lines += [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
-        lines += counts.get("reading", [])
-        return "\n".join(lines)
+        return "\n".join([*lines, *describe_counts(counts)])
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def read_sequence(self, i: int) -> TokenizedSequence:
+    def __getitem__(self, i: int) -> TokenizedSequence:
         place = slice(self._ends[i] - self.lengths[i], self._ends[i])
         marks = self._marks[place]
         return TokenizedSequence(
@@ -190,9 +178,6 @@ class TokenStore(TokenizedSequences):
             supervised=(marks & SUPERVISED).astype(np.bool_),
             in_answer=(marks & IN_ANSWER).astype(np.bool_),
         )
-
-    def __iter__(self) -> Iterator[TokenizedSequence]:
-        return (self[i] for i in range(len(self)))
 
     def _check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         check_tokenizer(tokenizer)
@@ -209,26 +194,28 @@ class TokenStore(TokenizedSequences):
                 )
 
 
+def describe_counts(counts: Mapping[str, Any]) -> list[str]:
+    """Describe the rows that were dropped, what was noticed of others, and how they were read: a manifest's counts."""
+    dropped = [f"{number:,} dropped: {rule}" for rule, number in _count_dropped(counts).items()]
+    noticed = [f"{number:,} {what}" for what, number in counts.get("noticed", {}).items()]
+    return [*dropped, *noticed, *counts.get("reading", [])]
+
+
+def _count_dropped(counts: Mapping[str, Any]) -> dict[str, int]:
+    malformed = {"malformed": counts["malformed"]} if counts.get("malformed") else {}
+    return malformed | counts.get("dropped", {})
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest, and the sizes of the files. Raises UserError if there is no store, or it is damaged,
-    of another version, or cannot be read."""
-    with reading("", folder, "a token store that can be read"):
-        return _read_manifest(folder)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Read and check the manifest. Raises UserError if there is no store, or it is damaged, of another version, or
+    cannot be read."""
     path = folder / MANIFEST
-    if not path.is_file():
-        where = "" if folder.is_dir() else f" (working directory {Path.cwd()})"
-        raise UserError(f"{folder}: found no {MANIFEST} there{where}; expected a token store; {REMEDY}")
-    checked = parse_json(path.read_bytes(), _MANIFEST, str(path), "the manifest of a token store", COPY_AGAIN)
-    manifest = checked.model_dump(exclude_unset=True)
-    for name, expected in manifest["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != expected:
-            found = "no such file" if size is None else f"{size:,} bytes"
-            raise UserError(f"{folder / name}: found {found}, expected {expected:,} bytes ({MANIFEST}); {COPY_AGAIN}")
-    return manifest
+    with reading("", folder, "a token store that can be read"):
+        if not path.is_file():
+            where = "" if folder.is_dir() else f" (working directory {Path.cwd()})"
+            raise UserError(f"{folder}: found no {MANIFEST} there{where}; expected a token store; {REMEDY}")
+        checked = parse_json(path.read_bytes(), _MANIFEST, str(path), "the manifest of a token store", COPY_AGAIN)
+    return checked.model_dump(exclude_unset=True)
 
 
 def check_supervision(folder: Path, supervise: str) -> None:
@@ -242,52 +229,39 @@ def check_supervision(folder: Path, supervise: str) -> None:
         )
 
 
-def hash_files(folder: Path) -> dict[str, str]:
-    """Compute the SHA-256 of every file in the folder but the manifest, by name."""
-    return {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
-
-
-def combine_hashes(hashes: dict[str, str]) -> str:
-    """Compute the SHA-256 of tokens and supervision from the hashes of the files."""
-    return hashlib.sha256(b"".join(bytes.fromhex(hashes[name]) for name in _DIGESTED)).hexdigest()
-
-
-def check_contents(folder: Path, cache_folder: Path, say: Callable[[str], None] = print) -> None:
+def check_contents(folder: Path, cache_folder: Path) -> None:
     """Compare the files' checksums with the manifest (a second per GB), once for each state (size, mtime, inode) of the
-    files: an empty file in `cache_folder`, named by a hash of manifest and state, records it. Raises UserError if a
-    file was replaced or damaged, or cannot be read."""
+    files: an empty file in `cache_folder`, named by a hash of manifest and state, records it where it can be written.
+    Raises UserError if a file was replaced or damaged, or cannot be read."""
     manifest = read_manifest(folder)
-    mark = cache_folder / "verified" / _hash_state(folder, manifest)
-    if mark.is_file():
-        return
-    num_bytes = sum(manifest["files"].values())
-    if num_bytes >= _LARGE_BYTES:
-        say(f"Data: {folder}: computing the checksums of {num_bytes / 1e9:.1f} GB, once")
+    expected = manifest["sha256"]
     with reading("", folder, "a token store that can be read"):
-        hashes = {name: _sha256(folder / name) for name in manifest["sha256"]}
-    damaged = [name for name, found in hashes.items() if found != manifest["sha256"][name]]
-    if damaged or combine_hashes(hashes) != manifest["digest"]:
+        stats = [(folder / name).stat() for name in expected]
+        state = [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats]
+        text = json.dumps([str(folder.resolve()), manifest, state], sort_keys=True)
+        mark = cache_folder / "verified" / hashlib.sha256(text.encode()).hexdigest()[:32]
+        if mark.is_file():
+            return
+        hashes = {name: _sha256(folder / name) for name in expected}
+    damaged = [name for name in expected if hashes[name] != expected[name]]
+    if damaged or _combine_hashes(hashes) != manifest["digest"]:
         raise UserError(
-            f"{folder / (damaged or [MANIFEST])[0]}: damaged, or of another store: its size is right, its SHA-256 is "
-            f"not; {COPY_AGAIN}"
+            f"{folder / (damaged or [MANIFEST])[0]}: damaged, or of another store: its SHA-256 is not that of the "
+            f"manifest; {COPY_AGAIN}"
         )
-    try:
+    with suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    except OSError:
-        say(f"Data: {folder}: the next run computes its checksums again: {cache_folder} cannot be written to")
-
-
-def _hash_state(folder: Path, manifest: dict[str, Any]) -> str:
-    stats = {name: (folder / name).stat() for name in manifest["files"]}
-    states = {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
-    text = json.dumps([str(folder.resolve()), manifest, states], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _combine_hashes(hashes: Mapping[str, str]) -> str:
+    """Compute the SHA-256 of tokens and supervision from the hashes of the files."""
+    return hashlib.sha256(b"".join(bytes.fromhex(hashes[name]) for name in _DIGESTED)).hexdigest()
 
 
 def write_store(
@@ -310,33 +284,36 @@ def write_store(
 def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[TokenizedSequence]) -> dict[str, Any]:
     """Write all files but the manifest into `unfinished`; return the manifest's entries about them. `folder`: the
     store, for messages."""
-    builder = _import_indexed_dataset().IndexedDatasetBuilder
-    tokens = builder(str(unfinished / "tokens.bin"), dtype=np.int32)
-    marks = builder(str(unfinished / "marks.bin"), dtype=np.uint8)
     sequence_ids, num_supervised_tokens, lengths, max_token_id = [], [], [], 0
-    for sequence in sequences:
-        num_supervised = int(sequence.supervised.sum())
-        if num_supervised == 0:
-            raise UserError(
-                f"{folder}: sequence {sequence.sequence_id} ({len(sequence):,} tokens) has no supervised token, so "
-                "there is nothing to learn from it; leave it out"
-            )
-        mark = sequence.supervised.astype(np.uint8) * SUPERVISED
-        if sequence.in_answer is not None:
-            mark |= sequence.in_answer.astype(np.uint8) * IN_ANSWER
-        tokens.add_document(sequence.input_ids, [len(sequence)])
-        marks.add_document(mark, [len(sequence)])
-        sequence_ids.append(sequence.sequence_id)
-        num_supervised_tokens.append(num_supervised)
-        lengths.append(len(sequence))
-        max_token_id = max(max_token_id, int(sequence.input_ids.max()))
+    with ExitStack() as stack:
+        tokens, marks = (stack.enter_context((unfinished / f"{name}.bin").open("wb")) for name in _TYPE_CODES)
+        for sequence in sequences:
+            num_supervised = int(sequence.supervised.sum())
+            if num_supervised == 0:
+                raise UserError(
+                    f"{folder}: sequence {sequence.sequence_id} ({len(sequence):,} tokens) has no supervised token, so "
+                    "there is nothing to learn from it; leave it out"
+                )
+            mark = sequence.supervised.astype(np.uint8) * SUPERVISED
+            if sequence.in_answer is not None:
+                mark |= sequence.in_answer.astype(np.uint8) * IN_ANSWER
+            tokens.write(sequence.input_ids.astype(np.int32).tobytes())
+            marks.write(mark.tobytes())
+            sequence_ids.append(sequence.sequence_id)
+            num_supervised_tokens.append(num_supervised)
+            lengths.append(len(sequence))
+            max_token_id = max(max_token_id, int(sequence.input_ids.max()))
     if not lengths:
         raise UserError(f"{folder}: no sequence to store")
-    tokens.finalize(str(unfinished / "tokens.idx"))
-    marks.finalize(str(unfinished / "marks.idx"))
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    for name, (dtype, code) in _TYPE_CODES.items():
+        header = _INDEX_HEADER.pack(b"MMIDIDX\0\0", 1, code, len(lengths), len(lengths) + 1)
+        places, documents = starts[:-1] * np.dtype(dtype).itemsize, np.arange(len(lengths) + 1, dtype=np.int64)
+        index = header + np.array(lengths, np.int32).tobytes() + places.tobytes() + documents.tobytes()
+        (unfinished / f"{name}.idx").write_bytes(index)
     np.save(unfinished / "sequence_id.npy", np.array(sequence_ids, dtype=np.int64))
     np.save(unfinished / "num_supervised_tokens.npy", np.array(num_supervised_tokens, dtype=np.int32))
-    hashes = hash_files(unfinished)
+    hashes = {path.name: _sha256(path) for path in sorted(unfinished.iterdir())}
     return {
         "format": FORMAT,
         "num_sequences": len(lengths),
@@ -344,9 +321,8 @@ def _write_sequences(folder: Path, unfinished: Path, sequences: Iterable[Tokeniz
         "num_supervised_tokens": sum(num_supervised_tokens),
         "max_length": max(lengths),
         "max_token_id": max_token_id,
-        "digest": combine_hashes(hashes),
+        "digest": _combine_hashes(hashes),
         "sha256": hashes,
-        "files": {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())},
     }
 
 
@@ -370,19 +346,3 @@ def hash_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
 def hash_template(tokenizer: "PreTrainedTokenizerBase") -> str:
     """SHA-256 of the chat template that renders conversations."""
     return hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()
-
-
-def _import_indexed_dataset() -> "ModuleType":
-    """Import megatron-core's module to write a store: it imports 700 others (0.6 s), which warn of missing GPU packages
-    and compile functions, and a store needs neither."""
-    # It warns in a CUDA build of PyTorch without a visible GPU.
-    builder = logging.getLogger("torch.utils.cpp_extension")
-    level = builder.level
-    builder.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), without_compiler():
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets import indexed_dataset
-    finally:
-        builder.setLevel(level)
-    return indexed_dataset
