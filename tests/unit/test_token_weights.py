@@ -23,11 +23,11 @@ from vcore_ds.commands.cli import main
 from vcore_ds.commands.score.tables import PassFiles, ScoredSequence, ScoredSet, write_tables
 from vcore_ds.common.errors import UserError
 from vcore_ds.config.sections import MethodConfig
-from vcore_ds.data import token_tables
+from vcore_ds.data import scores_folder
 from vcore_ds.data.batches import IGNORED_LABEL, pack
 from vcore_ds.data.dataset import ChangedDataset
+from vcore_ds.data.scores_folder import StoredWeights
 from vcore_ds.data.store import TokenStore, write_store
-from vcore_ds.data.token_tables import StoredWeights
 from vcore_ds.training.weighting import token_weights
 
 NUM_SEQUENCES = 50
@@ -51,7 +51,7 @@ def utilities(store: TokenStore) -> list[np.ndarray]:
 @pytest.fixture
 def scores(tmp_path: Path, store: TokenStore, utilities: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Scores of two checkpoints with weights 0.25 and 2, in parts that are not in the store's order."""
-    monkeypatch.setattr(token_tables, "ROW_GROUP_TOKENS", 200)
+    monkeypatch.setattr(scores_folder, "ROW_GROUP_TOKENS", 200)
     work, passes = tmp_path / "scores.unfinished", []
     work.mkdir()
     for number in range(2):
@@ -98,10 +98,10 @@ def test_a_value_keeps_twelve_significant_bits() -> None:
     values = np.random.default_rng(1).normal(size=10_000).astype(np.float32) * np.float32(10) ** np.arange(
         -8, 8, 0.0016
     )
-    rounded = token_tables.round_to_12_bits(values)
+    rounded = scores_folder.round_to_12_bits(values)
     assert np.abs(rounded / values - 1).max() <= 2**-12
     assert not (rounded.view(np.uint32) & 0xFFF).any()
-    assert np.array_equal(token_tables.round_to_12_bits(np.array([0.0, 1.0, -2.5], np.float32)), [0.0, 1.0, -2.5])
+    assert np.array_equal(scores_folder.round_to_12_bits(np.array([0.0, 1.0, -2.5], np.float32)), [0.0, 1.0, -2.5])
 
 
 def test_a_token_takes_few_bytes(tmp_path: Path) -> None:
@@ -113,13 +113,13 @@ def test_a_token_takes_few_bytes(tmp_path: Path) -> None:
     )
     sizes = {}
     for name, array in (
-        ("utilities", token_tables.round_to_12_bits(values)),
+        ("utilities", scores_folder.round_to_12_bits(values)),
         ("weights", np.exp(0.1 * random.normal(size=len(values))).astype(np.float16)),
     ):
-        rows = token_tables.TokenRows(np.arange(200), {name: offsets}, {name: array})
-        token_tables.write_token_table(tmp_path / name, [rows], {})
+        rows = scores_folder.TokenRows(np.arange(200), {name: offsets}, {name: array})
+        scores_folder.write_token_table(tmp_path / name, [rows], {})
         sizes[name] = (tmp_path / name).stat().st_size / len(values)
-        (back,) = token_tables.read_token_rows(tmp_path / name, [name], "")
+        (back,) = scores_folder.read_token_rows(tmp_path / name, [name], "")
         assert np.array_equal(back.values[name], array) and np.array_equal(back.offsets[name], offsets)
     print(f"bytes of a token: {sizes}")
     assert sizes["utilities"] < 2.6 and sizes["weights"] < 2.1

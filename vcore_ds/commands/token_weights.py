@@ -9,7 +9,7 @@ import torch
 
 from vcore_ds.common.errors import UserError
 from vcore_ds.common.text import Progress
-from vcore_ds.data import token_tables
+from vcore_ds.data import scores_folder
 from vcore_ds.method.weights import gibbs_weights, gibbs_weights_for_budget
 from vcore_ds.training.keep import KeptTraces
 
@@ -32,24 +32,24 @@ def write_weights(selection: KeptTraces, sharpness: tuple[str, float], output: P
     """Write the file of weights of the selected traces. Raises UserError where the scores have no utilities of all
     tokens, or the file is damaged or of other scores; OSError where the file cannot be written."""
     keep, data = selection.keep, selection.scores.data
-    path = Path(keep.scores) / token_tables.UTILITIES
+    path = Path(keep.scores) / scores_folder.UTILITIES
     if not path.is_file():
         raise UserError(
-            f"SCORES: {keep.scores}: found no {token_tables.UTILITIES}; expected {_EXPECTED} with --tokens all"
+            f"SCORES: {keep.scores}: found no {scores_folder.UTILITIES}; expected {_EXPECTED} with --tokens all"
         )
-    metadata = token_tables.read_metadata(path, _EXPECTED)
+    metadata = scores_folder.read_metadata(path, _EXPECTED)
     if metadata.get("digest") != data.digest:
         raise UserError(f"SCORES: {path}: found utilities of other tokens than scores.json names; expected {_EXPECTED}")
     described = {**metadata, "set": keep.set, sharpness[0]: sharpness[1], "model": selection.scores.model_digest}
     with Progress("Weights", len(selection.positions)) as progress:
-        token_tables.write_token_table(output, _weighted_rows(selection, path, sharpness, progress), described)
+        scores_folder.write_token_table(output, _weighted_rows(selection, path, sharpness, progress), described)
 
 
 def _weighted_rows(
     selection: KeptTraces, path: Path, sharpness: tuple[str, float], progress: Progress
-) -> Iterator[token_tables.TokenRows]:
+) -> Iterator[scores_folder.TokenRows]:
     utility = f"utilities.{selection.keep.set}"
-    for rows in token_tables.read_token_rows(path, ["input_ids", "supervised", utility], _EXPECTED):
+    for rows in scores_folder.read_token_rows(path, ["input_ids", "supervised", utility], _EXPECTED):
         kept = np.isin(rows.sequence, selection.positions)
         is_kept_token = np.repeat(kept, np.diff(rows.offsets["input_ids"]))
         num_tokens = np.diff(rows.offsets["input_ids"])[kept]
@@ -63,12 +63,12 @@ def _weighted_rows(
         weights = np.zeros(len(input_ids), np.float16)
         weights[supervised] = _relative_weights(utilities, num_supervised, sharpness)
         offsets = dict.fromkeys(
-            ("input_ids", "labels", token_tables.LOSS_WEIGHTS), np.concatenate([[0], num_tokens.cumsum()])
+            ("input_ids", "labels", scores_folder.LOSS_WEIGHTS), np.concatenate([[0], num_tokens.cumsum()])
         )
-        labels = np.where(supervised, input_ids, token_tables.LABEL_OF_PROMPT).astype(np.int32)
-        values = {"input_ids": input_ids, "labels": labels, token_tables.LOSS_WEIGHTS: weights}
+        labels = np.where(supervised, input_ids, scores_folder.LABEL_OF_PROMPT).astype(np.int32)
+        values = {"input_ids": input_ids, "labels": labels, scores_folder.LOSS_WEIGHTS: weights}
         progress.advance(len(num_tokens))
-        yield token_tables.TokenRows(rows.sequence[kept], offsets, values)
+        yield scores_folder.TokenRows(rows.sequence[kept], offsets, values)
 
 
 def _relative_weights(utilities: np.ndarray, num_tokens: np.ndarray, sharpness: tuple[str, float]) -> np.ndarray:

@@ -101,18 +101,12 @@ def check_belongs(kept: KeptTraces, store: Store, model: str) -> None:
     """Raise UserError unless the scores were made with the data, tokenizer, template and model of the run. `model`:
     model.path."""
     folder, scored = kept.keep.scores, kept.scores.data
-    made_with = store.manifest["tokenizer"]
-    store_values = {
-        "another tokenizer": (scored.tokenizer_hash, made_with["hash"]),
-        "another chat template": (scored.chat_template_hash, made_with["chat_template_hash"]),
-        "other tokens": (scored.digest, store.digest),
-    }
-    for what, (actual, expected) in store_values.items():
-        if actual != expected:
-            raise UserError(
-                f"data.keep.scores: {folder}: found scores of {scored.path} with {what} ({actual[:12]}) than "
-                f"data.train_path has ({expected[:12]}); expected the same. Score data.train_path as it is now"
-            )
+    hashes = scored.tokenizer_hash, scored.chat_template_hash, scored.digest
+    if difference := scores_folder.find_difference(store, *hashes):
+        raise UserError(
+            f"data.keep.scores: {folder}: found scores of {scored.path} with {difference}; expected the same. Score "
+            "data.train_path as it is now"
+        )
     actual, expected = kept.scores.model_digest, compute_model_digest(model)
     if not actual.startswith(RULE):
         raise UserError(

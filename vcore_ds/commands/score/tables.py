@@ -20,7 +20,7 @@ from vcore_ds.commands.report.traces import ranks
 from vcore_ds.common.paths import flush, write_json
 from vcore_ds.common.statistics import rank_correlation
 from vcore_ds.common.text import align_columns, count
-from vcore_ds.data import scores_folder, token_tables
+from vcore_ds.data import scores_folder
 from vcore_ds.data.dataset import Store
 from vcore_ds.data.store import TokenStore
 from vcore_ds.training.token_records import write_arrays
@@ -113,7 +113,7 @@ def write_tables(
     all_tokens: bool = False,
 ) -> scores_folder.Scores:
     """Write the folder `output` atomically from the files of unfinished work in `folder`, and return scores.json
-    (`description` with the sets). `all_tokens`: also write the utilities of all tokens (`vcore_ds.data.token_tables`).
+    (`description` with the sets). `all_tokens`: also write the utilities of all tokens (`vcore_ds.data.scores_folder`).
     Raises OSError."""
     from vcore_ds.commands.score.page import write_page
 
@@ -145,8 +145,8 @@ def write_tables(
     scores_folder.write_tokens(staged, rows)
     scores_folder.write_scores(staged, scores)
     if all_tokens:
-        groups, described = _all_token_rows(folder, store, sets, num_tokens), token_tables.describe_tokens(scores.data)
-        token_tables.write_token_table(staged / token_tables.UTILITIES, groups, described)
+        groups, described = _all_token_rows(folder, store, sets, num_tokens), scores_folder.describe_tokens(scores.data)
+        scores_folder.write_token_table(staged / scores_folder.UTILITIES, groups, described)
     write_page(staged)
     for path in staged.iterdir():
         flush(path)
@@ -186,7 +186,7 @@ def _make_columns(store: Store, sets: Mapping[str, ScoredSet]) -> tuple[dict[str
 
 def _all_token_rows(
     folder: Path, store: Store, sets: Mapping[str, ScoredSet], num_tokens: np.ndarray
-) -> Iterator[token_tables.TokenRows]:
+) -> Iterator[scores_folder.TokenRows]:
     """The rows of utilities.parquet, in the order of the store. Parts come in any order, so sums are kept on disk, in
     `folder`."""
     ends = np.concatenate([[0], num_tokens.cumsum()])
@@ -197,7 +197,7 @@ def _all_token_rows(
             start = ends[sequence.position]
             total[start : start + len(sequence.utilities)] += weight * sequence.utilities.astype(np.float64)
         totals[f"utilities.{name}"] = total
-    for rows in token_tables.split_rows(np.asarray(store.lengths)):
+    for rows in scores_folder.split_rows(np.asarray(store.lengths)):
         sequences = [store[i] for i in rows]
         tokens = np.cumsum([0, *(len(sequence) for sequence in sequences)])
         first, last = ends[rows.start], ends[rows.stop]
@@ -205,9 +205,9 @@ def _all_token_rows(
         supervised[tokens[:-1]] = False  # the first token is never predicted
         input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
         values = {"input_ids": input_ids, "supervised": supervised}
-        utilities = {name: token_tables.round_to_12_bits(total[first:last]) for name, total in totals.items()}
+        utilities = {name: scores_folder.round_to_12_bits(total[first:last]) for name, total in totals.items()}
         offsets = dict.fromkeys(values, tokens) | dict.fromkeys(utilities, ends[rows.start : rows.stop + 1] - first)
-        yield token_tables.TokenRows(np.arange(rows.start, rows.stop), offsets, values | utilities)
+        yield scores_folder.TokenRows(np.arange(rows.start, rows.stop), offsets, values | utilities)
 
 
 def _make_token_rows(store: Store, name: str, inputs: ScoredSet, shown: Sequence[int]) -> list[dict[str, Any]]:

@@ -29,7 +29,6 @@ from vcore_ds.config.load import dump_recipe
 from vcore_ds.config.resume import differing_keys, flat_values, read_resolved_recipe
 from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import ScheduleConfig
-from vcore_ds.data.scores_folder import TRACES
 from vcore_ds.training.run_folder import METRICS
 
 DATA_KEYS = ("data.train_path", "data.probe_path", "data.validation_path")
@@ -68,6 +67,7 @@ def _digest(key: str, path: str) -> str | None:
     """None for a path that is not on this machine, such as a login node."""
     # Imported here: `vcore-ds sweep --status` does not need these, and they take seconds.
     from vcore_ds.data.prepare.sources import describe_source, find_files
+    from vcore_ds.data.scores_folder import TRACES
     from vcore_ds.data.store import MANIFEST, read_manifest
     from vcore_ds.models.model_identity import compute_model_digest
 
