@@ -1,6 +1,5 @@
 """Several training files with weights, and trusted traces in the training data: order, reading and messages."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from vcore_ds.config.schema import Recipe
 from vcore_ds.config.sections import MethodConfig, ProbeConfig, RunConfig
 from vcore_ds.data.cache import find_or_make_store
 from vcore_ds.data.dataset import (
+    Dataset,
     JoinedDataset,
     JoinedStores,
     KeptDataset,
@@ -156,6 +156,11 @@ def list_weighted(setup: Path, **weights: float) -> list[dict]:
 SFT = MethodConfig(name="sft")
 
 
+def read_data(setup: Path, **data: object) -> Dataset:
+    """The training data of a recipe's section `data`."""
+    return make_reader(setup, **data).read_training_data(SFT, 0)
+
+
 def test_sequences_that_are_named_twice_are_said(
     setup: Path, one_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,8 +185,8 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
     described = [Path(text).name for text in describe_rows(with_pool, [0, 9, 12])]
     assert described == ["a.jsonl, row 1", "b.jsonl, row 4", "trusted.jsonl, row 3"]
     # Converted or prepared, in one order or the other.
-    raw = make_reader(setup, train_path=list_weighted(setup, a=1, b=1)).read_training_data(SFT, 0)
-    swapped = make_reader(setup, train_path=list_weighted(setup, b=1, a=3)).read_training_data(SFT, 0)
+    raw = read_data(setup, train_path=list_weighted(setup, a=1, b=1))
+    swapped = read_data(setup, train_path=list_weighted(setup, b=1, a=3))
     assert data.digest == raw.digest != swapped.digest
     assert describe_training(reader.settings, data).startswith(
         f"{setup}/a.jsonl + {setup}/store: 10 sequences, {data.lengths.sum():,} tokens ("
@@ -190,8 +195,7 @@ def test_conversations_and_stores_are_read_one_after_another(setup: Path, one_ra
 
 def test_one_file_in_a_list_is_that_file(setup: Path, one_rank: None) -> None:
     plain, listed = (
-        make_reader(setup, train_path=train).read_training_data(SFT, 0)
-        for train in (str(setup / "a.jsonl"), list_weighted(setup, a=0.3))
+        read_data(setup, train_path=train) for train in (str(setup / "a.jsonl"), list_weighted(setup, a=0.3))
     )
     assert type(plain) is type(listed) and plain.digest == listed.digest
     assert MainOrder([6], 4, 7, [0.3]).step(5) == MainOrder([6], 4, 7).step(5)
@@ -206,7 +210,7 @@ def test_probes_and_followed_traces_have_the_weights_of_their_files(setup: Path,
     """Files of 6 and 4 sequences with weights 1:9, also where a trace of each is left out."""
     train = list_weighted(setup, a=1, b=9)
     for pool in ({}, {"probe_path": str(setup / "trusted.jsonl")}):
-        data = make_reader(setup, train_path=train, **pool).read_training_data(SFT, 0)
+        data = read_data(setup, train_path=train, **pool)
         num_first = 5 if pool else 6
         feed = make_feed(data, MethodConfig(name="vcore"), num_probe=20)
         for k in range(3):
@@ -218,13 +222,11 @@ def test_probes_and_followed_traces_have_the_weights_of_their_files(setup: Path,
 
 def test_the_weights_are_part_of_the_digest_of_the_training_data(setup: Path, one_rank: None) -> None:
     digests = [
-        make_feed(
-            make_reader(setup, train_path=list_weighted(setup, **weights)).read_training_data(SFT, 0)
-        ).training_digest()
+        make_feed(read_data(setup, train_path=list_weighted(setup, **weights))).training_digest()
         for weights in ({"a": 3, "b": 1}, {"a": 1.5, "b": 0.5}, {"a": 1, "b": 1}, {"a": 3}, {"a": 1})
     ]
     assert digests[0] == digests[1] != digests[2] and digests[3] == digests[4]
-    feed = make_feed(make_reader(setup, train_path=list_weighted(setup, a=3, b=1)).read_training_data(SFT, 0))
+    feed = make_feed(read_data(setup, train_path=list_weighted(setup, a=3, b=1)))
     assert (feed.epoch(5), feed.main_order.epochs(4)) == (2.0, [2.0, 1.0])
     assert list(describe_files(make_reader(setup, train_path=list_weighted(setup, a=3, b=1)).settings.train_files(),
                                feed.main_order, 4)) == [
@@ -235,18 +237,18 @@ def test_the_weights_are_part_of_the_digest_of_the_training_data(setup: Path, on
 
 def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank: None, capsys) -> None:
     pool, train = str(setup / "trusted.jsonl"), list_weighted(setup, a=1, store=1)
-    data = make_reader(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
+    data = read_data(setup, train_path=train, probe_path=pool)
     assert isinstance(data, KeptDataset)
     assert data.positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 9]  # without 3 of a.jsonl and 12, the third of b.jsonl
     assert [positions.tolist() for _, positions in list_files(data)] == [[0, 1, 2, 4, 5], [0, 1, 3]]
     assert describe_training(DataConfig(train_path="x"), data).endswith("; 2 dropped: in data.probe_path too")
-    kept = make_reader(setup, train_path=train, probe_path=pool, trusted_overlap="keep").read_training_data(SFT, 0)
+    kept = read_data(setup, train_path=train, probe_path=pool, trusted_overlap="keep")
     assert isinstance(kept, JoinedStores)
     assert "2 of the training traces are in data.probe_path too, and stay" in capsys.readouterr().out
     # Without any of them the data set is what it is without a pool.
     (file,) = list_weighted(setup, b=1)
-    apart = make_reader(setup, train_path=file["path"], probe_path=str(setup / "a.jsonl")).read_training_data(SFT, 0)
-    assert apart.digest == make_reader(setup, train_path=file["path"]).read_training_data(SFT, 0).digest
+    apart = read_data(setup, train_path=file["path"], probe_path=str(setup / "a.jsonl"))
+    assert apart.digest == read_data(setup, train_path=file["path"]).digest
     same = make_reader(setup, train_path=file["path"], probe_path=file["path"])
     with pytest.raises(UserError, match=r"found all of its 4 traces in data.probe_path too; .* to keep to train on"):
         same.read_training_data(SFT, 0)
@@ -254,13 +256,11 @@ def test_trusted_traces_are_left_out_of_the_training_data(setup: Path, one_rank:
 
 def test_a_run_names_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None) -> None:
     train = str(setup / "a.jsonl")
-    lengths = make_reader(setup, train_path=train).read_training_data(SFT, 0).lengths
+    lengths = read_data(setup, train_path=train).lengths
 
     def say(cutoff: int, path: object = train, positions: int | None = None) -> str:
         settings = make_reader(setup, train_path=path, cutoff_length=cutoff).settings
-        return describe_training(
-            settings, make_reader(setup, train_path=path, cutoff_length=cutoff).read_training_data(SFT, 0), positions
-        )
+        return describe_training(settings, read_data(setup, train_path=path, cutoff_length=cutoff), positions)
 
     longest, cutoff = int(lengths.max()), int(lengths.max()) - 1
     num_kept = int((lengths <= cutoff).sum())
@@ -279,26 +279,9 @@ def test_a_run_names_the_cutoff_that_keeps_all_rows(setup: Path, one_rank: None)
 
 def test_a_file_without_remaining_traces_is_refused(setup: Path, one_rank: None) -> None:
     pool, train = str(setup / "b.jsonl"), list_weighted(setup, a=1, b=1)
-    data = make_reader(setup, train_path=train, probe_path=pool).read_training_data(SFT, 0)
+    data = read_data(setup, train_path=train, probe_path=pool)
     with pytest.raises(UserError, match=r"found no trace left of file 2 of the list .* Remove the file"):
         make_feed(data)
-
-
-def test_check_counts_trusted_traces_in_the_training_data(setup: Path, capsys) -> None:
-    def say(train: object, pool: Path, *changes: str) -> str:
-        words = [f"data.train_path={json.dumps(train)}", f"data.probe_path={pool}", f"run.output_dir={setup / 'run'}"]
-        words += [f"model.path={setup / 'model'}", "data.validation_path=null"]
-        assert main(["check", "launch_scripts/recipes/quickstart.yaml", *words, *changes]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        return next((line for line in lines if line.startswith("Trusted data:")), "")
-
-    text = "Trusted data: {} of the training traces are in data.probe_path too, which the run {} "
-    text += "(data.trusted_overlap: {})"
-    assert say(list_weighted(setup, a=1, b=1), setup / "trusted.jsonl") == text.format(2, "leaves out", "drop")
-    assert say(str(setup / "store"), setup / "store", "data.trusted_overlap=keep") == text.format(
-        4, "trains on", "keep"
-    )
-    assert say(str(setup / "a.jsonl"), setup / "b.jsonl") == say(str(setup / "a.jsonl"), setup / "store") == ""
 
 
 def test_a_recipe_may_list_files_with_weights(tmp_path: Path, capsys) -> None:

@@ -89,7 +89,6 @@ def main(arguments: argparse.Namespace) -> None:
         *warnings,
         f"Batch: {plan.describe()}",
         *describe_data(recipe, lengths),
-        *describe_trusted(recipe),
         *describe_ranks(recipe, plan, ds_config, lengths),
         *describe_rows(recipe, renderer),
         *describe_ends(recipe, renderer),
@@ -118,20 +117,6 @@ def describe_data(recipe: Recipe, lengths: LengthModel) -> Iterator[str]:
             yield f"Training data: {selection.describe()}{takes}"
     elif lengths.sampled:
         yield f"Data: {lengths.source}{takes}"
-
-
-def describe_trusted(recipe: Recipe) -> Iterator[str]:
-    data = recipe.data
-    if data.probe_path is None:
-        return
-    from vcore_ds.data.overlap import count_shared_on_disk  # imports torch: seconds
-
-    if number := count_shared_on_disk([file.path for file in data.train_files()], data.probe_path, data.columns):
-        does = "leaves out" if data.trusted_overlap == "drop" else "trains on"
-        yield (
-            f"Trusted data: {number:,} of the training traces are in data.probe_path too, which the run {does} "
-            f"(data.trusted_overlap: {data.trusted_overlap})"
-        )
 
 
 def describe_rows(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[str]:

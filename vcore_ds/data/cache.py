@@ -1,4 +1,5 @@
-"""Cache of token stores, made once from the raw data that recipes name."""
+"""What recipes name as data: token stores, or raw data of which a store is made once, in a cache; and training traces
+that are also in the trusted data, whose utility to themselves says little."""
 
 import hashlib
 import json
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from vcore_ds.common.digests import cache_root
@@ -15,31 +17,35 @@ from vcore_ds.common.paths import reading, unfinished_path, writing
 from vcore_ds.common.version import __version__
 from vcore_ds.config.data_section import DataConfig
 from vcore_ds.data.conversations import check_tokenizer
-from vcore_ds.data.store import MANIFEST, check_supervision, read_manifest
+from vcore_ds.data.prepare.convert import PrepareRequest
+from vcore_ds.data.prepare.pipeline import prepare, refuse_malformed
+from vcore_ds.data.prepare.sources import find_files, find_local_files
+from vcore_ds.data.store import MANIFEST, TokenStore, check_supervision, read_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SMALL_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
+    from vcore_ds.data.dataset import Store
+
+_SMALL_BYTES = 32 * 2**20  # smaller data are tokenized before further processes would have started
 
 
-def check_source(path: str) -> None:
-    """Raise UserError unless `path` is data, a token store, or possibly an id on the hub, which is not contacted."""
+def check_source(path: str) -> bool:
+    """Return whether `path` is a token store. Raises UserError unless it is one, data, or possibly an id on the hub,
+    which is not contacted."""
     with reading("", Path(path), "data, or a token store, that can be read"):
-        if not (Path(path) / MANIFEST).is_file():
-            from vcore_ds.data.prepare.sources import find_local_files
-
+        is_store = (Path(path) / MANIFEST).is_file()
+        if not is_store:
             find_local_files(path, "train")
+    return is_store
 
 
 def is_small(path: str) -> bool:
     """Whether `path` is a token store, or raw data on this machine of which one is made in seconds."""
-    from vcore_ds.data.prepare.sources import find_local_files
-
-    if (Path(path) / MANIFEST).is_file():
+    if check_source(path):
         return True
     files = find_local_files(path, "train")
-    return files is not None and sum(Path(file.path).stat().st_size for file in files) < SMALL_BYTES
+    return files is not None and sum(Path(file.path).stat().st_size for file in files) < _SMALL_BYTES
 
 
 def find_or_make_store(
@@ -55,29 +61,24 @@ def find_or_make_store(
     `say` is called with progress and problems, `note` (None for `say`) with the formats and counts of the data. Raises
     UserError if the data do not exist, have too many malformed rows, or have nothing to learn from, if a store was made
     with another value of data.supervise, or if the cache cannot be written."""
-    with reading("", Path(path), "data, or a token store, that can be read"):
-        is_store = (Path(path) / MANIFEST).is_file()
-    if is_store:
+    if check_source(path):
         check_supervision(Path(path), settings.supervise)
         return Path(path)
-    from vcore_ds.data.prepare.curation import PrepareRequest, describe_origin
-    from vcore_ds.data.prepare.pipeline import prepare, refuse_malformed
-    from vcore_ds.data.prepare.sources import find_files
-
     check_tokenizer(tokenizer)
     shared = settings.model_dump(include={"cutoff_length", "overlong", "supervise", "columns"})
     request = PrepareRequest("chat", (path,), str(tokenizer.name_or_path), "train", **shared)
     raw_files = find_files(request.sources, request.split)
     # The digest of a large file is of samples; changes in between show in its mtime.
     files = sorted({Path(file.path) for file in raw_files if not file.hub})
-    origin = [describe_origin(request, raw_files, tokenizer), [(str(f.resolve()), f.stat().st_mtime_ns) for f in files]]
-    key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
-    name = f"{Path(path).stem.replace('::', '-')}-{key}"
+    times = [(str(file.resolve()), file.stat().st_mtime_ns) for file in files]
+    origin = json.dumps([request.describe_origin(raw_files, tokenizer), times], sort_keys=True)
+    name = f"{Path(path).stem.replace('::', '-')}-{hashlib.sha256(origin.encode()).hexdigest()[:16]}"
     folder, limit = cache_root(settings.cache_dir) / name, settings.max_malformed
     with writing("data.cache_dir", folder, "a folder that can be written, with room for the token store"):
         if (folder / MANIFEST).is_file():
             counts = read_manifest(folder)["counts"]
-            refuse_malformed(path, counts["malformed"], counts["drawn"], limit, f"{folder}.malformed.txt")
+            listed = folder.with_name(f"{folder.name}.malformed.txt")
+            refuse_malformed(path, counts["malformed"], counts["drawn"], limit, listed)
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")
@@ -92,3 +93,18 @@ def find_or_make_store(
             again = read_request(unfinished_path(folder)).get("version") != __version__
             prepare(request, folder, processes=processes, max_malformed=limit, again=again, say=say, note=note)
     return folder
+
+
+def find_shared(store: "Store", trusted: TokenStore) -> np.ndarray:
+    """Find the positions in `store` of sequences with the same tokens as one of `trusted`, int64 [k], ascending."""
+    # Only sequences of the same size are read.
+    candidates = np.flatnonzero(np.isin(_sizes(store), _sizes(trusted)))
+    if not len(candidates):
+        return candidates
+    tokens = {sequence.input_ids.tobytes() for sequence in trusted}
+    return np.array([i for i in candidates.tolist() if store[i].input_ids.tobytes() in tokens], dtype=np.int64)
+
+
+def _sizes(store: "Store") -> np.ndarray:
+    """int64 [n], one number for tokens and supervised tokens of each sequence."""
+    return store.lengths.astype(np.int64) << 32 | store.num_supervised_tokens

@@ -23,8 +23,8 @@ from vcore_ds.common.paths import check_folder, refuse_existing, unfinished_path
 from vcore_ds.common.random_streams import Stream
 from vcore_ds.common.text import count
 from vcore_ds.common.version import __version__
+from vcore_ds.data.cache import find_shared
 from vcore_ds.data.dataset import RandomDraws
-from vcore_ds.data.overlap import find_shared
 from vcore_ds.data.scores_folder import ScoredCheckpoint, ScoredData, Scores
 from vcore_ds.data.store import TokenStore
 from vcore_ds.data.tokenization import load_tokenizer
