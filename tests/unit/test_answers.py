@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import conversations
+from tests.helpers.conversations import make_row, tokenize
 from tests.helpers.tokenizer import make_tokenizer
 from vcore_ds.common.errors import UserError
-from vcore_ds.data.answers import find_answer_spans
+from vcore_ds.data.answers import _BOXED, _BRACE, find_answer_spans
 from vcore_ds.data.batches import collate
-from vcore_ds.data.conversations import Conversation
 from vcore_ds.data.dataset import add_reference, keep_random_tokens, write_reference
-from vcore_ds.data.store import TokenStore
+from vcore_ds.data.store import TokenStore, write_store
 
 
 @pytest.mark.parametrize(
@@ -35,23 +34,44 @@ def test_answer_spans_are_the_contents_of_boxes(text: str, answers: list[str]) -
     assert [text[start:end] for start, end in find_answer_spans(text)] == answers
 
 
+def test_unclosed_boxes_are_searched_in_one_pass() -> None:
+    """Seconds with one pass, hours with one for each box."""
+    text = "\\boxed{" * 10**6
+    assert find_answer_spans(text) == []
+    assert find_answer_spans(text + "a}}") == [(len(text) - 7, len(text) + 2), (len(text), len(text) + 1)]
+
+
+def test_answer_spans_are_those_of_each_box_alone() -> None:
+    random = np.random.default_rng(0)
+    pieces = ["\\boxed{", "\\boxed {", "{", "}", "\\", "\\{", "\\}", "a", " ", "\\\\boxed{"]
+    num_spans = 0
+    for _ in range(2000):
+        text = "".join(random.choice(pieces, 12))
+        spans = find_answer_spans(text)
+        assert spans == find_spans_one_by_one(text), text
+        num_spans += len(spans)
+    assert num_spans > 1000
+
+
+def find_spans_one_by_one(text: str) -> list[tuple[int, int]]:
+    spans = []
+    for boxed in _BOXED.finditer(text):
+        depth = 1
+        for brace in _BRACE.finditer(text, boxed.end()):
+            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+            if depth == 0:
+                spans.append((boxed.end(), brace.start()))
+                break
+    return spans
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> Callable[..., TokenStore]:
     def make(*replies: str) -> TokenStore:
-        talks = [
-            Conversation(
-                path="data.jsonl",
-                row=row,
-                messages=[
-                    {"role": "user", "content": r"Put \boxed{this} in a box"},
-                    {"role": "assistant", "content": reply},
-                ],
-            )
-            for row, reply in enumerate(replies, start=1)
-        ]
-        tokenizer = make_tokenizer()
+        talks = [make_row(r"Put \boxed{this} in a box", reply)["messages"] for reply in replies]
         folder = tmp_path / f"store{len(list(tmp_path.iterdir()))}"
-        return conversations.store(folder, conversations.tokenize(talks, tokenizer), tokenizer)
+        write_store(folder, tokenize(talks, make_tokenizer()), make_tokenizer())
+        return TokenStore(folder)
 
     return make
 
@@ -97,7 +117,7 @@ def test_reference_log_probabilities_come_back_to_their_sequences(dataset, tmp_p
     assert [p.name for p in path.parent.iterdir()] == ["reference"]  # nothing unfinished, no name changed
     with_reference = add_reference(data, str(path))
     assert [sequence.reference_log_probability for sequence in with_reference] == [-1.5, -2.25, -1e4]
-    assert collate(with_reference[:2], 0).reference_log_probability.tolist() == [-1.5, -2.25]
+    assert collate([with_reference[i] for i in (0, 1)], 0).reference_log_probability.tolist() == [-1.5, -2.25]
 
 
 @pytest.mark.parametrize("replies", [("abc", "defgh"), ("abc", "defgi", "ij"), ("abc", "ij", "defgh")])

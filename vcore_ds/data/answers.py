@@ -38,10 +38,8 @@ class AnswerChecker:
         """Compare two answers in LaTeX; `unfinished` if that takes too much time or memory."""
         if self._process is None:
             # -P: keep the script's folder out of sys.path.
-            command = [sys.executable, "-P", __file__, str(self._limit_seconds)]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+            command, pipe = [sys.executable, "-P", __file__, str(self._limit_seconds)], subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         assert self._process.stdin is not None and self._process.stdout is not None
         line = b""
         try:
@@ -135,41 +133,38 @@ def find_last_code_block(text: str) -> str | None:
 
 # Prompts of training and evaluation: the paper's (appendices "Dataset Curation for supervised tasks" and "Evaluation
 # Details") and CHAMP's.
-_MATH = (
-    "You are a helpful and accurate assistant for solving the following math problem:\n"
-    "{question}\n"
-    "\n"
-    "Please reason step by step, and put the correct answer within \\boxed{{}} at last."
-)
+_MATH = """\
+You are a helpful and accurate assistant for solving the following math problem:
+{question}
 
-_CODE = (
-    "You are an expert competitive programmer. You will be given a problem statement, test case constraints, and "
-    "example test inputs and outputs.\n"
-    "Please reason step by step about the solution (that must respect memory and time limits), then provide a complete "
-    "implementation in c++17.\n"
-    "\n"
-    "Your solution must read input from standard input (cin) and write output to standard output (cout).\n"
-    "Do not include any debug prints or additional output.\n"
-    "\n"
-    "Put your final solution within a single code block:\n"
-    "```cpp\n"
-    "<your code here>\n"
-    "```\n"
-    "\n"
-    "# Problem\n"
-    "{question}\n"
-    "\n"
-    "Now solve the problem and return the code."
-)
+Please reason step by step, and put the correct answer within \\boxed{{}} at last."""
 
-_CHOICE = (
-    "You are a helpful and accurate assistant for solving the following multiple-choice question:\n"
-    "{question}\n"
-    "Options are:\n"
-    "{options}\n"
-    "\n"
-    "Please reason step by step, and put the correct answer within \\boxed{{}} at last."
-)
+_CODE = """\
+You are an expert competitive programmer. You will be given a problem statement, test case constraints, and \
+example test inputs and outputs.
+Please reason step by step about the solution (that must respect memory and time limits), then provide a complete \
+implementation in c++17.
+
+Your solution must read input from standard input (cin) and write output to standard output (cout).
+Do not include any debug prints or additional output.
+
+Put your final solution within a single code block:
+```cpp
+<your code here>
+```
+
+# Problem
+{question}
+
+Now solve the problem and return the code."""
+
+_CHOICE = """\
+You are a helpful and accurate assistant for solving the following multiple-choice question:
+{question}
+Options are:
+{options}
+
+Please reason step by step, and put the correct answer within \\boxed{{}} at last."""
 
 CHAMP = "Solve the following problem. Make sure to show your work before giving the final answer.\n\n{statement}"
 """CHAMP's prompt, without the hints and examples of most of its conversations."""

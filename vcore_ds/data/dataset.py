@@ -2,6 +2,7 @@
 of each step."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -80,13 +81,9 @@ class JoinedDataset(TokenizedSequences):
         # Not its length: ids are row numbers, and a store may have dropped rows.
         ends = [int(part.sequence_ids.max()) + 1 for part in parts]
         self.first_ids = [0, *accumulate(ends)][: len(parts)]  # offsets of the ids of each part
-        self.lengths: np.ndarray = np.concatenate([part.lengths for part in parts])
-        """int32 [n], tokens of each sequence, without reading any."""
+        self.lengths = np.concatenate([part.lengths for part in parts])
 
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def read_sequence(self, i: int) -> TokenizedSequence:
+    def __getitem__(self, i: int) -> TokenizedSequence:
         part = int(np.searchsorted(self.starts, i, side="right")) - 1
         sequence = self.parts[part][i - int(self.starts[part])]
         return replace(sequence, sequence_id=sequence.sequence_id + self.first_ids[part])
@@ -101,9 +98,8 @@ class JoinedStores(JoinedDataset):
         """`stores`: made with one tokenizer; `weights`: see `Shares`."""
         super().__init__(stores)
         self.weights = weights
-        self.sequence_ids: np.ndarray = np.concatenate(
-            [store.sequence_ids + first for store, first in zip(stores, self.first_ids, strict=True)]
-        )
+        shifted = [store.sequence_ids + first for store, first in zip(stores, self.first_ids, strict=True)]
+        self.sequence_ids = np.concatenate(shifted)
         self.num_supervised_tokens = np.concatenate([store.num_supervised_tokens for store in stores])
         manifests = [store.manifest for store in stores]
         self.manifest: dict[str, Any] = {
@@ -126,10 +122,7 @@ class JoinedStores(JoinedDataset):
     def count_dropped_rows(self) -> tuple[int | None, dict[str, int]]:
         """`TokenStore.count_dropped_rows` of all stores together."""
         rows, dropped = zip(*(store.count_dropped_rows() for store in self.parts), strict=True)
-        total: dict[str, int] = {}
-        for rule, number in chain(*(counts.items() for counts in dropped)):
-            total[rule] = total.get(rule, 0) + number
-        return None if None in rows else sum(rows), total
+        return None if None in rows else sum(rows), dict(sum(map(Counter, dropped), Counter()))
 
 
 class ChangedDataset(TokenizedSequences):
@@ -141,16 +134,7 @@ class ChangedDataset(TokenizedSequences):
         """`change`: maps a position and its sequence to one of the same length; `digest`: of the added data, which a
         resumed run compares."""
         self.dataset, self.change, self._change_digest = dataset, change, digest
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int32 [n], tokens of each sequence, without reading any."""
-        return self.dataset.lengths
-
-    @property
-    def sequence_ids(self) -> np.ndarray:
-        """int64 [n], the position of each sequence among all rows read, from 0."""
-        return self.dataset.sequence_ids
+        self.lengths, self.sequence_ids = dataset.lengths, dataset.sequence_ids
 
     @property
     def digest(self) -> str:
@@ -158,10 +142,7 @@ class ChangedDataset(TokenizedSequences):
         digest = self.dataset.digest
         return hashlib.sha256((digest + self._change_digest).encode()).hexdigest() if self._change_digest else digest
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def read_sequence(self, i: int) -> TokenizedSequence:
+    def __getitem__(self, i: int) -> TokenizedSequence:
         return self.change(i, self.dataset[i])
 
 
@@ -181,18 +162,14 @@ class KeptDataset(TokenizedSequences):
         for the screen and for environment.json; `num_trusted`: sequences dropped because they are trusted data too."""
         self.dataset, self.positions, self.description, self.origin = dataset, positions, description, origin
         self.num_trusted = num_trusted
-        self.lengths: np.ndarray = dataset.lengths[positions]
-        self.sequence_ids: np.ndarray = dataset.sequence_ids[positions]
+        self.lengths, self.sequence_ids = dataset.lengths[positions], dataset.sequence_ids[positions]
 
     @property
     def digest(self) -> str:
         """SHA-256 of the data set's digest and the kept positions, which a resumed run compares."""
         return hashlib.sha256(self.dataset.digest.encode() + self.positions.astype("<i8").tobytes()).hexdigest()
 
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def read_sequence(self, i: int) -> TokenizedSequence:
+    def __getitem__(self, i: int) -> TokenizedSequence:
         return self.dataset[int(self.positions[i])]
 
 
@@ -332,12 +309,12 @@ def select_positions(utilities: np.ndarray, sources: np.ndarray, keep: KeepConfi
     by_source = keep.within == "source"
     groups = np.unique(sources, return_inverse=True)[1] if by_source else np.zeros(len(utilities), np.int64)
     descending = np.argsort(-utilities, kind="stable")
-    selected = []
+    selected = [np.zeros(0, np.int64)]
     for group in range(groups.max(initial=-1) + 1):
         members = descending[groups[descending] == group]
-        best = members[: round(keep.top * len(members))]
-        selected.append(best[np.isfinite(utilities[best])])
-    return np.sort(np.concatenate([np.zeros(0, np.int64), *selected]))
+        selected.append(members[: round(keep.top * len(members))])
+    best = np.sort(np.concatenate(selected))
+    return best[np.isfinite(utilities[best])]
 
 
 # iw-SFT: the importance ratio needs one log-probability per sequence, computed before training, so that no second model
@@ -347,33 +324,30 @@ def select_positions(utilities: np.ndarray, sources: np.ndarray, keep: KeepConfi
 def write_reference(path: Path, dataset: Dataset, log_probabilities: Sequence[float], model: str) -> None:
     """Write a `.npz`: `log_probability` fp64 [n] in nats, in the order of the data, the data's digest and the model's
     name."""
+    values = np.array(log_probabilities, np.float64)
     # To an open file: np.savez would add .npz to a name without it.
     with write_atomically(path) as unfinished, unfinished.open("wb") as file:
-        np.savez(
-            file,
-            log_probability=np.array(log_probabilities, dtype=np.float64),
-            digest=np.array(dataset.digest),
-            model=np.array(model),
-        )
+        np.savez(file, log_probability=values, digest=dataset.digest, model=model)
 
 
 def add_reference(dataset: Dataset, path: str) -> ChangedDataset:
     """Set `reference_log_probability` of every sequence from a file of `write_reference`. Raises UserError if the file
     cannot be read, or was made from other tokens."""
-    remedy = "make it with `vcore-ds reference RECIPE --output FILE`"
+    where, remedy = (
+        f"data.reference_log_probabilities: {path}",
+        "make it with `vcore-ds reference RECIPE --output FILE`",
+    )
     try:
         with np.load(path, allow_pickle=False) as stored:
             digest, log_probabilities = str(stored["digest"]), stored["log_probability"]
     except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
         raise UserError(
-            f"data.reference_log_probabilities: {path}: found no such reference log-probabilities "
-            f"({type(error).__name__}: {error}); {remedy}"
+            f"{where}: found no such reference log-probabilities ({type(error).__name__}: {error}); {remedy}"
         ) from None
     if digest != dataset.digest:
         raise UserError(
-            f"data.reference_log_probabilities: {path}: found log-probabilities of {len(log_probabilities):,} other "
-            f"sequences; expected those of the {len(dataset):,} training sequences as they are tokenized now "
-            f"(data, template, tokenizer, cutoff_length and overlong decide); {remedy} again"
+            f"{where}: found log-probabilities of {len(log_probabilities):,} other sequences; expected those of the "
+            f"{len(dataset):,} training sequences as they are tokenized now; {remedy} again"
         )
 
     def add_value(i: int, sequence: TokenizedSequence) -> TokenizedSequence:

@@ -1,10 +1,10 @@
 """Tokenization of conversations; the tokens that the assistant generates are marked as supervised."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -63,9 +63,9 @@ def load_tokenizer(path: str, key: str = "model.path") -> "PreTrainedTokenizerBa
 def tokenize_rendered(
     rendered: Sequence[RenderedConversation], tokenizer: "PreTrainedTokenizerBase"
 ) -> list[TokenizedSequence]:
-    """Tokenize without a cutoff, and set `in_answer`; ids are rows from 0. A turn is supervised from the end of the
-    generation prompt (`render_prompt`) up to and including the end-of-turn token, with its thinking, and the marker
-    `<think>` unless the prompt ends in it. A sequence may have no supervised token."""
+    """Tokenize without a cutoff, and set `in_answer`; ids are places in `rendered`. A turn is supervised from the end
+    of the generation prompt (`render_prompt`) up to and including the end-of-turn token, with its thinking, and the
+    marker `<think>` unless the prompt ends in it. A sequence may have no supervised token."""
     # The template has written the special tokens.
     encoded = tokenizer(
         [item.text for item in rendered],
@@ -75,14 +75,12 @@ def tokenize_rendered(
         verbose=False,
     )
     sequences = []
-    for item, ids, pairs in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    for i, (item, ids, pairs) in enumerate(zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)):
         offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         supervised = _mark_within([span for span in item.spans if span is not None], offsets)
         supervised[:1] = False
         in_answer = supervised & _mark_touching(find_answer_spans(item.text), offsets)
-        sequences.append(
-            TokenizedSequence(item.conversation.row - 1, np.array(ids, dtype=np.int32), supervised, in_answer)
-        )
+        sequences.append(TokenizedSequence(i, np.array(ids, dtype=np.int32), supervised, in_answer))
     return sequences
 
 
@@ -107,20 +105,20 @@ def _mark_touching(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.
     return touching
 
 
-class TokenizedSequences(Sequence[TokenizedSequence]):
-    """Base class of data sets, whose sequences are read when they are indexed."""
+class TokenizedSequences:
+    """Base class of data sets, whose sequences are read when they are indexed by a position from 0."""
+
+    lengths: np.ndarray
+    """int32 [n], tokens of each sequence, without reading any."""
+    sequence_ids: np.ndarray
+    """int64 [n], the position of each sequence among all rows read, from 0."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     @abstractmethod
-    def read_sequence(self, i: int) -> TokenizedSequence:
-        """Read the sequence at a position from 0 to `len(self) - 1`."""
+    def __getitem__(self, i: int) -> TokenizedSequence:
+        """Read a sequence."""
 
-    @overload
-    def __getitem__(self, index: int) -> TokenizedSequence: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenizedSequence]: ...
-    def __getitem__(self, index: int | slice) -> TokenizedSequence | list[TokenizedSequence]:
-        """The sequence at a position, negative ones from the end; a list for a slice."""
-        positions = range(len(self))[index]
-        if isinstance(positions, range):
-            return [self.read_sequence(i) for i in positions]
-        return self.read_sequence(positions)
+    def __iter__(self) -> Iterator[TokenizedSequence]:
+        return (self[i] for i in range(len(self)))

@@ -15,7 +15,7 @@ from vcore_ds.common.random_streams import Stream
 from vcore_ds.config.data_section import WRITTEN_BY_COMMANDS, DataConfig
 from vcore_ds.config.sections import MethodConfig, ProbeConfig
 from vcore_ds.data.batches import Batch, StepBatches, collate, idle_batch, pack
-from vcore_ds.data.cache import check_source, find_or_make_store, is_small
+from vcore_ds.data.cache import find_or_make_store, find_shared, is_small
 from vcore_ds.data.dataset import (
     ChangedDataset,
     Dataset,
@@ -30,10 +30,9 @@ from vcore_ds.data.dataset import (
     list_files,
     list_shares,
 )
-from vcore_ds.data.overlap import find_shared
+from vcore_ds.data.scores_folder import StoredWeights
 from vcore_ds.data.store import TokenStore, check_contents
-from vcore_ds.data.token_tables import StoredWeights
-from vcore_ds.data.tokenization import TokenizedSequence
+from vcore_ds.data.tokenization import TokenizedSequence, TokenizedSequences
 from vcore_ds.distributed import layout
 from vcore_ds.distributed.device import local_rank
 from vcore_ds.distributed.process_group import run_first_rank_first
@@ -142,7 +141,7 @@ def _next_steps(num_done: int, num_steps: int) -> range:
 
 
 def make_rank_batches(
-    batch_layout: BatchLayout, sequences: Sequence[TokenizedSequence], pad_token_id: int
+    batch_layout: BatchLayout, sequences: TokenizedSequences | Sequence[TokenizedSequence], pad_token_id: int
 ) -> list[Batch]:
     """Make this rank's micro-batches of a batch, whose ids are positions in `sequences`."""
     size, batches = batch_layout.sequence_parallel, []
@@ -275,7 +274,7 @@ class DataReader:
         settings = self.settings
         folder = find_or_make_store(path, self.tokenizer, settings, say=console.say, note=console.note)
         if local_rank() == 0:
-            check_contents(folder, cache_root(settings.cache_dir), console.say)
+            check_contents(folder, cache_root(settings.cache_dir))
         return folder
 
 
@@ -286,12 +285,11 @@ def open_store(settings: DataConfig, folder: Path, model: str, tokenizer: PreTra
 
 
 def check_local_data(settings: DataConfig, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Open the data of a recipe that are on this machine as a run does. Token stores of raw data above `SMALL_BYTES`
-    are left to the run. Raises its UserErrors."""
+    """Open the data of a recipe that are on this machine as a run does. Token stores of large raw data are left to
+    the run. Raises its UserErrors."""
     for key, path in settings.paths().items():
         if key in WRITTEN_BY_COMMANDS or not is_readable(path):
             continue
-        check_source(path)
         if is_small(path):
             folder = find_or_make_store(path, tokenizer, settings, say=lambda _: None)
             check_contents(folder, cache_root(settings.cache_dir))
