@@ -31,23 +31,22 @@ def make_sequence(
     uniform_share: float = 0.5,
     utilities: list[float] | None = None,
     losses: list[float] | None = None,
+    positions: list[int] | None = None,
     tokenizer: PreTrainedTokenizerFast = LETTERS,
-    first_position: int = 3,
 ) -> SequenceTokens:
     """A sequence with the weights `relative_weights / n` within it."""
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     n = len(ids)
-    relative = np.array([1.0] * n if relative_weights is None else relative_weights)
     return SequenceTokens(
         i,
         share,
         uniform_share,
         0.7,
-        positions=np.arange(first_position, first_position + n, dtype=np.int32),
+        positions=np.array(positions or range(3, 3 + n), dtype=np.int32),
         token_ids=ids,
-        losses=np.array([1.0] * n if losses is None else losses, dtype=np.float32),
+        losses=np.array(losses or [1.0] * n, dtype=np.float32),
         utilities=None if utilities is None else np.array(utilities, dtype=np.float32),
-        weights=(relative / n).astype(np.float32),
+        weights=(np.array([1.0] * n if relative_weights is None else relative_weights) / n).astype(np.float32),
     )
 
 
@@ -185,20 +184,7 @@ def test_a_phrase_does_not_cross_a_line_a_sentence_or_a_sequence() -> None:
 
 
 def test_a_phrase_does_not_cross_turns() -> None:
-    ids = LETTERS(" a b c d")["input_ids"]
-    adjacent = make_sequence(" a b c d", [2.0, 1.5, 0.3, 0.2])
-    apart = SequenceTokens(
-        0,
-        0.5,
-        0.5,
-        1.0,
-        positions=np.array([3, 4, 9, 10], dtype=np.int32),
-        token_ids=adjacent.token_ids,
-        losses=adjacent.losses,
-        utilities=None,
-        weights=adjacent.weights,
-    )
-    assert len(ids) == 4
+    apart = make_sequence(" a b c d", [2.0, 1.5, 0.3, 0.2], positions=[3, 4, 9, 10])
     phrases = tabulate(make_record(1, apart)).phrases
     assert [row.name for row in phrases.gained] == ["a b"] and [row.name for row in phrases.lost] == ["c d"]
 
@@ -216,14 +202,8 @@ def find_kinds(text: str, tokenizer: PreTrainedTokenizerFast = LETTERS) -> list[
 
 def test_tokens_are_sorted_into_kinds() -> None:
     tokens_and_kinds = find_kinds(" a7+,\n<|im_end|>")
-    assert [kind for _, kind in tokens_and_kinds] == [
-        "word",
-        "digit",
-        "operator",
-        "punctuation",
-        "white space",
-        "special",
-    ]
+    expected = ["word", "digit", "operator", "punctuation", "white space", "special"]
+    assert [kind for _, kind in tokens_and_kinds] == expected
     assert tokens_and_kinds[0][0] == " a"
     assert {kind for _, kind in find_kinds("∈", make_tokenizer(merges=[("â", "Ī"), ("âĪ", "Ī")]))} == {"operator"}
     assert [kind for _, kind in find_kinds("é")] == ["other", "other"]  # halves of a character
